@@ -1,0 +1,209 @@
+"""Every configuration key, with its type, default and meaning.
+
+The dataclasses here are OmegaConf structured configs: a YAML file or a dotlist override may set exactly these
+keys. Relations between keys are checked in `validate.py`. This module imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class ModeName(str, Enum):
+    """How requests are drafted for; see `messages.Mode`."""
+
+    plain = "plain"
+    coupled = "coupled"
+    decoupled = "decoupled"
+
+
+class VerifyPolicy(str, Enum):
+    """How many of the supplied draft tokens a step verifies."""
+
+    auto = "auto"
+    """As many as pay, by the measured cost of a step and each request's acceptance."""
+    all = "all"
+    """All of them, up to the window."""
+
+
+@dataclass
+class RunConfig:
+    """Where a run writes and what it is called."""
+
+    name: str | None = None
+    """Name of the run; names its actors and its folder. Default: date, time and a random suffix."""
+    dir: str = "runs"
+    """Folder that holds one folder per run (resolved configuration, summary, logs)."""
+    log_level: str = "WARNING"
+    """Logging level of the driver and of the actors: DEBUG, INFO, WARNING or ERROR."""
+
+
+@dataclass
+class ClusterConfig:
+    """Which Ray cluster to use and how actors are placed on it."""
+
+    address: str = "local"
+    """`local` starts a private cluster for the run and stops it at the end; `auto` joins the one this machine
+    (or the enclosing Ray job) belongs to; anything else is the address of a running cluster (`host:port`)."""
+    num_cpus: int | None = None
+    """CPUs of a `local` cluster. Default: the cores this process may use."""
+    num_gpus: int | None = None
+    """GPUs of a `local` cluster. Default: those Ray detects."""
+    placement_timeout_s: float = 60.0
+    """Longest wait for the placement groups of the run; then demand and supply are shown and the run ends."""
+    pin_cores: bool = True
+    """Give every actor CPU cores of its own (sched_setaffinity). Without it drafting and verification may share
+    cores, so the decoupling is not enforced; only for development on machines with too few cores."""
+    start_timeout_s: float = 300.0
+    """Longest wait for an actor to load its model."""
+    health_interval_s: float = 2.0
+    """Seconds between health checks of an actor."""
+    health_timeout_s: float = 15.0
+    """An actor that has not answered a health check for this long is replaced."""
+
+
+@dataclass
+class TargetConfig:
+    """The target model and the verifiers that serve it."""
+
+    model: str = "smollm2-135m"
+    """A local directory, a Hugging Face id, or the built-in `smollm2-135m`."""
+    backend: str = "hf"
+    """Engine that runs the target: `hf` (transformers model with a ragged cache)."""
+    replicas: int = 1
+    """Number of verifiers; requests are spread over them."""
+    cores: int = 1
+    """CPU cores of each verifier (its torch threads, pinned)."""
+    gpus: int = 0
+    """GPUs of each verifier; 0 runs on the CPU."""
+    dtype: str = "float32"
+    """Weights and activations: float32, bfloat16 or float16. On CPUs without AVX-512 float32 is the fastest."""
+    max_model_len: int | None = None
+    """Most prompt + output tokens of a request. Default: what the model supports."""
+    max_batch: int = 16
+    """Most requests a verifier runs at once."""
+    max_step_tokens: int = 512
+    """Most positions (prefill chunks + verify tokens) in one forward; long prompts are prefilled in chunks."""
+    kv_cache_gb: float = 1.0
+    """Memory budget of the key/value cache of each verifier, in 2**30 bytes."""
+    trust_remote_code: bool = False
+    """Run model code that a checkpoint brings along."""
+    record_margins: bool = False
+    """Record how far the second-best token was behind, to tell near-ties from errors."""
+    hidden_layers: list[int] = field(default_factory=list)
+    """Decoder layers whose hidden states are exported for committed positions (for EAGLE heads)."""
+
+
+@dataclass
+class DrafterConfig:
+    """One draft method and the draft actors that serve it."""
+
+    method: str = "ngram"
+    """`ngram` (suffix match in prompt, output and earlier outputs) or `draft_model` (a smaller model)."""
+    replicas: int = 1
+    """Number of draft actors of this method; may be changed while the run goes on."""
+    cores: int = 1
+    """CPU cores of each draft actor."""
+    gpus: int = 0
+    """GPUs of each draft actor; 0 runs on the CPU."""
+    window: int | None = None
+    """Draft window of this method. Default: `speculation.window`."""
+    model: str | None = None
+    """For `draft_model`: a local directory, a Hugging Face id or a built-in name, with the target's vocabulary."""
+    dtype: str = "float32"
+    """For `draft_model`: float32, bfloat16 or float16."""
+    trust_remote_code: bool = False
+    """For `draft_model`: run model code that a checkpoint brings along."""
+    kv_cache_gb: float = 0.5
+    """For `draft_model`: memory budget of its key/value cache, in 2**30 bytes."""
+    max_batch: int = 64
+    """Most requests one draft actor mirrors at once; requests beyond it are not drafted for."""
+    min_match: int = 2
+    """For `ngram`: shortest suffix that counts as a match."""
+    max_match: int = 8
+    """For `ngram`: longest suffix that is looked up."""
+    history_tokens: int = 65536
+    """For `ngram`: most tokens kept of earlier outputs of the same prompts; 0 keeps none."""
+
+
+@dataclass
+class BreakerConfig:
+    """Circuit breaker per (verifier, drafter): stops asking a drafter that does not help."""
+
+    min_drafted: int = 64
+    """Draft tokens to judge by before the breaker may open."""
+    min_acceptance: float = 0.02
+    """Opens when the moving acceptance rate falls below this."""
+    max_silent_waits: int = 8
+    """Opens when the verifier waited this often in a row without an answer."""
+    cooldown_s: float = 5.0
+    """Seconds until one probe is allowed again (half open); doubles with each failed probe, up to 16-fold."""
+
+
+@dataclass
+class SpeculationConfig:
+    """How far drafters run ahead and how long a verifier may wait for them."""
+
+    window: int = 8
+    """Draft window: most tokens a drafter runs past the last commit it knows."""
+    verify: VerifyPolicy = VerifyPolicy.auto
+    """How many supplied draft tokens a step verifies: `auto` or `all`."""
+    draft_wait_s: float | None = None
+    """`decoupled`: longest wait per step for a tail drafted from the newest commit. Default: a fraction of the
+    measured step time that the expected gain pays for, at most 20 ms."""
+    coupled_wait_s: float = 1.0
+    """`coupled`: longest wait per step for the tails of the newest commit."""
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+
+
+@dataclass
+class SamplingConfig:
+    """How tokens are chosen; see `sampling.py` for the exact rule."""
+
+    temperature: float = 1.0
+    """0 takes the argmax."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this."""
+    max_tokens: int = 128
+    """Most output tokens of a request."""
+    seed: int = 0
+    """Seed of the run; every sample's own seed is derived from it, its prompt and its number."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end an output, beside the model's own."""
+    ignore_eos: bool = False
+    """Go on past end-of-sequence (for benchmarks)."""
+
+
+@dataclass
+class DataConfig:
+    """What to roll out."""
+
+    path: str | None = None
+    """Prompts: `.jsonl` (objects with `prompt` or chat `messages`) or a text file (one prompt a line)."""
+    n: int = 1
+    """Samples per prompt (the group size)."""
+    limit: int | None = None
+    """Use only the first so many prompts."""
+    output: str | None = None
+    """Trajectories as JSONL. Default: `trajectories.jsonl` in the run's folder. Never overwritten."""
+    chat: bool = True
+    """Wrap `prompt` as one user message of the model's chat template, where it has one."""
+
+
+@dataclass
+class Config:
+    """The whole configuration of a rollout."""
+
+    mode: ModeName = ModeName.decoupled
+    """`plain` (no drafters), `coupled` (drafting and verification take turns on the same cores) or `decoupled`
+    (drafters run ahead on cores or GPUs of their own)."""
+    run: RunConfig = field(default_factory=RunConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafters: list[DrafterConfig] = field(default_factory=list)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
