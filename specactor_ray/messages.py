@@ -116,6 +116,8 @@ class DraftTail:
     base_len: int
     token_ids: tuple[int, ...]
     weight_version: int = 0
+    complete: bool = False
+    """No more will come before the next commit: the window is full, or there is no better guess."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,9 @@ class Proposer(Protocol):
             KeyError: The request is not open.
         """
 
+    def pending(self, request_id: str) -> bool:
+        """True while a further `extend` would still lengthen this request's tail."""
+
     def close(self, request_id: str, finished: bool = True) -> None:
         """Forget the request; unknown ids are ignored. `finished`: its output is complete and may be learned from."""
 

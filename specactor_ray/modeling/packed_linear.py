@@ -1,0 +1,122 @@
+"""Linear layers with weights laid out once for oneDNN, so that a few rows cost little more than one.
+
+On CPUs the time of a decode step is the time of streaming the weights. `torch.nn.functional.linear` lays the
+weight out anew for every call; oneDNN can keep it in its blocked layout. Two properties matter here: five rows
+cost hardly more than one (what makes verifying drafts cheap), and on the machines it was tried on a row's result
+does not depend on how many rows share the call, bit for bit (what keeps a verify step equal to a decode step).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from specactor_ray.errors import InputError
+
+_ROWS_HINT = 16
+
+
+class PackedLinear(nn.Module):
+    """`nn.Linear` without gradients whose weight lives in oneDNN's blocked layout.
+
+    Takes and returns `(..., in_features)` → `(..., out_features)`, dtype of the weight.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.set_weight(weight, bias)
+
+    def set_weight(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Take new values; `weight` `(out_features, in_features)`, `bias` `(out_features,)` or None."""
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(
+            weight.detach().to(self.dtype).contiguous(), _ROWS_HINT
+        )
+        self._bias = None if bias is None else bias.detach().to(self.dtype).clone()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, packed"
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN serves this device and dtype."""
+    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Replace every plain `nn.Linear` of a model by a `PackedLinear`; the original weights are freed."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+
+
+def assign_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tied: Mapping[str, str]) -> None:
+    """Copy a full set of weights into a model whose linears may be packed.
+
+    Args:
+        model: The model; unpacked parameters are overwritten in place.
+        state_dict: Hugging Face names → tensors. Every weight of the model must be there; extra names are refused.
+        tied: Name → name it shares its values with; a tied name may be absent from `state_dict`.
+
+    Raises:
+        InputError: A name is missing or unknown, or a shape differs; nothing was changed.
+    """
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    plain = dict(model.named_parameters(remove_duplicate=False))
+    shapes = {name: tuple(tensor.shape) for name, tensor in plain.items()}
+    for name, module in packed.items():
+        shapes[f"{name}.weight"] = (module.out_features, module.in_features)
+        if module._bias is not None:
+            shapes[f"{name}.bias"] = (module.out_features,)
+    new = {**{name: state_dict[source] for name, source in tied.items() if source in state_dict}, **state_dict}
+    _check_names_and_shapes(new, shapes)
+    with torch.no_grad():
+        for name, module in packed.items():
+            module.set_weight(new[f"{name}.weight"], new.get(f"{name}.bias"))
+        for name, tensor in plain.items():
+            tensor.copy_(new[name])
+
+
+def _check_names_and_shapes(new: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    missing, unknown = sorted(shapes.keys() - new.keys()), sorted(new.keys() - shapes.keys())
+    if missing or unknown:
+        raise InputError(
+            f"weights do not fit the model: {len(missing)} missing (first: {missing[:3]}), "
+            f"{len(unknown)} unknown (first: {unknown[:3]})"
+        )
+    for name, shape in shapes.items():
+        if tuple(new[name].shape) != shape:
+            raise InputError(f"weight {name} has shape {tuple(new[name].shape)}; the model wants {shape}")
+
+
+def cheapest_row_counts(layer: PackedLinear, up_to: int = 8, repeats: int = 5) -> list[int]:
+    """For n = 0..up_to rows, the number of rows m >= n to pad to because m rows take less time than n.
+
+    oneDNN's kernels for one to three rows are slower than those for four on some CPUs; padding then helps.
+    A larger count is chosen only where it is at least a tenth faster. Returns a list of `up_to + 1` counts.
+    """
+    seconds = [0.0] + [_seconds(layer, rows, repeats) for rows in range(1, up_to + 1)]
+    choice = [0]
+    for rows in range(1, up_to + 1):
+        best = min(range(rows, up_to + 1), key=lambda m: seconds[m])
+        choice.append(best if seconds[best] < 0.9 * seconds[rows] else rows)
+    return choice
+
+
+def _seconds(layer: PackedLinear, rows: int, repeats: int) -> float:
+    x = torch.zeros(rows, layer.in_features, dtype=layer.dtype)
+    layer(x)
+    best = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        layer(x)
+        best = min(best, time.perf_counter() - begin)
+    return best

@@ -1,0 +1,65 @@
+"""What a rollout yields: one finished sample with everything training needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from specactor_ray.messages import RequestStats, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One sample of one prompt. `token_ids` and `logprobs` have the same length and exclude the prompt."""
+
+    request_id: str
+    prompt_index: int
+    """Index of the prompt in the order the prompts were given."""
+    sample_index: int
+    """Number of this sample within its prompt's group, from 0."""
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Log-probability of each token under softmax(logits / T), before top-k/top-p."""
+    text: str
+    """The output decoded, special tokens left out."""
+    finish_reason: str
+    """`stop`, `length` or `error`."""
+    sampling: SamplingParams
+    """The parameters of this very sample; its seed is derived from the run's."""
+    stats: RequestStats = field(default_factory=RequestStats)
+    error: str = ""
+    """Why the request failed; empty otherwise."""
+    margins: tuple[float, ...] | None = None
+    """Perturbed top-2 margin of each token, when `target.record_margins` is on."""
+    prompt: Any = None
+    """The prompt as it was given: text, chat messages or token ids."""
+    weight_version: int = 0
+    """Version of the target's weights that sampled it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The trajectory as plain data for one line of JSONL."""
+        row: dict[str, Any] = {
+            "request_id": self.request_id,
+            "prompt_index": self.prompt_index,
+            "sample_index": self.sample_index,
+            "prompt": self.prompt,
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "token_ids": list(self.token_ids),
+            "logprobs": [round(value, 6) for value in self.logprobs],
+            "seed": self.sampling.seed,
+            "weight_version": self.weight_version,
+            "stats": {
+                "steps": self.stats.steps,
+                "drafted": self.stats.drafted,
+                "accepted": self.stats.accepted,
+                "by_drafter": {name: list(pair) for name, pair in self.stats.accepted_by_drafter.items()},
+            },
+        }
+        if self.margins is not None:
+            row["margins"] = [round(value, 6) for value in self.margins]
+        if self.error:
+            row["error"] = self.error
+        return row

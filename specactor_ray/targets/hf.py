@@ -1,0 +1,338 @@
+"""Target engine over a transformers model: continuous batching, chunked prefill, packed verification.
+
+A step is `admit → plan → forward → verify → commit`. The plan gives every admitted request its pending tokens
+(the part of prompt and output that is not in the cache yet; one token while decoding) and, once those fit, its
+draft tail. All of it goes through the model as one packed sequence.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from specactor_ray.config.schema import TargetConfig
+from specactor_ray.errors import InputError
+from specactor_ray.modeling.ragged_cache import CacheRow
+from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
+from specactor_ray.sampling import SamplingError, Verified, verify_tails, warm_up
+from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
+
+_FIRST_RESERVATION = 128
+"""Output tokens for which cache is reserved when a request is admitted; it grows from there."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request in the engine. `context` is prompt + committed output; `cache` is None while it waits."""
+
+    request: TargetRequest
+    context: list[int]
+    stop_ids: frozenset[int]
+    cache: CacheRow | None = None
+
+    @property
+    def committed(self) -> int:
+        return len(self.context) - len(self.request.prompt_token_ids)
+
+    @property
+    def pending(self) -> int:
+        """Context tokens that are not in the cache yet; at least 1."""
+        return len(self.context) - (self.cache.length if self.cache else 0)
+
+
+@dataclass(slots=True)
+class _Planned:
+    """What a row feeds into this step's forward: context tokens, then draft tokens."""
+
+    row: _Row
+    cache: CacheRow
+    num_context: int
+    tail: Sequence[int] = field(default_factory=tuple)
+    samples: bool = False
+    """Its pending tokens are all in, so this step samples for it."""
+
+    def chunk(self) -> RowChunk:
+        begin = self.cache.length
+        tokens = self.row.context[begin : begin + self.num_context] + list(self.tail)
+        return RowChunk(self.cache, tokens, 1 + len(self.tail) if self.samples else 0)
+
+
+class HfEngine:
+    """`TargetEngine` over a `RaggedModel`.
+
+    Args:
+        model: The model with its cache; the engine owns it from now on.
+        eos_token_ids: Ids that end an output unless the request ignores them.
+        max_model_len: Most prompt + output tokens of a request; None takes the model's own limit.
+        max_batch: Most requests admitted at once.
+        max_step_tokens: Most positions in one forward, at least `max_batch`.
+        record_margins: Record perturbed top-2 margins.
+    """
+
+    def __init__(
+        self,
+        model: RaggedModel,
+        eos_token_ids: Sequence[int] = (),
+        max_model_len: int | None = None,
+        max_batch: int = 16,
+        max_step_tokens: int = 512,
+        record_margins: bool = False,
+    ) -> None:
+        self._model = model
+        self._eos = frozenset(eos_token_ids)
+        self.vocab_size = model.vocab_size
+        self.max_model_len = min(max_model_len or model.max_positions, model.max_positions, model.cache.slots)
+        self.max_batch, self.max_step_tokens = max_batch, max(max_step_tokens, max_batch)
+        self.record_margins = record_margins
+        self.weight_version = 0
+        self.preemptions = 0
+        self._rows: dict[str, _Row] = {}
+        self._running: list[_Row] = []
+        self._waiting: deque[_Row] = deque()
+        warm_up()
+
+    @classmethod
+    def from_config(cls, config: TargetConfig, device: str = "cpu") -> HfEngine:
+        """Load the configured model. Raises ModelLoadError."""
+        from specactor_ray.modeling.loading import eos_token_ids, load_model
+
+        loaded = load_model(
+            config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code
+        )
+        eos = eos_token_ids(loaded)
+        ragged = RaggedModel(loaded, int(config.kv_cache_gb * 2**30), config.hidden_layers)
+        return cls(
+            ragged, eos, config.max_model_len, config.max_batch, config.max_step_tokens, config.record_margins
+        )
+
+    # ---- requests ----
+
+    def add(self, request: TargetRequest) -> None:
+        if request.request_id in self._rows:
+            raise InputError(f"request {request.request_id} is already running")
+        self._refuse_impossible(request)
+        stop_ids = frozenset(request.sampling.stop_token_ids)
+        if not request.sampling.ignore_eos:
+            stop_ids |= self._eos
+        row = _Row(request, [*request.prompt_token_ids, *request.committed_token_ids], stop_ids)
+        self._rows[request.request_id] = row
+        self._waiting.append(row)
+
+    def _refuse_impossible(self, request: TargetRequest) -> None:
+        prompt, committed = request.prompt_token_ids, request.committed_token_ids
+        if not prompt:
+            raise InputError("the prompt has no tokens")
+        for position, token in enumerate((*prompt, *committed)):
+            if not 0 <= token < self.vocab_size:
+                raise InputError(
+                    f"token id {token} at position {position} is outside the vocabulary (0 to {self.vocab_size - 1})"
+                )
+        if len(prompt) >= self.max_model_len:
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens; with at least one output token it must stay within "
+                f"{self.max_model_len} (the smallest of target.max_model_len, the model's context and the cache budget)"
+            )
+
+    def remove(self, request_id: str) -> None:
+        row = self._rows.pop(request_id, None)
+        if row is None:
+            return
+        if row.cache is not None:
+            row.cache.free()
+            self._running.remove(row)
+        else:
+            self._waiting.remove(row)
+
+    def committed_len(self, request_id: str) -> int:
+        return self._rows[request_id].committed
+
+    def decoding(self) -> list[str]:
+        return [row.request.request_id for row in self._running if row.pending == 1]
+
+    def has_work(self) -> bool:
+        return bool(self._rows)
+
+    def close(self) -> None:
+        for request_id in list(self._rows):
+            self.remove(request_id)
+        del self._model
+
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+        self._model.load_weights(state_dict)
+        self.weight_version = version
+        for row in self._running:
+            if row.cache is not None:
+                row.cache.truncate(0)
+
+    # ---- the step ----
+
+    def step(self, tails: Mapping[str, Sequence[int]]) -> StepResult:
+        self._admit()
+        plan = self._plan(tails)
+        result = StepResult(num_rows=len(plan))
+        if not plan:
+            return result
+        begin = time.perf_counter()
+        output = self._model.forward([planned.chunk() for planned in plan])
+        result.forward_s = time.perf_counter() - begin
+        begin = time.perf_counter()
+        sampling = [planned for planned in plan if planned.samples]
+        verified = self._verify(sampling, output.logits)
+        result.sampling_s = time.perf_counter() - begin
+        result.num_tokens = sum(planned.num_context + len(planned.tail) for planned in plan)
+        result.num_prefill_tokens = sum(planned.num_context for planned in plan if planned.num_context > 1)
+        first_logit = 0
+        for planned, row_verified in zip(sampling, verified, strict=True):
+            end = first_logit + 1 + len(planned.tail)
+            states = None if output.hidden_states is None else output.hidden_states[first_logit:end]
+            result.outputs.append(self._commit(planned, row_verified, states))
+            first_logit = end
+        return result
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.max_batch:
+            row = self._waiting[0]
+            remaining = row.request.sampling.max_tokens - row.committed
+            wanted = min(len(row.context) + min(remaining, _FIRST_RESERVATION), self.max_model_len)
+            cache = self._model.cache.open(wanted)
+            if cache is None:
+                break
+            row.cache = cache
+            self._running.append(self._waiting.popleft())
+
+    def _plan(self, tails: Mapping[str, Sequence[int]]) -> list[_Planned]:
+        """Decoding rows first, with one token each; then their tails; prefill chunks fill what is left."""
+        decoding = [row for row in self._running if row.pending == 1]
+        budget = self.max_step_tokens - len(decoding)
+        plan: list[_Planned] = []
+        for row in decoding:
+            tail = self._usable_tail(row, tails, budget)
+            planned = self._reserve(row, 1, tail)
+            if planned is not None:
+                plan.append(planned)
+                budget -= len(planned.tail)
+        for row in [row for row in self._running if row.pending > 1]:
+            if budget <= 0:
+                break
+            planned = self._reserve(row, min(row.pending, budget), ())
+            if planned is not None:
+                plan.append(planned)
+                budget -= planned.num_context
+        return [planned for planned in plan if planned.row.cache is not None]
+
+    def _usable_tail(self, row: _Row, tails: Mapping[str, Sequence[int]], budget: int) -> Sequence[int]:
+        """The tail, cut so that its tokens and the one the target adds still fit max_tokens and the context."""
+        tail = tails.get(row.request.request_id, ())
+        room = min(
+            row.request.sampling.max_tokens - row.committed - 1, self.max_model_len - len(row.context) - 1, budget
+        )
+        tail = tail[: max(room, 0)]
+        for i, token in enumerate(tail):
+            if not 0 <= token < self.vocab_size:
+                return tail[:i]
+        return tail
+
+    def _reserve(self, row: _Row, num_context: int, tail: Sequence[int]) -> _Planned | None:
+        """Make room in the cache: drop the tail, then preempt the newest requests, before giving up the step."""
+        cache = row.cache
+        if cache is None:  # preempted earlier in this very plan
+            return None
+        if not cache.reserve(cache.length + num_context + len(tail)):
+            tail = ()
+            while not cache.reserve(cache.length + num_context):
+                if not self._preempt_newest(row):
+                    return None
+        return _Planned(row, cache, num_context, tail, samples=num_context == row.pending)
+
+    def _preempt_newest(self, keep: _Row) -> bool:
+        """Send the newest running request back to the queue; its committed tokens stay, its cache is recomputed.
+
+        Keyed sampling makes the continuation the same. Returns False when `keep` itself had to go.
+        """
+        row = self._running.pop()
+        if row.cache is not None:
+            row.cache.free()
+        row.cache = None
+        self._waiting.appendleft(row)
+        self.preemptions += 1
+        return row is not keep
+
+    def _verify(self, sampling: Sequence[_Planned], logits: torch.Tensor) -> list[Verified | str]:
+        """Per request what the target commits, or why its logits cannot be sampled from."""
+        offsets, begin = [], 0
+        for planned in sampling:
+            offsets.append(begin)
+            begin += 1 + len(planned.tail)
+        results: list[Verified | str] = [""] * len(sampling)
+        sound = list(range(len(sampling)))
+        while sound:
+            try:
+                verified = verify_tails(
+                    logits,
+                    [offsets[i] for i in sound],
+                    [sampling[i].tail for i in sound],
+                    [sampling[i].row.request.sampling for i in sound],
+                    [sampling[i].row.committed for i in sound],
+                    record_margins=self.record_margins,
+                )
+            except SamplingError as error:
+                for index, problem in error.problems.items():
+                    results[sound[index]] = problem
+                sound = [i for index, i in enumerate(sound) if index not in error.problems]
+                continue
+            for i, row in zip(sound, verified, strict=True):
+                results[i] = row
+            break
+        return results
+
+    def _commit(self, planned: _Planned, verified: Verified | str, states: torch.Tensor | None) -> RowOutput:
+        row, cache = planned.row, planned.cache
+        if isinstance(verified, str):
+            return self._fail(row, verified)
+        output = RowOutput(
+            request_id=row.request.request_id,
+            start=row.committed,
+            token_ids=verified.token_ids,
+            logprobs=verified.logprobs,
+            num_drafted=len(planned.tail),
+            num_accepted=verified.num_accepted,
+            margins=verified.margins,
+            hidden_states=None if states is None else states[: len(verified.token_ids)],
+        )
+        self._cut_at_stop(row, output)
+        cache.truncate(len(row.context) + verified.num_accepted)
+        row.context.extend(output.token_ids)
+        if output.finish_reason is not None:
+            self.remove(output.request_id)
+        return output
+
+    def _fail(self, row: _Row, error: str) -> RowOutput:
+        """Logits that cannot be sampled from end this request alone."""
+        self.remove(row.request.request_id)
+        return RowOutput(row.request.request_id, row.committed, [], [], finish_reason="error", error=error)
+
+    def _cut_at_stop(self, row: _Row, output: RowOutput) -> None:
+        """End the output at its first stop token, at max_tokens or where the context is full."""
+        for i, token in enumerate(output.token_ids):
+            if token in row.stop_ids:
+                _keep_first(output, i + 1)
+                output.finish_reason = "stop"
+                return
+        if row.committed + len(output.token_ids) >= row.request.sampling.max_tokens:
+            output.finish_reason = "length"
+        elif len(row.context) + len(output.token_ids) >= self.max_model_len:
+            output.finish_reason = "length"
+
+
+def _keep_first(output: RowOutput, count: int) -> None:
+    output.token_ids, output.logprobs = output.token_ids[:count], output.logprobs[:count]
+    output.num_accepted = min(output.num_accepted, count)
+    if output.margins is not None:
+        output.margins = output.margins[:count]
+    if output.hidden_states is not None:
+        output.hidden_states = output.hidden_states[:count]
