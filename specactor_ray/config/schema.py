@@ -155,6 +155,7 @@ class SpeculationConfig:
     coupled_wait_s: float = 1.0
     """`coupled`: longest wait per step for the tails of the newest commit."""
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
+    """When to stop asking a drafter that does not help."""
 
 
 @dataclass
@@ -201,9 +202,16 @@ class Config:
     """`plain` (no drafters), `coupled` (drafting and verification take turns on the same cores) or `decoupled`
     (drafters run ahead on cores or GPUs of their own)."""
     run: RunConfig = field(default_factory=RunConfig)
+    """Where a run writes and what it is called."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    """Which Ray cluster to use and how actors are placed on it."""
     target: TargetConfig = field(default_factory=TargetConfig)
+    """The target model and its verifiers."""
     drafters: list[DrafterConfig] = field(default_factory=list)
+    """Draft methods, one element each; `mode: plain` uses none of them."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    """How far drafters run ahead and how long a verifier waits."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How tokens are chosen."""
     data: DataConfig = field(default_factory=DataConfig)
+    """What to roll out."""

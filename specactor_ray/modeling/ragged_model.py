@@ -169,10 +169,10 @@ class RaggedModel:
         self._exported.clear()
         return torch.cat(states, dim=-1)
 
-    @torch.inference_mode()
     def _make_cache(self, cache_bytes: int) -> RaggedCache:
         probe = RaggedBatch(None, [], [], 0, self.device, batched=False)
-        self._run([0, 0], [0, 1], probe, torch.tensor([1], device=self.device))
+        with torch.inference_mode():
+            self._run([0, 0], [0, 1], probe, torch.tensor([1], device=self.device))
         layers = sorted(probe.seen_shapes)
         if layers != list(range(len(layers))) or not layers:
             raise ModelLoadError(

@@ -99,12 +99,12 @@ class HfEngine:
     @classmethod
     def from_config(cls, config: TargetConfig, device: str = "cpu") -> HfEngine:
         """Load the configured model. Raises ModelLoadError."""
-        from specactor_ray.modeling.loading import eos_token_ids, load_model
+        from specactor_ray.modeling.loading import load_model
 
         loaded = load_model(
             config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code
         )
-        eos = eos_token_ids(loaded)
+        eos = _eos_token_ids(loaded)
         ragged = RaggedModel(loaded, int(config.kv_cache_gb * 2**30), config.hidden_layers)
         return cls(
             ragged, eos, config.max_model_len, config.max_batch, config.max_step_tokens, config.record_margins
@@ -336,3 +336,12 @@ def _keep_first(output: RowOutput, count: int) -> None:
         output.margins = output.margins[:count]
     if output.hidden_states is not None:
         output.hidden_states = output.hidden_states[:count]
+
+
+def _eos_token_ids(model: Any) -> tuple[int, ...]:
+    """End-of-sequence ids of the generation configuration, else of the model's."""
+    for config in (model.generation_config, model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()

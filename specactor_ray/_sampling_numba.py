@@ -1,0 +1,478 @@
+"""The CPU kernels behind `sampling.py`: keyed Gumbel-max over one row of logits, compiled by numba.
+
+What is computed is said in `sampling.py` and `docs/design/keyed-sampling.md`; this file is about computing it
+fast. A row costs two passes over its logits: the maximum, then, block by block, exp(logit - max) (for the
+log-sum-exp), the Threefry words, and one comparison per token that rules out nearly every draw before any
+logarithm is taken (`_bar`). No kernel starts threads; all release the GIL.
+
+All kernels stay in one file on purpose: numba's on-disk cache notices changes of the file a function is in, not
+of the files it calls into. Loops are kept simple enough for LLVM to vectorise them, hence the casts after every
+operation: numba widens `uint32 + uint32` to 64 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+OK, ERR_NAN, ERR_POS_INF, ERR_ALL_NEG_INF, ERR_TOO_LARGE = 0, 1, 2, 3, 4
+MAX_LOGIT = 1e30
+"""Largest logit taken: above it float32 differences of finite logits could overflow."""
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy, as in vLLM: logits divided by less drown the noise anyway."""
+
+_BLOCK = 512
+_P_BINS, _P_BINS_PER_NAT = 2048, 64
+_K_BINS, _K_BINS_PER_LOGIT = 4096, 128
+_INF_BITS = np.int32(0x7F800000)
+_MARGIN = 1.001  # relative slack of the pruning test; its errors sum to less than 1e-4
+_LN2 = 0.6931471805599453
+_SQRT2 = 1.4142135623730951
+_MANTISSA, _ONE_BITS = np.int64(0x000FFFFFFFFFFFFF), np.int64(0x3FF0000000000000)
+_PARITY = np.uint32(0x1BD11BDA)
+
+_jit: Any = njit(nogil=True, cache=True, error_model="numpy")
+_jit_reassoc: Any = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
+
+
+# --- noise -----------------------------------------------------------------------------------------------
+
+
+@_jit
+def _four_rounds(x0: Any, x1: Any, r0: Any, r1: Any, r2: Any, r3: Any) -> Any:
+    x0 = np.uint32(x0 + x1)
+    x1 = np.uint32(np.uint32(np.uint32(x1 << r0) | np.uint32(x1 >> np.uint32(32 - r0))) ^ x0)
+    x0 = np.uint32(x0 + x1)
+    x1 = np.uint32(np.uint32(np.uint32(x1 << r1) | np.uint32(x1 >> np.uint32(32 - r1))) ^ x0)
+    x0 = np.uint32(x0 + x1)
+    x1 = np.uint32(np.uint32(np.uint32(x1 << r2) | np.uint32(x1 >> np.uint32(32 - r2))) ^ x0)
+    x0 = np.uint32(x0 + x1)
+    x1 = np.uint32(np.uint32(np.uint32(x1 << r3) | np.uint32(x1 >> np.uint32(32 - r3))) ^ x0)
+    return x0, x1
+
+
+@_jit
+def threefry2x32(k0: Any, k1: Any, c0: Any, c1: Any) -> Any:
+    """Threefry-2x32-20 (Salmon et al., SC 2011): two uint32 key words, two counter words → two words."""
+    a0, a1, a2, a3 = np.uint32(13), np.uint32(15), np.uint32(26), np.uint32(6)
+    b0, b1, b2, b3 = np.uint32(17), np.uint32(29), np.uint32(16), np.uint32(24)
+    k2 = np.uint32(k0 ^ k1 ^ _PARITY)
+    x0, x1 = np.uint32(c0 + k0), np.uint32(c1 + k1)
+    x0, x1 = _four_rounds(x0, x1, a0, a1, a2, a3)
+    x0, x1 = np.uint32(x0 + k1), np.uint32(np.uint32(x1 + k2) + np.uint32(1))
+    x0, x1 = _four_rounds(x0, x1, b0, b1, b2, b3)
+    x0, x1 = np.uint32(x0 + k2), np.uint32(np.uint32(x1 + k0) + np.uint32(2))
+    x0, x1 = _four_rounds(x0, x1, a0, a1, a2, a3)
+    x0, x1 = np.uint32(x0 + k0), np.uint32(np.uint32(x1 + k1) + np.uint32(3))
+    x0, x1 = _four_rounds(x0, x1, b0, b1, b2, b3)
+    x0, x1 = np.uint32(x0 + k1), np.uint32(np.uint32(x1 + k2) + np.uint32(4))
+    x0, x1 = _four_rounds(x0, x1, a0, a1, a2, a3)
+    return np.uint32(x0 + k2), np.uint32(np.uint32(x1 + k0) + np.uint32(5))
+
+
+@_jit
+def log_f64(x: Any) -> Any:
+    """Natural logarithm of a positive normal float64 by +, -, *, / alone, so that every device agrees on each bit.
+
+    x = 2^k (1 + f) with 1 + f in [sqrt(1/2), sqrt(2)]; log(1 + f) = 2 atanh(s), s = f / (2 + f), |s| < 0.172:
+    eleven terms of the odd series leave an error below 1e-17.
+    """
+    bits = np.float64(x).view(np.int64)
+    k = np.float64((bits >> np.int64(52)) - np.int64(1023))
+    m = np.int64((bits & _MANTISSA) | _ONE_BITS).view(np.float64)
+    if m > _SQRT2:
+        m = m * 0.5
+        k = k + 1.0
+    f = m - 1.0
+    s = f / (f + 2.0)
+    z = s * s
+    p = 1.0 / 21.0
+    p = p * z + 1.0 / 19.0
+    p = p * z + 1.0 / 17.0
+    p = p * z + 1.0 / 15.0
+    p = p * z + 1.0 / 13.0
+    p = p * z + 1.0 / 11.0
+    p = p * z + 1.0 / 9.0
+    p = p * z + 1.0 / 7.0
+    p = p * z + 1.0 / 5.0
+    p = p * z + 1.0 / 3.0
+    p = p * z + 1.0
+    return k * _LN2 + 2.0 * s * p
+
+
+@_jit
+def uniform(x0: Any, x1: Any) -> Any:
+    """(h + 1/2) 2^-52 of the 52 high bits h of the two words: exact in float64, from 2^-53 to 1 - 2^-53."""
+    h = np.int64((np.int64(x0) << np.int64(20)) | (np.int64(x1) >> np.int64(12)))
+    return (np.float64(h) + 0.5) * 2.0**-52
+
+
+@_jit
+def gumbel(x0: Any, x1: Any) -> Any:
+    """-log(-log(u)) of `uniform(x0, x1)`, rounded to float32; between -3.61 and 36.74."""
+    return np.float32(-log_f64(-log_f64(uniform(x0, x1))))
+
+
+@_jit
+def keyed_gumbel(key: Any, v: Any) -> Any:
+    """g(s, t, v), float32, for key = (low word of s, high word of s, t)."""
+    x0, x1 = threefry2x32(key[0], key[1], np.uint32(v), key[2])
+    return gumbel(x0, x1)
+
+
+@_jit
+def fill_gumbel(key: Any, out: Any) -> None:
+    """Write g(s, t, v) of every v into `out`, float32."""
+    for v in range(out.shape[0]):
+        out[v] = keyed_gumbel(key, v)
+
+
+@_jit
+def _score(logit: Any, v: Any, key: Any, temperature: Any) -> Any:
+    return np.float64(logit) / temperature + np.float64(keyed_gumbel(key, v))
+
+
+# --- pieces of a row ---------------------------------------------------------------------------------------
+
+
+@_jit
+def _sortable(bits: Any) -> Any:
+    """Float32 bits as an int32 that sorts as the floats do (NaN outside of the infinities)."""
+    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@_jit
+def _key_range(bits: Any) -> Any:
+    """Smallest and largest `_sortable` key: integer reductions vectorise, and NaN cannot hide in them."""
+    low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
+    for i in range(bits.shape[0]):
+        key = _sortable(bits[i])
+        low = min(low, key)
+        high = max(high, key)
+    return low, high
+
+
+@_jit
+def _max_logit(bits: Any) -> Any:
+    """(status, largest logit)."""
+    low, high = _key_range(bits)
+    if high > _INF_BITS or low < _sortable(np.int32(_INF_BITS | np.int32(-0x80000000))):
+        return ERR_NAN, np.float32(0)
+    m = np.int32(_sortable(high)).view(np.float32)
+    if m == np.inf:
+        return ERR_POS_INF, m
+    if m == -np.inf:
+        return ERR_ALL_NEG_INF, m
+    if m > MAX_LOGIT:
+        return ERR_TOO_LARGE, m
+    return OK, m
+
+
+@_jit
+def _first_index(x: Any, value: Any) -> Any:
+    for i in range(x.shape[0]):
+        if x[i] == value:
+            return i
+    return 0
+
+
+@_jit
+def _exp_block(x: Any, start: Any, n: Any, m: Any, inv_t: Any, out: Any) -> None:
+    """out[i] = exp((x - m) / T) in float32, relative error below 2e-5 (1e-6 near the top), never under e^-87."""
+    for i in range(n):
+        y = np.float32(np.float32(x[start + i] - m) * inv_t)
+        y = y if y > np.float32(-87.0) else np.float32(-87.0)
+        k = np.floor(np.float32(y * np.float32(1.4426950408889634) + np.float32(0.5)))
+        r = np.float32(
+            np.float32(y - np.float32(k * np.float32(0.693359375))) + np.float32(k * np.float32(2.12194440e-4))
+        )
+        p = np.float32(1.0 / 5040.0)
+        p = np.float32(p * r + np.float32(1.0 / 720.0))
+        p = np.float32(p * r + np.float32(1.0 / 120.0))
+        p = np.float32(p * r + np.float32(1.0 / 24.0))
+        p = np.float32(p * r + np.float32(1.0 / 6.0))
+        p = np.float32(p * r + np.float32(0.5))
+        p = np.float32(p * r + np.float32(1.0))
+        p = np.float32(p * r + np.float32(1.0))
+        scale = np.int32(np.int32(np.int32(k) + np.int32(127)) << np.int32(23)).view(np.float32)
+        out[i] = np.float32(p * scale)
+
+
+@_jit_reassoc
+def _sum_block(values: Any, n: Any) -> Any:
+    total = np.float32(0)
+    for i in range(n):
+        total += values[i]
+    return total
+
+
+@_jit
+def _log_sum_exp(x: Any, m: Any, inv_t: Any, e: Any) -> Any:
+    total = 0.0
+    for start in range(0, x.shape[0], _BLOCK):
+        n = min(_BLOCK, x.shape[0] - start)
+        _exp_block(x, start, n, m, inv_t, e)
+        total += np.float64(_sum_block(e, n))
+    return log_f64(total)
+
+
+@_jit
+def _hash_block(key: Any, start: Any, n: Any, gap: Any) -> None:
+    """gap[i] = the whole part of (1 - u) 2^31, from the first Threefry word alone."""
+    k0, k1, position = key
+    for i in range(n):
+        x0, _ = threefry2x32(k0, k1, np.uint32(start + i), position)
+        gap[i] = np.float32(np.int32(np.uint32(~x0) >> np.uint32(1)))
+
+
+@_jit
+def _count_under(gap: Any, e: Any, bar: Any, n: Any) -> Any:
+    count = np.int32(0)
+    for i in range(n):
+        count += np.int32(1) if gap[i] <= np.float32(e[i] * bar) else np.int32(0)
+    return count
+
+
+@_jit
+def _bar(m: Any, temperature: Any, rival: Any) -> Any:
+    """The pruning bar: token v can reach the score `rival` only if gap_v <= exp((x_v - m) / T) * bar.
+
+    Proof. v reaches it iff g_v >= d, d = rival - x_v / T. With w = 1 - u: -log(u) >= w, so
+    g_v = -log(-log(u)) <= -log(w), so w <= e^-d = exp((x_v - m) / T) exp(m / T - rival). gap_v never exceeds
+    2^31 w. `_MARGIN` covers the roundings of g to float32 (under 4e-6 absolute), of the float32 exp (2e-5 relative)
+    and of gap and products (1e-6); the term in |m / T| those of the float64 scores.
+    """
+    if rival == -np.inf:
+        return np.float32(np.inf)
+    top = np.float64(m) / temperature
+    return np.float32(np.exp(top - rival + abs(top) * 2.0**-50) * 2.0**31 * _MARGIN)
+
+
+# --- top-k and top-p -----------------------------------------------------------------------------------------
+#
+# The kept set is a prefix of the order (logit descending, id ascending), so its last member (value, id)
+# describes it. A histogram over the distance to the maximum finds the bin the prefix ends in; only that bin is
+# sorted. Bins are monotone in the logit, and equal logits share a bin.
+
+
+@_jit
+def _kept(value: Any, v: Any, cut_value: Any, cut_id: Any) -> Any:
+    return value > cut_value or (value == cut_value and v <= cut_id)
+
+
+@_jit
+def _bin(value: Any, m: Any, scale: Any, bins: Any) -> Any:
+    return np.int64(min((np.float64(m) - np.float64(value)) * scale, bins - 1.0))
+
+
+@_jit
+def _sorted_bin(x: Any, m: Any, scale: Any, bins: Any, which: Any, size: Any) -> Any:
+    """Ids of the tokens in bin `which`, by (logit descending, id ascending)."""
+    keys = np.empty(size, np.int64)
+    n = 0
+    for v in range(x.shape[0]):
+        if _bin(x[v], m, scale, bins) == which:
+            bits = np.float32(x[v] + np.float32(0.0)).view(np.int32)  # + 0.0: minus zero ties with zero
+            keys[n] = (np.int64(~_sortable(bits)) << np.int64(32)) | np.int64(v)
+            n += 1
+    keys = np.sort(keys[:n])
+    for i in range(n):
+        keys[i] = keys[i] & np.int64(0xFFFFFFFF)
+    return keys
+
+
+@_jit
+def top_k_cut(x: Any, m: Any, k: Any) -> Any:
+    """(value, id) of the k-th token in the order (logit descending, id ascending)."""
+    scale = np.float64(_K_BINS_PER_LOGIT)
+    counts = np.zeros(_K_BINS, np.int64)
+    for v in range(x.shape[0]):
+        counts[_bin(x[v], m, scale, _K_BINS)] += 1
+    b, before = 0, 0
+    while before + counts[b] < k:
+        before += counts[b]
+        b += 1
+    v = _sorted_bin(x, m, scale, _K_BINS, b, counts[b])[k - before - 1]
+    return x[v], v
+
+
+@_jit
+def _exp_f64(y: Any) -> Any:
+    """exp of y <= 0 in float64 to about 1e-15; branch-free, so that loops over it vectorise."""
+    y = y if y > -700.0 else -700.0
+    k = np.floor(y * 1.4426950408889634 + 0.5)
+    r = (y - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
+    p = 1.0 / 6227020800.0
+    p = p * r + 1.0 / 479001600.0
+    p = p * r + 1.0 / 39916800.0
+    p = p * r + 1.0 / 3628800.0
+    p = p * r + 1.0 / 362880.0
+    p = p * r + 1.0 / 40320.0
+    p = p * r + 1.0 / 5040.0
+    p = p * r + 1.0 / 720.0
+    p = p * r + 1.0 / 120.0
+    p = p * r + 1.0 / 24.0
+    p = p * r + 1.0 / 6.0
+    p = p * r + 0.5
+    p = p * r + 1.0
+    p = p * r + 1.0
+    return p * np.int64(np.int64(np.int64(k) + np.int64(1023)) << np.int64(52)).view(np.float64)
+
+
+@_jit
+def _exp_f64_block(x: Any, start: Any, n: Any, m: Any, temperature: Any, out: Any) -> None:
+    for i in range(n):
+        out[i] = _exp_f64((np.float64(x[start + i]) - np.float64(m)) / temperature)
+
+
+@_jit
+def top_p_cut(x: Any, m: Any, temperature: Any, top_p: Any, cut_value: Any, cut_id: Any) -> Any:
+    """(value, id) of the last token kept: the first ones of the order whose predecessors hold less than top_p.
+
+    Only tokens up to (cut_value, cut_id) count, and their mass is the whole (top-k first, then renormalise).
+    """
+    scale = _P_BINS_PER_NAT / temperature
+    mass, counts = np.zeros(_P_BINS, np.float64), np.zeros(_P_BINS, np.int64)
+    e = np.empty(_BLOCK, np.float64)
+    for start in range(0, x.shape[0], _BLOCK):
+        n = min(_BLOCK, x.shape[0] - start)
+        _exp_f64_block(x, start, n, m, temperature, e)
+        for i in range(n):
+            b = _bin(x[start + i], m, scale, _P_BINS)
+            counts[b] += 1
+            if _kept(x[start + i], start + i, cut_value, cut_id):
+                mass[b] += e[i]
+    target = top_p * mass.sum()
+    b, before = 0, 0.0
+    while b < _P_BINS - 1 and before + mass[b] < target:
+        before += mass[b]
+        b += 1
+    order = _sorted_bin(x, m, scale, _P_BINS, b, counts[b])
+    last = -1
+    for v in order:
+        if not before < target or not _kept(x[v], v, cut_value, cut_id):
+            break
+        last = v
+        before += _exp_f64((np.float64(x[v]) - np.float64(m)) / temperature)
+    if last < 0:  # rounding ran past the last mass: everything up to the old cut stays
+        return cut_value, cut_id
+    return x[last], last
+
+
+@_jit
+def find_cut(x: Any, m: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
+    """(value, id) of the last token kept by top-k, then top-p; (-inf, V) keeps all."""
+    cut_value, cut_id = np.float32(-np.inf), np.int64(x.shape[0])
+    if 0 < top_k < x.shape[0]:
+        cut_value, cut_id = top_k_cut(x, m, top_k)
+    if top_p < 1.0:
+        cut_value, cut_id = top_p_cut(x, m, temperature, top_p, cut_value, cut_id)
+    return cut_value, cut_id
+
+
+# --- a row, a batch ------------------------------------------------------------------------------------------
+
+
+@_jit
+def _greedy(x: Any, m: Any, want_margin: Any, e: Any) -> Any:
+    """(status, token, logprob at T = 1, gap between the two largest logits)."""
+    token = _first_index(x, m)
+    second = np.float32(-np.inf)
+    if want_margin:
+        for v in range(x.shape[0]):
+            if x[v] > second and v != token:
+                second = x[v]
+    return OK, token, -_log_sum_exp(x, m, np.float32(1), e), np.float64(m) - np.float64(second)
+
+
+@_jit
+def _scan_block(x: Any, start: Any, n: Any, key: Any, temperature: Any, cut: Any, m: Any, want_margin: Any,
+                scratch: Any, state: Any) -> Any:  # fmt: skip
+    """Score the tokens of a block that the bar lets through; `state` is (best, second, token, bar)."""
+    e, gap = scratch
+    best, second, token, bar = state
+    for i in range(n):
+        v = start + i
+        if gap[i] > np.float32(e[i] * bar) or not _kept(x[v], v, cut[0], cut[1]) or x[v] == -np.inf:
+            continue
+        score = _score(x[v], v, key, temperature)
+        if score > best or (score == best and v < token):
+            best, second, token = score, best, v
+        elif score > second and v != token:
+            second = score
+        else:
+            continue
+        bar = _bar(m, temperature, second if want_margin else best)
+    return best, second, token, bar
+
+
+@_jit
+def sample_row(x: Any, bits: Any, key: Any, temperature: Any, top_k: Any, top_p: Any, want_margin: Any,
+               scratch: Any) -> Any:  # fmt: skip
+    """(status, token, logprob, margin) of one row.
+
+    Args:
+        x: Logits, (V,) float32; `bits` is the same memory as int32.
+        key: (seed's low word, its high word, position), uint32 each.
+        scratch: (e, gap), float32 arrays of `_BLOCK` entries.
+    """
+    e, gap = scratch
+    status, m = _max_logit(bits)
+    if status != OK:
+        return status, 0, 0.0, 0.0
+    if temperature < GREEDY_BELOW:
+        return _greedy(x, m, want_margin, e)
+    cut = find_cut(x, m, temperature, top_k, top_p)
+    inv_t = np.float32(1.0 / temperature)
+    # The most probable token goes first: its score makes a good bar, and no filter drops it.
+    token = _first_index(x, m)
+    best, second = _score(m, token, key, temperature), -np.inf
+    state = (best, second, token, _bar(m, temperature, second if want_margin else best))
+    total = 0.0
+    for start in range(0, x.shape[0], _BLOCK):
+        n = min(_BLOCK, x.shape[0] - start)
+        _exp_block(x, start, n, m, inv_t, e)
+        total += np.float64(_sum_block(e, n))
+        _hash_block(key, start, n, gap)
+        if _count_under(gap, e, state[3], n) > 0:
+            state = _scan_block(x, start, n, key, temperature, cut, m, want_margin, scratch, state)
+    best, second, token, _ = state
+    logprob = (np.float64(x[token]) - np.float64(m)) / temperature - log_f64(total)
+    return OK, token, logprob, best - second
+
+
+@_jit
+def verify_batch(logits: Any, bits: Any, row_offsets: Any, tail_offsets: Any, tails: Any, rules: Any,
+                 want_margin: Any, out: Any) -> None:  # fmt: skip
+    """Sample each request position by position until the token differs from its tail or the tail is used up.
+
+    Request i reads the logits rows `row_offsets[i] + j` and writes its results at `tail_offsets[i] + i + j`.
+
+    Args:
+        tails: Draft tokens of all requests; request i has `tails[tail_offsets[i]:tail_offsets[i + 1]]`.
+        rules: Arrays (seed uint64, first position int64, temperature float64, top_k int64, top_p float64).
+        out: Arrays (token, logprob, margin) by result and (count, status) by request; a status other than OK
+            is the error found at row j = count.
+    """
+    seeds, positions, temperatures, top_ks, top_ps = rules
+    tokens, logprobs, margins, counts, statuses = out
+    scratch = (np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32))
+    for i in range(row_offsets.shape[0]):
+        low, high = np.uint32(seeds[i] & np.uint64(0xFFFFFFFF)), np.uint32(seeds[i] >> np.uint64(32))
+        tail_len = tail_offsets[i + 1] - tail_offsets[i]
+        first = tail_offsets[i] + i
+        counts[i], statuses[i] = 0, OK
+        for j in range(tail_len + 1):
+            row, key = row_offsets[i] + j, (low, high, np.uint32(positions[i] + j))
+            status, token, logprob, margin = sample_row(
+                logits[row], bits[row], key, temperatures[i], top_ks[i], top_ps[i], want_margin, scratch
+            )
+            if status != OK:
+                statuses[i] = status
+                break
+            tokens[first + j], logprobs[first + j], margins[first + j] = token, logprob, margin
+            counts[i] += 1
+            if j < tail_len and tails[tail_offsets[i] + j] != token:
+                break

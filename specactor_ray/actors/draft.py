@@ -1,0 +1,68 @@
+"""The draft actor: a thin shell around `DraftLoop`. `ray.remote` is applied where the actor is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specactor_ray.actors.process import LoopThread, configure_process, process_facts
+from specactor_ray.controller.state import DraftSpec
+from specactor_ray.loops.draft_loop import DraftLoop
+from specactor_ray.messages import ToDrafter
+from specactor_ray.queues.conflation import for_verifier
+from specactor_ray.queues.outbox import Outbox, ray_sender
+
+
+class DraftActor:
+    """Hosts one proposer. Its methods only touch queues; one thread of its own does the work."""
+
+    def __init__(self, spec: DraftSpec) -> None:
+        self._spec = spec
+        self._loop: DraftLoop | None = None
+        self._thread: LoopThread | None = None
+        self._outboxes: dict[str, Outbox[Any]] = {}
+
+    def start(self) -> dict[str, Any]:
+        """Bind the cores, make the proposer, start the loop. Returns pid, cores and vocabulary size."""
+        spec = self._spec
+        configure_process(spec.actor_id, spec.cores, spec.log_level)
+        from specactor_ray.drafters.registry import build_proposer
+
+        proposer = build_proposer(spec.drafter, "cuda" if spec.gpus else "cpu")
+        self._loop = DraftLoop(spec.actor_id, proposer)
+        self._thread = LoopThread(self._loop.run, "draft")
+        return {**process_facts(), "vocab_size": proposer.vocab_size}
+
+    def ping(self) -> dict[str, Any]:
+        """Counters. Raises when the loop has ended: the controller then replaces this actor."""
+        loop = self._running()
+        if self._thread is None or not self._thread.alive:
+            raise RuntimeError("the draft loop has ended")
+        return loop.snapshot()
+
+    def deliver(self, messages: Sequence[ToDrafter]) -> None:
+        """Opens, commits and closes of verifiers."""
+        self._running().deliver(messages)
+
+    def set_verifiers(self, handles: Mapping[str, Any]) -> None:
+        """The complete list of verifiers: id → actor handle."""
+        self._outboxes = {
+            verifier_id: self._outboxes.get(verifier_id) or Outbox(ray_sender(handle.deliver), for_verifier())
+            for verifier_id, handle in handles.items()
+        }
+        self._running().set_verifiers(self._outboxes)
+
+    def drain(self) -> None:
+        """Before removal: verifiers have been told to use others, so what is still open may be forgotten."""
+        self._running().set_verifiers({})
+
+    def stop(self) -> None:
+        """End the loop in order; returns when it has ended, or after ten seconds."""
+        if self._loop is not None and self._thread is not None:
+            self._loop.stop()
+            self._thread.join(10.0)
+
+    def _running(self) -> DraftLoop:
+        if self._loop is None:
+            raise RuntimeError("the draft actor was not started")
+        return self._loop

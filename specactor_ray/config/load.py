@@ -1,0 +1,271 @@
+"""Strict loading: defaults < YAML file < dotlist overrides, then type and range checks.
+
+What the user wrote is gathered in one plain tree (dicts and lists) that is compared with the dataclasses of
+`schema.py` key by key, so that every message can name the full key as it was written, list index included.
+OmegaConf then converts the values (`"2"` for an integer, names for enums) and resolves `${...}` references.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from specactor_ray.config.describe import default_of, field_types, list_element, type_in_words, without_none
+from specactor_ray.config.schema import Config
+from specactor_ray.config.validate import validate
+from specactor_ray.errors import ConfigError
+
+Tree = dict[str, Any]
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The checked configuration: the defaults, changed by the file, changed by the overrides.
+
+    Args:
+        path: A YAML file; None takes the defaults.
+        overrides: `key=value` items, the value in YAML: `target.max_batch=8`, `drafters.0.replicas=2`,
+            `drafters=[{method: ngram}]`. The last one of a key wins.
+
+    Raises:
+        ConfigError: A file cannot be read, a key is unknown, a value is of the wrong type or out of range, or
+            values contradict each other.
+    """
+    return from_mapping(_read_yaml(Path(path)) if path is not None else {}, overrides)
+
+
+def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Like `load_config`, from nested dicts and lists in place of a file. `settings` is not changed.
+
+    Raises:
+        ConfigError: As for `load_config`.
+    """
+    tree = _to_tree(settings)
+    for item in overrides:
+        _apply_override(tree, item)
+    _check_section(tree, Config, "")
+    config = _convert(tree)
+    validate(config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The whole configuration as YAML, defaults included; `load_config` of it gives an equal configuration."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write `to_yaml(config)` so that the file is either complete or as it was before.
+
+    Raises:
+        OSError: The folder cannot be written to.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(to_yaml(config))
+            stream.flush()
+            os.fsync(stream.fileno())
+        Path(temporary).chmod(0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def _read_yaml(path: Path) -> Tree:
+    where = str(path)
+    try:
+        container: Any = OmegaConf.load(path)
+    except FileNotFoundError:
+        raise ConfigError(where, "there is no such file.", _similar_files(path)) from None
+    except IsADirectoryError:
+        raise ConfigError(where, "this is a folder.", "name a YAML file.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(where, f"not a text file in UTF-8 ({error.reason}).", "name a YAML file.") from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(where, f"not valid YAML: {_yaml_problem(error)}.", "mend that line.") from None
+    except OSError as error:
+        if error.errno is not None:
+            raise ConfigError(where, f"cannot be read: {error.strerror}.") from None
+        container = None  # OmegaConf's word for a file that holds a single number
+    if not OmegaConf.is_dict(container):
+        raise ConfigError(where, "the file holds no `key: value` pairs.", "see conf/local_cpu.yaml for an example.")
+    return _to_tree(container)
+
+
+def _similar_files(path: Path) -> str:
+    others = sorted(file.name for file in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    if not others:
+        return "check the path; it is relative to the current folder."
+    return f"{path.parent} holds {', '.join(others[:8])}."
+
+
+def _yaml_problem(error: Exception) -> str:
+    """`line 3, column 7: found duplicate key mode`, without the parser's multi-line report."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    problem = " ".join(str(getattr(error, "problem", None) or error).split()).rstrip(".")
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
+
+
+def _to_tree(settings: Any) -> Tree:
+    """Plain dicts and lists with text keys; `${...}` references stay as they are."""
+    plain: Any = OmegaConf.to_container(settings) if OmegaConf.is_config(settings) else settings
+    return {str(key): _plain(value) for key, value in plain.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _apply_override(tree: Tree, item: str) -> None:
+    """Set one `key=value` in the tree; mappings are merged into the section that is there."""
+    key, separator, text = item.partition("=")
+    key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
+    if not separator:
+        raise ConfigError(item, "an override without `=`.", f"write {item}=VALUE, or {item}=null to unset it.")
+    if not all(key.split(".")):
+        raise ConfigError(item, "an override without a key.", "write SECTION.KEY=VALUE.")
+    holder, last = _holder_of(tree, key.split("."))
+    value = _override_value(key, text)
+    old = holder[last]
+    holder[last] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+
+
+def _override_value(key: str, text: str) -> Any:
+    try:
+        return _plain(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"])))["value"]
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        problem = f"{text!r} is not valid YAML ({_yaml_problem(error)})."
+        raise ConfigError(key, problem, f"quote the whole item for the shell: '{key}=...'") from None
+
+
+def _merged(old: Tree, new: Tree) -> Tree:
+    merged = dict(old)
+    for key, value in new.items():
+        before = old.get(key)
+        merged[key] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _holder_of(tree: Tree, parts: list[str]) -> tuple[Any, Any]:
+    """The dict or list that holds the last part of a key, and that part as its key or index. Sections that the
+    user has not written yet are made; list elements are not."""
+    node: Any = tree
+    for number, part in enumerate(parts):
+        is_last = number == len(parts) - 1
+        slot: Any = part
+        if isinstance(node, list):
+            slot = _index(node, ".".join(parts[:number]), part)
+        elif isinstance(node, dict):
+            if node.get(part) is None:
+                node[part] = None if is_last else _default_container(parts[: number + 1])
+        else:
+            problem = f"{'.'.join(parts[:number])} is set to {node!r}, which has no keys."
+            raise ConfigError(".".join(parts), problem, "override the section as a whole, or mend the file.")
+        if is_last:
+            return node, slot
+        node = node[slot]
+    raise AssertionError("a key has at least one part")
+
+
+def _index(values: list[Any], key: str, part: str) -> int:
+    if part.isdecimal() and int(part) < len(values):
+        return int(part)
+    have = "it is empty" if not values else f"it has the elements 0 to {len(values) - 1}"
+    problem = f"there is no element {part!r} in the list {key}: {have}."
+    raise ConfigError(f"{key}.{part}", problem, f"give the whole list, for example '{key}=[...]'.")
+
+
+def _default_container(parts: list[str]) -> Any:
+    """An empty section, or the default elements where the schema has a list at this key."""
+    section: Any = Config
+    for part in parts:
+        if not (isinstance(section, type) and is_dataclass(section)):
+            return {}
+        annotation = field_types(section).get(part)
+        if list_element(annotation) is not None:
+            field = next(field for field in fields(section) if field.name == part)
+            return OmegaConf.to_container(OmegaConf.create(default_of(field)))
+        section = annotation
+    return {}
+
+
+def _check_section(tree: Tree, section: type, prefix: str) -> None:
+    """Reject unknown keys and values of the wrong type; empty sections (`target:` and nothing) are dropped."""
+    types, probe = field_types(section), OmegaConf.structured(section)
+    for name in list(tree):
+        key, value = prefix + name, tree[name]
+        if name not in types:
+            raise _unknown_key(key, name, list(types), prefix)
+        annotation = types[name]
+        element = list_element(annotation)
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            if value is None:
+                del tree[name]
+            else:
+                _check_section(_as_mapping(value, key, annotation), annotation, f"{key}.")
+        elif isinstance(element, type) and is_dataclass(element):
+            for index, item in enumerate(_as_list(value, key, element)):
+                _check_section(_as_mapping(item, f"{key}.{index}", element), element, f"{key}.{index}.")
+        else:
+            _check_value(probe, name, annotation, value, key)
+
+
+def _unknown_key(key: str, name: str, valid: list[str], prefix: str) -> ConfigError:
+    section = f"section {prefix.rstrip('.')}" if prefix else "top level"
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    hint = f" Did you mean {prefix}{close[0]}?" if close else ""
+    return ConfigError(key, f"unknown key.{hint}", f"the keys of the {section} are {', '.join(valid)}.")
+
+
+def _as_mapping(value: Any, key: str, section: type) -> Tree:
+    if isinstance(value, dict):
+        return value
+    raise ConfigError(key, f"{value!r} is not a section.", f"write it as {type_in_words(section)}.")
+
+
+def _as_list(value: Any, key: str, element: type) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    example = f"{key}: [{{{fields(element)[0].name}: ...}}]"
+    raise ConfigError(key, f"{value!r} is not a list.", f"write a list of sections: {example}")
+
+
+def _check_value(probe: Any, name: str, annotation: Any, value: Any, key: str) -> None:
+    # OmegaConf takes any number for a truth value; 2 is more likely a slip.
+    wrong = without_none(annotation)[0] is bool and isinstance(value, int | float) and value not in (0, 1)
+    try:
+        OmegaConf.merge(probe, {name: value})
+    except (OmegaConfBaseException, TypeError, ValueError):
+        wrong = True
+    if wrong:
+        problem = f"{value!r} is of the wrong type or not allowed."
+        raise ConfigError(key, problem, f"{key} is {type_in_words(annotation)}.")
+
+
+def _convert(tree: Tree) -> Config:
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
+    except OmegaConfBaseException as error:
+        problem = str(error.msg or error).splitlines()[0].rstrip(".")
+        raise ConfigError(error.full_key or "configuration", f"{problem}.", "mend the value or its ${...}.") from None
+    assert isinstance(config, Config)  # for the type checker: to_object of a structured Config is one
+    return config

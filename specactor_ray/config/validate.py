@@ -1,0 +1,299 @@
+"""Ranges and contradictions: what the types of `schema.py` cannot say. Each function rejects one thing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.messages import SamplingParams
+
+BACKENDS = ("hf",)
+DRAFT_METHODS = ("ngram", "draft_model")
+DTYPES = ("float32", "bfloat16", "float16")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+MAX_WINDOW = 128
+
+# Dotted key → smallest allowed integer; None (not set) is always allowed where the type allows it.
+SMALLEST = {
+    "cluster.num_cpus": 1,
+    "cluster.num_gpus": 0,
+    "target.replicas": 1,
+    "target.cores": 1,
+    "target.gpus": 0,
+    "target.max_model_len": 2,
+    "target.max_batch": 1,
+    "target.max_step_tokens": 1,
+    "speculation.breaker.min_drafted": 1,
+    "speculation.breaker.max_silent_waits": 1,
+    "data.n": 1,
+    "data.limit": 1,
+}
+SMALLEST_OF_A_DRAFTER = {
+    "replicas": 0,  # none now; more can be added while the run goes on
+    "cores": 1,
+    "gpus": 0,
+    "max_batch": 1,
+    "min_match": 1,
+    "max_match": 1,
+    "history_tokens": 0,
+}
+POSITIVE_NUMBERS = (
+    "cluster.placement_timeout_s",
+    "cluster.start_timeout_s",
+    "cluster.health_interval_s",
+    "cluster.health_timeout_s",
+    "target.kv_cache_gb",
+    "speculation.coupled_wait_s",
+    "speculation.breaker.cooldown_s",
+)
+
+
+def validate(config: Config) -> None:
+    """Check a configuration of the right types.
+
+    Raises:
+        ConfigError: The first thing found wrong, with its key and the fix.
+    """
+    for check in CHECKS:
+        check(config)
+    for index, drafter in enumerate(config.drafters):
+        for check_one in DRAFTER_CHECKS:
+            check_one(drafter, f"drafters.{index}")
+
+
+def reject_too_small_counts(config: Config) -> None:
+    for key, smallest in SMALLEST.items():
+        _reject_below(key, _value(config, key), smallest)
+
+
+def reject_numbers_not_positive(config: Config) -> None:
+    for key in POSITIVE_NUMBERS:
+        _reject_not_positive(key, _value(config, key))
+
+
+def reject_wait_below_zero(config: Config) -> None:
+    wait = config.speculation.draft_wait_s
+    if wait is not None and not 0.0 <= wait < math.inf:
+        fix = "use 0 (never wait), a number of seconds, or null to derive it from the measured step time."
+        raise ConfigError("speculation.draft_wait_s", f"{wait!r} is not a time of 0 or more.", fix)
+
+
+def reject_acceptance_outside_unit(config: Config) -> None:
+    rate = config.speculation.breaker.min_acceptance
+    if not 0.0 <= rate < 1.0:
+        problem = f"{rate!r} is not a rate; it must be 0 or more and below 1."
+        raise ConfigError("speculation.breaker.min_acceptance", problem, "0.02 is the default; 0 never opens on it.")
+
+
+def reject_unknown_names(config: Config) -> None:
+    _reject_unlisted("run.log_level", config.run.log_level, LOG_LEVELS)
+    _reject_unlisted("target.backend", config.target.backend, BACKENDS)
+    _reject_unlisted("target.dtype", config.target.dtype, DTYPES)
+
+
+def reject_run_name_unfit_for_a_folder(config: Config) -> None:
+    name = config.run.name
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        problem = f"{name!r} cannot name a folder and actors."
+        raise ConfigError("run.name", problem, "use letters, digits, `.`, `_` and `-`, at most 100, a letter first.")
+
+
+def reject_empty_paths(config: Config) -> None:
+    for key in ("run.dir", "cluster.address", "target.model", "data.path", "data.output"):
+        if _value(config, key) is not None and not str(_value(config, key)).strip():
+            raise ConfigError(key, "is empty.", "name it, or leave the key out for its default.")
+
+
+def reject_output_over_input(config: Config) -> None:
+    if config.data.path is not None and config.data.path == config.data.output:
+        problem = f"{config.data.output!r} is also data.path; the prompts would be overwritten."
+        raise ConfigError("data.output", problem, "name another file.")
+
+
+def reject_window_out_of_range(config: Config) -> None:
+    _reject_window("speculation.window", config.speculation.window)
+
+
+def reject_step_smaller_than_batch(config: Config) -> None:
+    target = config.target
+    if target.max_step_tokens < target.max_batch:
+        problem = f"{target.max_step_tokens} positions a step cannot hold one token for each of max_batch rows."
+        fix = f"use {target.max_batch} or more, or lower target.max_batch ({target.max_batch})."
+        raise ConfigError("target.max_step_tokens", problem, fix)
+
+
+def reject_health_timeout_below_interval(config: Config) -> None:
+    cluster = config.cluster
+    if cluster.health_timeout_s < cluster.health_interval_s:
+        problem = f"{cluster.health_timeout_s} s is shorter than one health check interval: every actor would fail."
+        fix = f"use more than cluster.health_interval_s ({cluster.health_interval_s})."
+        raise ConfigError("cluster.health_timeout_s", problem, fix)
+
+
+def reject_size_of_a_foreign_cluster(config: Config) -> None:
+    for key in ("cluster.num_cpus", "cluster.num_gpus"):
+        if config.cluster.address != "local" and _value(config, key) is not None:
+            problem = f"is set, but the cluster at address {config.cluster.address!r} already has its own size."
+            raise ConfigError(key, problem, "leave it out, or use cluster.address=local.")
+
+
+def reject_device_the_target_cannot_use(config: Config) -> None:
+    target = config.target
+    _reject_device("target", target.gpus, target.dtype, "target.replicas")
+
+
+def reject_bad_hidden_layers(config: Config) -> None:
+    layers = config.target.hidden_layers
+    if any(layer < 0 for layer in layers) or len(set(layers)) < len(layers):
+        raise ConfigError("target.hidden_layers", f"{layers} must be different numbers, 0 or more.")
+
+
+def reject_sampling_out_of_range(config: Config) -> None:
+    values = asdict(config.sampling)
+    bad = [token for token in values["stop_token_ids"] if token < 0]
+    if bad:
+        raise ConfigError("sampling.stop_token_ids", f"{bad[0]} is not a token id.", "use ids of 0 or more.")
+    values["stop_token_ids"] = tuple(values["stop_token_ids"])
+    try:
+        SamplingParams(**values)
+    except InputError as error:  # its message begins with the key
+        key, _, problem = str(error).partition(" ")
+        raise ConfigError(key, problem + ".") from None
+
+
+def reject_speculation_without_drafters(config: Config) -> None:
+    if config.mode is not ModeName.plain and not config.drafters:
+        problem = f"{config.mode.value!r} needs at least one drafter, and `drafters` is empty."
+        raise ConfigError("mode", problem, "use mode=plain, or add one: 'drafters=[{method: ngram}]'.")
+
+
+def reject_method_twice(config: Config) -> None:
+    first: dict[str, int] = {}
+    for index, drafter in enumerate(config.drafters):
+        earlier = first.setdefault(drafter.method, index)
+        if earlier != index:
+            fix = f"keep one and raise drafters.{earlier}.replicas."
+            raise ConfigError(f"drafters.{index}.method", f"{drafter.method!r} is already element {earlier}.", fix)
+
+
+def reject_too_small_drafter_counts(drafter: DrafterConfig, key: str) -> None:
+    for name, smallest in SMALLEST_OF_A_DRAFTER.items():
+        _reject_below(f"{key}.{name}", getattr(drafter, name), smallest)
+
+
+def reject_unknown_drafter_names(drafter: DrafterConfig, key: str) -> None:
+    _reject_unlisted(f"{key}.method", drafter.method, DRAFT_METHODS)
+    _reject_unlisted(f"{key}.dtype", drafter.dtype, DTYPES)
+
+
+def reject_drafter_window_out_of_range(drafter: DrafterConfig, key: str) -> None:
+    if drafter.window is not None:
+        _reject_window(f"{key}.window", drafter.window)
+
+
+def reject_drafter_cache_not_positive(drafter: DrafterConfig, key: str) -> None:
+    _reject_not_positive(f"{key}.kv_cache_gb", drafter.kv_cache_gb)
+
+
+def reject_draft_model_without_model(drafter: DrafterConfig, key: str) -> None:
+    if drafter.method == "draft_model" and not (drafter.model or "").strip():
+        problem = "method draft_model needs a model."
+        raise ConfigError(
+            f"{key}.model", problem, "name a local directory or a Hugging Face id of the same vocabulary."
+        )
+
+
+def reject_model_for_ngram(drafter: DrafterConfig, key: str) -> None:
+    if drafter.method == "ngram" and drafter.model is not None:
+        problem = f"method ngram uses no model, but {drafter.model!r} is given."
+        raise ConfigError(f"{key}.model", problem, f"leave it out, or set {key}.method=draft_model.")
+
+
+def reject_gpus_for_ngram(drafter: DrafterConfig, key: str) -> None:
+    if drafter.method == "ngram" and drafter.gpus:
+        raise ConfigError(f"{key}.gpus", "method ngram runs on the CPU and would leave the GPU idle.", "use 0.")
+
+
+def reject_device_the_drafter_cannot_use(drafter: DrafterConfig, key: str) -> None:
+    _reject_device(key, drafter.gpus, drafter.dtype, f"{key}.replicas")
+
+
+def reject_match_range_upside_down(drafter: DrafterConfig, key: str) -> None:
+    if drafter.min_match > drafter.max_match:
+        problem = f"{drafter.min_match} is above max_match ({drafter.max_match}): nothing could ever match."
+        raise ConfigError(f"{key}.min_match", problem, "lower min_match or raise max_match.")
+
+
+CHECKS: tuple[Callable[[Config], None], ...] = (
+    reject_unknown_names,
+    reject_empty_paths,
+    reject_run_name_unfit_for_a_folder,
+    reject_too_small_counts,
+    reject_numbers_not_positive,
+    reject_wait_below_zero,
+    reject_acceptance_outside_unit,
+    reject_window_out_of_range,
+    reject_sampling_out_of_range,
+    reject_bad_hidden_layers,
+    reject_step_smaller_than_batch,
+    reject_health_timeout_below_interval,
+    reject_size_of_a_foreign_cluster,
+    reject_device_the_target_cannot_use,
+    reject_output_over_input,
+    reject_speculation_without_drafters,
+    reject_method_twice,
+)
+
+DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
+    reject_unknown_drafter_names,
+    reject_too_small_drafter_counts,
+    reject_drafter_window_out_of_range,
+    reject_drafter_cache_not_positive,
+    reject_draft_model_without_model,
+    reject_model_for_ngram,
+    reject_gpus_for_ngram,
+    reject_device_the_drafter_cannot_use,
+    reject_match_range_upside_down,
+)
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _reject_below(key: str, value: int | None, smallest: int) -> None:
+    if value is not None and value < smallest:
+        raise ConfigError(key, f"{value} is too small.", f"use {smallest} or more.")
+
+
+def _reject_not_positive(key: str, value: float) -> None:
+    if not 0.0 < value < math.inf:  # also false for not-a-number
+        raise ConfigError(key, f"{value!r} is not a finite number above 0.", "use a number above 0.")
+
+
+def _reject_unlisted(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(key, f"{value!r} is not known.", f"use one of {', '.join(allowed)}.")
+
+
+def _reject_window(key: str, window: int) -> None:
+    if not 1 <= window <= MAX_WINDOW:
+        fix = f"use 1 to {MAX_WINDOW}; mode=plain drafts nothing."
+        raise ConfigError(key, f"{window} is not a draft window.", fix)
+
+
+def _reject_device(key: str, gpus: int, dtype: str, replicas_key: str) -> None:
+    if gpus > 1:
+        problem = f"{gpus} GPUs, but the model runs on one device."
+        raise ConfigError(f"{key}.gpus", problem, f"use 1 and raise {replicas_key}.")
+    if gpus == 0 and dtype == "float16":
+        problem = "float16 needs a GPU: on a CPU it is slow and loses range."
+        raise ConfigError(f"{key}.dtype", problem, f"use float32, or {key}.gpus=1.")

@@ -1,0 +1,188 @@
+"""`draft_model`: a smaller transformers model with the target's vocabulary drafts token by token, batched.
+
+It samples with the target's own keyed noise (same seed, same position), so it agrees with the target far more
+often than a drafter with draws of its own: P[match] >= (1 - TV) / (1 + TV) for total variation TV between the
+two distributions (Daliri, Musco, Suresh, arXiv 2408.07978).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specactor_ray.drafters.mirror import RequestMirror
+from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.ragged_cache import CacheRow
+from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
+from specactor_ray.sampling import SamplingError, sample_rows, warm_up
+
+_MAX_STEP_TOKENS = 512
+"""Most positions in one forward; a long prompt is read in chunks of this size."""
+_FIRST_RESERVATION = 128
+
+
+@dataclass(slots=True)
+class _Mirrored:
+    """A mirror and its cache row; `cache` is None where there was no room, and then nothing is drafted."""
+
+    mirror: RequestMirror
+    cache: CacheRow | None
+    answered: bool = False
+    """The newest commit was answered although nothing can be drafted."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt, committed output and tail."""
+        return len(self.mirror.prompt) + len(self.mirror.committed) + len(self.mirror.tail)
+
+    def tokens(self, begin: int, end: int) -> list[int]:
+        """The sequence's tokens `[begin, end)`."""
+        parts: tuple[Sequence[int], ...] = (self.mirror.prompt, self.mirror.committed, self.mirror.tail)
+        result: list[int] = []
+        for part in parts:
+            if begin < len(part) and end > 0:
+                result.extend(part[max(begin, 0) : end])
+            begin, end = begin - len(part), end - len(part)
+        return result
+
+
+class DraftModelProposer:
+    """`Proposer` over a `RaggedModel`.
+
+    Args:
+        model: The small model with its cache; owned by the proposer from now on.
+        max_batch: Most requests mirrored at once; those beyond it are answered with "no guess".
+    """
+
+    method = "draft_model"
+
+    def __init__(self, model: RaggedModel, max_batch: int = 64) -> None:
+        self._model = model
+        self._max_batch = max_batch
+        self._requests: dict[str, _Mirrored] = {}
+        self.vocab_size: int | None = model.vocab_size
+        self.weight_version = 0
+        self.max_len = min(model.max_positions, model.cache.slots)
+        warm_up()
+
+    def open(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        committed_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        window: int,
+    ) -> None:
+        self.close(request_id)
+        mirror = RequestMirror(prompt_token_ids, committed_token_ids, sampling, window)
+        crowded = sum(entry.cache is not None for entry in self._requests.values()) >= self._max_batch
+        wanted = min(len(prompt_token_ids) + len(committed_token_ids) + _FIRST_RESERVATION, self.max_len)
+        cache = None if crowded else self._model.cache.open(wanted)
+        self._requests[request_id] = _Mirrored(mirror, cache)
+
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
+        entry = self._requests.get(request_id)
+        if entry is None:
+            return False
+        known = entry.mirror.base_len
+        outcome = entry.mirror.commit(start, token_ids, window)
+        if not outcome.ok:
+            return False
+        entry.answered = False
+        if entry.cache is not None:
+            # What the cache read is right up to the agreed tail; if all of it agreed, the surviving tail is right too.
+            agreed = len(entry.mirror.prompt) + known + outcome.matched + outcome.survived
+            entry.cache.truncate(min(entry.cache.length, agreed))
+        return True
+
+    def extend(self) -> list[str]:
+        answered = self._answer_hopeless()
+        finishing: list[str] = []
+        while not finishing:
+            chunks, finishing = self._plan()
+            if not chunks:
+                return answered
+            logits = self._model.forward(chunks).logits
+        return answered + self._append_samples(finishing, logits)
+
+    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
+        mirror = self._requests[request_id].mirror
+        return len(mirror.committed), tuple(mirror.tail)
+
+    def pending(self, request_id: str) -> bool:
+        return self._can_extend(self._requests[request_id])
+
+    def close(self, request_id: str, finished: bool = True) -> None:
+        entry = self._requests.pop(request_id, None)
+        if entry is not None and entry.cache is not None:
+            entry.cache.free()
+
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+        self._model.load_weights(state_dict)
+        self.weight_version = version
+        for entry in self._requests.values():
+            entry.mirror.tail.clear()
+            if entry.cache is not None:
+                entry.cache.truncate(0)
+
+    def _can_extend(self, entry: _Mirrored) -> bool:
+        if entry.cache is None or entry.mirror.room <= 0:
+            return False
+        left = entry.mirror.sampling.max_tokens - len(entry.mirror.committed) - len(entry.mirror.tail)
+        return left > 0 and entry.length < self.max_len
+
+    def _answer_hopeless(self) -> list[str]:
+        """Requests that cannot be drafted for: their newest commit is answered once, with no guess."""
+        answered = []
+        for request_id, entry in self._requests.items():
+            if not entry.answered and not entry.mirror.tail and not self._can_extend(entry):
+                entry.answered = True
+                answered.append(request_id)
+        return answered
+
+    def _plan(self) -> tuple[list[RowChunk], list[str]]:
+        """Chunks for one forward, requests that lack least first; and the requests whose next token it yields."""
+        extendable = [(request_id, entry) for request_id, entry in self._requests.items() if self._can_extend(entry)]
+        extendable.sort(key=lambda item: item[1].length - (item[1].cache.length if item[1].cache else 0))
+        chunks, finishing, budget = [], [], _MAX_STEP_TOKENS
+        for request_id, entry in extendable:
+            cache = entry.cache
+            if cache is None or budget <= 0:
+                break
+            begin, end = cache.length, min(entry.length, cache.length + budget)
+            if not cache.reserve(end):
+                cache.free()
+                entry.cache = None
+                continue
+            complete = end == entry.length
+            chunks.append(RowChunk(cache, entry.tokens(begin, end), int(complete)))
+            budget -= end - begin
+            if complete:
+                finishing.append(request_id)
+        return chunks, finishing
+
+    def _append_samples(self, request_ids: Sequence[str], logits: Any) -> list[str]:
+        if not request_ids:
+            return []
+        mirrors = [self._requests[request_id].mirror for request_id in request_ids]
+        try:
+            sampled = sample_rows(
+                logits,
+                [mirror.sampling for mirror in mirrors],
+                [len(mirror.committed) + len(mirror.tail) for mirror in mirrors],
+            )
+        except SamplingError as error:
+            for index in error.problems:
+                self._give_up(request_ids[index])
+            return []
+        for mirror, token in zip(mirrors, sampled.token_ids, strict=True):
+            mirror.tail.append(token)
+        return list(request_ids)
+
+    def _give_up(self, request_id: str) -> None:
+        """Logits that cannot be sampled from: this request is answered with no guess from now on."""
+        entry = self._requests[request_id]
+        if entry.cache is not None:
+            entry.cache.free()
+            entry.cache = None

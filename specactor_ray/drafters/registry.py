@@ -1,0 +1,38 @@
+"""Draft methods by name; each is imported only when it is asked for."""
+
+from __future__ import annotations
+
+from specactor_ray.config.schema import DrafterConfig
+from specactor_ray.drafters.base import Proposer
+from specactor_ray.errors import ConfigError
+
+METHODS = ("ngram", "draft_model")
+
+
+def build_proposer(config: DrafterConfig, device: str) -> Proposer:
+    """Make the configured proposer on `device` (`cpu` or `cuda`).
+
+    Raises:
+        ConfigError: The method is unknown or lacks its model.
+        ModelLoadError: Its model cannot be loaded or served.
+    """
+    if config.method == "ngram":
+        from specactor_ray.drafters.ngram import NgramProposer
+
+        return NgramProposer(config.min_match, config.max_match, config.history_tokens, config.max_batch)
+    if config.method == "draft_model":
+        return _build_draft_model(config, device)
+    raise ConfigError("drafters.method", f"unknown method {config.method!r}; known: {', '.join(METHODS)}.")
+
+
+def _build_draft_model(config: DrafterConfig, device: str) -> Proposer:
+    from specactor_ray.drafters.draft_model import DraftModelProposer
+    from specactor_ray.modeling.loading import load_model
+    from specactor_ray.modeling.ragged_model import RaggedModel
+
+    if config.model is None:
+        raise ConfigError("drafters.model", "the method draft_model needs a model.", "name a model directory or id")
+    model = load_model(
+        config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code
+    )
+    return DraftModelProposer(RaggedModel(model, int(config.kv_cache_gb * 2**30)), config.max_batch)

@@ -1,0 +1,170 @@
+"""The draft loop: keep drafting ahead of the last commit that is known, publish whole tails.
+
+A plain class around a proposer. Other threads only put messages into its mailbox and change its list of
+verifiers; one thread calls `run`. It knows no Ray: a verifier is an outbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specactor_ray.drafters.base import Proposer
+from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftResync, DraftTail, ToDrafter
+from specactor_ray.queues.conflation import for_drafter
+from specactor_ray.queues.mailbox import Mailbox
+from specactor_ray.queues.outbox import Outbox
+
+logger = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 0.5
+"""Longest sleep without work; messages wake the loop at once."""
+
+
+@dataclass(slots=True)
+class DraftCounters:
+    """What a draft actor has done since it started."""
+
+    opens: int = 0
+    commits: int = 0
+    resyncs: int = 0
+    extends: int = 0
+    tails: int = 0
+    failures: int = 0
+
+
+class DraftLoop:
+    """Drives one proposer.
+
+    Args:
+        drafter_id: Incarnation id of this draft actor; goes into every tail.
+        proposer: The draft method.
+    """
+
+    def __init__(self, drafter_id: str, proposer: Proposer) -> None:
+        self.drafter_id = drafter_id
+        self.proposer = proposer
+        self.counters = DraftCounters()
+        self._inbox: Mailbox[ToDrafter] = Mailbox(for_drafter())
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._outboxes: dict[str, Outbox[Any]] = {}
+        self._left: set[str] = set()
+        self._verifier_of: dict[str, str] = {}
+
+    # ---- called from other threads ----
+
+    def deliver(self, messages: Sequence[ToDrafter]) -> None:
+        """Take messages of verifiers; returns at once."""
+        self._inbox.put(messages)
+        self._wake.set()
+
+    def set_verifiers(self, outboxes: Mapping[str, Outbox[Any]]) -> None:
+        """The complete list of verifiers, id → where to send tails. Mirrors of those that left are dropped."""
+        # An open may arrive before its verifier is listed here, so only verifiers that were listed can leave.
+        self._left |= self._outboxes.keys() - outboxes.keys()
+        self._outboxes = dict(outboxes)
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._wake.set()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Counters and the number of open requests."""
+        return {**asdict(self.counters), "open_requests": len(self._verifier_of)}
+
+    # ---- the loop ----
+
+    def run(self) -> None:
+        """Loop until `stop`. A failing proposer is logged and counted; drafts are only a matter of speed."""
+        while not self._stopping.is_set():
+            try:
+                worked = self.run_once()
+            except Exception:
+                self.counters.failures += 1
+                logger.exception("%s: a draft step failed; its requests will be opened again", self.drafter_id)
+                self._reset()
+                worked = False
+            if not worked:
+                self._wake.wait(_IDLE_WAIT_S)
+
+    def run_once(self) -> bool:
+        """Drain, extend, publish. Returns False when there was nothing to do."""
+        self._wake.clear()
+        messages = self._inbox.drain()
+        for message in messages:
+            self._take(message)
+        self._drop_orphans()
+        changed = self.proposer.extend()
+        if changed:
+            self.counters.extends += 1
+            self._publish(changed)
+        for outbox in list(self._outboxes.values()):
+            outbox.flush()
+        return bool(messages or changed)
+
+    def _take(self, message: ToDrafter) -> None:
+        match message:
+            case DraftOpen():
+                self.counters.opens += 1
+                self._verifier_of[message.request_id] = message.verifier_id
+                self.proposer.open(
+                    message.request_id,
+                    message.prompt_token_ids,
+                    message.committed_token_ids,
+                    message.sampling,
+                    message.window,
+                )
+            case Commit():
+                self._take_commit(message)
+            case DraftClose():
+                if self._verifier_of.get(message.request_id) == message.verifier_id:
+                    del self._verifier_of[message.request_id]
+                    self.proposer.close(message.request_id, message.finished)
+
+    def _take_commit(self, message: Commit) -> None:
+        self.counters.commits += 1
+        known = self._verifier_of.get(message.request_id) == message.verifier_id
+        if known and self.proposer.commit(message.request_id, message.start, message.token_ids, message.window):
+            return
+        self.counters.resyncs += 1
+        outbox = self._outboxes.get(message.verifier_id)
+        if outbox is not None:
+            outbox.post([DraftResync(message.request_id, self.drafter_id)])
+
+    def _publish(self, request_ids: Sequence[str]) -> None:
+        tails: dict[str, list[DraftTail]] = {}
+        for request_id in request_ids:
+            verifier_id = self._verifier_of.get(request_id)
+            if verifier_id is None:
+                continue
+            base_len, token_ids = self.proposer.tail(request_id)
+            complete = not self.proposer.pending(request_id)
+            tail = DraftTail(
+                request_id, self.drafter_id, base_len, token_ids, self.proposer.weight_version, complete
+            )
+            tails.setdefault(verifier_id, []).append(tail)
+        for verifier_id, batch in tails.items():
+            outbox = self._outboxes.get(verifier_id)
+            if outbox is not None:
+                self.counters.tails += len(batch)
+                outbox.post(batch)
+
+    def _drop_orphans(self) -> None:
+        """Forget requests of verifiers that are gone."""
+        if not self._left:
+            return
+        left, self._left = self._left, set()
+        for request_id, verifier_id in list(self._verifier_of.items()):
+            if verifier_id in left:
+                del self._verifier_of[request_id]
+                self.proposer.close(request_id, finished=False)
+
+    def _reset(self) -> None:
+        for request_id in list(self._verifier_of):
+            self.proposer.close(request_id, finished=False)
+        self._verifier_of.clear()

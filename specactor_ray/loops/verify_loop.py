@@ -1,0 +1,220 @@
+"""The verifier's loop: verify the best draft tail of every running request, commit what is right, tell everyone.
+
+A plain class around a target engine. Other threads put requests, drafts and drafter lists in; one thread calls
+`run`. It knows no Ray: a drafter is an outbox, the rollout is an event queue. Nothing a drafter does can change a
+token (the engine checks every draft token) or block one (every wait is bounded).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from specactor_ray.errors import InputError
+from specactor_ray.loops.speculator import DrafterLink, Speculator
+from specactor_ray.loops.step_metrics import StepMetrics
+from specactor_ray.messages import Finished, Progress, RequestStats, ToRollout, ToVerifier
+from specactor_ray.queues.events import EventQueue
+from specactor_ray.targets.base import RowOutput, TargetEngine, TargetRequest
+
+logger = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 0.5
+"""Longest sleep without work; messages wake the loop at once."""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Counters of one running request."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    supplied_steps: int = 0
+
+
+class VerifyLoop:
+    """Drives one target engine.
+
+    Args:
+        engine: The target; only the loop's thread touches it after `run` began.
+        speculator: The side of drafts: which tails there are, which to verify, whom to tell.
+    """
+
+    def __init__(self, engine: TargetEngine, speculator: Speculator) -> None:
+        self.metrics = StepMetrics()
+        self.error: BaseException | None = None
+        """What ended the loop, if the engine failed."""
+        self._engine = engine
+        self._speculator = speculator
+        speculator.use_metrics(self.metrics)
+        self._events: EventQueue[ToRollout] = EventQueue()
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._tallies: dict[str, _Tally] = {}
+        self._links: Mapping[str, DrafterLink] = {}
+
+    # ---- called from other threads ----
+
+    def submit(self, requests: Sequence[TargetRequest]) -> None:
+        """Queue requests; a request that can never run comes back as `Finished` with its reason."""
+        self._command(lambda: [self._add(request) for request in requests])
+
+    def cancel(self, request_ids: Sequence[str]) -> None:
+        """Drop requests without a `Finished`."""
+        self._command(lambda: [self._drop(request_id, finished=False) for request_id in request_ids])
+
+    def deliver(self, messages: Sequence[ToVerifier]) -> None:
+        """Take messages of drafters; returns at once."""
+        self._speculator.inbox.put(messages)
+        self._wake.set()
+
+    def set_drafters(self, links: Mapping[str, DrafterLink]) -> None:
+        """The complete list of drafters, by id."""
+        self._links = links
+        self._command(lambda: self._speculator.set_drafters(links))
+
+    @property
+    def drafter_links(self) -> Mapping[str, DrafterLink]:
+        """The drafters as they were set last."""
+        return self._links
+
+    def reset_metrics(self) -> None:
+        """Set all counters to zero."""
+        self._command(self._clear_metrics)
+
+    def poll(self, timeout_s: float) -> list[ToRollout]:
+        """Events since the last poll, waiting up to `timeout_s` seconds for the first."""
+        return self._events.drain(timeout_s)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._wake.set()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Counters of the loop and of the drafts."""
+        return {**self.metrics.to_dict(), **self._speculator.snapshot(), "running": len(self._tallies)}
+
+    # ---- the loop ----
+
+    def run(self) -> None:
+        """Loop until `stop`. An engine that fails ends the loop; `error` then says why."""
+        try:
+            while not self._stopping.is_set():
+                if not self.run_once():
+                    self._wake.wait(_IDLE_WAIT_S)
+        except Exception as error:
+            self.error = error
+            logger.exception("the verifier's engine failed")
+
+    def run_once(self) -> bool:
+        """One step. Returns False when there was nothing to do."""
+        begin = time.perf_counter()
+        self._wake.clear()
+        self._run_commands()
+        if not self._engine.has_work():
+            self._speculator.take_messages()
+            self._speculator.flush()
+            return False
+        decoding = self._engine.decoding()
+        waiting_s = self._await_drafts(decoding)
+        tails = self._speculator.choose_tails(decoding)
+        result = self._engine.step(tails)
+        for output in result.outputs:
+            self._commit(output)
+        self._speculator.observe_step(result)
+        self._speculator.flush()
+        self.metrics.record_step(result, time.perf_counter() - begin, waiting_s)
+        return True
+
+    def _command(self, command: Callable[[], Any]) -> None:
+        self._commands.put(command)
+        self._wake.set()
+
+    def _clear_metrics(self) -> None:
+        self.metrics = StepMetrics()
+        self._speculator.use_metrics(self.metrics)
+
+    def _run_commands(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _await_drafts(self, decoding: Sequence[str]) -> float:
+        """Take what drafters sent; wait, bounded, where a wait pays. Returns the seconds spent waiting."""
+        self._speculator.take_messages()
+        begin = time.perf_counter()
+        deadline = self._speculator.plan_waits(decoding)
+        if deadline <= begin or self._speculator.all_answered(decoding):
+            return 0.0
+        self._speculator.flush()
+        answered = False
+        while not answered and not self._stopping.is_set():
+            left = deadline - time.perf_counter()
+            if left <= 0:
+                break
+            self._wake.wait(left)
+            self._wake.clear()
+            self._speculator.take_messages()
+            answered = self._speculator.all_answered(decoding)
+        self._speculator.record_wait(decoding, answered)
+        return time.perf_counter() - begin
+
+    def _add(self, request: TargetRequest) -> None:
+        try:
+            self._engine.add(request)
+        except InputError as error:
+            self.metrics.failed_requests += 1
+            committed = len(request.committed_token_ids)
+            self._events.put([Finished(request.request_id, "error", RequestStats(), str(error), committed)])
+            return
+        self._tallies[request.request_id] = _Tally()
+        self._speculator.open(request)
+
+    def _drop(self, request_id: str, finished: bool) -> None:
+        self._engine.remove(request_id)
+        self._tallies.pop(request_id, None)
+        self._speculator.close(request_id, finished)
+
+    def _commit(self, output: RowOutput) -> None:
+        """Journal one row's tokens and tell its drafters, then end it if it ended."""
+        tally = self._tallies[output.request_id]
+        if output.token_ids:
+            supplied = self._speculator.supplied(output.request_id)
+            self._speculator.commit(output)
+            self.metrics.record_row(len(output.token_ids), supplied, output.num_drafted, output.num_accepted)
+            tally.steps += 1
+            tally.drafted += output.num_drafted
+            tally.accepted += output.num_accepted
+            tally.supplied_steps += supplied > 0
+            self._events.put([_progress(output)])
+        if output.finish_reason is None:
+            return
+        self.metrics.failed_requests += output.finish_reason == "error"
+        stats = RequestStats(
+            tally.steps,
+            tally.drafted,
+            tally.accepted,
+            tally.supplied_steps,
+            self._speculator.accepted_by_drafter(output.request_id),
+        )
+        total = output.start + len(output.token_ids)
+        self._events.put([Finished(output.request_id, output.finish_reason, stats, output.error, total)])
+        self._drop(output.request_id, finished=output.finish_reason != "error")
+
+
+def _progress(output: RowOutput) -> Progress:
+    return Progress(
+        output.request_id,
+        output.start,
+        tuple(output.token_ids),
+        tuple(output.logprobs),
+        None if output.margins is None else tuple(output.margins),
+    )
+
+

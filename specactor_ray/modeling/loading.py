@@ -1,0 +1,236 @@
+"""Models and tokenizers by name: a local directory, a Hugging Face id, or a built-in name.
+
+Every failure is a `ModelLoadError` that says what is missing and what would mend it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import pickle
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specactor_ray.errors import ModelLoadError
+from specactor_ray.modeling.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+HUB_TIMEOUT_S = 4.0
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+
+
+def resolve_model(name: str) -> Path | str:
+    """Where a model is: a directory (converted first, for a built-in name), or the Hugging Face id as it is.
+
+    Raises:
+        ModelLoadError: The directory lacks its configuration or weights, there is no such path, or the built-in
+            model cannot be made.
+    """
+    if name in BUILTIN_MODELS and not Path(name).exists():
+        return builtin_dir(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        check_model_dir(path)
+        return path
+    if path.exists():
+        raise ModelLoadError(f"{name!r} is a file. Fix: name the directory that holds config.json and the weights.")
+    if not _HUB_ID.fullmatch(name):
+        raise ModelLoadError(f"There is no directory {name!r}. Fix: check the path, or give {_NAMES_IN_WORDS}.")
+    return name
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """A decoder-only model, ready for inference: evaluation mode, no gradients.
+
+    Args:
+        dtype: `float32`, `bfloat16` or `float16`.
+        trust_remote_code: Run model code that the checkpoint brings along.
+        attn_implementation: A name that transformers' attention registry knows; None takes its choice.
+
+    Raises:
+        ModelLoadError: The model is not there, incomplete, damaged, or of a kind that cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # its stated return type does not know output_loading_info
+    options: dict[str, Any] = {"dtype": parse_dtype(dtype), "output_loading_info": True}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    with _open(name, trust_remote_code) as (source, access):
+        model, info = auto.from_pretrained(source, **access, **options)
+    _reject_incomplete_weights(name, info)
+    model.to(device).eval().requires_grad_(False)
+    return model
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to a model.
+
+    Raises:
+        ModelLoadError: The tokenizer's files are not there or cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    source = resolve_model(name)
+    if isinstance(source, Path):
+        _reject_dir_without_tokenizer(name, source)
+    with _open(name, trust_remote_code) as (_, access):
+        return AutoTokenizer.from_pretrained(source, **access)
+
+
+def load_model_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's configuration alone (vocabulary size, context, layers); reads no weights.
+
+    Raises:
+        ModelLoadError: As for `load_model`.
+    """
+    from transformers import AutoConfig
+
+    with _open(name, trust_remote_code) as (source, access):
+        return AutoConfig.from_pretrained(source, **access)
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """`torch.float32` for `float32` and so on.
+
+    Raises:
+        ModelLoadError: The name is none of `DTYPE_NAMES`.
+    """
+    import torch
+
+    if name not in DTYPE_NAMES:
+        raise ModelLoadError(f"{name!r} is no data type for weights. Fix: use one of {', '.join(DTYPE_NAMES)}.")
+    return getattr(torch, name)
+
+
+def check_model_dir(path: Path) -> None:
+    """See that a directory has a configuration and all of its weight files.
+
+    Raises:
+        ModelLoadError: Something is missing; the message names it.
+    """
+    fix = "Fix: name the directory that `save_pretrained` wrote, or copy the missing files into it."
+    if not (path / "config.json").is_file():
+        raise ModelLoadError(f"The model directory {path} has no config.json. {fix}")
+    try:
+        json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{path / 'config.json'} is not valid JSON: {error}. {fix}") from error
+    shards = {shard for index in _INDEX_FILES for shard in _shards_of(path / index)}
+    missing = sorted(shard for shard in shards if not (path / shard).is_file())
+    if missing:
+        raise ModelLoadError(f"The model directory {path} lacks the weight files {', '.join(missing)}. {fix}")
+    if not shards and not any(found for pattern in _WEIGHT_FILES for found in path.glob(pattern)):
+        raise ModelLoadError(f"The model directory {path} has no weights (model.safetensors). {fix}")
+
+
+def _shards_of(index: Path) -> set[str]:
+    if not index.is_file():
+        return set()
+    try:
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index} is not an index of weight files: {error!r}. Fix: copy it again.") from error
+
+
+def _reject_dir_without_tokenizer(name: str, path: Path) -> None:
+    wanted = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not any((path / file).is_file() for file in wanted):
+        raise ModelLoadError(
+            f"The model directory {name} has no tokenizer (tokenizer.json). Fix: save the tokenizer into it with "
+            "`tokenizer.save_pretrained`."
+        )
+
+
+def _reject_incomplete_weights(name: str, info: dict[str, Any]) -> None:
+    """transformers fills missing weights with random numbers and only warns; such a model would talk nonsense."""
+    missing = sorted(info.get("missing_keys") or ())
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ModelLoadError(f"The weights of {name!r} lack {shown}. Fix: get the complete model.")
+
+
+_NAMES_IN_WORDS = f"a local directory, a Hugging Face id, or the built-in {', '.join(BUILTIN_MODELS)}"
+
+
+@contextlib.contextmanager
+def _open(name: str, trust_remote_code: bool) -> Iterator[tuple[Path | str, dict[str, Any]]]:
+    """Where to load `name` from and with which access options; turns what goes wrong inside into a ModelLoadError."""
+    from safetensors import SafetensorError
+
+    source = resolve_model(name)
+    offline = isinstance(source, str) and not hub_reachable()
+    access = {"trust_remote_code": trust_remote_code, "local_files_only": offline or isinstance(source, Path)}
+    try:
+        with quiet_transformers():
+            yield source, access
+    except ModelLoadError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
+        raise ModelLoadError(_explain(name, source, offline, error)) from error
+
+
+def _explain(name: str, source: Path | str, offline: bool, error: Exception) -> str:
+    reason = " ".join(str(error).split())
+    if "trust_remote_code" in reason:
+        return (
+            f"The model {name!r} brings its own code, which is not run unless asked. Fix: read that code, then set "
+            "trust_remote_code=true beside the model's name."
+        )
+    if offline:
+        close = difflib.get_close_matches(name, BUILTIN_MODELS, n=1)
+        hint = f" Did you mean the built-in {close[0]!r}?" if close else ""
+        return (
+            f"The model {name!r} is neither a local directory nor in the local Hugging Face cache, and the Hugging "
+            f"Face Hub cannot be reached.{hint} Fix: connect this machine to the network, or name a local directory."
+        )
+    where = (
+        "Fix: check the id, and log in if it is private or gated" if isinstance(source, str) else "Fix: copy it again"
+    )
+    return f"The model {name!r} cannot be loaded: {reason[:400]} {where}, or give {_NAMES_IN_WORDS}."
+
+
+def hub_reachable(timeout_s: float = HUB_TIMEOUT_S) -> bool:
+    """Whether the Hugging Face Hub answers at all within the time. Its own client would retry for minutes."""
+    if any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in _OFFLINE_SWITCHES):
+        return False
+    answered = threading.Event()
+    # A thread, because looking up a host name has no time limit of its own.
+    threading.Thread(target=_ask_hub, args=(answered, timeout_s), daemon=True, name="ask-hub").start()
+    return answered.wait(timeout_s)
+
+
+_OFFLINE_SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def _ask_hub(answered: threading.Event, timeout_s: float) -> None:
+    from huggingface_hub import constants
+
+    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s):
+            answered.set()
+    except urllib.error.HTTPError:  # an answer is an answer
+        answered.set()
+    except (OSError, ValueError):
+        return

@@ -1,0 +1,106 @@
+"""Reading prompts from files, and turning prompts into token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from specactor_ray.errors import InputError
+
+Prompt = str | list[dict[str, Any]] | list[int]
+"""Text, chat messages (`{"role": ..., "content": ...}`), or token ids."""
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    """Prompts of a `.jsonl` file (an object with `prompt` or `messages` a line) or of a text file (one a line).
+
+    Blank lines are skipped.
+
+    Raises:
+        InputError: The file is missing, empty or not UTF-8, or a line is malformed (its number is named).
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"data.path: there is no file {path}")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    read = _jsonl_prompts if path.suffix in (".jsonl", ".json") else _text_prompts
+    prompts = []
+    for prompt in read(path, lines):
+        prompts.append(prompt)
+        if limit is not None and len(prompts) >= limit:
+            break
+    if not prompts:
+        raise InputError(f"{path}: no prompts in it; write one JSON object with `prompt` or `messages` per line")
+    return prompts
+
+
+def _text_prompts(path: Path, lines: Sequence[str]) -> Iterator[Prompt]:
+    yield from (line for line in lines if line.strip())
+
+
+def _jsonl_prompts(path: Path, lines: Sequence[str]) -> Iterator[Prompt]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})") from None
+        yield _prompt_of(row, f"{path}, line {number}")
+
+
+def _prompt_of(row: Any, where: str) -> Prompt:
+    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+        raise InputError(f'{where}: expected an object with either "prompt" or "messages"')
+    if "prompt" in row:
+        if not isinstance(row["prompt"], str) or not row["prompt"]:
+            raise InputError(f'{where}: "prompt" must be a non-empty string')
+        return row["prompt"]
+    messages = row["messages"]
+    good = isinstance(messages, list) and messages and all(_is_message(message) for message in messages)
+    if not good:
+        raise InputError(f'{where}: "messages" must be a non-empty list of {{"role": text, "content": text}} objects')
+    return messages
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]:
+    """Token ids of a prompt.
+
+    Args:
+        tokenizer: A transformers tokenizer, or None when only token ids are used.
+        prompt: Text, chat messages or token ids.
+        chat: Wrap text as one user message where the tokenizer has a chat template.
+
+    Raises:
+        InputError: The prompt is empty, or messages are given but there is no chat template.
+    """
+    if isinstance(prompt, list | tuple) and all(isinstance(token, int) for token in prompt):
+        token_ids = prompt
+    elif tokenizer is None:
+        raise InputError("the model has no tokenizer; give prompts as lists of token ids")
+    elif isinstance(prompt, str) and not (chat and tokenizer.chat_template):
+        token_ids = tokenizer(prompt)["input_ids"]
+    else:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not tokenizer.chat_template:
+            raise InputError("the prompt is a list of chat messages, but the model's tokenizer has no chat template")
+        token_ids = _apply_template(tokenizer, messages)
+    if not token_ids:
+        raise InputError("the prompt has no tokens")
+    return tuple(token_ids)
+
+
+def _apply_template(tokenizer: Any, messages: Any) -> list[int]:
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # templates are code of the checkpoint's and raise what they like
+        raise InputError(f"the model's chat template refuses these messages: {error}") from error

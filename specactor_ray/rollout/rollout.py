@@ -1,0 +1,229 @@
+"""The public API: start the actors a configuration asks for, stream trajectories, scale drafters, clean up."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from specactor_ray.cluster.connection import Connection, connect
+from specactor_ray.config import Config, load_config
+from specactor_ray.config.schema import ModeName
+from specactor_ray.controller.controller import start_controller
+from specactor_ray.errors import InputError
+from specactor_ray.messages import RequestStats, SamplingParams
+from specactor_ray.rollout.compatibility import check_drafters_fit_target
+from specactor_ray.rollout.dispatch import Dispatcher
+from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.prompts import Prompt, encode_prompt
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.sampling import derive_seed
+
+logger = logging.getLogger(__name__)
+
+
+class Rollout:
+    """A running set of verifiers and draft actors that turns prompts into trajectories.
+
+    ```python
+    with Rollout.from_config("conf/local_cpu.yaml") as rollout:
+        for trajectory in rollout.stream(prompts, SamplingParams(temperature=1.0, max_tokens=128, seed=7), n=4):
+            ...
+    ```
+
+    One stream runs at a time. Leaving the `with` block ends every actor and, for a `local` cluster, the cluster.
+
+    Raises:
+        ConfigError, ModelLoadError, ClusterError: The configuration cannot be served; nothing is left running.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._closed = False
+        self._streams = 0
+        self._streaming = False
+        self._tokenizer = check_drafters_fit_target(config)
+        self._connection: Connection = connect(config.cluster)
+        try:
+            self._controller, self.run_name = start_controller(config)
+            self._dispatcher = Dispatcher(
+                fetch_view=lambda: self._controller.view.remote(),
+                outstanding_per_verifier=2 * config.target.max_batch,
+                no_verifier_timeout_s=config.cluster.start_timeout_s + config.cluster.placement_timeout_s,
+            )
+        except BaseException:
+            self._connection.close()
+            raise
+
+    @classmethod
+    def from_config(cls, config: Config | str | Path, overrides: Sequence[str] = ()) -> Rollout:
+        """Start from a `Config`, or from a YAML file with dotlist overrides such as `target.max_batch=8`."""
+        if not isinstance(config, Config):
+            config = load_config(config, overrides)
+        return cls(config)
+
+    def __enter__(self) -> Rollout:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all actors and leave the cluster as it was found. Harmless when repeated."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            ray.get(self._controller.shutdown.remote(), timeout=60)
+            ray.kill(self._controller)
+        except Exception:
+            logger.exception("the controller did not shut down in order; its actors end with this process")
+        finally:
+            self._connection.close()
+
+    def stream(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, n: int | None = None
+    ) -> Iterator[Trajectory]:
+        """Yield `len(prompts) * n` trajectories in the order they finish.
+
+        Args:
+            prompts: Texts, chat messages or lists of token ids.
+            sampling: How to sample; its seed is the run's, each sample's own is derived from it.
+                Default: the configuration's.
+            n: Samples per prompt. Default: `data.n`.
+
+        A prompt that cannot run ends as a trajectory with `finish_reason` `error` and its reason; the others go on.
+
+        Raises:
+            InputError: No prompts, n < 1, or another stream of this rollout is still open.
+            ActorLostError: No verifier could be had any more.
+        """
+        sampling = sampling or sampling_from_config(self.config)
+        n = self.config.data.n if n is None else n
+        if not prompts:
+            raise InputError("there are no prompts to roll out")
+        if n < 1:
+            raise InputError(f"n is {n}; it must be 1 or more")
+        if self._streaming:
+            raise InputError("another stream of this rollout is still open; exhaust or close it first")
+        return self._stream(list(prompts), sampling, n)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, n: int | None = None
+    ) -> list[Trajectory]:
+        """All trajectories at once, ordered by prompt and sample."""
+        done = list(self.stream(prompts, sampling, n))
+        return sorted(done, key=lambda trajectory: (trajectory.prompt_index, trajectory.sample_index))
+
+    def scale(self, drafters: Mapping[str, int]) -> None:
+        """Set how many draft actors of each method there should be; takes effect while the rollout goes on.
+
+        Raises:
+            ConfigError: A method is not in the configuration, or a number is negative.
+        """
+        _get(self._controller.scale.remote(dict(drafters)))
+
+    def status(self) -> list[dict[str, Any]]:
+        """One row per actor: id, kind, phase, placement and counters."""
+        return _get(self._controller.status.remote())
+
+    def metrics(self) -> RolloutMetrics:
+        """Counters over all verifiers since the start or the last `reset_metrics`."""
+        return RolloutMetrics.merge(self._dispatcher.counters.values())
+
+    def reset_metrics(self) -> None:
+        """Set the verifiers' counters to zero (after a warm-up)."""
+        view = _get(self._controller.view.remote())
+        ray.get([handle.reset_metrics.remote() for handle in view.verifiers.values()])
+        self._dispatcher.counters.clear()
+
+    @property
+    def committed_tokens(self) -> int:
+        """Output tokens journaled since the start."""
+        return self._dispatcher.journal.committed_tokens
+
+    def _stream(self, prompts: list[Prompt], sampling: SamplingParams, n: int) -> Iterator[Trajectory]:
+        self._streaming = True
+        self._streams += 1
+        try:
+            entries, refused = [], []
+            places = {}
+            for prompt_index, prompt in enumerate(prompts):
+                for sample_index in range(n):
+                    seed = derive_seed(sampling.seed, prompt_index, sample_index)
+                    request_id = f"{self._streams}-{prompt_index}-{sample_index}"
+                    entry = JournalEntry(request_id, (), replace(sampling, seed=seed))
+                    places[request_id] = (prompt_index, sample_index)
+                    try:
+                        entry.prompt_token_ids = encode_prompt(self._tokenizer, prompt, self.config.data.chat)
+                        entries.append(entry)
+                    except InputError as error:
+                        refused.append((entry, str(error)))
+            for entry, reason in refused:
+                yield self._trajectory(entry, places[entry.request_id], prompts, reason)
+            for entry in self._dispatcher.run(entries):
+                yield self._trajectory(entry, places[entry.request_id], prompts)
+        finally:
+            self._streaming = False
+
+    def _trajectory(
+        self, entry: JournalEntry, place: tuple[int, int], prompts: Sequence[Prompt], error: str = ""
+    ) -> Trajectory:
+        finished = entry.finished
+        text = self._tokenizer.decode(entry.token_ids, skip_special_tokens=True) if self._tokenizer else ""
+        return Trajectory(
+            request_id=entry.request_id,
+            prompt_index=place[0],
+            sample_index=place[1],
+            prompt_token_ids=entry.prompt_token_ids,
+            token_ids=tuple(entry.token_ids),
+            logprobs=tuple(entry.logprobs),
+            text=text,
+            finish_reason=finished.finish_reason if finished else "error",
+            sampling=entry.sampling,
+            stats=finished.stats if finished else RequestStats(),
+            error=finished.error if finished else error,
+            margins=None if entry.margins is None else tuple(entry.margins),
+            prompt=prompts[place[0]],
+        )
+
+
+def sampling_from_config(config: Config) -> SamplingParams:
+    """The `sampling` section as parameters of a request."""
+    section = config.sampling
+    return SamplingParams(
+        temperature=section.temperature,
+        top_k=section.top_k,
+        top_p=section.top_p,
+        max_tokens=section.max_tokens,
+        seed=section.seed,
+        stop_token_ids=tuple(section.stop_token_ids),
+        ignore_eos=section.ignore_eos,
+    )
+
+
+def _get(ref: Any, timeout_s: float = 60.0) -> Any:
+    """`ray.get` that raises the original error of this package instead of Ray's wrapping of it."""
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except ray.exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+
+
+def needs_drafters(config: Config) -> bool:
+    """Whether the configuration's mode uses draft actors."""
+    return config.mode is not ModeName.plain
+
+
+def default_run_dir(config: Config, run_name: str) -> Path:
+    """Folder of a run, under `run.dir`."""
+    return Path(os.path.expanduser(config.run.dir)) / run_name

@@ -1,0 +1,1 @@
+"""Tests by speed and need; see CONTRIBUTING.md."""

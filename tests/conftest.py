@@ -1,0 +1,29 @@
+"""Fixtures for all tests. Tests never use the network: models come from the cache or are made here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from tests import tiny
+
+# A busy machine is no failure, and a failure must come back: no deadline, and the same examples each run.
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("project")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked workers would warn about it
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir() -> Path:
+    """A trained Llama of 4 layers with tokenizer, chat template and end-of-sequence; see `tests/tiny.py`."""
+    return tiny.tiny_target()
+
+
+@pytest.fixture(scope="session")
+def tiny_draft_model_dir() -> Path:
+    """A smaller trained Llama with the same tokenizer, often right about what the other one says."""
+    return tiny.tiny_draft()

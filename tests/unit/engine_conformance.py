@@ -1,0 +1,229 @@
+"""What every target engine must do. A backend's test module subclasses `EngineConformance` and builds the engine.
+
+The oracle is the engine itself without drafts: keyed sampling makes its tokens a function of weights, context, seed
+and position, so anything else the engine is put through has to give the same tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from specactor_ray.errors import InputError
+from specactor_ray.messages import SamplingParams
+from specactor_ray.targets.base import RowOutput, TargetEngine, TargetRequest
+from tests.tiny import tiny_prompt_ids
+
+Drafts = Callable[[str, int], Sequence[int]]
+"""(request id, committed length) → draft tokens."""
+
+
+class Collected:
+    """Outputs of a run, by request."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.logprobs: dict[str, list[float]] = {}
+        self.reasons: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
+        self.outputs: list[RowOutput] = []
+
+    def take(self, output: RowOutput) -> None:
+        self.outputs.append(output)
+        tokens = self.tokens.setdefault(output.request_id, [])
+        assert output.start >= len(tokens)
+        tokens.extend(output.token_ids)
+        self.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
+        assert len(output.logprobs) == len(output.token_ids)
+        assert output.num_accepted <= output.num_drafted
+        if output.finish_reason is not None:
+            assert output.request_id not in self.reasons, "a request ended twice"
+            self.reasons[output.request_id] = output.finish_reason
+            self.errors[output.request_id] = output.error
+
+
+def run(engine: TargetEngine, drafts: Drafts | None = None, max_steps: int = 5000) -> Collected:
+    """Step until the engine is empty."""
+    collected = Collected()
+    for _ in range(max_steps):
+        if not engine.has_work():
+            return collected
+        tails: Mapping[str, Sequence[int]] = {}
+        if drafts is not None:
+            tails = {rid: drafts(rid, engine.committed_len(rid)) for rid in engine.decoding()}
+        for output in engine.step(tails).outputs:
+            collected.take(output)
+    raise AssertionError("the engine did not finish")
+
+
+def requests(n: int, temperature: float, max_tokens: int = 48, **sampling: Any) -> list[TargetRequest]:
+    """`n` requests of the tiny model's domain with seeds of their own."""
+    return [
+        TargetRequest(f"r{i}", ids, SamplingParams(temperature, max_tokens=max_tokens, seed=1000 + i, **sampling))
+        for i, ids in enumerate(tiny_prompt_ids(n))
+    ]
+
+
+def noisy_oracle(truth: Mapping[str, Sequence[int]], seed: int, vocab_size: int, longest: int = 7) -> Drafts:
+    """Drafts of every quality: right ones, wrong ones, right then wrong, none, and far too long ones."""
+    rng = random.Random(seed)
+
+    def drafts(request_id: str, committed: int) -> Sequence[int]:
+        tail = list(truth[request_id][committed : committed + rng.randint(0, longest)])
+        for i in range(len(tail)):
+            if rng.random() < 0.15:
+                tail[i] = rng.randrange(vocab_size)
+        if rng.random() < 0.1:
+            tail += [rng.randrange(vocab_size) for _ in range(50)]
+        return tail
+
+    return drafts
+
+
+class EngineConformance:
+    """Subclasses define `make_engine(**limits)`: a fresh engine over the tiny model."""
+
+    def make_engine(self, **limits: Any) -> TargetEngine:
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    def engine(self) -> TargetEngine:
+        return self.make_engine()
+
+    def plain(self, engine: TargetEngine, batch: Sequence[TargetRequest]) -> Collected:
+        for request in batch:
+            engine.add(request)
+        return run(engine)
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+    def test_drafts_of_any_quality_change_no_token(self, engine: TargetEngine, temperature: float) -> None:
+        batch = requests(12, temperature)
+        truth = self.plain(engine, batch)
+        for seed in range(3):
+            for request in batch:
+                engine.add(request)
+            drafted = run(engine, noisy_oracle(truth.tokens, seed, engine.vocab_size))
+            assert drafted.tokens == truth.tokens
+            assert drafted.reasons == truth.reasons
+            assert sum(output.num_accepted for output in drafted.outputs) > 0
+            for request_id, expected in truth.logprobs.items():
+                assert drafted.logprobs[request_id] == pytest.approx(expected, abs=1e-3)
+
+    def test_filters_are_drafted_for_losslessly(self, engine: TargetEngine) -> None:
+        batch = requests(8, 1.2, top_k=20, top_p=0.9)
+        truth = self.plain(engine, batch)
+        for request in batch:
+            engine.add(request)
+        assert run(engine, noisy_oracle(truth.tokens, 5, engine.vocab_size)).tokens == truth.tokens
+
+    def test_full_match_yields_the_bonus(self, engine: TargetEngine) -> None:
+        request = requests(1, 0.0, ignore_eos=True)[0]
+        truth = self.plain(engine, [request]).tokens["r0"]
+        engine.add(request)
+        collected = run(engine, lambda rid, done: truth[done : done + 4])
+        assert collected.tokens["r0"] == truth
+        decode = [output for output in collected.outputs if output.num_drafted == 4]
+        assert decode and all(len(output.token_ids) == 5 and output.num_accepted == 4 for output in decode)
+
+    def test_neighbours_and_admission_change_no_token(self, engine: TargetEngine) -> None:
+        batch = requests(10, 1.0)
+        together = self.plain(engine, batch)
+        alone: dict[str, list[int]] = {}
+        for request in batch:
+            alone.update(self.plain(engine, [request]).tokens)
+        assert together.tokens == alone
+        small = self.make_engine(max_batch=3)
+        assert self.plain(small, batch).tokens == together.tokens
+
+    def test_chunked_prefill_changes_no_token(self, engine: TargetEngine) -> None:
+        batch = requests(6, 1.0)
+        chunked = self.make_engine(max_batch=4, max_step_tokens=5)
+        truth = self.plain(engine, batch)
+        for request in batch:
+            chunked.add(request)
+        assert run(chunked, noisy_oracle(truth.tokens, 1, engine.vocab_size)).tokens == truth.tokens
+
+    def test_a_request_goes_on_from_a_journal(self, engine: TargetEngine) -> None:
+        for request in requests(5, 1.0):
+            truth = self.plain(engine, [request])
+            tokens = truth.tokens[request.request_id]
+            if len(tokens) < 4:
+                continue
+            half = len(tokens) // 2
+            engine.add(TargetRequest("moved", request.prompt_token_ids, request.sampling, tuple(tokens[:half])))
+            moved = run(engine)
+            assert moved.outputs[0].start == half
+            assert tokens[:half] + moved.tokens["moved"] == tokens
+            assert moved.reasons["moved"] == truth.reasons[request.request_id]
+
+    def test_stops(self, engine: TargetEngine) -> None:
+        free = self.plain(engine, requests(8, 1.0, max_tokens=60))
+        assert "stop" in free.reasons.values()
+        ended = next(rid for rid, reason in free.reasons.items() if reason == "stop")
+        index = int(ended[1:])
+        unstopped = requests(8, 1.0, max_tokens=60, ignore_eos=True)[index]
+        longer = self.plain(engine, [unstopped])
+        assert longer.tokens[ended][: len(free.tokens[ended])] == free.tokens[ended]
+        assert longer.reasons[ended] == "length" and len(longer.tokens[ended]) == 60
+        stop_id = free.tokens[ended][2]
+        first = free.tokens[ended].index(stop_id)
+        stopped = requests(8, 1.0, max_tokens=60, stop_token_ids=(stop_id,))[index]
+        for drafts in (None, lambda rid, done: free.tokens[ended][done : done + 6]):
+            engine.add(stopped)
+            collected = run(engine, drafts)
+            assert collected.tokens[ended] == free.tokens[ended][: first + 1]
+            assert collected.reasons[ended] == "stop"
+
+    def test_max_tokens_is_exact_with_drafts(self, engine: TargetEngine) -> None:
+        for limit in (1, 2, 5):
+            request = requests(1, 0.0, max_tokens=limit, ignore_eos=True)[0]
+            engine.add(request)
+            collected = run(engine, lambda rid, done: [1] * 9)
+            assert len(collected.tokens["r0"]) == limit and collected.reasons["r0"] == "length"
+
+    def test_context_full_ends_by_length(self) -> None:
+        request = requests(1, 1.0, max_tokens=400, ignore_eos=True)[0]
+        limit = len(request.prompt_token_ids) + 9
+        engine = self.make_engine(max_model_len=limit)
+        engine.add(request)
+        collected = run(engine, lambda rid, done: [3] * 20)
+        assert len(collected.tokens["r0"]) == 9 and collected.reasons["r0"] == "length"
+
+    def test_poison_is_refused_and_others_go_on(self, engine: TargetEngine) -> None:
+        good = requests(2, 0.0)
+        truth = self.plain(engine, good).tokens
+        engine.add(good[0])
+        with pytest.raises(InputError, match="outside the vocabulary"):
+            engine.add(TargetRequest("bad", (1, engine.vocab_size), SamplingParams()))
+        with pytest.raises(InputError, match="must stay within"):
+            engine.add(TargetRequest("long", (1,) * engine.max_model_len, SamplingParams()))
+        with pytest.raises(InputError, match="no tokens"):
+            engine.add(TargetRequest("empty", (), SamplingParams()))
+        engine.add(good[1])
+        assert run(engine).tokens == truth
+
+    def test_removed_requests_leave_no_trace(self, engine: TargetEngine) -> None:
+        batch = requests(4, 1.0)
+        truth = self.plain(engine, batch).tokens
+        for request in batch:
+            engine.add(request)
+        collected = Collected()
+        for step in range(3):
+            for output in engine.step({}).outputs:
+                collected.take(output)
+        engine.remove("r1")
+        engine.remove("unknown")
+        rest = run(engine)
+        for request_id in ("r0", "r2", "r3"):
+            assert collected.tokens.get(request_id, []) + rest.tokens.get(request_id, []) == truth[request_id]
+        assert "r1" not in rest.tokens
+
+    def test_bad_draft_tokens_are_ignored(self, engine: TargetEngine) -> None:
+        batch = requests(3, 0.0)
+        truth = self.plain(engine, batch).tokens
+        for request in batch:
+            engine.add(request)
+        assert run(engine, lambda rid, done: [-1, 10**9]).tokens == truth

@@ -1,0 +1,394 @@
+"""Configuration: merging, typed values, and errors that name the key, the value and the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor_ray.config import load as load_module
+from specactor_ray.config.describe import attribute_docstrings, describe
+from specactor_ray.config.load import from_mapping, load_config, save_config, to_yaml
+from specactor_ray.config.schema import (
+    BreakerConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    DrafterConfig,
+    ModeName,
+    RunConfig,
+    SamplingConfig,
+    SpeculationConfig,
+    TargetConfig,
+    VerifyPolicy,
+)
+from specactor_ray.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+NGRAM = "drafters=[{method: ngram}]"
+SECTIONS = (
+    Config,
+    RunConfig,
+    ClusterConfig,
+    TargetConfig,
+    DrafterConfig,
+    BreakerConfig,
+    SpeculationConfig,
+    SamplingConfig,
+    DataConfig,
+)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def error_of(*overrides: str, path: Path | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value
+
+
+class TestMerging:
+    def test_defaults_give_a_plain_typed_object(self) -> None:
+        config = load_config(None, ["mode=plain"])
+        assert config == Config(mode=ModeName.plain)
+        assert type(config.target) is TargetConfig
+        assert type(config.target.hidden_layers) is list
+
+    def test_overrides_beat_the_file_and_the_file_beats_defaults(self, tmp_path: Path) -> None:
+        path = write(tmp_path, "mode: coupled\ntarget: {max_batch: 4, cores: 2}\ndrafters: [{method: ngram}]\n")
+        config = load_config(path, ["target.max_batch=8", "target.max_batch=9"])
+        assert (config.mode, config.target.max_batch, config.target.cores) == (ModeName.coupled, 9, 2)
+        assert config.target.max_step_tokens == TargetConfig().max_step_tokens
+
+    def test_one_element_of_a_list_is_overridden(self, tmp_path: Path) -> None:
+        path = write(tmp_path, "drafters: [{method: ngram}, {method: draft_model, model: m}]\n")
+        config = load_config(path, ["drafters.1.replicas=3", "drafters[0].window=5"])
+        assert [d.replicas for d in config.drafters] == [1, 3]
+        assert [d.window for d in config.drafters] == [5, None]
+        assert all(type(d) is DrafterConfig for d in config.drafters)
+
+    def test_a_list_is_replaced_then_changed(self) -> None:
+        config = load_config(None, [NGRAM, "drafters.0.max_match=5", "target.hidden_layers=[1,2]"])
+        assert config.drafters == [DrafterConfig(max_match=5)]
+        assert config.target.hidden_layers == [1, 2]
+
+    def test_a_mapping_is_merged_into_its_section(self) -> None:
+        config = load_config(
+            None, [NGRAM, "speculation.window=3", "speculation={verify: all, breaker: {cooldown_s: 1}}"]
+        )
+        assert config.speculation == SpeculationConfig(
+            window=3, verify=VerifyPolicy.all, breaker=BreakerConfig(cooldown_s=1.0)
+        )
+
+    @pytest.mark.parametrize(
+        ("item", "expected"),
+        [
+            ("target.model=5", "5"),
+            ("target.model=a=b", "a=b"),
+            ("target.trust_remote_code=yes", True),
+            ("target.kv_cache_gb=2", 2.0),
+            ("target.max_model_len=null", None),
+            ("target.max_batch='12'", 12),
+            ("run.name=", None),
+            ("run.dir=${run.log_level}", "WARNING"),
+        ],
+    )
+    def test_values_are_converted(self, item: str, expected: object) -> None:
+        section, name = item.partition("=")[0].split(".")
+        value = getattr(getattr(load_config(None, ["mode=plain", item]), section), name)
+        assert value == expected
+        assert type(value) is type(expected)
+
+    def test_empty_files_and_empty_sections_are_the_defaults(self, tmp_path: Path) -> None:
+        assert load_config(write(tmp_path, ""), ["mode=plain"]) == Config(mode=ModeName.plain)
+        assert load_config(write(tmp_path, "mode: plain\ntarget:\n  # nothing\n")) == Config(mode=ModeName.plain)
+
+    def test_the_mapping_is_not_changed(self) -> None:
+        settings = {"mode": "plain", "target": {"cores": 2}, "run": None}
+        assert from_mapping(settings, ["target.cores=3"]).target.cores == 3
+        assert settings == {"mode": "plain", "target": {"cores": 2}, "run": None}
+
+    def test_shipped_files_load(self) -> None:
+        paths = sorted((REPOSITORY / "conf").glob("*.yaml"))
+        assert paths
+        for path in paths:
+            load_config(path)
+
+
+class TestUnknownKeys:
+    @pytest.mark.parametrize(
+        ("item", "key", "meant", "valid"),
+        [
+            ("target.max_bacth=8", "target.max_bacth", "target.max_batch", "max_step_tokens"),
+            ("tarhet.max_batch=8", "tarhet", "target", "speculation"),
+            (
+                "speculation.breaker.cooldown=8",
+                "speculation.breaker.cooldown",
+                "speculation.breaker.cooldown_s",
+                "min_drafted",
+            ),
+            ("drafters=[{method: ngram}, {replcas: 1}]", "drafters.1.replcas", "drafters.1.replicas", "max_match"),
+        ],
+    )
+    def test_full_key_suggestion_and_valid_keys(self, item: str, key: str, meant: str, valid: str) -> None:
+        error = error_of(item)
+        assert error.key == key
+        assert f"Did you mean {meant}?" in str(error)
+        assert valid in error.fix
+
+    def test_in_an_overridden_list_element(self) -> None:
+        assert error_of(NGRAM, "drafters.0.metod=ngram").key == "drafters.0.metod"
+
+    def test_in_a_file(self, tmp_path: Path) -> None:
+        assert error_of(path=write(tmp_path, "sampling:\n  temprature: 1\n")).key == "sampling.temprature"
+
+    def test_nothing_close_suggests_nothing(self) -> None:
+        assert "Did you mean" not in str(error_of("xyzzy=1"))
+
+
+class TestWrongTypes:
+    @pytest.mark.parametrize(
+        ("item", "key", "value", "expected"),
+        [
+            ("target.replicas=two", "target.replicas", "'two'", "an integer"),
+            ("target.replicas=1.5", "target.replicas", "1.5", "an integer"),
+            ("target.replicas=true", "target.replicas", "True", "an integer"),
+            ("target.replicas=null", "target.replicas", "None", "an integer"),
+            ("target.max_model_len=x", "target.max_model_len", "'x'", "an integer, or null"),
+            ("target.kv_cache_gb=lots", "target.kv_cache_gb", "'lots'", "a number"),
+            ("target.model=[1]", "target.model", "[1]", "a text"),
+            ("target.trust_remote_code=2", "target.trust_remote_code", "2", "true or false"),
+            ("target.hidden_layers=3", "target.hidden_layers", "3", "a list (an integer each)"),
+            ("target.hidden_layers=[a]", "target.hidden_layers", "['a']", "a list (an integer each)"),
+            ("mode=fast", "mode", "'fast'", "one of plain, coupled, decoupled"),
+            ("mode=null", "mode", "None", "one of plain, coupled, decoupled"),
+            ("speculation.verify=off", "speculation.verify", "False", "one of auto, all"),
+            ("target=3", "target", "3", "a section with the keys model, backend"),
+            ("drafters={method: ngram}", "drafters", "ngram", "drafters: [{method: ...}]"),
+            ("drafters=[ngram]", "drafters.0", "'ngram'", "a section with the keys method"),
+            ("drafters=[{replicas: a}]", "drafters.0.replicas", "'a'", "an integer"),
+            ("run.name=${run.nope}", "run.name", "run.nope", "mend"),
+        ],
+    )
+    def test_key_value_and_expected_type(self, item: str, key: str, value: str, expected: str) -> None:
+        error = error_of(item)
+        assert error.key == key
+        assert value in error.problem
+        assert expected in error.fix
+
+
+class TestFilesAndItems:
+    def test_missing_file_names_its_neighbours(self, tmp_path: Path) -> None:
+        write(tmp_path, "mode: plain\n")
+        error = error_of(path=tmp_path / "runn.yaml")
+        assert "no such file" in error.problem
+        assert "run.yaml" in error.fix
+
+    @pytest.mark.parametrize("text", ["mode: plain\ntarget: [1, 2\n", "mode: plain\n\tx: 1\n", "a: 1\na: 2\n"])
+    def test_bad_yaml_names_file_and_line(self, tmp_path: Path, text: str) -> None:
+        path = write(tmp_path, text)
+        error = error_of(path=path)
+        assert error.key == str(path)
+        assert "line " in error.problem
+        assert "\n" not in str(error)
+
+    @pytest.mark.parametrize("text", ["- 1\n- 2\n", "5\n"])
+    def test_a_file_without_keys(self, tmp_path: Path, text: str) -> None:
+        error = error_of(path=write(tmp_path, text))
+        assert error.key.endswith("run.yaml")
+        assert "key: value" in error.problem
+
+    def test_not_a_text_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "x.yaml"
+        path.write_bytes(b"\xff\xfe\x00\x81")
+        assert error_of(path=path).key == str(path)
+        assert error_of(path=tmp_path).problem == "this is a folder."
+
+    @pytest.mark.parametrize("item", ["target.max_batch", "--verbose"])
+    def test_override_without_a_value(self, item: str) -> None:
+        error = error_of(item)
+        assert error.key == item
+        assert "`=`" in error.problem
+
+    @pytest.mark.parametrize("item", ["=3", "target.=3", ".=1"])
+    def test_override_without_a_key(self, item: str) -> None:
+        assert "without a key" in error_of(item).problem
+
+    def test_override_with_a_broken_value(self) -> None:
+        error = error_of("drafters=[{method: ngram}")
+        assert error.key == "drafters"
+        assert "not valid YAML" in error.problem
+
+    @pytest.mark.parametrize(
+        ("items", "key"),
+        [
+            (["drafters.0.replicas=2"], "drafters.0"),
+            ([NGRAM, "drafters.1.replicas=2"], "drafters.1"),
+            ([NGRAM, "drafters.-1.replicas=2"], "drafters.-1"),
+            ([NGRAM, "drafters.first.replicas=2"], "drafters.first"),
+        ],
+    )
+    def test_index_out_of_range(self, items: list[str], key: str) -> None:
+        error = error_of(*items)
+        assert error.key == key
+        assert "no element" in error.problem
+
+    def test_override_below_a_plain_value(self) -> None:
+        assert "has no keys" in error_of("mode=plain", "mode.x=1").problem
+
+
+class TestRangesAndContradictions:
+    @pytest.mark.parametrize(
+        ("items", "key", "hint"),
+        [
+            (["mode=decoupled"], "mode", "mode=plain"),
+            (["mode=coupled"], "mode", "drafters=[{method: ngram}]"),
+            (["target.replicas=0"], "target.replicas", "1 or more"),
+            (["target.cores=0"], "target.cores", "1 or more"),
+            (["target.gpus=-1"], "target.gpus", "0 or more"),
+            (["target.gpus=2"], "target.gpus", "target.replicas"),
+            (["target.max_model_len=1"], "target.max_model_len", "2 or more"),
+            (["target.max_batch=0"], "target.max_batch", "1 or more"),
+            (["target.max_batch=64", "target.max_step_tokens=32"], "target.max_step_tokens", "64"),
+            (["target.kv_cache_gb=0"], "target.kv_cache_gb", "above 0"),
+            (["target.kv_cache_gb=.nan"], "target.kv_cache_gb", "above 0"),
+            (["target.kv_cache_gb=.inf"], "target.kv_cache_gb", "above 0"),
+            (["target.dtype=int8"], "target.dtype", "float32, bfloat16, float16"),
+            (["target.dtype=float16"], "target.dtype", "target.gpus=1"),
+            (["target.backend=vllm"], "target.backend", "hf"),
+            (["target.model="], "target.model", "a text"),
+            (["target.model=' '"], "target.model", "name it"),
+            (["target.hidden_layers=[1,1]"], "target.hidden_layers", ""),
+            (["cluster.num_cpus=0"], "cluster.num_cpus", "1 or more"),
+            (["cluster.num_cpus=4", "cluster.address=auto"], "cluster.num_cpus", "cluster.address=local"),
+            (["cluster.placement_timeout_s=0"], "cluster.placement_timeout_s", "above 0"),
+            (["cluster.health_timeout_s=1"], "cluster.health_timeout_s", "health_interval_s"),
+            (["speculation.window=0"], "speculation.window", "1 to 128"),
+            (["speculation.window=129"], "speculation.window", "1 to 128"),
+            (["speculation.draft_wait_s=-0.1"], "speculation.draft_wait_s", "null"),
+            (["speculation.coupled_wait_s=0"], "speculation.coupled_wait_s", "above 0"),
+            (["speculation.breaker.min_acceptance=1.5"], "speculation.breaker.min_acceptance", "0.02"),
+            (["speculation.breaker.min_drafted=0"], "speculation.breaker.min_drafted", "1 or more"),
+            (["sampling.temperature=-1"], "sampling.temperature", ""),
+            (["sampling.top_p=0"], "sampling.top_p", ""),
+            (["sampling.top_k=-1"], "sampling.top_k", ""),
+            (["sampling.max_tokens=0"], "sampling.max_tokens", ""),
+            (["sampling.seed=-1"], "sampling.seed", ""),
+            (["sampling.stop_token_ids=[-1]"], "sampling.stop_token_ids", "0 or more"),
+            (["data.n=0"], "data.n", "1 or more"),
+            (["data.limit=0"], "data.limit", "1 or more"),
+            (["data.path=a.jsonl", "data.output=a.jsonl"], "data.output", "another file"),
+            (["run.log_level=LOUD"], "run.log_level", "DEBUG, INFO, WARNING, ERROR"),
+            (["run.name=a/b"], "run.name", "letters"),
+            ([NGRAM, "drafters.0.method=eagle"], "drafters.0.method", "ngram, draft_model"),
+            ([NGRAM, "drafters.0.replicas=-1"], "drafters.0.replicas", "0 or more"),
+            ([NGRAM, "drafters.0.window=0"], "drafters.0.window", "1 to 128"),
+            ([NGRAM, "drafters.0.min_match=9"], "drafters.0.min_match", "max_match"),
+            ([NGRAM, "drafters.0.min_match=0"], "drafters.0.min_match", "1 or more"),
+            ([NGRAM, "drafters.0.gpus=1"], "drafters.0.gpus", "0"),
+            ([NGRAM, "drafters.0.model=m"], "drafters.0.model", "draft_model"),
+            ([NGRAM, "drafters.0.dtype=half"], "drafters.0.dtype", "float32"),
+            ([NGRAM, "drafters.0.history_tokens=-1"], "drafters.0.history_tokens", "0 or more"),
+            (["drafters=[{method: draft_model}]"], "drafters.0.model", "directory"),
+            (["drafters=[{method: draft_model, model: m, dtype: float16}]"], "drafters.0.dtype", "gpus=1"),
+            (["drafters=[{method: ngram}, {method: ngram}]"], "drafters.1.method", "drafters.0.replicas"),
+        ],
+    )
+    def test_key_and_fix(self, items: list[str], key: str, hint: str) -> None:
+        drafts = any(item.startswith(("mode", "drafters")) for item in items)
+        error = error_of(*([] if drafts else ["mode=plain"]), *items)
+        assert error.key == key
+        assert hint in error.fix
+
+    @pytest.mark.parametrize(
+        "items",
+        [
+            [NGRAM, "drafters.0.replicas=0"],
+            [NGRAM, "speculation.window=128", "speculation.draft_wait_s=0"],
+            [NGRAM, "mode=plain"],
+            ["mode=plain", "target.gpus=1", "target.dtype=float16"],
+            ["drafters=[{method: ngram}, {method: draft_model, model: m, gpus: 1, dtype: bfloat16}]"],
+            ["mode=plain", "sampling.temperature=0", "sampling.seed=18446744073709551615"],
+        ],
+    )
+    def test_allowed(self, items: list[str]) -> None:
+        load_config(None, items)
+
+    def test_the_error_survives_pickling(self) -> None:
+        error = error_of("target.cores=0")
+        copy = pickle.loads(pickle.dumps(error))
+        assert (str(copy), copy.key, copy.fix) == (str(error), error.key, error.fix)
+
+
+class TestWriting:
+    @settings(max_examples=40)
+    @given(
+        name=st.one_of(st.none(), st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)),
+        folder=st.text(st.characters(codec="utf-8", exclude_characters="$\\\0", exclude_categories=["C"]), min_size=1),
+        window=st.integers(1, 128),
+        wait=st.one_of(st.none(), st.floats(0, 1e3)),
+        mode=st.sampled_from(ModeName),
+        layers=st.lists(st.integers(0, 99), unique=True),
+    )
+    def test_yaml_round_trip(
+        self, name: str | None, folder: str, window: int, wait: float | None, mode: ModeName, layers: list[int]
+    ) -> None:
+        if not folder.strip():
+            folder = "runs"
+        config = Config(mode=mode, run=RunConfig(name=name, dir=folder), drafters=[DrafterConfig(window=window)])
+        config.speculation.draft_wait_s = wait
+        config.target.hidden_layers = layers
+        assert from_mapping(load_module.yaml.safe_load(to_yaml(config))) == config
+
+    def test_save_then_load(self, tmp_path: Path) -> None:
+        config = load_config(REPOSITORY / "conf" / "local_cpu.yaml", ["run.name=first"])
+        path = tmp_path / "new" / "config.yaml"
+        save_config(config, path)
+        save_config(config, path)
+        assert load_config(path) == config
+        assert [file.name for file in path.parent.iterdir()] == ["config.yaml"]
+
+    def test_a_failed_save_leaves_the_old_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "config.yaml"
+        save_config(Config(), path)
+        before = path.read_text()
+
+        def no_space(config: Config) -> str:
+            raise OSError("no space left")
+
+        monkeypatch.setattr(load_module, "to_yaml", no_space)
+        with pytest.raises(OSError, match="no space"):
+            save_config(Config(mode=ModeName.plain), path)
+        assert path.read_text() == before
+        assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+class TestDescriptions:
+    @pytest.mark.parametrize("section", SECTIONS)
+    def test_every_field_has_a_docstring(self, section: type) -> None:
+        missing = [f.name for f in dataclasses.fields(section) if not attribute_docstrings(section).get(f.name)]
+        assert missing == []
+
+    def test_all_keys_are_described(self) -> None:
+        docs = {doc.key: doc for doc in describe()}
+        assert docs["mode"].type == "one of plain, coupled, decoupled"
+        assert docs["target.max_model_len"].type == "an integer, or null"
+        assert docs["drafters.N.max_match"].default == 8
+        assert docs["speculation.breaker.cooldown_s"].doc.startswith("Seconds until one probe")
+        assert docs["drafters"].default == []
+        assert all(doc.doc for doc in docs.values())
+        assert "target" not in docs
+
+    def test_described_keys_are_the_keys_that_load(self) -> None:
+        for doc in describe():
+            if ".N." not in doc.key and doc.default is not None and doc.key not in ("mode", "drafters"):
+                value = doc.default.value if hasattr(doc.default, "value") else doc.default
+                load_config(None, ["mode=plain", f"{doc.key}={value}"])

@@ -1,0 +1,240 @@
+"""The `hf` engine: conformance, the model library as oracle, memory pressure, weights, hidden states, odd models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specactor_ray.errors import InputError, ModelLoadError
+from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.targets.base import TargetEngine, TargetRequest
+from specactor_ray.targets.hf import HfEngine
+from tests.tiny import tiny_target
+from tests.unit.engine_conformance import EngineConformance, noisy_oracle, requests, run
+
+
+def load(folder: Path | None = None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder or tiny_target(), dtype=torch.float32)
+
+
+def make(model: Any = None, cache_bytes: int = 64 << 20, batched: bool | None = None, **limits: Any) -> HfEngine:
+    hidden = limits.pop("hidden_layers", ())
+    model = model or load()
+    eos = model.generation_config.eos_token_id
+    return HfEngine(RaggedModel(model, cache_bytes, hidden, batched_attention=batched), [eos], **limits)
+
+
+class TestConformance(EngineConformance):
+    def make_engine(self, **limits: Any) -> TargetEngine:
+        return make(**limits)
+
+
+class TestConformanceOfBatchedAttention(EngineConformance):
+    """The padded attention path that GPUs use, on the CPU."""
+
+    def make_engine(self, **limits: Any) -> TargetEngine:
+        return make(batched=True, **limits)
+
+
+def test_greedy_equals_generate() -> None:
+    batch = requests(6, 0.0, max_tokens=40)
+    engine = make()
+    for request in batch:
+        engine.add(request)
+    ours = run(engine)
+    model = load()
+    for request in batch:
+        prompt = torch.tensor([request.prompt_token_ids])
+        theirs = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=40, do_sample=False)
+        assert ours.tokens[request.request_id] == theirs[0, prompt.shape[1] :].tolist()
+
+
+def test_logprobs_are_those_of_a_fresh_forward() -> None:
+    batch = requests(4, 0.8, max_tokens=24, top_k=30)
+    engine = make()
+    for request in batch:
+        engine.add(request)
+    ours = run(engine)
+    model = load()
+    for request in batch:
+        tokens = ours.tokens[request.request_id]
+        context = torch.tensor([[*request.prompt_token_ids, *tokens]])
+        with torch.no_grad():
+            logits = model(context).logits[0, len(request.prompt_token_ids) - 1 : -1]
+        expected = torch.log_softmax(logits / 0.8, dim=-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+        assert ours.logprobs[request.request_id] == pytest.approx(expected.tolist(), abs=1e-3)
+
+
+def test_memory_pressure_preempts_without_changing_tokens() -> None:
+    batch = requests(4, 1.0, max_tokens=300, ignore_eos=True)
+    roomy = make()
+    for request in batch:
+        roomy.add(request)
+    truth = run(roomy)
+    probe = RaggedModel(load(), 64 << 20)
+    tight = make(cache_bytes=probe.cache.bytes_per_token * 128 * 7)
+    for request in batch:
+        tight.add(request)
+    assert run(tight, noisy_oracle(truth.tokens, 3, tight.vocab_size)).tokens == truth.tokens
+    assert tight.preemptions > 0
+    assert tight._model.cache.allocator.free_slots == tight._model.cache.slots, "cache was leaked"
+
+
+def test_a_prompt_beyond_the_budget_is_refused() -> None:
+    probe = RaggedModel(load(), 64 << 20)
+    engine = make(cache_bytes=probe.cache.bytes_per_token * 128)
+    with pytest.raises(InputError, match="cache budget"):
+        engine.add(TargetRequest("long", (5,) * 200, SamplingParams()))
+    with pytest.raises(ModelLoadError, match="kv_cache_gb"):
+        RaggedModel(load(), 1000)
+
+
+def test_unsampleable_logits_fail_that_request_alone() -> None:
+    engine = make()
+    batch = requests(3, 1.0)
+    for request in batch:
+        engine.add(request)
+    truth = run(engine).tokens
+    forward = engine._model.forward
+
+    def poisoned(chunks: Any) -> Any:
+        output = forward(chunks)
+        begin = 0
+        for chunk in chunks:
+            if chunk.num_logits and chunk.row is engine._rows["r1"].cache if "r1" in engine._rows else False:
+                with torch.inference_mode():
+                    output.logits[begin : begin + chunk.num_logits] = float("nan")
+            begin += chunk.num_logits
+        return output
+
+    engine._model.forward = poisoned  # type: ignore[method-assign]
+    for request in batch:
+        engine.add(request)
+    collected = run(engine)
+    assert collected.reasons["r1"] == "error" and collected.errors["r1"]
+    assert {rid: collected.tokens[rid] for rid in ("r0", "r2")} == {rid: truth[rid] for rid in ("r0", "r2")}
+
+
+def test_hidden_states_are_those_of_the_predicting_positions() -> None:
+    engine = make(hidden_layers=[0, 3])
+    batch = requests(3, 1.0, max_tokens=20)
+    for request in batch:
+        engine.add(request)
+    truth = run(engine)
+    for request in batch:
+        engine.add(request)
+    collected = run(engine, noisy_oracle(truth.tokens, 2, engine.vocab_size))
+    model = load()
+    for request in batch:
+        states = [o.hidden_states for o in collected.outputs if o.request_id == request.request_id]
+        ours = torch.cat(states)
+        tokens = collected.tokens[request.request_id]
+        assert ours.shape == (len(tokens), 2 * model.config.hidden_size)
+        context = torch.tensor([[*request.prompt_token_ids, *tokens]])
+        with torch.no_grad():
+            layers = model(context, output_hidden_states=True).hidden_states
+        begin = len(request.prompt_token_ids) - 1
+        # The last entry of `hidden_states` is normalised; the raw output of the last layer is checked by its norm.
+        expected = layers[1][0, begin:-1]
+        assert torch.allclose(ours[:, : model.config.hidden_size], expected, atol=1e-4)
+        with torch.no_grad():
+            normed = model.model.norm(ours[:, model.config.hidden_size :])
+        assert torch.allclose(normed, layers[-1][0, begin:-1], atol=1e-3)
+
+
+def test_load_weights_replaces_and_restores() -> None:
+    engine = make()
+    original = {name: tensor.clone() for name, tensor in load().state_dict().items()}
+    batch = requests(4, 1.0)
+    for request in batch:
+        engine.add(request)
+    before = run(engine).tokens
+    changed = {name: tensor * 1.3 for name, tensor in original.items()}
+    engine.load_weights(1, changed)
+    assert engine.weight_version == 1
+    for request in batch:
+        engine.add(request)
+    assert run(engine).tokens != before
+    with pytest.raises(InputError, match="missing"):
+        engine.load_weights(2, {name: t for name, t in original.items() if "layers.1" not in name})
+    with pytest.raises(InputError, match="shape"):
+        engine.load_weights(2, {**original, "model.norm.weight": torch.ones(3)})
+    engine.load_weights(2, original)
+    for request in batch:
+        engine.add(request)
+    assert run(engine).tokens == before
+
+
+def test_new_weights_in_mid_request_equal_a_fresh_start_from_there() -> None:
+    """Caches of the old weights are forgotten: the rest is what the new weights say about the whole context."""
+    original = load().state_dict()
+    changed = {name: tensor * 1.1 for name, tensor in original.items()}
+    request = requests(1, 1.0, max_tokens=30, ignore_eos=True)[0]
+    engine = make()
+    engine.add(request)
+    first = [token for _ in range(8) for output in engine.step({}).outputs for token in output.token_ids]
+    engine.load_weights(1, changed)
+    rest = run(engine).tokens["r0"]
+    engine.add(TargetRequest("again", request.prompt_token_ids, request.sampling, tuple(first)))
+    assert run(engine).tokens["again"] == rest
+
+
+def tiny_random(config_class: str, **overrides: Any) -> Any:
+    import transformers
+
+    shape = {
+        "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "head_dim": 16,
+    }  # fmt: skip
+    config = getattr(transformers, config_class)(**{**shape, **overrides})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # a fresh model is nearly uniform; this makes contexts matter
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+    return model.eval()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    ("config_class", "overrides"),
+    [
+        ("LlamaConfig", {"tie_word_embeddings": True}),
+        ("Qwen3Config", {}),
+        ("MistralConfig", {"sliding_window": 7}),
+        ("Gemma2Config", {"sliding_window": 6, "query_pre_attn_scalar": 16}),
+        ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
+        ("PhiConfig", {}),
+    ],
+)
+def test_other_architectures_match_their_own_forward(
+    config_class: str, overrides: dict[str, Any], batched: bool
+) -> None:
+    """Greedy tokens under drafts equal an argmax loop over fresh, uncached forwards of the library's own attention."""
+    reference = tiny_random(config_class, **overrides)
+    prompts = [tuple(range(3, 3 + n)) for n in (4, 11)]
+    expected = {}
+    for i, prompt in enumerate(prompts):
+        context = list(prompt)
+        for _ in range(16):
+            with torch.no_grad():
+                context.append(int(reference(torch.tensor([context]), use_cache=False).logits[0, -1].argmax()))
+        expected[str(i)] = context[len(prompt) :]
+    engine = HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20, batched_attention=batched))
+    for i, prompt in enumerate(prompts):
+        engine.add(TargetRequest(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=16)))
+    assert run(engine, noisy_oracle(expected, 4, 256)).tokens == expected
+
+
+def test_recurrent_models_are_refused() -> None:
+    import transformers
+
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    with pytest.raises(ModelLoadError, match="attention"):
+        RaggedModel(transformers.AutoModelForCausalLM.from_config(config), 1 << 20)

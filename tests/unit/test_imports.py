@@ -1,0 +1,180 @@
+"""Which module may import which: layers go one way, heavy packages stay in their leaves, `--help` stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "specactor_ray"
+
+# A module may import its own part and the parts of lower layers. Parts on one line know nothing of each other.
+# The pure half of the controller (plain data and decisions) lies below the actors, which are told what to be with it.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("messages",),
+    ("config",),
+    ("_sampling_numba",),
+    ("_sampling_torch",),
+    ("sampling",),
+    ("speculation",),
+    ("observability",),
+    ("modeling",),
+    ("drafters", "targets"),
+    ("queues",),
+    ("cluster",),
+    ("controller.state",),
+    ("controller.decide",),
+    ("loops",),
+    ("actors",),
+    ("controller",),
+    ("rollout",),
+    ("training",),
+    ("simulation", "bench"),
+    ("cli",),
+)
+LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+
+# Heavy package → the modules (or folders) that may import it at all, inside functions included.
+MAY_IMPORT = {
+    "ray": (
+        "queues/outbox.py",
+        "cluster/",
+        "actors/",
+        "controller/controller.py",
+        "rollout/",
+        "training/",
+    ),
+    "vllm": ("targets/vllm.py", "targets/vllm_proposer.py"),
+    "deepspeed": ("training/",),
+    "transformers": ("modeling/", "training/"),
+    "torch": ("_sampling_torch.py", "sampling.py", "modeling/", "drafters/", "targets/", "actors/", "training/"),
+}
+# These take seconds to import: only inside the function that needs them.
+ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers")
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports_of(path: Path, *, top_level: bool = False) -> Iterator[str]:
+    """Full names of the imported modules, those for type checkers left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    skipped = {id(node) for guard in ast.walk(tree) if _is_for_type_checkers(guard) for node in ast.walk(guard)}
+    if top_level:
+        functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+        skipped |= {id(node) for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def part_of(module: str) -> str:
+    """`modeling` for `modeling.loading`, `controller.state` for itself: the longest part that has a layer."""
+    first, _, rest = module.partition(".")
+    two = f"{first}.{rest.partition('.')[0]}"
+    return two if two in LAYER_OF else first
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_imports_go_down_the_layers(path: Path) -> None:
+    part = part_of(module_of(path))
+    if part == "__init__":
+        assert [name for name in imports_of(path, top_level=True) if name.startswith("specactor_ray")] == [
+            "specactor_ray.messages.SamplingParams"
+        ]
+        return
+    assert part in LAYER_OF, f"{part} has no place in the layers: add it to LAYERS and to docs/architecture.md"
+    for name in imports_of(path):
+        root, _, rest = name.partition(".")
+        imported = part_of(rest)
+        if root != "specactor_ray" or imported in ("", part, "__version__"):
+            continue
+        assert imported in LAYER_OF, f"{name_of(path)} imports {name}, which has no layer"
+        assert LAYER_OF[imported] < LAYER_OF[part], f"{name_of(path)} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_heavy_packages_stay_in_their_leaves(path: Path) -> None:
+    for name in imports_of(path):
+        allowed = MAY_IMPORT.get(name.partition(".")[0])
+        if allowed is not None:
+            assert name_of(path).startswith(allowed), f"{name_of(path)} imports {name}; only {allowed} may"
+    for name in imports_of(path, top_level=True):
+        package = name.partition(".")[0]
+        assert package not in ONLY_INSIDE_FUNCTIONS, f"{name_of(path)} imports {name} when it is itself imported"
+
+
+def test_type_checking_imports_are_told_apart() -> None:
+    path = PACKAGE / "__init__.py"
+    assert "specactor_ray.rollout.rollout.Rollout" not in set(imports_of(path, top_level=True))
+    assert "specactor_ray.rollout.rollout.Rollout" in set(imports_of(path))
+
+
+HEAVY = ("ray", "torch", "vllm", "deepspeed", "transformers", "numba")
+REPORT = """
+import atexit, sys
+def report(names):
+    sys.stderr.write("HEAVY:" + ",".join(name for name in names if name in sys.modules))
+"""
+
+
+def loaded_by(code: str) -> str:
+    """Which heavy packages a fresh interpreter has loaded after `code` (which may exit)."""
+    program = f"{REPORT}\natexit.register(report, {HEAVY!r})\n{code}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr.rpartition("HEAVY:")[2]
+
+
+def specactor(*arguments: str) -> str:
+    """Code that runs the command line as `python -m specactor_ray.cli` does."""
+    return (
+        f"import runpy, sys; sys.argv = {['specactor', *arguments]!r}; "
+        "runpy.run_module('specactor_ray.cli', run_name='__main__')"
+    )
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import specactor_ray",
+        "from specactor_ray import SamplingParams",
+        "from specactor_ray.config import load_config; load_config('conf/local_cpu.yaml')",
+        specactor("--help"),
+        specactor("bench", "rollout", "--help"),
+        specactor("config", "--config", "conf/local_cpu.yaml"),
+    ],
+    ids=["import", "public name", "load_config", "--help", "bench rollout --help", "config"],
+)
+def test_nothing_heavy_is_loaded(code: str) -> None:
+    assert loaded_by(code) == ""
+
+
+def test_the_check_sees_a_heavy_import() -> None:
+    assert loaded_by("import sys, types; sys.modules['torch'] = types.ModuleType('torch')") == "torch"

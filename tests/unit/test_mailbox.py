@@ -1,0 +1,225 @@
+"""Conflation rules, the mailbox and the event queue."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor_ray.drafters.mirror import RequestMirror
+from specactor_ray.messages import (
+    Commit,
+    DraftClose,
+    DraftOpen,
+    DraftResync,
+    DraftTail,
+    Finished,
+    Progress,
+    RequestStats,
+    SamplingParams,
+)
+from specactor_ray.queues.conflation import ConflatingBuffer, for_drafter, for_rollout, for_verifier
+from specactor_ray.queues.events import EventQueue
+from specactor_ray.queues.mailbox import Mailbox
+
+TRUTH = tuple(range(100, 140))
+SAMPLING = SamplingParams()
+
+
+def opening(committed: int = 0, request: str = "r", verifier: str = "v", window: int = 4) -> DraftOpen:
+    return DraftOpen(request, verifier, (1, 2, 3), TRUTH[:committed], SAMPLING, window)
+
+
+def commit(start: int, end: int, window: int = 4, features: object = None, request: str = "r") -> Commit:
+    return Commit(request, "v", start, TRUTH[start:end], window, features=features)
+
+
+def close(finished: bool = True, request: str = "r", verifier: str = "v") -> DraftClose:
+    return DraftClose(request, verifier, finished)
+
+
+def conflate(*messages: object) -> list[object]:
+    mailbox = Mailbox(for_drafter())
+    mailbox.put(messages)
+    return mailbox.drain()
+
+
+def tail(drafter: str, *tokens: int, request: str = "r") -> DraftTail:
+    return DraftTail(request, drafter, 0, tokens)
+
+
+def test_newest_tail_of_a_drafter_replaces_the_older_and_resync_stays_apart() -> None:
+    mailbox = Mailbox(for_verifier())
+    resync = DraftResync("r", "a")
+    mailbox.put([tail("a", 1), tail("b", 2), resync])
+    mailbox.put([tail("a", 3), tail("a", 4, request="other"), resync])
+    assert mailbox.drain() == [tail("a", 3), tail("b", 2), resync, tail("a", 4, request="other")]
+    assert mailbox.conflated == 2
+    assert mailbox.drain() == []
+
+
+def test_commits_that_touch_overlap_or_repeat_become_one() -> None:
+    assert conflate(commit(0, 3), commit(3, 5, window=2)) == [commit(0, 5, window=2)]
+    assert conflate(commit(0, 3), commit(2, 5)) == [commit(0, 5)]
+    assert conflate(commit(3, 5), commit(0, 3)) == [commit(0, 5)]
+    assert conflate(commit(0, 5), commit(2, 4, window=9)) == [commit(0, 5)]
+    assert conflate(commit(1, 3), commit(0, 5)) == [commit(0, 5)]
+    assert conflate(commit(0, 3), commit(3, 3, window=7)) == [commit(0, 3, window=7)]
+
+
+def test_commits_with_a_gap_keep_the_one_that_reaches_further() -> None:
+    assert conflate(commit(0, 3), commit(5, 7)) == [commit(5, 7)]
+    assert conflate(commit(5, 7), commit(0, 3)) == [commit(5, 7)]
+
+
+def test_commits_that_contradict_are_not_spliced() -> None:
+    other = Commit("r", "v", 1, (7, 8, 9), 4)
+    assert conflate(commit(0, 3), other) == [other]
+
+
+def test_features_of_touching_commits_stay_in_order_of_positions() -> None:
+    merged = conflate(commit(0, 2, features="a"), commit(2, 3, features="b"), commit(3, 5, features="c"))
+    assert merged == [commit(0, 5, features=("a", "b", "c"))]
+    assert conflate(commit(2, 3, features="b"), commit(0, 2, features="a")) == [commit(0, 3, features=("a", "b"))]
+    assert conflate(commit(0, 2, features="a"), commit(0, 2, features="a")) == [commit(0, 2, features="a")]
+
+
+def test_features_that_cannot_be_assigned_are_left_out() -> None:
+    assert conflate(commit(0, 3, features="a"), commit(2, 5, features="b")) == [commit(0, 5)]
+    assert conflate(commit(0, 3, features="a"), commit(3, 5)) == [commit(0, 5)]
+
+
+def test_open_replaces_all_and_takes_up_commits() -> None:
+    assert conflate(commit(0, 3), opening(3)) == [opening(3)]
+    assert conflate(opening(2), commit(2, 4, window=6)) == [opening(4, window=6)]
+    assert conflate(opening(2), commit(1, 4)) == [opening(4)]
+    assert conflate(opening(4), commit(1, 3, window=9)) == [opening(4)]
+    assert conflate(opening(2), commit(3, 5)) == [opening(2), commit(3, 5)]
+    assert conflate(opening(2), commit(3, 5), commit(2, 3)) == [opening(5)]
+    with_features = commit(2, 4, features="x")
+    assert conflate(opening(2), with_features) == [opening(2), with_features]
+    assert conflate(opening(2), with_features, commit(4, 5, features="y")) == [
+        opening(2),
+        commit(2, 5, features=("x", "y")),
+    ]
+    contradiction = Commit("r", "v", 0, (7, 7, 7), 4)
+    assert conflate(opening(2), contradiction) == [opening(2), contradiction]
+
+
+def test_close_replaces_all_but_the_last_commit_of_a_finished_output() -> None:
+    assert conflate(opening(2), commit(3, 5), close()) == [close()]
+    assert conflate(commit(0, 3), commit(3, 4), close()) == [commit(0, 4), close()]
+    assert conflate(commit(0, 3), close(finished=False)) == [close(finished=False)]
+    assert conflate(commit(0, 3), close(), close()) == [commit(0, 3), close()]
+    assert conflate(close(), commit(0, 3)) == [close()]
+    assert conflate(close(), opening(1)) == [opening(1)]
+    assert conflate(commit(0, 1), close(), opening(1), commit(1, 3)) == [opening(3)]
+
+
+def test_requests_and_verifiers_do_not_mix() -> None:
+    messages = [opening(1), opening(2, request="s"), close(verifier="w")]
+    assert conflate(*messages) == messages
+
+
+def test_oldest_droppable_key_goes_first_but_a_close_stays() -> None:
+    mailbox = Mailbox(for_drafter(), max_keys=2)
+    mailbox.put([close(request="a"), commit(0, 1, request="b"), commit(0, 2, request="c")])
+    assert mailbox.drain() == [close(request="a"), commit(0, 2, request="c")]
+    assert mailbox.dropped == 1
+    mailbox.put([close(request=name) for name in "abc"])
+    assert len(mailbox) == 3
+
+
+def test_journal_events_are_never_lost() -> None:
+    finished = Finished("r", "stop", RequestStats())
+    events = [Progress("r", 0, (1,), (0.0,))] * 2 + [finished, finished]
+    buffer = ConflatingBuffer(for_rollout(), max_keys=1)
+    buffer.add(events)
+    assert buffer.take() == events
+    assert (buffer.dropped, buffer.conflated) == (0, 0)
+
+
+commits = st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda pair: commit(pair[0], pair[0] + pair[1]))
+messages = st.lists(st.one_of(commits, st.integers(0, 8).map(opening)), max_size=12)
+
+
+@given(st.integers(0, 6), messages)
+def test_what_is_left_never_tells_a_mirror_anything_false(known: int, waiting: list[DraftOpen | Commit]) -> None:
+    """Conflated or not, a drafter ends on a prefix of the truth; and if it could follow every single message, then
+    the conflated ones bring it just as far."""
+
+    def follow(received: list[DraftOpen | Commit]) -> tuple[int, bool]:
+        mirror, good = RequestMirror((1, 2, 3), TRUTH[:known], SAMPLING, 4), True
+        for message in received:
+            if isinstance(message, DraftOpen):
+                mirror, good = RequestMirror((1, 2, 3), message.committed_token_ids, SAMPLING, 4), True
+            elif not mirror.commit(message.start, message.token_ids, 4).ok:
+                good = False
+        assert tuple(mirror.committed) == TRUTH[: mirror.base_len]
+        return mirror.base_len, good
+
+    conflated = conflate(*waiting)
+    assert len(conflated) <= 2
+    length, good = follow(waiting)
+    conflated_length, conflated_good = follow(conflated)
+    if good:
+        assert conflated_good
+        assert conflated_length == length
+
+
+def test_wait_wakes_on_put_and_on_close() -> None:
+    mailbox = Mailbox(for_verifier())
+    assert mailbox.wait(0.0) is False
+    timer = threading.Timer(0.02, mailbox.put, ([tail("a", 1)],))
+    timer.start()
+    assert mailbox.wait(10.0) is True
+    timer.join()
+    mailbox.drain()
+    timer = threading.Timer(0.02, mailbox.close)
+    timer.start()
+    assert mailbox.wait(10.0) is False
+    timer.join()
+    assert mailbox.closed
+    mailbox.put([tail("a", 2)])
+    assert mailbox.drain() == []
+
+
+def test_many_producers_lose_nothing_that_has_its_own_key() -> None:
+    mailbox, seen = Mailbox(for_verifier()), set()
+
+    def produce(number: int) -> None:
+        for request in range(200):
+            mailbox.put([tail(f"d{number}", 1, request=str(request))])
+
+    threads = [threading.Thread(target=produce, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        seen.update((m.request_id, m.drafter_id) for m in mailbox.drain())
+    seen.update((m.request_id, m.drafter_id) for m in mailbox.drain())
+    assert len(seen) == 800
+
+
+def test_event_queue_keeps_everything_in_order() -> None:
+    queue: EventQueue[int] = EventQueue()
+    queue.put([1, 2])
+    queue.put([2, 3])
+    assert len(queue) == 4
+    assert queue.drain() == [1, 2, 2, 3]
+    assert queue.drain() == []
+    timer = threading.Timer(0.02, queue.put, ([4],))
+    timer.start()
+    assert queue.drain(timeout_s=10.0) == [4]
+    timer.join()
+    queue.close()
+    assert queue.closed
+    assert queue.drain(timeout_s=10.0) == []
+    queue.put([5])
+    assert queue.drain() == [5]
+
+
+def test_a_mailbox_needs_room_for_a_key() -> None:
+    with pytest.raises(ValueError, match="max_keys"):
+        Mailbox(for_verifier(), max_keys=0)
