@@ -56,7 +56,7 @@ class DrafterAssignment:
         return change
 
     def _loads(self) -> Counter[str]:
-        loads = Counter({drafter: 0 for drafter in self._methods})
+        loads = Counter(dict.fromkeys(self._methods, 0))
         for chosen in self._of_request.values():
             loads.update(chosen.values())
         return loads

@@ -144,9 +144,7 @@ class DraftLoop:
                 continue
             base_len, token_ids = self.proposer.tail(request_id)
             complete = not self.proposer.pending(request_id)
-            tail = DraftTail(
-                request_id, self.drafter_id, base_len, token_ids, self.proposer.weight_version, complete
-            )
+            tail = DraftTail(request_id, self.drafter_id, base_len, token_ids, self.proposer.weight_version, complete)
             tails.setdefault(verifier_id, []).append(tail)
         for verifier_id, batch in tails.items():
             outbox = self._outboxes.get(verifier_id)

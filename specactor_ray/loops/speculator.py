@@ -311,9 +311,7 @@ class Speculator:
         self._book.commit(request_id, fresh)
         for drafter_id in self._assignment.of(request_id):
             window = self._window(drafter_id)
-            self._post(
-                drafter_id, Commit(request_id, self._verifier_id, output.start, fresh, window, self._mode)
-            )
+            self._post(drafter_id, Commit(request_id, self._verifier_id, output.start, fresh, window, self._mode))
 
     def observe_step(self, result: StepResult) -> None:
         """Learn from a whole step: its cost, and how each drafter did in it."""

@@ -7,6 +7,7 @@ token (the engine checks every draft token) or block one (every wait is bounded)
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -64,11 +65,13 @@ class VerifyLoop:
 
     def submit(self, requests: Sequence[TargetRequest]) -> None:
         """Queue requests; a request that can never run comes back as `Finished` with its reason."""
-        self._command(lambda: [self._add(request) for request in requests])
+        for request in requests:
+            self._command(functools.partial(self._add, request))
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """Drop requests without a `Finished`."""
-        self._command(lambda: [self._drop(request_id, finished=False) for request_id in request_ids])
+        for request_id in request_ids:
+            self._command(functools.partial(self._drop, request_id, finished=False))
 
     def deliver(self, messages: Sequence[ToVerifier]) -> None:
         """Take messages of drafters; returns at once."""
@@ -216,5 +219,3 @@ def _progress(output: RowOutput) -> Progress:
         tuple(output.logprobs),
         None if output.margins is None else tuple(output.margins),
     )
-
-

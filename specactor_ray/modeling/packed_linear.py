@@ -33,9 +33,7 @@ class PackedLinear(nn.Module):
 
     def set_weight(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Take new values; `weight` `(out_features, in_features)`, `bias` `(out_features,)` or None."""
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(
-            weight.detach().to(self.dtype).contiguous(), _ROWS_HINT
-        )
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(self.dtype).contiguous(), _ROWS_HINT)
         self._bias = None if bias is None else bias.detach().to(self.dtype).clone()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

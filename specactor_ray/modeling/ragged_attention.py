@@ -142,7 +142,7 @@ def ragged_attention(
         raise ModelLoadError(
             f"{type(module).__name__} does not pass keyword arguments to its attention, so this engine cannot serve it"
         )
-    batch, layer = ragged_batch, module.layer_idx
+    batch, layer = ragged_batch, int(module.layer_idx)  # type: ignore[arg-type]
     attend = _Attend(scaling, sliding_window, softcap, s_aux)
     if batch.cache is None:
         batch.seen_shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
@@ -209,9 +209,7 @@ class _Attend:
     ) -> None:
         self.scaling, self.window, self.softcap, self.sinks = scaling, window, softcap, sinks
 
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         if self.softcap is not None or self.sinks is not None:
             return self._explicit(q, k, v, mask)
         rows, heads, queries, dim = q.shape
@@ -221,13 +219,9 @@ class _Attend:
             folded = q.view(rows, kv_heads, heads // kv_heads, dim)
             out = F.scaled_dot_product_attention(folded, k, v, scale=self.scaling)
             return out.reshape(rows, heads, 1, v.shape[3])
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=self.scaling, enable_gqa=heads != kv_heads
-        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling, enable_gqa=heads != kv_heads)
 
-    def _explicit(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _explicit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Written out: with tanh soft-capping (Gemma 2) and attention sinks (one extra logit per head)."""
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)

@@ -93,9 +93,7 @@ class RaggedModel:
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         positions = [chunk.row.length + i for chunk in chunks for i in range(len(chunk.token_ids))]
         padding = self._padding(len(tokens))
-        batch = RaggedBatch(
-            self.cache, [chunk.row for chunk in chunks], counts, padding, self.device, self.batched
-        )
+        batch = RaggedBatch(self.cache, [chunk.row for chunk in chunks], counts, padding, self.device, self.batched)
         wanted = [
             start + count - chunk.num_logits + i
             for start, count, chunk in zip(batch.starts, counts, chunks, strict=True)
@@ -153,7 +151,9 @@ class RaggedModel:
         layers = self.model.get_decoder().layers
         for index in self._hidden_layers:
             if not 0 <= index < len(layers):
-                raise ModelLoadError(f"hidden layer {index} does not exist: the model has layers 0 to {len(layers) - 1}")
+                raise ModelLoadError(
+                    f"hidden layer {index} does not exist: the model has layers 0 to {len(layers) - 1}"
+                )
             layers[index].register_forward_hook(self._keep_output(index))
 
     def _keep_output(self, index: int) -> Any:

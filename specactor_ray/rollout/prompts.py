@@ -83,6 +83,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
     Raises:
         InputError: The prompt is empty, or messages are given but there is no chat template.
     """
+    token_ids: Sequence[Any]
     if isinstance(prompt, list | tuple) and all(isinstance(token, int) for token in prompt):
         token_ids = prompt
     elif tokenizer is None:

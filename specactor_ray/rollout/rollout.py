@@ -54,7 +54,7 @@ class Rollout:
         try:
             self._controller, self.run_name = start_controller(config)
             self._dispatcher = Dispatcher(
-                fetch_view=lambda: self._controller.view.remote(),
+                fetch_view=self._controller.view.remote,
                 outstanding_per_verifier=2 * config.target.max_batch,
                 no_verifier_timeout_s=config.cluster.start_timeout_s + config.cluster.placement_timeout_s,
             )

@@ -101,14 +101,10 @@ class HfEngine:
         """Load the configured model. Raises ModelLoadError."""
         from specactor_ray.modeling.loading import load_model
 
-        loaded = load_model(
-            config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code
-        )
+        loaded = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
         eos = _eos_token_ids(loaded)
         ragged = RaggedModel(loaded, int(config.kv_cache_gb * 2**30), config.hidden_layers)
-        return cls(
-            ragged, eos, config.max_model_len, config.max_batch, config.max_step_tokens, config.record_margins
-        )
+        return cls(ragged, eos, config.max_model_len, config.max_batch, config.max_step_tokens, config.record_margins)
 
     # ---- requests ----
 
@@ -323,9 +319,7 @@ class HfEngine:
                 _keep_first(output, i + 1)
                 output.finish_reason = "stop"
                 return
-        if row.committed + len(output.token_ids) >= row.request.sampling.max_tokens:
-            output.finish_reason = "length"
-        elif len(row.context) + len(output.token_ids) >= self.max_model_len:
+        if row.committed + len(output.token_ids) >= row.request.sampling.max_tokens or len(row.context) + len(output.token_ids) >= self.max_model_len:
             output.finish_reason = "length"
 
 

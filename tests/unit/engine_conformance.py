@@ -211,7 +211,7 @@ class EngineConformance:
         for request in batch:
             engine.add(request)
         collected = Collected()
-        for step in range(3):
+        for _step in range(3):
             for output in engine.step({}).outputs:
                 collected.take(output)
         engine.remove("r1")

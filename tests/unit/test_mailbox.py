@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -72,6 +73,7 @@ def test_commits_that_touch_overlap_or_repeat_become_one() -> None:
 def test_commits_with_a_gap_keep_the_one_that_reaches_further() -> None:
     assert conflate(commit(0, 3), commit(5, 7)) == [commit(5, 7)]
     assert conflate(commit(5, 7), commit(0, 3)) == [commit(5, 7)]
+    assert conflate(commit(0, 3), commit(4, 5)) == [commit(4, 5)]
 
 
 def test_commits_that_contradict_are_not_spliced() -> None:
@@ -106,6 +108,7 @@ def test_open_replaces_all_and_takes_up_commits() -> None:
     ]
     contradiction = Commit("r", "v", 0, (7, 7, 7), 4)
     assert conflate(opening(2), contradiction) == [opening(2), contradiction]
+    assert conflate(opening(9), contradiction) == [opening(9), contradiction]
 
 
 def test_close_replaces_all_but_the_last_commit_of_a_finished_output() -> None:
@@ -169,19 +172,27 @@ def test_what_is_left_never_tells_a_mirror_anything_false(known: int, waiting: l
         assert conflated_length == length
 
 
+def woken(wait: Callable[[], object], wake: Callable[[], None]) -> object:
+    """What `wait`, running in a thread, returns after `wake`; fails if it does not wake up."""
+    results: list[object] = []
+    sleeper = threading.Thread(target=lambda: results.append(wait()), daemon=True)
+    sleeper.start()
+    sleeper.join(0.02)
+    assert sleeper.is_alive(), "it did not wait"
+    wake()
+    sleeper.join(10.0)
+    assert results, "it slept on"
+    return results[0]
+
+
 def test_wait_wakes_on_put_and_on_close() -> None:
     mailbox = Mailbox(for_verifier())
     assert mailbox.wait(0.0) is False
-    timer = threading.Timer(0.02, mailbox.put, ([tail("a", 1)],))
-    timer.start()
-    assert mailbox.wait(10.0) is True
-    timer.join()
+    assert woken(lambda: mailbox.wait(600.0), lambda: mailbox.put([tail("a", 1)])) is True
     mailbox.drain()
-    timer = threading.Timer(0.02, mailbox.close)
-    timer.start()
-    assert mailbox.wait(10.0) is False
-    timer.join()
+    assert woken(lambda: mailbox.wait(600.0), mailbox.close) is False
     assert mailbox.closed
+    assert mailbox.wait(600.0) is False
     mailbox.put([tail("a", 2)])
     assert mailbox.drain() == []
 
@@ -209,13 +220,10 @@ def test_event_queue_keeps_everything_in_order() -> None:
     assert len(queue) == 4
     assert queue.drain() == [1, 2, 2, 3]
     assert queue.drain() == []
-    timer = threading.Timer(0.02, queue.put, ([4],))
-    timer.start()
-    assert queue.drain(timeout_s=10.0) == [4]
-    timer.join()
-    queue.close()
+    assert woken(lambda: queue.drain(timeout_s=600.0), lambda: queue.put([4])) == [4]
+    assert woken(lambda: queue.drain(timeout_s=600.0), queue.close) == []
     assert queue.closed
-    assert queue.drain(timeout_s=10.0) == []
+    assert queue.drain(timeout_s=600.0) == []
     queue.put([5])
     assert queue.drain() == [5]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -34,7 +35,7 @@ def test_allocator_never_overlaps_and_loses_nothing(operations: list[tuple[str, 
             elif allocator.extend(offset, held[offset], size):
                 held[offset] += size
         used = sorted((offset, offset + length) for offset, length in held.items())
-        assert all(end <= begin for (_, end), (begin, _) in zip(used, used[1:], strict=False))
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(used))
         assert allocator.free_slots == 100 - sum(held.values())
     for offset, length in held.items():
         allocator.free(offset, length)

@@ -79,9 +79,10 @@ def test_a_commit_moves_tails_on_or_drops_them(book: TailBook) -> None:
 def test_older_tails_do_not_replace_newer_ones(book: TailBook) -> None:
     book.offer(tail(3, 4, 5), 8)
     assert not book.offer(tail(2, 3, 4), 8)
+    assert not book.offer(tail(2, 3, 9, 9), 8)
     assert not book.offer(tail(3, 4), 8)
     assert book.usable("r") == {"d": (4, 5)}
-    assert book.counters.stale == 2
+    assert book.counters.stale == 3
     assert book.offer(tail(3, 4, 5, 6), 8)
     assert book.offer(tail(3, 7), 8), "a different guess on the same base is a newer opinion"
     assert book.usable("r") == {"d": (7,)}

@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""What the `hf` engine costs on this machine: decoding against `transformers.generate`, and the price of verifying.
+
+Prints ratios within one run; absolute figures belong to the machine they were taken on.
+
+    python scripts/bench_engine.py --threads 1 --batches 1,4,16
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.loading import load_model
+from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.targets.base import TargetRequest
+from specactor_ray.targets.hf import HfEngine
+
+
+def make_prompts(count: int, length: int, vocab_size: int) -> list[tuple[int, ...]]:
+    rng = random.Random(0)
+    return [tuple(rng.randrange(10, vocab_size) for _ in range(length)) for _ in range(count)]
+
+
+def generate_tokens_per_s(model: Any, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> float:
+    """`transformers.generate` on the same prompts; every row decodes exactly `tokens` tokens."""
+    batch = torch.tensor([list(prompt) for prompt in prompts])
+    sampling: dict[str, Any] = (
+        {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature}
+    )
+    begin = time.perf_counter()
+    model.generate(
+        batch, attention_mask=torch.ones_like(batch), max_new_tokens=tokens, min_new_tokens=tokens, **sampling
+    )
+    return len(prompts) * tokens / (time.perf_counter() - begin)
+
+
+def engine_tokens_per_s(engine: HfEngine, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> float:
+    """The engine without drafts, prefill included as in `generate`."""
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(temperature, max_tokens=tokens, seed=i, ignore_eos=True)
+        engine.add(TargetRequest(str(i), tuple(prompt), params))
+    begin = time.perf_counter()
+    while engine.has_work():
+        engine.step({})
+    return len(prompts) * tokens / (time.perf_counter() - begin)
+
+
+def step_ms(engine: HfEngine, prompts: Sequence[Sequence[int]], drafts: int, steps: int) -> float:
+    """Median milliseconds of a step that verifies `drafts` wrong tokens per row (so that every step is alike)."""
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(1.0, max_tokens=steps + drafts + 8, seed=i, ignore_eos=True)
+        engine.add(TargetRequest(str(i), tuple(prompt), params))
+    while len(engine.decoding()) < len(prompts):
+        engine.step({})
+    times = []
+    for _ in range(steps):
+        tails = {request_id: [1] * drafts for request_id in engine.decoding()}
+        begin = time.perf_counter()
+        engine.step(tails)
+        times.append(time.perf_counter() - begin)
+    for i in range(len(prompts)):
+        engine.remove(str(i))
+    return statistics.median(times) * 1e3
+
+
+def decode_table(model_name: str, args: argparse.Namespace) -> Table:
+    table = Table(title="plain decoding, tokens/s")
+    for column in ("batch", "T", "transformers.generate", "hf engine", "ratio"):
+        table.add_column(column, justify="right")
+    reference = load_model(model_name)
+    engine = HfEngine(RaggedModel(load_model(model_name), 1 << 30))
+    for batch in track(args.batches, description="decoding"):
+        prompts = make_prompts(batch, args.prompt_tokens, engine.vocab_size)
+        for temperature in (0.0, 1.0):
+            pairs = [
+                (
+                    generate_tokens_per_s(reference, prompts, args.tokens, temperature),
+                    engine_tokens_per_s(engine, prompts, args.tokens, temperature),
+                )
+                for _ in range(args.repeats)
+            ]
+            ratio = statistics.median(ours / theirs for theirs, ours in pairs)
+            theirs, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
+            table.add_row(str(batch), f"{temperature:g}", f"{theirs:.1f}", f"{ours:.1f}", f"{ratio:.2f}x")
+    return table
+
+
+def verify_table(model_name: str, args: argparse.Namespace) -> Table:
+    table = Table(title="verify step, ms (ratio to no drafts)")
+    table.add_column("batch", justify="right")
+    for drafts in args.drafts:
+        table.add_column(f"d={drafts}", justify="right")
+    engine = HfEngine(RaggedModel(load_model(model_name), 1 << 30), max_step_tokens=2048)
+    for batch in track(args.batches, description="verifying"):
+        prompts = make_prompts(batch, args.prompt_tokens, engine.vocab_size)
+        times = [step_ms(engine, prompts, drafts, args.steps) for drafts in args.drafts]
+        table.add_row(str(batch), *(f"{t:.1f} ({t / times[0]:.2f})" for t in times))
+    return table
+
+
+def main() -> None:
+    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
+    parser.add_argument("--batches", type=numbers, default=[1, 4, 16], help="default 1,4,16")
+    parser.add_argument("--drafts", type=numbers, default=[0, 1, 2, 4, 8, 15], help="draft tokens per row")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per row and run (default 64)")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=15, help="steps per verify figure (default 15)")
+    parser.add_argument("--repeats", type=int, default=3, help="paired runs per decode figure (default 3)")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    console = Console()
+    console.print(
+        f"{args.model}, fp32, {args.threads} thread(s), torch {torch.__version__}, {platform.processor() or platform.machine()}"
+    )
+    console.print(verify_table(args.model, args))
+    console.print(decode_table(args.model, args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Where text for people goes: results to standard output, progress and errors to standard error."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import TextIO
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.text import Text
+
+_WIDTH_OF_A_FILE = 140
+
+
+def make_console(stream: TextIO | None = None) -> Console:
+    """A console on a stream (default: standard output), wide enough for the tables when that is a file or a pipe."""
+    stream = stream or sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_A_FILE
+    return Console(file=stream, width=width, highlight=False, emoji=False, soft_wrap=False)
+
+
+def say(console: Console, text: str) -> None:
+    """One line as it is: brackets are no markup, and nothing is wrapped or cut."""
+    console.print(Text(text), soft_wrap=True)
+
+
+def show_error(message: str) -> None:
+    """The one line that a user's mistake is worth, on standard error."""
+    say(make_console(sys.stderr), f"error: {message}")
+
+
+def log_through(console: Console, level: str) -> None:
+    """Send the log lines of this process through a console, so that they do not tear its progress bar."""
+    handler = RichHandler(console=console, show_path=False, markup=False, rich_tracebacks=False)
+    logging.basicConfig(level=level, format="%(name)s: %(message)s", handlers=[handler], force=True)

@@ -1,0 +1,45 @@
+"""Facts about this machine and the installed packages, saved beside every measured figure."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("specactor-ray", "ray", "torch", "transformers", "numpy", "numba")
+
+
+def versions() -> dict[str, str]:
+    """Package → installed version (nothing is imported), and the interpreter's."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, the cores this process may use, vector instructions and memory of this machine."""
+    info = _cpuinfo()
+    flags = set(info.get("flags", "").split())
+    return {
+        "cpu": info.get("model name", platform.processor() or platform.machine()),
+        "cores": len(os.sched_getaffinity(0)),
+        "vector": [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags],
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(terse=True),
+    }
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor of /proc/cpuinfo; empty where there is none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}

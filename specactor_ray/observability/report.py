@@ -1,0 +1,155 @@
+"""Tables for people, made from the plain data that the JSON files hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+_MOST_REASONS = 3
+_MOST_DIFFERENCES = 10
+
+
+def rollout_table(summary: Mapping[str, Any]) -> Table:
+    """The figures of one rollout, a row each."""
+    metrics, counts = summary["metrics"], summary["trajectories"]
+    table = Table(title=f"rollout {summary['run']} ({summary['status']})", box=SIMPLE_HEAD, show_header=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("", justify="right")
+    for name, value in (
+        ("mode", summary["config"]["mode"]),
+        ("trajectories", f"{counts['finished']} finished, {counts['failed']} failed, {counts['total']} in all"),
+        ("tokens", f"{summary['tokens']:,} in {summary['seconds']:.1f} s"),
+        ("tokens/s", f"{summary['tokens_per_s']:.1f}"),
+        ("acceptance length", f"{metrics['acceptance_length']:.2f} tokens per request and step"),
+        ("acceptance rate", _share(metrics["acceptance_rate"], metrics["drafted_tokens"])),
+        ("supply", f"{metrics['supply']:.2f} draft tokens per request and step"),
+        ("steps with drafts", _share(metrics["supply_share"], metrics["row_steps"])),
+        ("protocol, median", f"{1e3 * metrics['protocol_median_s']:.2f} ms per step"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def reason_lines(reasons: Mapping[str, int]) -> list[str]:
+    """The most frequent reasons of failure, one line each."""
+    ranked = sorted(reasons.items(), key=lambda item: -item[1])
+    lines = [f"  {count} failed: {reason}" for reason, count in ranked[:_MOST_REASONS]]
+    if len(ranked) > _MOST_REASONS:
+        lines.append(f"  and {len(ranked) - _MOST_REASONS} other reasons; each trajectory in the output names its own")
+    return lines
+
+
+def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Speed, acceptance and supply of each measured variant, and whether its tokens are those of plain decoding."""
+    table = _bench_table("speed and acceptance")
+    for name in ("tokens/s", "ratio", "acc. rate", "acc. length", "supply", "steps supplied", "identical"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for result in results:
+        metrics = result["metrics"]
+        table.add_row(
+            *_variant_cells(result),
+            f"{result['tokens_per_s']:.1f}",
+            f"{result['ratio']:.2f}" + ("*" if result["baseline"] else ""),
+            _share(metrics["acceptance_rate"], metrics["drafted_tokens"]),
+            f"{metrics['acceptance_length']:.2f}",
+            f"{metrics['supply']:.2f}",
+            _share(metrics["supply_share"], metrics["row_steps"]),
+            f"{result['identical']}/{result['requests']}",
+            end_section=result["last_of_batch"],
+        )
+    table.caption = "* baseline: the fastest plain variant of that batch. supply: usable draft tokens per request and step."
+    return table
+
+
+def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Where the time of a step goes, in milliseconds."""
+    table = _bench_table("ms per step of a verifier")
+    for name in ("steps", "forward", "sampling", "protocol", "waiting", "protocol median"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for result in results:
+        split = result["ms_per_step"]
+        table.add_row(
+            *_variant_cells(result),
+            str(result["metrics"]["steps"]),
+            *(f"{split[name]:.2f}" for name in ("forward", "sampling", "protocol", "waiting", "protocol_median")),
+            end_section=result["last_of_batch"],
+        )
+    return table
+
+
+def difference_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where tokens differ from plain decoding: request, position, tokens and how near the tie was."""
+    lines = [
+        f"  {result['variant']}, batch {result['batch']}: {_difference(difference)}"
+        for result in results
+        for difference in result["differences"]
+    ]
+    if len(lines) > _MOST_DIFFERENCES:
+        lines[_MOST_DIFFERENCES:] = [f"  and {len(lines) - _MOST_DIFFERENCES} more; all of them are in the JSON file"]
+    return lines
+
+
+def config_keys_table(keys: Sequence[tuple[str, str, Any, str]]) -> Table:
+    """Key, allowed values, default and meaning of every configuration key."""
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("key", no_wrap=True)
+    for name in ("value", "default", "meaning"):
+        table.add_column(name)
+    for key, kind, default, meaning in keys:
+        table.add_row(Text(key), Text(kind), Text(_default(default)), Text(meaning))
+    return table
+
+
+def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per actor; the columns are the keys of the rows, in order of appearance."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(box=SIMPLE_HEAD)
+    for name in columns:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(Text(_cell(row.get(name))) for name in columns))
+    return table
+
+
+def _bench_table(title: str) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD)
+    table.add_column("batch", justify="right")
+    table.add_column("variant", no_wrap=True)
+    return table
+
+
+def _variant_cells(result: Mapping[str, Any]) -> tuple[str, str]:
+    return str(result["batch"]), result["variant"]
+
+
+def _difference(difference: Mapping[str, Any]) -> str:
+    where = f"prompt {difference['prompt_index']}, sample {difference['sample_index']}"
+    if difference["position"] is None:
+        return f"{where}: {difference['note']}"
+    tokens = f"token {difference['token']} in place of {difference['reference_token']}"
+    margin = "not recorded" if difference["margin"] is None else f"{difference['margin']:.6g}"
+    return f"{where}, position {difference['position']}: {tokens}, margin of the reference {margin}"
+
+
+def _share(value: float, of: int) -> str:
+    return f"{value:.1%}" if of else "-"
+
+
+def _default(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(getattr(value, "value", value))
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={_cell(item)}" for key, item in value.items())
+    return "" if value is None else str(value)
