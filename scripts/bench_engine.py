@@ -127,9 +127,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     console = Console()
-    console.print(
-        f"{args.model}, fp32, {args.threads} thread(s), torch {torch.__version__}, {platform.processor() or platform.machine()}"
-    )
+    machine = platform.processor() or platform.machine()
+    console.print(f"{args.model}, fp32, {args.threads} thread(s), torch {torch.__version__}, {machine}")
     console.print(verify_table(args.model, args))
     console.print(decode_table(args.model, args))
 

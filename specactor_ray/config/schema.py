@@ -100,7 +100,8 @@ class DrafterConfig:
     """One draft method and the draft actors that serve it."""
 
     method: str = "ngram"
-    """`ngram` (suffix match in prompt, output and earlier outputs) or `draft_model` (a smaller model)."""
+    """`ngram` (suffix match in prompt, output and earlier outputs), `draft_model` (a smaller model), or a proposer
+    of your own as `package.module:Class`; the class is made with this section as its only argument."""
     replicas: int = 1
     """Number of draft actors of this method; may be changed while the run goes on."""
     cores: int = 1

@@ -187,7 +187,8 @@ def reject_too_small_drafter_counts(drafter: DrafterConfig, key: str) -> None:
 
 
 def reject_unknown_drafter_names(drafter: DrafterConfig, key: str) -> None:
-    _reject_unlisted(f"{key}.method", drafter.method, DRAFT_METHODS)
+    if not re.fullmatch(r"[\w.]+:\w+", drafter.method):  # else a class of the user's, imported by the draft actor
+        _reject_unlisted(f"{key}.method", drafter.method, DRAFT_METHODS)
     _reject_unlisted(f"{key}.dtype", drafter.dtype, DTYPES)
 
 

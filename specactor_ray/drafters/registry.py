@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 from specactor_ray.config.schema import DrafterConfig
 from specactor_ray.drafters.base import Proposer
 from specactor_ray.errors import ConfigError
@@ -22,7 +24,20 @@ def build_proposer(config: DrafterConfig, device: str) -> Proposer:
         return NgramProposer(config.min_match, config.max_match, config.history_tokens, config.max_batch)
     if config.method == "draft_model":
         return _build_draft_model(config, device)
+    if ":" in config.method:
+        return _build_custom(config)
     raise ConfigError("drafters.method", f"unknown method {config.method!r}; known: {', '.join(METHODS)}.")
+
+
+def _build_custom(config: DrafterConfig) -> Proposer:
+    """A user's own proposer, `package.module:Class`, made with its configuration section."""
+    module_name, _, class_name = config.method.partition(":")
+    try:
+        proposer_class = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("drafters.method", f"{config.method} cannot be imported ({error}).") from error
+    proposer: Proposer = proposer_class(config)
+    return proposer
 
 
 def _build_draft_model(config: DrafterConfig, device: str) -> Proposer:

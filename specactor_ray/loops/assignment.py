@@ -16,7 +16,7 @@ class AssignmentChange:
 
 
 class DrafterAssignment:
-    """Every request has one drafter of each method, the least loaded when it came; kept even as drafters come and go."""
+    """Every request has one drafter of each method; the loads of a method's drafters are kept level."""
 
     def __init__(self) -> None:
         self._methods: dict[str, str] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.drafters.mirror import common_prefix
@@ -26,8 +26,8 @@ from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
 
 _PROBE_EVERY = 32
 """Every so many steps a decoupled verifier waits as if drafters always answered in time, to see whether they do."""
-_TIMELY_MEMORY = 0.9
-"""Weight of the past in the moving share of waits that were answered in time."""
+_MEMORY = 0.9
+"""Weight of the past in moving shares: of waits answered in time, of answers that hold a guess."""
 
 
 @dataclass(slots=True)
@@ -48,6 +48,18 @@ class _Drafter:
     step_drafted: int = 0
     """Draft tokens of this step that were put to the test."""
     step_accepted: int = 0
+    guessing: float = 1.0
+    """Moving share of its answers that held a guess at all; an n-gram drafter often has none."""
+
+
+class _Hope(NamedTuple):
+    """What a drafter may bring for one request."""
+
+    probability: float
+    """Chance that a draft token is right given that those before it are."""
+    window: int
+    guessing: float
+    """Chance that it has a guess at all."""
 
 
 @dataclass(slots=True)
@@ -168,7 +180,9 @@ class Speculator:
                 continue
             if not isinstance(message, DraftTail):
                 self._open_at(message.drafter_id, message.request_id)
-            elif self._book.offer(message, drafter.link.window):
+                continue
+            drafter.guessing = _fade(drafter.guessing, bool(message.token_ids))
+            if self._book.offer(message, drafter.link.window):
                 drafter.breaker.record_answer()
 
     def plan_waits(self, decoding: Sequence[str]) -> float:
@@ -181,7 +195,8 @@ class Speculator:
         self._steps += 1
         if not self._drafters or not decoding:
             return now
-        candidates = [VerifyCandidate(request_id, *self._potential(request_id, now)) for request_id in decoding]
+        hopes = {request_id: self._potential(request_id, now) for request_id in decoding}
+        candidates = [VerifyCandidate(request_id, hope.probability, hope.window) for request_id, hope in hopes.items()]
         lengths = self._lengths(candidates)
         for request_id in decoding:
             self._requests[request_id].worthwhile = lengths[request_id]
@@ -189,14 +204,15 @@ class Speculator:
             return now + self._config.coupled_wait_s
         if self._config.draft_wait_s is not None:
             return now + self._config.draft_wait_s
-        return now + self._worthwhile_wait_s(candidates, lengths, now)
+        return now + self._worthwhile_wait_s(hopes, lengths, now)
 
-    def _potential(self, request_id: str, now: float) -> tuple[float, int]:
-        """Best acceptance probability among the request's healthy drafters, and that drafter's window."""
-        best = (0.0, 0)
+    def _potential(self, request_id: str, now: float) -> _Hope:
+        """The most that one of the request's healthy drafters can be hoped to bring."""
+        hopes = [_Hope(0.0, 0, 0.0)]
         for drafter_id in self._healthy(request_id, now):
-            best = max(best, (self._acceptance.probability(request_id, drafter_id), self._window(drafter_id)))
-        return best
+            probability = self._acceptance.probability(request_id, drafter_id)
+            hopes.append(_Hope(probability, self._window(drafter_id), self._drafters[drafter_id].guessing))
+        return max(hopes)
 
     def _window(self, drafter_id: str) -> int:
         return self._drafters[drafter_id].link.window
@@ -215,17 +231,15 @@ class Speculator:
             return {candidate.request_id: candidate.supply for candidate in candidates}
         return choose_verify_lengths(candidates, self._cost.seconds)
 
-    def _worthwhile_wait_s(
-        self, candidates: Sequence[VerifyCandidate], lengths: Mapping[str, int], now: float
-    ) -> float:
+    def _worthwhile_wait_s(self, hopes: Mapping[str, _Hope], lengths: Mapping[str, int], now: float) -> float:
         extra = sum(
-            expected_accepted(candidate.probability, lengths[candidate.request_id])
-            for candidate in candidates
-            if not self._is_answered(candidate.request_id, now)
+            hope.guessing * expected_accepted(hope.probability, lengths[request_id])
+            for request_id, hope in hopes.items()
+            if not self._is_answered(request_id, now)
         )
         timely = 1.0 if self._steps % _PROBE_EVERY == 0 else self._timely
-        step_s = self._cost.seconds(len(candidates), len(candidates) + sum(lengths.values()))
-        return choose_wait_s(extra * timely, float(len(candidates)), step_s)
+        step_s = self._cost.seconds(len(hopes), len(hopes) + sum(lengths.values()))
+        return choose_wait_s(extra * timely, float(len(hopes)), step_s)
 
     def all_answered(self, decoding: Sequence[str]) -> bool:
         """Whether no wait would bring anything: every request has what its drafters can say about its newest commit."""
@@ -247,7 +261,7 @@ class Speculator:
 
     def record_wait(self, decoding: Sequence[str], answered: bool) -> None:
         """A wait has ended; drafters that were waited for in vain are noted."""
-        self._timely = _TIMELY_MEMORY * self._timely + (1 - _TIMELY_MEMORY) * answered
+        self._timely = _fade(self._timely, answered)
         if answered:
             return
         now = self._clock()
@@ -338,3 +352,7 @@ class Speculator:
                 for drafter_id, drafter in list(self._drafters.items())
             },
         }
+
+
+def _fade(share: float, happened: bool) -> float:
+    return _MEMORY * share + (1 - _MEMORY) * happened

@@ -78,7 +78,7 @@ class RaggedBatch:
 def _causal_mask(
     count: int, total: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor | None:
-    """Additive mask of the last `count` of `total` positions; each sees itself and what is before, within the window."""
+    """Additive mask of the last `count` of `total` positions: each sees itself and what is before, in its window."""
     if count == 1 and (window is None or total <= window):
         return None
     query = torch.arange(total - count, total, device=device).unsqueeze(1)

@@ -196,7 +196,7 @@ class RaggedModel:
         if not gap <= _CHECK_TOLERANCE:
             raise ModelLoadError(
                 f"{type(self.model).__name__} does not give the same logits when a sequence is fed in two parts "
-                f"(relative difference {gap:.3g}); it keeps state outside keys and values, which this engine cannot roll back"
+                f"(relative difference {gap:.3g}); it keeps state outside keys and values, which cannot be rolled back"
             )
 
     def _check_logits(self, parts: Sequence[Sequence[int]]) -> torch.Tensor:

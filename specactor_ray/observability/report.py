@@ -61,7 +61,9 @@ def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
             f"{result['identical']}/{result['requests']}",
             end_section=result["last_of_batch"],
         )
-    table.caption = "* baseline: the fastest plain variant of that batch. supply: usable draft tokens per request and step."
+    table.caption = (
+        "* baseline: the fastest plain variant of that batch. supply: usable draft tokens per request and step."
+    )
     return table
 
 

@@ -22,12 +22,17 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         InputError: The file is missing, empty or not UTF-8, or a line is malformed (its number is named).
     """
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"data.path: there is no file {path}")
+    if path.is_dir():
+        raise InputError(f"data.path: {path} is a folder; name a file of prompts")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Only a newline ends a line: JSON may hold the other characters that str.splitlines splits at.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except FileNotFoundError:
+        raise InputError(f"data.path: there is no file {path}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise InputError(f"data.path: {path} cannot be read ({error.strerror})") from None
     read = _jsonl_prompts if path.suffix in (".jsonl", ".json") else _text_prompts
     prompts = []
     for prompt in read(path, lines):
@@ -89,7 +94,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
     elif tokenizer is None:
         raise InputError("the model has no tokenizer; give prompts as lists of token ids")
     elif isinstance(prompt, str) and not (chat and tokenizer.chat_template):
-        token_ids = tokenizer(prompt)["input_ids"]
+        token_ids = _tokenize(tokenizer, prompt)
     else:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not tokenizer.chat_template:
@@ -98,6 +103,13 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
     if not token_ids:
         raise InputError("the prompt has no tokens")
     return tuple(token_ids)
+
+
+def _tokenize(tokenizer: Any, prompt: str) -> list[int]:
+    try:
+        return tokenizer(prompt)["input_ids"]
+    except Exception as error:  # half a surrogate pair, for one, is refused with whatever the tokenizer likes
+        raise InputError(f"the tokenizer refuses this prompt: {error}") from error
 
 
 def _apply_template(tokenizer: Any, messages: Any) -> list[int]:

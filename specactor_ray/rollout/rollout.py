@@ -130,21 +130,27 @@ class Rollout:
         Raises:
             ConfigError: A method is not in the configuration, or a number is negative.
         """
-        _get(self._controller.scale.remote(dict(drafters)))
+        get_or_raise(self._controller.scale.remote(dict(drafters)))
 
     def status(self) -> list[dict[str, Any]]:
         """One row per actor: id, kind, phase, placement and counters."""
-        return _get(self._controller.status.remote())
+        return get_or_raise(self._controller.status.remote())
 
     def metrics(self) -> RolloutMetrics:
         """Counters over all verifiers since the start or the last `reset_metrics`."""
-        return RolloutMetrics.merge(self._dispatcher.counters.values())
+        # A copy: progress is shown from another thread, while verifiers may join.
+        return RolloutMetrics.merge(list(self._dispatcher.counters.values()))
 
     def reset_metrics(self) -> None:
         """Set the verifiers' counters to zero (after a warm-up)."""
-        view = _get(self._controller.view.remote())
+        view = get_or_raise(self._controller.view.remote())
         ray.get([handle.reset_metrics.remote() for handle in view.verifiers.values()])
         self._dispatcher.counters.clear()
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the Ray cluster, for `cluster.address` of another process."""
+        return self._connection.address
 
     @property
     def committed_tokens(self) -> int:
@@ -211,7 +217,7 @@ def sampling_from_config(config: Config) -> SamplingParams:
     )
 
 
-def _get(ref: Any, timeout_s: float = 60.0) -> Any:
+def get_or_raise(ref: Any, timeout_s: float = 60.0) -> Any:
     """`ray.get` that raises the original error of this package instead of Ray's wrapping of it."""
     try:
         return ray.get(ref, timeout=timeout_s)

@@ -42,7 +42,7 @@ class RowOutput:
     margins: list[float] | None = None
     """Perturbed top-2 margin of each token, when the engine was asked to record it."""
     hidden_states: Any = None
-    """`(len(token_ids), layers * hidden)` float tensor: states of the positions that predicted the tokens, if exported."""
+    """`(len(token_ids), layers * hidden)`: states of the positions that predicted the tokens, if exported."""
     finish_reason: str | None = None
     """`stop`, `length`, `error`, or None while the request goes on."""
     error: str = ""

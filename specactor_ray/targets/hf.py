@@ -319,7 +319,9 @@ class HfEngine:
                 _keep_first(output, i + 1)
                 output.finish_reason = "stop"
                 return
-        if row.committed + len(output.token_ids) >= row.request.sampling.max_tokens or len(row.context) + len(output.token_ids) >= self.max_model_len:
+        tokens = row.committed + len(output.token_ids)
+        context = len(row.context) + len(output.token_ids)
+        if tokens >= row.request.sampling.max_tokens or context >= self.max_model_len:
             output.finish_reason = "length"
 
 

@@ -25,6 +25,7 @@ from specactor_ray.queues.conflation import for_drafter, for_verifier
 from specactor_ray.queues.outbox import Outbox
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
+from tests.misbehaving import Crasher, Liar
 from tests.tiny import tiny_draft, tiny_target
 from tests.unit.engine_conformance import requests, run
 
@@ -180,54 +181,12 @@ def test_the_self_drafter_is_always_right() -> None:
     assert snapshot["accepted_tokens"] / snapshot["drafted_tokens"] > 0.95
 
 
-class Rubbish:
-    """A proposer that lies: random tokens, tokens out of range, far too long tails, foreign requests."""
-
-    method = "rubbish"
-    vocab_size = None
-    weight_version = 0
-
-    def __init__(self, seed: int, raises: bool = False) -> None:
-        self._rng, self._raises = random.Random(seed), raises
-        self._known: dict[str, int] = {}
-
-    def open(self, request_id: str, prompt: Any, committed: Any, sampling: SamplingParams, window: int) -> None:
-        self._known[request_id] = len(committed)
-
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
-        if request_id not in self._known:
-            return False
-        self._known[request_id] = start + len(token_ids)
-        return True
-
-    def extend(self) -> list[str]:
-        if self._raises and self._rng.random() < 0.3:
-            raise RuntimeError("a drafter's bug")
-        return list(self._known)
-
-    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
-        base = self._known[request_id] + self._rng.choice([0, 0, 0, -1, 3])
-        tokens = [self._rng.randrange(500) for _ in range(self._rng.choice([0, 1, 5, 3000]))]
-        if self._rng.random() < 0.1:
-            tokens.append(-7)
-        return base, tuple(tokens)
-
-    def pending(self, request_id: str) -> bool:
-        return self._rng.random() < 0.5
-
-    def close(self, request_id: str, finished: bool = True) -> None:
-        self._known.pop(request_id, None)
-
-    def load_weights(self, version: int, state_dict: Any) -> None:
-        pass
-
-
 @pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.DECOUPLED])
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_lying_or_crashing_drafter_is_only_slow(mode: Mode, raises: bool) -> None:
     batch = requests(8, 1.0)
     breaker = BreakerConfig(min_drafted=32, min_acceptance=0.1, cooldown_s=60.0)
-    bench = Bench({"liar": Rubbish(1, raises)}, mode, coupled_wait_s=0.05, breaker=breaker)
+    bench = Bench({"liar": (Crasher if raises else Liar)()}, mode, coupled_wait_s=0.05, breaker=breaker)
     try:
         assert bench.run(batch) == truth_of(batch)
         snapshot = bench.verifier.snapshot()

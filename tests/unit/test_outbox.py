@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from specactor_ray.messages import Commit, DraftTail, Progress
 from specactor_ray.queues.conflation import for_drafter, for_rollout, for_verifier
 from specactor_ray.queues.mailbox import Mailbox
-from specactor_ray.queues.outbox import Outbox
+from specactor_ray.queues.outbox import Outbox, ray_sender
 
 
 class Wire:
@@ -128,6 +128,26 @@ def test_journal_events_arrive_once_and_in_order_through_a_slow_wire() -> None:
             outbox.post([event])
         assert outbox.join(10.0)
     assert received == events
+
+
+def test_ray_sender_hands_the_batch_to_the_method_as_its_one_argument() -> None:
+    class Reference:
+        def __init__(self, batch: list[object]) -> None:
+            self.batch = batch
+
+        def future(self) -> Future[object]:
+            done: Future[object] = Future()
+            done.set_result(self.batch)
+            return done
+
+    class Method:
+        remote = Reference
+
+    received = ray_sender(Method())([1, 2]).result()
+    assert received == [1, 2]
+    outbox = Outbox(ray_sender(Method()), for_drafter())
+    outbox.post([commit(0, 1)])
+    assert not outbox.in_flight, "a delivery that is done at once is noticed at once"
 
 
 def test_deliveries_never_overlap_and_the_newest_arrives() -> None:

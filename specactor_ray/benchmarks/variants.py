@@ -1,0 +1,113 @@
+"""Which variants a comparison of modes runs: every one on the same cores, drafters' cores counted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.config.validate import validate
+from specactor_ray.errors import ConfigError, InputError
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One configuration to measure."""
+
+    label: str
+    """Mode and layout: `plain 1x2` is one verifier of two cores, `decoupled 1x1 + 1` adds a draft core."""
+    batch: int
+    """Requests that run at once for each verifier of the configuration as it was given."""
+    config: Config
+
+    @property
+    def mode(self) -> ModeName:
+        return self.config.mode
+
+    @property
+    def draft_cores(self) -> int:
+        """Cores of the draft actors' own; in coupled mode they take turns with the verifier on its cores."""
+        return draft_cores(self.config) if self.mode is ModeName.decoupled else 0
+
+    @property
+    def total_cores(self) -> int:
+        return self.config.target.replicas * self.config.target.cores + self.draft_cores
+
+
+def draft_cores(config: Config) -> int:
+    """CPU cores of all draft actors."""
+    return sum(drafter.replicas * drafter.cores for drafter in config.drafters)
+
+
+def plan_variants(config: Config, modes: Sequence[ModeName], batches: Sequence[int]) -> list[Variant]:
+    """The variants in the order they run: batch by batch, plain first.
+
+    `decoupled` is the configuration as given. Plain and coupled verifiers get the drafters' cores on top of their
+    own. Plain decoding may use the cores in the layout that suits it best: all cores in the given verifiers, as
+    many verifiers more as the drafters' cores can hold (the batch is then shared out), or one core per verifier.
+
+    Raises:
+        InputError: `modes` lacks plain, which the others are compared with, or a batch is below 1.
+        ConfigError: The drafters' cores cannot be shared out evenly, or a batch contradicts another key.
+    """
+    if ModeName.plain not in modes:
+        raise InputError("--modes must contain plain: the other modes are compared with it")
+    if not batches or min(batches) < 1:
+        raise InputError("--batch must name one batch size or more, each 1 or more")
+    _reject_drafters_on_gpus(config)
+    variants = [
+        variant for batch in batches for mode in ModeName if mode in modes for variant in _variants(config, mode, batch)
+    ]
+    for variant in variants:
+        validate(variant.config)
+    return variants
+
+
+def _variants(config: Config, mode: ModeName, batch: int) -> Iterator[Variant]:
+    target = config.target
+    if mode is ModeName.decoupled:
+        label = f"decoupled {target.replicas}x{target.cores} + {draft_cores(config)}"
+        yield _variant(config, mode, batch, label, target.replicas, target.cores, batch)
+        return
+    layouts = [(target.replicas, target.cores + _extra_cores(config))]
+    if mode is ModeName.plain:
+        layouts += _other_plain_layouts(config, batch)
+    for replicas, cores in dict.fromkeys(layouts):
+        rows = -(-batch * target.replicas // replicas)
+        yield _variant(config, mode, batch, f"{mode.value} {replicas}x{cores}", replicas, cores, rows)
+
+
+def _reject_drafters_on_gpus(config: Config) -> None:
+    for index, drafter in enumerate(config.drafters):
+        if drafter.gpus:
+            problem = "only CPU cores are shared out among the variants; plain decoding would go without this GPU."
+            raise ConfigError(f"drafters.{index}.gpus", problem, "use 0 in this benchmark.")
+
+
+def _extra_cores(config: Config) -> int:
+    """Cores that each verifier has more when there are no drafters."""
+    extra, rest = divmod(draft_cores(config), config.target.replicas)
+    if rest:
+        problem = f"{draft_cores(config)} draft cores cannot be shared out evenly among the verifiers."
+        fix = f"choose drafters whose cores are a multiple of target.replicas ({config.target.replicas})."
+        raise ConfigError("drafters", f"{problem} Plain decoding on the same cores cannot be measured.", fix)
+    return extra
+
+
+def _other_plain_layouts(config: Config, batch: int) -> Iterator[tuple[int, int]]:
+    target = config.target
+    more, rest = divmod(draft_cores(config), target.cores)
+    replicas = target.replicas + more
+    if more and not rest and batch * target.replicas % replicas == 0:
+        yield replicas, target.cores
+    yield target.replicas, 1
+
+
+def _variant(config: Config, mode: ModeName, batch: int, label: str, replicas: int, cores: int, rows: int) -> Variant:
+    chosen = copy.deepcopy(config)
+    chosen.mode = mode
+    chosen.run.name = None  # every variant is a run of its own
+    chosen.target.replicas, chosen.target.cores, chosen.target.max_batch = replicas, cores, rows
+    chosen.target.record_margins = True  # so that a difference can be told from a near-tie
+    return Variant(label, batch, chosen)

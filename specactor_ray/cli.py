@@ -1,0 +1,242 @@
+"""The `specactor` command: parse, validate, call the library, choose the exit code.
+
+Exit codes: 0 done; 1 it ran but failed (every prompt failed, tokens differ, or an unexpected error, with its
+traceback); 2 a mistake in the command, the configuration, the input or the cluster; 130 interrupted.
+What loads ray or torch is imported inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specactor_ray.errors import EXIT_USER_ERROR, InputError, SpecActorError, UserError
+
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+
+app = typer.Typer(
+    name="specactor",
+    help="Lossless decoupled speculative decoding for RL rollouts, on Ray.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", "-c", help="YAML file. Default: the built-in defaults.", show_default=False)
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Overrides, such as target.max_batch=8.", show_default=False),
+]
+Run = Annotated[str | None, typer.Option("--run", help="Name of the run. Default: the only one.", show_default=False)]
+Address = Annotated[
+    str, typer.Option("--address", envvar="RAY_ADDRESS", help="host:port of the Ray cluster, as the run printed it.")
+]
+
+
+@app.command()
+def config(
+    config_file: ConfigFile = None,
+    overrides: Overrides = None,
+    help_keys: Annotated[bool, typer.Option("--help-keys", help="Explain every key instead.")] = False,
+) -> None:
+    """Print the resolved configuration as YAML."""
+    from specactor_ray.config import load_config, to_yaml
+    from specactor_ray.config.describe import describe
+    from specactor_ray.observability.console import make_console
+    from specactor_ray.observability.report import config_keys_table
+
+    if help_keys:
+        rows = [(doc.key, doc.type, doc.default, doc.doc) for doc in describe()]
+        make_console().print(config_keys_table(rows))
+        return
+    sys.stdout.write(to_yaml(load_config(config_file, overrides or ())))
+
+
+@app.command()
+def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Roll out the prompts of data.path and write trajectories (JSONL) and a summary (JSON).
+
+    Trajectories are written to OUTPUT.partial as they end; the file gets its own name when all have.
+    """
+    from specactor_ray.config import load_config
+    from specactor_ray.observability.console import log_through, make_console, say
+    from specactor_ray.observability.report import reason_lines, rollout_table
+
+    settings = load_config(config_file, overrides or ())
+    progress = make_console(sys.stderr)
+    log_through(progress, settings.run.log_level)
+    from specactor_ray.rollout.run import run_rollout
+
+    outcome = run_rollout(settings, progress)
+    console = make_console()
+    console.print(rollout_table(outcome.summary))
+    for line in reason_lines(outcome.summary["trajectories"]["failures"]):
+        say(console, line)
+    say(console, f"trajectories: {outcome.trajectories}\nsummary and configuration: {outcome.folder}")
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def scale(
+    drafters: Annotated[list[str], typer.Argument(metavar="METHOD=N", help="Draft actors wanted, as in ngram=2.")],
+    run: Run = None,
+    address: Address = "auto",
+) -> None:
+    """Add or remove draft actors while a rollout runs."""
+    wanted = parse_scale(drafters)
+    from specactor_ray.observability.console import make_console, say
+    from specactor_ray.observability.report import status_table
+    from specactor_ray.rollout.attach import scale_run
+
+    name, rows = scale_run(run, wanted, address)
+    console = make_console()
+    say(console, f"run {name}: wanted now {', '.join(f'{method}={count}' for method, count in wanted.items())}")
+    console.print(status_table(rows))
+
+
+@app.command()
+def status(run: Run = None, address: Address = "auto") -> None:
+    """Show the actors of a run."""
+    from specactor_ray.observability.console import make_console, say
+    from specactor_ray.observability.report import status_table
+    from specactor_ray.rollout.attach import status_of_run
+
+    name, rows = status_of_run(run, address)
+    console = make_console()
+    say(console, f"run {name}")
+    console.print(status_table(rows))
+
+
+@bench.command("rollout")
+def bench_rollout(
+    config_file: ConfigFile = None,
+    overrides: Overrides = None,
+    modes: Annotated[str, typer.Option(help="Modes to compare, plain among them.")] = "plain,coupled,decoupled",
+    prompts: Annotated[Path | None, typer.Option(help="Prompts. Default: data.path.", show_default=False)] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Batch sizes, as in 1,4,16. Default: target.max_batch.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Output tokens. Default: sampling.max_tokens.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Report. Default: bench.json in a new run folder.", show_default=False)
+    ] = None,
+) -> None:
+    """Compare the modes on the same prompts, seeds and cores; exit code 1 if any token differs from plain decoding."""
+    from specactor_ray.config import load_config
+    from specactor_ray.observability.console import log_through, make_console
+
+    settings = load_config(config_file, [*(overrides or ()), "target.record_margins=true"])
+    if prompts is not None:
+        settings.data.path = str(prompts)
+    if max_tokens is not None:
+        settings.sampling.max_tokens = max_tokens
+    chosen, batches = parse_modes(modes), parse_batches(batch, settings.target.max_batch)
+    progress = make_console(sys.stderr)
+    log_through(progress, settings.run.log_level)
+    from specactor_ray.benchmarks.rollout_modes import all_identical, run_bench
+
+    report = run_bench(settings, chosen, batches, output, progress)
+    _show_bench(report)
+    if report["status"] == "interrupted":
+        raise typer.Exit(EXIT_INTERRUPTED)
+    raise typer.Exit(0 if all_identical(report) else EXIT_FAILED)
+
+
+def _show_bench(report: dict) -> None:
+    from specactor_ray.observability.console import make_console, say
+    from specactor_ray.observability.report import difference_lines, reason_lines, speed_table, time_table
+
+    console = make_console()
+    results = report["results"]
+    if not results:
+        say(console, "interrupted before the first variant was measured; no report was written")
+        return
+    console.print(speed_table(results))
+    console.print(time_table(results))
+    for result in results:
+        for line in reason_lines(result["failures"]):
+            say(console, f"{result['variant']}, batch {result['batch']}:{line}")
+    for line in difference_lines(results):
+        say(console, line)
+    say(console, f"report: {report['output']}")
+
+
+def parse_scale(items: Sequence[str]) -> dict[str, int]:
+    """`["ngram=2"]` → `{"ngram": 2}`.
+
+    Raises:
+        InputError: An item is not METHOD=N.
+    """
+    wanted = {}
+    for item in items:
+        method, separator, count = item.partition("=")
+        if not (method and separator and count.isdecimal()):
+            raise InputError(f"{item!r} is not METHOD=N with a whole number, 0 or more; for example ngram=2")
+        wanted[method] = int(count)
+    return wanted
+
+
+def parse_modes(text: str) -> list:
+    """`plain,decoupled` → the modes.
+
+    Raises:
+        InputError: A name is not a mode.
+    """
+    from specactor_ray.config.schema import ModeName
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in ModeName.__members__]
+    if unknown:
+        raise InputError(f"--modes: {unknown[0]!r} is not a mode; the modes are {', '.join(ModeName.__members__)}")
+    return [ModeName[name] for name in names]
+
+
+def parse_batches(text: str | None, default: int) -> list[int]:
+    """`1,4,16` → the numbers, each once.
+
+    Raises:
+        InputError: One of them is not a whole number of 1 or more.
+    """
+    if text is None:
+        return [default]
+    items = [item.strip() for item in text.split(",")]
+    bad = [item for item in items if not item.isdecimal() or int(item) < 1]
+    if bad:
+        raise InputError(f"--batch: {bad[0]!r} is not a batch size; give whole numbers of 1 or more, such as 1,4,16")
+    return list(dict.fromkeys(int(item) for item in items))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line (default: that of this process) and exit with its code."""
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="specactor")
+    except SpecActorError as error:
+        from specactor_ray.observability.console import show_error
+
+        show_error(str(error))
+        sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
+
+
+def run_as_job(command: Sequence[str], arguments: Sequence[str]) -> None:
+    """Run a command on the cluster at hand: that of the Ray job this is, or of RAY_ADDRESS; without either, as usual.
+
+    `cluster.address=auto` comes before the arguments, so an address among them wins; one in the configuration file
+    does not: a file made for one machine can be submitted to a cluster without starting a second one there.
+    """
+    in_cluster = any(os.environ.get(name) for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"))
+    main([*command, *(["cluster.address=auto"] if in_cluster else []), *arguments])
+
+
+if __name__ == "__main__":
+    main()

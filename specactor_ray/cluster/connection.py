@@ -1,0 +1,195 @@
+"""Joining or starting a Ray cluster, with errors that come within seconds and say what to do.
+
+Left alone, Ray waits two minutes for a cluster that is not there and then ends the process from C++. So the
+address is asked whether it is alive, and whether it takes our token, before Ray is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from specactor_ray.cluster.names import NAMESPACE
+from specactor_ray.config.schema import ClusterConfig
+from specactor_ray.errors import ClusterError
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TIMEOUT_S = 5.0
+_TWO_FIXES = "start one with `ray start --head` (and give its address), or use cluster.address=local."
+_LONGEST_TEMP_DIR = 40
+"""Ray puts Unix sockets about 65 characters below its folder, and their paths may have at most 107."""
+
+
+class Connection:
+    """This process's tie to a Ray cluster; a context manager.
+
+    Attributes:
+        address: `host:port` of the cluster, for `cluster.address` of another process.
+        owned: Whether the cluster was started here and ends with the connection.
+    """
+
+    def __init__(self, address: str, owned: bool, joined: bool, temp_dir: Path | None = None) -> None:
+        self.address, self.owned = address, owned
+        self._joined, self._temp_dir = joined, temp_dir
+        self._closed = False
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the cluster; end it and remove its files if it was started here. Harmless when repeated.
+
+        A Ray that was already initialised before `connect` stays as it is.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._joined and ray.is_initialized():
+            ray.shutdown()
+        if self._temp_dir is not None:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def connect(config: ClusterConfig) -> Connection:
+    """Join or start the cluster that `config` names.
+
+    Raises:
+        ClusterError: It is not there, does not answer as a Ray cluster, wants a token that we lack, or could
+            not be started; the message names the address and the fix.
+    """
+    if ray.is_initialized():
+        return Connection(ray.get_runtime_context().gcs_address, owned=False, joined=False)
+    if config.address == "local":
+        return _start_private_cluster(config)
+    address = _resolve(config.address)
+    _probe(address, _token(look_for_saved=config.address == "auto"))
+    try:
+        # `auto` also makes Ray look for a saved token; a spelled-out address does not.
+        ray.init(address="auto" if config.address == "auto" else address, **_quiet())
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise ClusterError(f"could not join the Ray cluster at {address}: {error}") from None
+    return Connection(ray.get_runtime_context().gcs_address, owned=False, joined=True)
+
+
+def _quiet() -> dict[str, Any]:
+    return {"namespace": NAMESPACE, "logging_level": logging.ERROR, "configure_logging": True}
+
+
+def _start_private_cluster(config: ClusterConfig) -> Connection:
+    cpus = config.num_cpus if config.num_cpus is not None else len(os.sched_getaffinity(0))
+    base = tempfile.gettempdir()
+    temp_dir = Path(tempfile.mkdtemp(prefix="specactor-", dir=base if len(base) < _LONGEST_TEMP_DIR - 20 else "/tmp"))
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            num_gpus=config.num_gpus,
+            include_dashboard=False,
+            _temp_dir=str(temp_dir),
+            **_quiet(),
+        )
+    except BaseException as error:
+        ray.shutdown()
+        shutil.rmtree(temp_dir, ignore_errors=True)
+        if isinstance(error, Exception):
+            raise ClusterError(f"a private Ray cluster with {cpus} CPUs could not be started: {error}") from error
+        raise
+    return Connection(ray.get_runtime_context().gcs_address, owned=True, joined=True, temp_dir=temp_dir)
+
+
+def _resolve(address: str) -> str:
+    """`host:port` for `auto` or what the user wrote; checked for its form."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or _running_here()
+    host, _, port = address.rpartition(":")
+    if "/" in address or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ClusterError(
+            f"{address!r} is not the address of a Ray cluster; it must be host:port, such as 10.0.0.5:6379 "
+            "(the one `ray start --head` prints, not the dashboard's and not a ray:// one), `auto` or `local`."
+        )
+    return address
+
+
+def _running_here() -> str:
+    try:
+        from ray._private.services import get_ray_address_from_environment  # noqa: PLC2701
+
+        return str(get_ray_address_from_environment("auto", None))
+    except (ConnectionError, ImportError):
+        raise ClusterError(
+            "cluster.address=auto: no Ray cluster runs on this machine and RAY_ADDRESS is not set. Fix: " + _TWO_FIXES
+        ) from None
+
+
+def _probe(address: str, token: str) -> None:
+    """Ask the cluster at `host:port` whether it is alive and takes our token; seconds, never minutes."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    try:
+        socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        raise ClusterError(f"no Ray cluster answers at {address} ({reason}). Fix: {_TWO_FIXES}") from None
+    try:
+        import grpc
+        from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+    except ImportError:  # a minimal Ray: the open port must do
+        return
+    with grpc.insecure_channel(address) as channel:
+        stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        metadata = [("authorization", f"Bearer {token}")] if token else None
+        try:
+            request = gcs_service_pb2.CheckAliveRequest()
+            reply = stub.CheckAlive(request, timeout=_PROBE_TIMEOUT_S, metadata=metadata)
+        except grpc.RpcError as error:
+            raise ClusterError(_why_refused(address, error.code().name, bool(token))) from None
+    if reply.ray_version and reply.ray_version != ray.__version__:
+        raise ClusterError(
+            f"the cluster at {address} runs Ray {reply.ray_version}, this process Ray {ray.__version__}. "
+            "Fix: install the same version on both sides."
+        )
+
+
+def _why_refused(address: str, code: str, had_token: bool) -> str:
+    if code == "UNAUTHENTICATED":
+        found = "the token of this process is not the cluster's" if had_token else "this process has no token"
+        return (
+            f"the Ray cluster at {address} wants an authentication token, and {found}. Fix: set RAY_AUTH_MODE=token "
+            "and RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN)."
+        )
+    return f"something listens at {address}, but it does not answer as a Ray cluster ({code}). Fix: {_TWO_FIXES}"
+
+
+def _token(look_for_saved: bool) -> str:
+    """The token Ray would send; empty when it would send none.
+
+    Args:
+        look_for_saved: Without RAY_AUTH_MODE, Ray uses the saved token only for a cluster that it found itself.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE")
+    if mode is None and not look_for_saved:
+        return ""
+    if mode is not None and mode.lower() != "token":
+        return ""
+    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
+    if token:
+        return token
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,54 @@
+"""Names of runs, actors and placement groups; everything a run owns can be found by its name.
+
+`specactor::<run>::controller` is the one name others look up. Actors that are replaced come back under a new
+incarnation suffix, so that a message to or from the old one can never be taken for one of the new one.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+
+NAMESPACE = "specactor"
+"""The Ray namespace of all named actors of this package."""
+
+_PREFIX = "specactor"
+_CONTROLLER = re.compile(rf"{_PREFIX}::(?P<run>.+)::controller")
+
+
+def new_run_name(now: float | None = None) -> str:
+    """`20260131-142501-3f2a`: date and time (local) and a random suffix.
+
+    Args:
+        now: Seconds since the epoch; default: the current time.
+    """
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(2)}"
+
+
+def new_actor_id(stem: str, taken: set[str]) -> str:
+    """A fresh incarnation of `stem`, such as `ngram-1#9c0d`; never one of `taken`."""
+    while True:
+        actor_id = f"{stem}#{secrets.token_hex(2)}"
+        if actor_id not in taken:
+            return actor_id
+
+
+def stem_of(actor_id: str) -> str:
+    """`ngram-1` of `ngram-1#9c0d`: the part that every incarnation shares."""
+    return actor_id.partition("#")[0]
+
+
+def controller_name(run: str) -> str:
+    return f"{_PREFIX}::{run}::controller"
+
+
+def actor_name(run: str, actor_id: str) -> str:
+    """Name of an actor or of its placement group in the cluster."""
+    return f"{_PREFIX}::{run}::{actor_id}"
+
+
+def run_of_controller(name: str) -> str | None:
+    """The run whose controller is called `name`; None when it is not a controller's name."""
+    found = _CONTROLLER.fullmatch(name)
+    return found["run"] if found else None

@@ -1,0 +1,191 @@
+"""Placement groups: one per verifier and one per draft actor, waited for with a limit and a readable refusal.
+
+A group that cannot be satisfied never becomes ready and Ray says nothing. Here the wait ends, and the message
+sets what was asked for against what each node has.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from specactor_ray.errors import ClusterError
+
+logger = logging.getLogger(__name__)
+
+_FIX = "Fix: fewer replicas, cores or GPUs (target.*, drafters.*), or a bigger cluster."
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one actor needs, all on one node."""
+
+    owner: str
+    """Actor id; also names the group."""
+    cpus: float
+    gpus: float = 0.0
+
+    def bundle(self) -> dict[str, float]:
+        """The resources as Ray counts them; never empty, which Ray would refuse."""
+        wanted = {"CPU": float(self.cpus), "GPU": float(self.gpus)}
+        return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": 0.001}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A placement group that stands, resolved to its node."""
+
+    group: PlacementGroup
+    bundle_index: int
+    node_id: str
+    node_ip: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSupply:
+    """What one live node has."""
+
+    node_id: str
+    ip: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+def request(name: str, demand: Demand) -> PlacementGroup:
+    """Ask for a group; returns at once, whether or not there is room. It ends with the actor or job that asked."""
+    return placement_group([demand.bundle()], strategy="PACK", name=name, lifetime=None)
+
+
+def resolve(group: PlacementGroup) -> Placement | None:
+    """Where the group stands; None while it waits for room or for its node's replacement. Does not block."""
+    table = placement_group_table(group)
+    if table.get("state") != "CREATED":
+        return None
+    node_id = table["bundles_to_node_id"][0]
+    node = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
+    return Placement(group, 0, node_id, node["NodeManagerAddress"]) if node else None
+
+
+def wait_for_all(
+    groups: Mapping[str, PlacementGroup], demands: Sequence[Demand], timeout_s: float, supply: Sequence[NodeSupply]
+) -> dict[str, Placement]:
+    """Wait until every group stands.
+
+    Args:
+        groups: Owner → group.
+        demands: What the groups ask for, for the message.
+        timeout_s: Longest wait for all of them together.
+        supply: What the nodes had before the groups were asked for.
+
+    Raises:
+        ClusterError: Not all stood in time; the message shows demand and supply. All of them were removed.
+    """
+    deadline = time.monotonic() + timeout_s
+    placed: dict[str, Placement] = {}
+    try:
+        while True:
+            for owner in groups.keys() - placed.keys():
+                where = resolve(groups[owner])
+                if where is not None:
+                    placed[owner] = where
+            if len(placed) == len(groups):
+                return placed
+            if time.monotonic() >= deadline:
+                missing = sorted(groups.keys() - placed.keys())
+                problem = f"{len(missing)} of {len(groups)} actors found no room within {timeout_s:g} s"
+                raise ClusterError(f"{problem}: {', '.join(missing)}.\n{demand_against_supply(demands, supply)}")
+            time.sleep(0.05)
+    except BaseException:
+        for group in groups.values():
+            remove(group)
+        raise
+
+
+def remove(group: PlacementGroup) -> None:
+    """Give the group's resources back; harmless when it is gone. Actors that run in it are ended by Ray."""
+    try:
+        remove_placement_group(group)
+    except Exception as error:  # noqa: BLE001 - teardown goes on, whatever state the cluster is in
+        logger.debug("removing a placement group failed: %s", error)
+
+
+def is_standing(group: PlacementGroup) -> bool:
+    """Whether an actor could be started in the group now."""
+    return resolve(group) is not None
+
+
+def cluster_supply() -> list[NodeSupply]:
+    """The live nodes, with what they have in all and what is free now."""
+    try:
+        from ray._private.state import available_resources_per_node  # noqa: PLC2701 - nothing public tells it
+
+        free = available_resources_per_node()
+    except (ImportError, RuntimeError):
+        free = {}
+    return [
+        NodeSupply(
+            node["NodeID"], node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], node["Resources"])
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def can_ever_fit(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> bool:
+    """False when the demands exceed all that these nodes have, other users apart."""
+    for name in ("CPU", "GPU"):
+        wanted = [demand.bundle().get(name, 0.0) for demand in demands]
+        have = [node.total.get(name, 0.0) for node in supply]
+        if sum(wanted) > sum(have) + 1e-6 or max(wanted, default=0.0) > max(have, default=0.0) + 1e-6:
+            return False
+    return True
+
+
+def demand_against_supply(demands: Sequence[Demand], supply: Sequence[NodeSupply]) -> str:
+    """A table for people: what every actor asks for, what every node has, and the fix."""
+    lines = ["Demand:"]
+    lines += [f"  {demand.owner:<24} {_amounts(demand.bundle())}" for demand in demands]
+    total = {name: sum(demand.bundle().get(name, 0.0) for demand in demands) for name in ("CPU", "GPU")}
+    lines += [f"  {'in all':<24} {_amounts(total)}", "Supply (total, and free before this request):"]
+    lines += [
+        f"  {f'{node.ip} ({node.node_id[:8]})':<24} {_amounts(node.total)}, free {_amounts(node.free)}"
+        for node in supply
+    ] or ["  no live node"]
+    return "\n".join([*lines, _FIX])
+
+
+def on_node(node_id: str) -> dict[str, Any]:
+    """Options of a small task that must run on this node and takes nothing from anyone."""
+    strategy = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
+    return {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
+
+
+def refuse_shared_gpus(gpus: Mapping[str, tuple[str, Sequence[str]]]) -> None:
+    """Check that no two actors use the same GPU of one node.
+
+    Args:
+        gpus: Actor id → (node id, GPU ids it sees).
+
+    Raises:
+        ClusterError: Two of them do; both are named.
+    """
+    seen: dict[tuple[str, str], str] = {}
+    for actor_id, (node_id, ids) in gpus.items():
+        for gpu in ids:
+            other = seen.setdefault((node_id, str(gpu)), actor_id)
+            if other != actor_id:
+                raise ClusterError(
+                    f"{actor_id} and {other} both use GPU {gpu} of node {node_id[:8]}; decoupled drafters need GPUs of "
+                    "their own. Fix: give both whole GPUs (target.gpus, drafters.*.gpus), or use mode=coupled."
+                )
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return f"{resources.get('CPU', 0.0):g} CPU, {resources.get('GPU', 0.0):g} GPU"

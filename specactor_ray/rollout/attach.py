@@ -1,0 +1,59 @@
+"""Looking at and changing a rollout of another process: what `specactor status` and `specactor scale` do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specactor_ray.cluster.connection import connect
+from specactor_ray.config.schema import ClusterConfig
+from specactor_ray.controller.controller import find_controller, list_runs
+from specactor_ray.errors import InputError
+from specactor_ray.rollout.rollout import get_or_raise
+
+
+def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tuple[str, list[dict[str, Any]]]:
+    """Set how many draft actors of each method a run should have.
+
+    Args:
+        run: Its name; None takes the only run of the cluster.
+        drafters: Method → number of draft actors.
+        address: `host:port` of the cluster, or `auto`.
+
+    Returns:
+        The run's name and one row per actor, as the controller sees them right after.
+
+    Raises:
+        ClusterError: There is no such cluster.
+        InputError: There is no such run.
+        ConfigError: The run has no such method, or a number is negative.
+    """
+    with _controller(run, address) as (name, controller):
+        get_or_raise(controller.scale.remote(dict(drafters)))
+        return name, get_or_raise(controller.status.remote())
+
+
+def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, Any]]]:
+    """The run's name and one row per actor.
+
+    Raises:
+        ClusterError: There is no such cluster.
+        InputError: There is no such run.
+    """
+    with _controller(run, address) as (name, controller):
+        return name, get_or_raise(controller.status.remote())
+
+
+@contextlib.contextmanager
+def _controller(run: str | None, address: str) -> Iterator[tuple[str, Any]]:
+    with connect(ClusterConfig(address=address)):
+        name = run or _only_run(list_runs())
+        yield name, find_controller(name)
+
+
+def _only_run(runs: list[str]) -> str:
+    if len(runs) == 1:
+        return runs[0]
+    found = f"there are {', '.join(runs)}; name one" if runs else "no run is going on in this cluster"
+    raise InputError(f"--run is not given, and {found}")

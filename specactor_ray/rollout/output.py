@@ -1,0 +1,134 @@
+"""Files a run writes. Nothing that exists is overwritten, and nothing half-written looks complete.
+
+Trajectories go to `NAME.partial`, each in one write as soon as it ended, so an interrupted run keeps all that had
+finished; the file gets its own name once the last trajectory is in it. The partial file is also the lock: of two
+runs with the same output the second is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from specactor_ray.cluster.names import new_run_name
+from specactor_ray.config import Config
+from specactor_ray.config.load import save_config
+from specactor_ray.errors import InputError
+
+CONFIG_FILE, SUMMARY_FILE, TRAJECTORIES_FILE = "config.yaml", "summary.json", "trajectories.jsonl"
+
+
+class TrajectoryWriter:
+    """Appends trajectories to a JSONL file that must not exist yet.
+
+    Raises:
+        InputError: The file, or what an interrupted run left for it, exists; or it cannot be created.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.partial = self.path.with_name(self.path.name + ".partial")
+        self.count = 0
+        self._complete = False
+        self._descriptor = self._claim()
+
+    def __enter__(self) -> TrajectoryWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def where(self) -> Path:
+        """The file that holds the trajectories now."""
+        return self.path if self._complete else self.partial
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one line. It is in the file when this returns, or not at all (a full disk raises OSError)."""
+        # A lone surrogate in a prompt has no UTF-8 form; its backslash escape is what JSON writes for it anyway.
+        line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        begin = os.lseek(self._descriptor, 0, os.SEEK_END)
+        # One unbuffered write: a signal between two writes would leave half a line.
+        if os.write(self._descriptor, line) < len(line):
+            os.ftruncate(self._descriptor, begin)
+            raise OSError(f"{self.partial}: the disk is full; {self.count} trajectories are in it")
+        self.count += 1
+
+    def complete(self) -> None:
+        """All trajectories are in the file: give it its name."""
+        os.fsync(self._descriptor)
+        os.rename(self.partial, self.path)
+        self._complete = True
+
+    def close(self) -> None:
+        """Keep what was written; a partial file without a single line is removed. Harmless when repeated."""
+        if self._descriptor < 0:
+            return
+        os.close(self._descriptor)
+        self._descriptor = -1
+        if not self._complete and self.count == 0:
+            self.partial.unlink(missing_ok=True)
+
+    def _claim(self) -> int:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError as error:
+            if error.filename != str(self.partial):
+                raise InputError(f"data.output: {error.filename} is not a folder") from None
+            raise InputError(
+                f"data.output: {self.partial} exists: another run writes it now, or one was interrupted and left "
+                "its finished trajectories there. Move it away or name another file"
+            ) from None
+        except OSError as error:
+            raise InputError(f"data.output: {self.path} cannot be created ({error.strerror})") from None
+        # Looked at after the partial file is ours: a run that ended a moment ago has renamed its own by now.
+        if os.path.lexists(self.path):
+            os.close(descriptor)
+            self.partial.unlink(missing_ok=True)
+            raise InputError(f"data.output: {self.path} exists and is never overwritten; name another file")
+        return descriptor
+
+
+def claim_run_folder(config: Config) -> Path:
+    """Name the run if it has no name yet, make its folder and save the resolved configuration in it.
+
+    Raises:
+        InputError: The folder holds another run, or cannot be made.
+    """
+    config.run.name = config.run.name or new_run_name()
+    folder = Path(config.run.dir).expanduser() / config.run.name
+    for name in (CONFIG_FILE, SUMMARY_FILE):
+        if (folder / name).exists():
+            raise InputError(f"run.name: {folder} holds an earlier run ({name} is there); choose another name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, folder / CONFIG_FILE)
+    except OSError as error:
+        raise InputError(f"run.dir: {folder} cannot be written to ({error.strerror})") from None
+    return folder
+
+
+def discard_run_folder(folder: Path) -> None:
+    """Remove the folder of a run that ended before it began: its configuration, and the folder if that was all."""
+    (folder / CONFIG_FILE).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # something else is in it, and stays
+        folder.rmdir()
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON file that is either complete or not there."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,206 @@
+"""One rollout from a configuration to files: what `specactor rollout` and `jobs/rollout.py` do."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+import yaml
+from rich.console import Console
+
+from specactor_ray.config import Config, to_yaml
+from specactor_ray.config.schema import ModeName
+from specactor_ray.errors import ConfigError
+from specactor_ray.observability.console import say
+from specactor_ray.observability.environment import hardware, versions
+from specactor_ray.observability.progress import ProgressState, RolloutProgress
+from specactor_ray.rollout.output import (
+    SUMMARY_FILE,
+    TRAJECTORIES_FILE,
+    TrajectoryWriter,
+    claim_run_folder,
+    discard_run_folder,
+    write_json,
+)
+from specactor_ray.rollout.prompts import Prompt, read_prompts
+from specactor_ray.rollout.rollout import Rollout
+from specactor_ray.rollout.trajectory import Trajectory
+
+EXIT_ALL_FAILED, EXIT_INTERRUPTED = 1, 130
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, for example of `ray job stop`: the same orderly end as Ctrl-C."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the trajectories so far."""
+
+    finished: int = 0
+    failed: int = 0
+    tokens: int = 0
+    """Output tokens of the trajectories that ended."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Reason of failure → how often."""
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+
+    def add(self, trajectory: Trajectory) -> None:
+        self.finish_reasons[trajectory.finish_reason] += 1
+        self.tokens += len(trajectory.token_ids)
+        if trajectory.finish_reason == "error":
+            self.failed += 1
+            self.reasons[trajectory.error] += 1
+        else:
+            self.finished += 1
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """What `run_rollout` did."""
+
+    summary: dict[str, Any]
+    folder: Path
+    trajectories: Path
+    """The file with all trajectories; after an interruption the partial file with those that had ended."""
+
+    @property
+    def exit_code(self) -> int:
+        if self.summary["status"] == "interrupted":
+            return EXIT_INTERRUPTED
+        counts = self.summary["trajectories"]
+        return EXIT_ALL_FAILED if counts["failed"] == counts["total"] else 0
+
+
+def run_rollout(config: Config, console: Console) -> RunOutcome:
+    """Roll out the prompts of `data.path` and write trajectories, summary and configuration.
+
+    Everything that can be checked without a cluster is checked before one is touched. An interruption (Ctrl-C,
+    SIGTERM) ends in order: actors stop, finished trajectories are kept, the outcome says `interrupted`.
+
+    Args:
+        config: The resolved configuration; `run.name` is filled in if it is not set.
+        console: Where progress is shown.
+
+    Raises:
+        UserError: Something in the configuration, the prompts or the cluster is wrong; no file is left behind.
+    """
+    if config.data.path is None:
+        raise ConfigError("data.path", "is not set.", "name a file of prompts: data.path=prompts.jsonl")
+    prompts = read_prompts(config.data.path, config.data.limit)
+    folder = claim_run_folder(config)
+    try:
+        with TrajectoryWriter(config.data.output or folder / TRAJECTORIES_FILE) as writer, sigterm_interrupts():
+            return _run(config, prompts, folder, writer, console)
+    except BaseException:
+        if not (folder / SUMMARY_FILE).exists():
+            discard_run_folder(folder)
+        raise
+
+
+def _run(config: Config, prompts: list[Prompt], folder: Path, writer: TrajectoryWriter, console: Console) -> RunOutcome:
+    begin = time.monotonic()
+    say(console, f"run {config.run.name}: starting {config.mode.value} actors, results go to {folder}")
+    status, error, tally = "failed", "", Tally()
+    started, summary = time.strftime("%Y-%m-%dT%H:%M:%S%z"), {}
+    with Rollout(config) as rollout:
+        start_seconds = time.monotonic() - begin
+        _announce(rollout, console)
+        begin = time.monotonic()
+        try:
+            _consume(rollout, prompts, writer, tally, console)
+            writer.complete()
+            status = "complete"
+        except KeyboardInterrupt as interrupt:
+            status = "interrupted"
+            error = "SIGTERM" if isinstance(interrupt, Terminated) else "Ctrl-C"
+            say(console, f"{error}: shutting down, {writer.count} finished trajectories are saved")
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            raise
+        finally:
+            summary = {
+                "run": rollout.run_name,
+                "status": status,
+                "error": error,
+                "started": started,
+                "start_seconds": round(start_seconds, 3),
+                **_figures(rollout, tally, len(prompts) * config.data.n, time.monotonic() - begin),
+                "output": str(writer.where.resolve()),
+                "config": yaml.safe_load(to_yaml(config)),
+                "versions": versions(),
+                "hardware": {**hardware(), "cluster": _cluster_resources()},
+            }
+            write_json(folder / SUMMARY_FILE, summary)
+    return RunOutcome(summary, folder, writer.where)
+
+
+def _announce(rollout: Rollout, console: Console) -> None:
+    say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
+    if rollout.config.mode is not ModeName.plain:
+        command = f"specactor scale {rollout.config.drafters[0].method}=2 --run {rollout.run_name}"
+        say(console, f"run {rollout.run_name}: from another terminal, {command} --address {rollout.address}")
+
+
+def _consume(rollout: Rollout, prompts: list[Prompt], writer: TrajectoryWriter, tally: Tally, console: Console) -> None:
+    def read() -> ProgressState:
+        metrics = rollout.metrics()
+        done = tally.finished + tally.failed
+        return ProgressState(done, tally.failed, rollout.committed_tokens, metrics.acceptance_length, metrics.supply)
+
+    with RolloutProgress(console, "rollout", len(prompts) * rollout.config.data.n, read):
+        for trajectory in rollout.stream(prompts):
+            writer.write(trajectory.to_json())
+            tally.add(trajectory)
+
+
+def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict[str, Any]:
+    tokens = rollout.committed_tokens
+    return {
+        "seconds": round(seconds, 3),
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / max(seconds, 1e-9), 3),
+        "trajectories": {
+            "total": total,
+            "finished": tally.finished,
+            "failed": tally.failed,
+            "tokens": tally.tokens,
+            "finish_reasons": dict(tally.finish_reasons),
+            "failures": dict(tally.reasons),
+        },
+        "metrics": rollout.metrics().to_dict(),
+    }
+
+
+def _cluster_resources() -> dict[str, float]:
+    """CPUs, GPUs and accelerator types of the whole cluster."""
+    resources = ray.cluster_resources()
+    return {
+        name: amount for name, amount in resources.items() if name in ("CPU", "GPU") or name.startswith("accelerator")
+    }
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """While inside, SIGTERM raises `Terminated` in the main thread. Does nothing in any other thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,44 @@
+"""The engine on a GPU: the conformance suite on CUDA, and the noise of CUDA against that of the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.sampling import sample_rows
+from specactor_ray.targets.base import TargetEngine
+from specactor_ray.targets.hf import HfEngine
+from tests.tiny import tiny_target
+from tests.unit.engine_conformance import EngineConformance
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+class TestConformanceOnCuda(EngineConformance):
+    """fp32 with exact matmuls (no TF32), so that drafted and plain runs agree token for token."""
+
+    def make_engine(self, **limits: Any) -> TargetEngine:
+        from transformers import AutoModelForCausalLM
+
+        torch.backends.cuda.matmul.allow_tf32 = False
+        model = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32).to("cuda")
+        return HfEngine(RaggedModel(model, 64 << 20), [model.generation_config.eos_token_id], **limits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+def test_cuda_samples_what_the_cpu_samples(temperature: float) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(64, 5000) * 3
+    params = [SamplingParams(temperature, seed=i, top_k=(0, 40)[i % 2], top_p=(1.0, 0.9)[i % 3 == 0]) for i in range(64)]
+    positions = list(range(64))
+    on_cpu = sample_rows(logits, params, positions)
+    on_gpu = sample_rows(logits.cuda(), params, positions)
+    assert on_gpu.token_ids == on_cpu.token_ids
+    assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-4)

@@ -1,0 +1,228 @@
+"""Rollouts over real Ray actors: every mode gives the same tokens, whatever happens to drafters and verifiers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from specactor_ray import Rollout, SamplingParams
+from specactor_ray.config import Config
+from specactor_ray.config.load import from_mapping
+from specactor_ray.errors import ConfigError, InputError, ModelLoadError
+from specactor_ray.rollout.trajectory import Trajectory
+from tests.tiny import tiny_draft, tiny_prompts, tiny_target
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+PROMPTS = 16
+SAMPLES = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=12, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def config(mode: str, drafters: list[dict[str, Any]], verifiers: int = 2, **sections: Any) -> Config:
+    settings: dict[str, Any] = {
+        "mode": mode,
+        "target": {"model": str(tiny_target()), "replicas": verifiers, "max_batch": 6, "kv_cache_gb": 0.05},
+        "drafters": drafters,
+        # More actors than this machine has cores: the protocol is tested here, the placement elsewhere.
+        "cluster": {"address": "local", "pin_cores": False, "health_interval_s": 0.5, "health_timeout_s": 5.0},
+        "speculation": {"window": 6, "verify": "all", "draft_wait_s": 0.02, "coupled_wait_s": 0.5},
+        **sections,
+    }
+    return from_mapping(settings)
+
+
+NGRAM = {"method": "ngram", "replicas": 2}
+SMALL = {"method": "draft_model", "replicas": 1, "kv_cache_gb": 0.05}
+
+
+def small() -> dict[str, Any]:
+    return {**SMALL, "model": str(tiny_draft())}
+
+
+def tokens_of(trajectories: list[Trajectory]) -> dict[str, tuple[int, ...]]:
+    return {f"{t.prompt_index}/{t.sample_index}": t.token_ids for t in trajectories}
+
+
+def roll(
+    settings: Config, temperature: float, meddle: Callable[[Rollout], None] | None = None, max_tokens: int = 48
+) -> tuple[list[Trajectory], dict[str, Any]]:
+    """All samples of the prompts; `meddle` runs beside the stream."""
+    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=3)
+    with Rollout.from_config(settings) as rollout:
+        meddler = threading.Thread(target=meddle, args=(rollout,), daemon=True) if meddle else None
+        if meddler:
+            meddler.start()
+        done = rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)
+        if meddler:
+            meddler.join(60)
+        metrics = rollout.metrics().to_dict()
+    assert len(done) == PROMPTS * SAMPLES
+    return done, metrics
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[float, dict[str, tuple[int, ...]]]:
+    return {temperature: tokens_of(roll(config("plain", []), temperature)[0]) for temperature in (0.0, 1.0)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("mode", ["coupled", "decoupled"])
+def test_modes_are_token_for_token_plain(plain: Any, mode: str, temperature: float) -> None:
+    done, metrics = roll(config(mode, [NGRAM, small()]), temperature)
+    assert tokens_of(done) == plain[temperature]
+    assert metrics["accepted_tokens"] > 0
+    assert sum(len(t.token_ids) for t in done) == metrics["committed_tokens"]
+    assert all(len(t.logprobs) == len(t.token_ids) and not t.error for t in done)
+
+
+@pytest.mark.parametrize("name", ["Liar", "Crasher", "Flooder"])
+def test_a_misbehaving_drafter_changes_nothing(plain: Any, name: str) -> None:
+    drafters = [{"method": f"tests.misbehaving:{name}", "replicas": 2}, NGRAM]
+    done, _ = roll(config("decoupled", drafters), 1.0)
+    assert tokens_of(done) == plain[1.0]
+
+
+def draft_pids(rollout: Rollout) -> list[int]:
+    return [row["pid"] for row in rollout.status() if row["kind"] == "drafter" and row.get("pid")]
+
+
+def repeatedly(act: Callable[[int], None], pids: Callable[[Rollout], list[int]], times: int) -> Callable[[Rollout], None]:
+    def meddle(rollout: Rollout) -> None:
+        for _ in range(times):
+            for pid in pids(rollout)[:1]:
+                try:
+                    act(pid)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.7)
+
+    return meddle
+
+
+def test_killed_drafters(plain: Any) -> None:
+    kill = repeatedly(lambda pid: os.kill(pid, signal.SIGKILL), draft_pids, times=3)
+    done, _ = roll(config("decoupled", [NGRAM]), 1.0, kill)
+    assert tokens_of(done) == plain[1.0]
+
+
+@pytest.mark.parametrize("mode", ["coupled", "decoupled"])
+def test_stopped_drafters(plain: Any, mode: str) -> None:
+    stop = repeatedly(lambda pid: os.kill(pid, signal.SIGSTOP), draft_pids, times=2)
+    done, _ = roll(config(mode, [NGRAM]), 1.0, stop)
+    assert tokens_of(done) == plain[1.0]
+
+
+def test_a_killed_verifier(plain: Any) -> None:
+    def pids(rollout: Rollout) -> list[int]:
+        return [row["pid"] for row in rollout.status() if row["kind"] == "verifier" and row.get("pid")]
+
+    kill = repeatedly(lambda pid: os.kill(pid, signal.SIGKILL), pids, times=1)
+    done, _ = roll(config("decoupled", [NGRAM]), 1.0, kill)
+    assert tokens_of(done) == plain[1.0]
+
+
+def test_a_stopped_verifier(plain: Any) -> None:
+    def pids(rollout: Rollout) -> list[int]:
+        return [row["pid"] for row in rollout.status() if row["kind"] == "verifier" and row.get("pid")]
+
+    stop = repeatedly(lambda pid: os.kill(pid, signal.SIGSTOP), pids, times=1)
+    done, _ = roll(config("decoupled", [NGRAM]), 1.0, stop)
+    assert tokens_of(done) == plain[1.0]
+
+
+def test_scaling_while_it_runs(plain: Any) -> None:
+    seen: list[int] = []
+
+    def scale(rollout: Rollout) -> None:
+        for count in (3, 0, 1):
+            rollout.scale({"ngram": count})
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                ready = [r for r in rollout.status() if r["kind"] == "drafter" and r["phase"] == "ready"]
+                if len(ready) == count:
+                    break
+                time.sleep(0.2)
+            seen.append(len(ready))
+        with pytest.raises(ConfigError, match="ngram"):
+            rollout.scale({"suffix": 1})
+        with pytest.raises(ConfigError):
+            rollout.scale({"ngram": -1})
+        seen.append(-1)
+
+    with Rollout.from_config(config("decoupled", [{**NGRAM, "replicas": 1}])) as rollout:
+        scaler = threading.Thread(target=scale, args=(rollout,), daemon=True)
+        scaler.start()
+        sampling = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
+        rounds = 0
+        while scaler.is_alive() or rounds == 0:
+            assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)) == plain[1.0]
+            rounds += 1
+    assert seen == [3, 0, 1, -1]
+
+
+def test_poison_fails_alone(plain: Any) -> None:
+    sampling = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
+    prompts: list[Any] = list(tiny_prompts(PROMPTS))
+    prompts[3] = [1, 2, 10**6]
+    prompts[5] = "word " * 2000
+    prompts[7] = []
+    with Rollout.from_config(config("decoupled", [NGRAM])) as rollout:
+        done = rollout.generate(prompts, sampling, n=SAMPLES)
+    bad = {t.prompt_index: t.error for t in done if t.finish_reason == "error"}
+    assert set(bad) == {3, 5, 7}
+    assert "vocabulary" in bad[3] and "must stay within" in bad[5] and "no tokens" in bad[7]
+    for trajectory in done:
+        if trajectory.prompt_index not in bad:
+            assert trajectory.token_ids == plain[1.0][f"{trajectory.prompt_index}/{trajectory.sample_index}"]
+
+
+def test_a_stream_left_early_frees_the_rollout(plain: Any) -> None:
+    sampling = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
+    with Rollout.from_config(config("decoupled", [NGRAM])) as rollout:
+        stream = rollout.stream(tiny_prompts(PROMPTS), sampling, n=SAMPLES)
+        next(stream)
+        with pytest.raises(InputError, match="still open"):
+            rollout.stream(tiny_prompts(1), sampling)
+        stream.close()
+        assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)) == plain[1.0]
+
+
+def test_nothing_is_left_behind() -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    groups = len(ray.util.placement_group_table())
+    with Rollout.from_config(config("decoupled", [NGRAM, small()])) as rollout:
+        rollout.generate(tiny_prompts(2), SamplingParams(max_tokens=8, seed=1))
+        pids = [row["pid"] for row in rollout.status() if row.get("pid")]
+    assert pids
+    deadline = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    left = [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
+    assert not left, f"{len(left)} placement groups left of {groups}"
+    assert before is not None
+
+
+def test_start_errors_leave_nothing_running(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError):
+        Rollout.from_config(config("plain", [], target={"model": str(tmp_path)}))
+    other = {**SMALL, "model": "smollm2-135m"}
+    with pytest.raises(ConfigError, match="49152.*512"):
+        Rollout.from_config(config("decoupled", [other]))
+    assert not [a for a in ray.util.list_named_actors(all_namespaces=True) if "specactor" in a["name"]]
