@@ -15,6 +15,7 @@ hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("project")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked workers would warn about it
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from threads that fight for two cores
 
 
 @pytest.fixture(scope="session")

@@ -6,18 +6,18 @@ prompt of its own is not counted, and leaves nothing behind that a drafter could
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
 
 from specactor_ray.benchmarks.comparison import Output, Place, differences
 from specactor_ray.benchmarks.variants import Variant, plan_variants
-from specactor_ray.cluster.connection import connect
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.schema import ModeName
@@ -29,8 +29,10 @@ from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.output import write_json
 from specactor_ray.rollout.prompts import Prompt, read_prompts
-from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.rollout.run import sigterm_interrupts
+
+if TYPE_CHECKING:
+    from specactor_ray.rollout.rollout import Rollout
 
 WARM_UP_PROMPTS: list[Prompt] = ["Name three colours.", "Count from one to five."]
 WARM_UP = SamplingParams(temperature=0.0, max_tokens=8)
@@ -62,21 +64,21 @@ def run_bench(
     _reject_existing(output)
     prompts = read_prompts(config.data.path, config.data.limit)
     variants = plan_variants(config, modes, batches)
+    _make_folder(output.parent)
     report = _head(config, len(prompts), output)
     bench = Bench(prompts, console)
-    with sigterm_interrupts():
-        connection = connect(config.cluster)
-        try:
+    from specactor_ray.cluster.connection import connect  # takes seconds, so only after the checks
+
+    try:
+        with connect(config.cluster), sigterm_interrupts():
             for number, variant in enumerate(variants, start=1):
                 bench.measure(variant, f"[{number}/{len(variants)}]")
-            report["status"] = "complete"
-        except KeyboardInterrupt:
-            report["status"] = "interrupted"
-        finally:
-            connection.close()
-            report["results"] = bench.results()
-            if report["results"]:
-                _save(report, output)
+        report["status"] = "complete"
+    except KeyboardInterrupt:
+        report["status"] = "interrupted"
+    finally:
+        report["results"] = bench.results()
+        _save(report, output)
     return report
 
 
@@ -90,6 +92,8 @@ class Bench:
 
     def measure(self, variant: Variant, title: str) -> None:
         """Start the variant's actors, warm up, time the rollout, compare its tokens, end the actors."""
+        from specactor_ray.rollout.rollout import Rollout
+
         name = f"{title} batch {variant.batch}, {variant.label}"
         say(self._console, f"{name}: starting")
         begin = time.monotonic()
@@ -194,10 +198,13 @@ def all_identical(report: Mapping[str, Any]) -> bool:
 def _reject_existing(output: Path) -> None:
     if output.exists():
         raise InputError(f"--output: {output} exists and is never overwritten; name another file")
+
+
+def _make_folder(folder: Path) -> None:
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--output: {output.parent} cannot be made ({error.strerror})") from None
+        raise InputError(f"--output: {folder} cannot be made ({error.strerror})") from None
 
 
 def _head(config: Config, prompts: int, output: Path) -> dict[str, Any]:
@@ -214,5 +221,10 @@ def _head(config: Config, prompts: int, output: Path) -> dict[str, Any]:
 
 
 def _save(report: Mapping[str, Any], output: Path) -> None:
-    _reject_existing(output)
-    write_json(output, report)
+    """Write the report; without a single result no file and no empty folder is left behind."""
+    if report["results"]:
+        _reject_existing(output)
+        write_json(output, report)
+        return
+    with contextlib.suppress(OSError):  # it holds something else, and stays
+        output.parent.rmdir()

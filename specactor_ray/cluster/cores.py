@@ -23,7 +23,6 @@ class CoreLedger:
         self._machine_of: dict[str, str] = {}
         self._usable: dict[str, tuple[int, ...]] = {}
         self._held: dict[str, dict[int, str]] = {}
-        self._shared: dict[str, str] = {}
 
     def add_node(self, node: str, cores: Iterable[int], machine: str = "") -> None:
         """Make known which cores processes on `node` may use. Known nodes are left as they are.
@@ -64,33 +63,18 @@ class CoreLedger:
         held.update(dict.fromkeys(cores, owner))
         return cores
 
-    def share(self, owner: str, host: str) -> tuple[int, ...]:
-        """Let `owner` run on the cores that `host` holds (coupled mode: they take turns). Returns those cores."""
-        self._shared[owner] = host
-        return self.held_by(host)
-
     def held_by(self, owner: str) -> tuple[int, ...]:
-        """The cores that `owner` holds, ascending; empty when it holds none (or only shares some)."""
+        """The cores that `owner` holds, ascending; empty when it holds none."""
         return tuple(sorted(core for held in self._held.values() for core, who in held.items() if who == owner))
 
     def release(self, owner: str) -> None:
         """Take back all cores of `owner`; harmless when it holds none."""
-        self._shared.pop(owner, None)
         for held in self._held.values():
             for core in [core for core, who in held.items() if who == owner]:
                 del held[core]
 
-    def transfer(self, owner: str, heir: str) -> None:
-        """`heir` holds what `owner` held: a replacement takes the place of an actor that is gone."""
-        for held in self._held.values():
-            for core, who in held.items():
-                if who == owner:
-                    held[core] = heir
-        if owner in self._shared:
-            self._shared[heir] = self._shared.pop(owner)
-
     def holders(self, node: str) -> dict[str, tuple[int, ...]]:
-        """Owner → core ids on the machine of `node`; those that only share cores are left out."""
+        """Owner → core ids on the machine of `node`."""
         held = self._held[self._machine_of[node]]
         return {owner: tuple(sorted(c for c, who in held.items() if who == owner)) for owner in set(held.values())}
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.errors import ConfigError
+from specactor_ray.errors import ConfigError, ModelLoadError
 from specactor_ray.modeling.loading import load_model_config, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def check_drafters_fit_target(config: Config) -> Any:
@@ -32,4 +35,8 @@ def check_drafters_fit_target(config: Config) -> Any:
                     f"the target {config.target.model} one of {target.vocab_size}.",
                     "use a draft model that was trained with the target's tokenizer",
                 )
-    return load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
+    try:
+        return load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
+    except ModelLoadError as error:
+        logger.warning("%s Prompts must be lists of token ids.", error)
+        return None

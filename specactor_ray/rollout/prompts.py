@@ -105,7 +105,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
     return tuple(token_ids)
 
 
-def _tokenize(tokenizer: Any, prompt: str) -> list[int]:
+def _tokenize(tokenizer: Any, prompt: str) -> Any:
     try:
         return tokenizer(prompt)["input_ids"]
     except Exception as error:  # half a surrogate pair, for one, is refused with whatever the tokenizer likes

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
 import yaml
 from rich.console import Console
 
@@ -32,8 +31,10 @@ from specactor_ray.rollout.output import (
     write_json,
 )
 from specactor_ray.rollout.prompts import Prompt, read_prompts
-from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from specactor_ray.rollout.rollout import Rollout
 
 EXIT_ALL_FAILED, EXIT_INTERRUPTED = 1, 130
 
@@ -99,7 +100,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
     prompts = read_prompts(config.data.path, config.data.limit)
     folder = claim_run_folder(config)
     try:
-        with TrajectoryWriter(config.data.output or folder / TRAJECTORIES_FILE) as writer, sigterm_interrupts():
+        with TrajectoryWriter(config.data.output or folder / TRAJECTORIES_FILE) as writer:
             return _run(config, prompts, folder, writer, console)
     except BaseException:
         if not (folder / SUMMARY_FILE).exists():
@@ -108,11 +109,13 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
 
 
 def _run(config: Config, prompts: list[Prompt], folder: Path, writer: TrajectoryWriter, console: Console) -> RunOutcome:
+    from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
+
     begin = time.monotonic()
     say(console, f"run {config.run.name}: starting {config.mode.value} actors, results go to {folder}")
     status, error, tally = "failed", "", Tally()
     started, summary = time.strftime("%Y-%m-%dT%H:%M:%S%z"), {}
-    with Rollout(config) as rollout:
+    with Rollout(config) as rollout, sigterm_interrupts():
         start_seconds = time.monotonic() - begin
         _announce(rollout, console)
         begin = time.monotonic()
@@ -183,6 +186,8 @@ def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict
 
 def _cluster_resources() -> dict[str, float]:
     """CPUs, GPUs and accelerator types of the whole cluster."""
+    import ray
+
     resources = ray.cluster_resources()
     return {
         name: amount for name, amount in resources.items() if name in ("CPU", "GPU") or name.startswith("accelerator")
@@ -191,7 +196,10 @@ def _cluster_resources() -> dict[str, float]:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """While inside, SIGTERM raises `Terminated` in the main thread. Does nothing in any other thread."""
+    """While inside, SIGTERM raises `Terminated` in the main thread. Does nothing in any other thread.
+
+    Enter it when Ray is initialised: that sets a handler of its own.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

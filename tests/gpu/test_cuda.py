@@ -24,7 +24,8 @@ pytestmark = [
 class TestConformanceOnCuda(EngineConformance):
     """fp32 with exact matmuls (no TF32), so that drafted and plain runs agree token for token."""
 
-    def make_engine(self, **limits: Any) -> TargetEngine:
+    @classmethod
+    def make_engine(cls, **limits: Any) -> TargetEngine:
         from transformers import AutoModelForCausalLM
 
         torch.backends.cuda.matmul.allow_tf32 = False

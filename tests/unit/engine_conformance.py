@@ -6,6 +6,7 @@ and position, so anything else the engine is put through has to give the same to
 
 from __future__ import annotations
 
+import abc
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -86,12 +87,14 @@ def noisy_oracle(truth: Mapping[str, Sequence[int]], seed: int, vocab_size: int,
 class EngineConformance:
     """Subclasses define `make_engine(**limits)`: a fresh engine over the tiny model."""
 
-    def make_engine(self, **limits: Any) -> TargetEngine:
-        raise NotImplementedError
+    @classmethod
+    @abc.abstractmethod
+    def make_engine(cls, **limits: Any) -> TargetEngine: ...
 
     @pytest.fixture(scope="class")
-    def engine(self) -> TargetEngine:
-        return self.make_engine()
+    @classmethod
+    def engine(cls) -> TargetEngine:
+        return cls.make_engine()
 
     def plain(self, engine: TargetEngine, batch: Sequence[TargetRequest]) -> Collected:
         for request in batch:

@@ -31,14 +31,16 @@ def make(model: Any = None, cache_bytes: int = 64 << 20, batched: bool | None = 
 
 
 class TestConformance(EngineConformance):
-    def make_engine(self, **limits: Any) -> TargetEngine:
+    @classmethod
+    def make_engine(cls, **limits: Any) -> TargetEngine:
         return make(**limits)
 
 
 class TestConformanceOfBatchedAttention(EngineConformance):
     """The padded attention path that GPUs use, on the CPU."""
 
-    def make_engine(self, **limits: Any) -> TargetEngine:
+    @classmethod
+    def make_engine(cls, **limits: Any) -> TargetEngine:
         return make(batched=True, **limits)
 
 

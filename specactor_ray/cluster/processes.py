@@ -1,0 +1,165 @@
+"""The processes behind actors: who they are, and making sure that they are gone.
+
+`ray.kill` asks; a process that is stopped (SIGSTOP) or stuck may not hear. So every actor that is removed is
+followed to its end on its own node.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from specactor_ray.cluster.cores import usable_cores
+from specactor_ray.cluster.placement import on_node
+
+logger = logging.getLogger(__name__)
+
+KILL_GRACE_S = 1.0
+"""Time a process has to end by itself after `ray.kill`, before SIGKILL."""
+_KILL_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """Which process an actor is."""
+
+    pid: int
+    start_ticks: int
+    """Start time in clock ticks since boot: tells a process from a later one of the same pid."""
+    node_id: str
+    gpus: tuple[str, ...] = ()
+    """GPU ids that Ray gave it."""
+
+
+def ask_facts(handle: Any) -> Any:
+    """Ask an actor for its `ProcessFacts`; returns an object reference. It answers while it still loads."""
+    return handle.__ray_call__.remote(_facts)
+
+
+def _facts(_actor: Any) -> ProcessFacts:
+    context = ray.get_runtime_context()
+    gpus = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", ()))
+    return ProcessFacts(os.getpid(), _start_ticks(os.getpid()) or 0, context.get_node_id(), gpus)
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Start time of a process on this machine; None when there is none or it is only waiting to be reaped."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def is_alive(facts: ProcessFacts) -> bool:
+    """Whether this very process still exists on this machine."""
+    return _start_ticks(facts.pid) == facts.start_ticks
+
+
+def end_process(facts: ProcessFacts, grace_s: float = KILL_GRACE_S, timeout_s: float = _KILL_TIMEOUT_S) -> bool:
+    """Wait for a process of this machine to end, with SIGKILL after `grace_s`. False if it outlived `timeout_s`."""
+    begin = time.monotonic()
+    while is_alive(facts):
+        waited = time.monotonic() - begin
+        if waited >= timeout_s:
+            return False
+        if waited >= grace_s:
+            _kill(facts)
+        time.sleep(0.05)
+    return True
+
+
+def _kill(facts: ProcessFacts) -> None:
+    try:
+        os.kill(facts.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    except PermissionError:
+        logger.error("process %d belongs to another user and cannot be killed", facts.pid)
+
+
+class Undertaker:
+    """Ends actors and follows their processes until they are gone; never blocks except in `wait`."""
+
+    def __init__(self) -> None:
+        self._here = ray.get_runtime_context().get_node_id()
+        self._local: dict[ProcessFacts, float] = {}
+        self._remote: dict[Any, ProcessFacts] = {}
+        self._end_remotely = ray.remote(end_process)
+
+    def bury(self, handle: Any, facts: ProcessFacts | None) -> None:
+        """End this actor for good. Without facts (it never answered) Ray's word is all there is."""
+        try:
+            ray.kill(handle, no_restart=True)
+        except (RayError, ValueError) as error:
+            logger.debug("ray.kill: %s", error)
+        if facts is None:
+            return
+        if facts.node_id == self._here:
+            self._local[facts] = time.monotonic()
+        else:
+            self._remote[self._end_remotely.options(**on_node(facts.node_id)).remote(facts)] = facts
+
+    def poll(self) -> int:
+        """Look after the dying. Returns how many are not known to be gone."""
+        for facts, since in list(self._local.items()):
+            if not is_alive(facts):
+                del self._local[facts]
+            elif time.monotonic() - since >= KILL_GRACE_S:
+                _kill(facts)
+        if self._remote:
+            done, _ = ray.wait(list(self._remote), num_returns=len(self._remote), timeout=0)
+            for ref in done:
+                facts = self._remote.pop(ref)
+                try:
+                    if not ray.get(ref):
+                        logger.error("process %d on node %s does not end", facts.pid, facts.node_id[:8])
+                except RayError as error:  # the node is gone, and the process with it
+                    logger.debug("node %s: %s", facts.node_id[:8], error)
+        return len(self._local) + len(self._remote)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until all are gone. False when some are not within `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while self.poll():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+
+class CoreSurvey:
+    """Learns which cores processes on a node may use: by a tiny task there, once per node; never blocks."""
+
+    def __init__(self) -> None:
+        self._here = ray.get_runtime_context().get_node_id()
+        self._known: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._asked: dict[str, Any] = {}
+        self._usable_cores = ray.remote(usable_cores)
+
+    def look(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
+        """`(machine, core ids)` of a node; None while the answer is on its way."""
+        if node_id == self._here:
+            return usable_cores()
+        if node_id in self._known:
+            return self._known[node_id]
+        if node_id not in self._asked:
+            self._asked[node_id] = self._usable_cores.options(**on_node(node_id)).remote()
+        ready, _ = ray.wait([self._asked[node_id]], timeout=0)
+        if not ready:
+            return None
+        ref = self._asked.pop(node_id)
+        try:
+            self._known[node_id] = ray.get(ref)
+        except RayError as error:
+            logger.warning("node %s did not tell its cores, asking again: %s", node_id[:8], error)
+            return None
+        return self._known[node_id]

@@ -1,0 +1,133 @@
+"""What to do next, from what is wanted and what is there. Pure: no Ray, no clock, no memory of its own.
+
+Applied again and again (with time passing in between) the actions lead from any observed state to the desired
+one, and then there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from specactor_ray.controller.state import (
+    VERIFIER,
+    Action,
+    CreateDrafter,
+    CreateVerifier,
+    DesiredState,
+    Drain,
+    FailureRecord,
+    GiveUp,
+    ObservedActor,
+    ObservedState,
+    Phase,
+    Policy,
+    Remove,
+)
+
+_EASIEST_TO_SPARE = (Phase.PENDING, Phase.STARTING, Phase.READY)
+
+
+def decide(desired: DesiredState, observed: ObservedState, now: float, policy: Policy) -> list[Action]:
+    """The actions that bring the observed state one step nearer to the desired one.
+
+    Args:
+        desired: How many actors of each kind there should be.
+        observed: Those there are, and the failures on record.
+        now: The clock of `FailureRecord.last_at` and `ObservedActor.created_at`, in seconds.
+        policy: Limits.
+
+    Returns:
+        Removals of the dead first, then per key what is surplus or missing. Verifiers that are healthy are
+        never removed, even if fewer are wanted.
+    """
+    actions: list[Action] = []
+    kept: list[ObservedActor] = []
+    for actor in observed.actors:
+        removal = _removal(actor, policy)
+        if removal is None:
+            kept.append(actor)
+        else:
+            actions.append(removal)
+    for key in _keys(desired, observed.actors):
+        mine = [actor for actor in kept if actor.key == key]
+        actions += _balance(key, desired.wanted(key), mine, observed.failures.get(key), now, policy)
+    return actions
+
+
+def record_failure(record: FailureRecord | None, now: float, error: str, started: bool) -> FailureRecord:
+    """The record after one more failure.
+
+    Args:
+        record: What is on record for the key so far.
+        now: When it failed.
+        error: Why, for people.
+        started: Whether the actor had become ready before it failed.
+    """
+    record = record or FailureRecord()
+    never_started = 0 if started else record.never_started + 1
+    return replace(record, quick=record.quick + 1, never_started=never_started, last_at=now, error=error)
+
+
+def backoff_s(record: FailureRecord | None, policy: Policy) -> float:
+    """Seconds to wait after the last failure before the next start; 0 for the first failure."""
+    if record is None or record.quick <= 1:
+        return 0.0
+    doublings = min(record.quick - 2, 30)  # beyond that only the limit counts, and floats would overflow
+    return min(policy.backoff_s * float(2**doublings), policy.backoff_max_s)
+
+
+def has_lasted(actor: ObservedActor, policy: Policy) -> bool:
+    """Whether this actor proves that its key works: earlier failures may be forgotten."""
+    return actor.phase is Phase.READY and actor.phase_age_s >= policy.stable_s
+
+
+def _keys(desired: DesiredState, actors: Iterable[ObservedActor]) -> list[str]:
+    return list(dict.fromkeys((*desired.keys(), *(actor.key for actor in actors))))
+
+
+def _removal(actor: ObservedActor, policy: Policy) -> Remove | None:
+    if actor.phase is Phase.DRAINING:
+        if actor.drained or actor.phase_age_s >= policy.drain_timeout_s or actor.silent_s >= policy.health_timeout_s:
+            return Remove(actor.actor_id, "drained")
+        return None
+    if actor.phase is Phase.DEAD:
+        return Remove(actor.actor_id, actor.error or "it died", failed=True)
+    if actor.phase is Phase.STARTING and actor.phase_age_s >= policy.start_timeout_s:
+        return Remove(actor.actor_id, f"it did not start within {policy.start_timeout_s:g} s", failed=True)
+    if actor.phase is Phase.READY and actor.silent_s >= policy.health_timeout_s:
+        return Remove(actor.actor_id, f"it gave no answer for {actor.silent_s:.1f} s", failed=True)
+    return None
+
+
+def _balance(
+    key: str,
+    wanted: int,
+    actors: Sequence[ObservedActor],
+    record: FailureRecord | None,
+    now: float,
+    policy: Policy,
+) -> list[Action]:
+    staying = [actor for actor in actors if actor.phase is not Phase.DRAINING]
+    surplus = len(staying) - wanted
+    if surplus > 0 and key != VERIFIER:
+        return [_spare(actor) for actor in _newest_first(staying)[:surplus]]
+    if surplus >= 0:
+        return []
+    if record is not None and key != VERIFIER and record.never_started >= policy.max_start_failures:
+        return [] if record.given_up else [GiveUp(key, record.error)]
+    if record is not None and now - record.last_at < backoff_s(record, policy):
+        return []
+    room = wanted + policy.surge - len(actors)
+    create: Action = CreateVerifier() if key == VERIFIER else CreateDrafter(key)
+    return [create] * min(-surplus, max(room, 0))
+
+
+def _newest_first(actors: Sequence[ObservedActor]) -> list[ObservedActor]:
+    """Those that never served first, then the newest: the oldest know the most."""
+    order: Mapping[Phase, int] = {phase: rank for rank, phase in enumerate(_EASIEST_TO_SPARE)}
+    return sorted(actors, key=lambda actor: (order[actor.phase], -actor.created_at, actor.actor_id))
+
+
+def _spare(actor: ObservedActor) -> Action:
+    return Drain(actor.actor_id) if actor.phase is Phase.READY else Remove(actor.actor_id, "wanted no more")

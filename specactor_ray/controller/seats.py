@@ -1,0 +1,178 @@
+"""Seats: a placement group and its cores, which outlive the actors that sit in them.
+
+An actor that is replaced leaves its seat to the next incarnation, so a replacement needs no new room. Seats that
+nobody is wanted for are taken away.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specactor_ray.cluster import placement as placing
+from specactor_ray.cluster.cores import CoreLedger
+from specactor_ray.cluster.names import actor_name
+from specactor_ray.cluster.placement import Demand, Placement
+from specactor_ray.cluster.processes import CoreSurvey
+from specactor_ray.cluster.supervised import Share
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.controller.state import VERIFIER
+from specactor_ray.errors import ClusterError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+_COUPLED_DRAFTER_GPU = 0.01
+_COUPLED_VERIFIER_GPU = 0.5
+"""In coupled mode a verifier and its drafters take turns on one GPU: Ray then gives them the same one."""
+
+
+@dataclass(eq=False)
+class Seat:
+    """Room for one actor at a time."""
+
+    stem: str
+    """Such as `ngram-1`; the incarnations that sit here are called `ngram-1#9c0d`."""
+    key: str
+    index: int
+    share: Share
+    demand: Demand | None
+    """None in a seat that shares the group of `host`."""
+    host: Seat | None = None
+    """Coupled mode: the verifier's seat whose group and cores this one shares."""
+    group: Any = None
+    placement: Placement | None = None
+    cores: tuple[int, ...] = ()
+    occupant: str | None = None
+    """Actor id."""
+
+
+class Seating:
+    """All seats of a run. Calls Ray only through `cluster/`; nothing here blocks for long.
+
+    Args:
+        run: Name of the run; names the placement groups.
+        config: Sizes of the actors, mode, and whether cores are pinned.
+    """
+
+    def __init__(self, run: str, config: Config) -> None:
+        self._run, self._config = run, config
+        self._drafters = {drafter.method: drafter for drafter in config.drafters}
+        self._coupled = config.mode is ModeName.coupled
+        self._ledger = CoreLedger()
+        self._survey = CoreSurvey()
+        self.seats: list[Seat] = []
+        self._reject_coupled_gpu_without_host()
+
+    def claim(self, key: str) -> Seat:
+        """A vacant seat for an actor of `key`, else a new one whose placement group is asked for now."""
+        for seat in self.seats:
+            if seat.key == key and seat.occupant is None:
+                seat.placement = None  # the group may have moved: look again
+                return seat
+        seat = self._new_seat(key)
+        self.seats.append(seat)
+        return seat
+
+    def settle(self, seat: Seat) -> bool:
+        """Find out where the seat's group stands, and take its cores.
+
+        Returns:
+            False while the group waits for room, or its host or its node's answer is awaited.
+
+        Raises:
+            ClusterError: The node has too few free cores.
+        """
+        if seat.host is not None:
+            if seat.host not in self.seats:
+                seat.host = self._host(seat.index)
+            if seat.host.placement is None:
+                return False
+            seat.placement, seat.cores = seat.host.placement, seat.host.cores
+            return True
+        where = placing.resolve(seat.group)
+        if where is None:
+            return False
+        if self._config.cluster.pin_cores and not self._take_cores(seat, where.node_id):
+            return False
+        seat.placement = where
+        return True
+
+    def vacate(self, seat: Seat) -> None:
+        """The actor left; the seat stays for the next one until `trim`."""
+        seat.occupant = None
+
+    def trim(self, wanted: Mapping[str, int]) -> None:
+        """Take away the vacant seats beyond the wanted number of each key."""
+        for seat in [seat for seat in self.seats if seat.occupant is None]:
+            if sum(other.key == seat.key for other in self.seats) > wanted.get(seat.key, 0):
+                self._discard(seat)
+
+    def close(self) -> None:
+        """Take away all seats."""
+        for seat in list(self.seats):
+            self._discard(seat)
+
+    def demands(self) -> list[Demand]:
+        """What all seats ask for, those that share a group left out."""
+        return [seat.demand for seat in self.seats if seat.demand is not None]
+
+    def _new_seat(self, key: str) -> Seat:
+        taken = {seat.index for seat in self.seats if seat.key == key}
+        index = next(number for number in range(len(taken) + 1) if number not in taken)
+        stem = f"{key}-{index}"
+        size = self._config.target if key == VERIFIER else self._drafters[key]
+        if self._coupled and isinstance(size, DrafterConfig):
+            share = Share(0.0, _COUPLED_DRAFTER_GPU if size.gpus else 0.0)
+            return Seat(stem, key, index, share, None, host=self._host(index))
+        demand = Demand(stem, size.cores, size.gpus)
+        group = placing.request(actor_name(self._run, stem), demand)
+        return Seat(stem, key, index, Share(size.cores, self._whole_or_shared(size.gpus)), demand, group=group)
+
+    def _whole_or_shared(self, gpus: int) -> float:
+        shared = self._coupled and any(drafter.gpus for drafter in self._drafters.values())
+        return _COUPLED_VERIFIER_GPU if gpus and shared else float(gpus)
+
+    def _host(self, index: int) -> Seat:
+        hosts = sorted((seat for seat in self.seats if seat.key == VERIFIER), key=lambda seat: seat.index)
+        return hosts[index % len(hosts)]
+
+    def _take_cores(self, seat: Seat, node_id: str) -> bool:
+        if not self._ledger.knows(node_id):
+            answer = self._survey.look(node_id)
+            if answer is None:
+                return False
+            machine, cores = answer
+            self._ledger.add_node(node_id, cores, machine)
+        if seat.cores and seat.placement is None and self._ledger.holders(node_id).get(seat.stem) == seat.cores:
+            return True  # a replacement on the same machine goes on with the same cores
+        self._ledger.release(seat.stem)
+        assert seat.demand is not None  # seats without one never come here
+        seat.cores = self._ledger.take(node_id, int(seat.demand.cpus), seat.stem)
+        return True
+
+    def _discard(self, seat: Seat) -> None:
+        self.seats.remove(seat)
+        if seat.group is not None:
+            placing.remove(seat.group)
+        self._ledger.release(seat.stem)
+
+    def _reject_coupled_gpu_without_host(self) -> None:
+        for index, drafter in enumerate(self._config.drafters):
+            if self._coupled and drafter.gpus and not self._config.target.gpus:
+                problem = "in coupled mode drafting and verification share one device, and the target has no GPU."
+                raise ConfigError(f"drafters.{index}.gpus", problem, "set target.gpus=1, or use mode=decoupled.")
+
+
+def scale_refusal(config: Config, method: str, number: int) -> ConfigError | ClusterError | None:
+    """Why there cannot be `number` draft actors of `method`; None when there can."""
+    known = [drafter.method for drafter in config.drafters]
+    if config.mode is ModeName.plain:
+        return ConfigError("mode", "'plain' uses no drafters.", "start the run with mode=decoupled or mode=coupled.")
+    if method not in known:
+        fix = f"use one of {', '.join(known)}."
+        return ConfigError("drafters", f"method {method!r} is not configured for this run.", fix)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        return ConfigError(f"drafters.{method}", f"{number!r} is not a number of draft actors.", "use 0 or more.")
+    return None
