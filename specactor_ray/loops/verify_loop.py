@@ -164,6 +164,7 @@ class VerifyLoop:
             self._wake.wait(left)
             self._wake.clear()
             self._speculator.take_messages()
+            self._speculator.flush()
             answered = self._speculator.all_answered(decoding)
         self._speculator.record_wait(decoding, answered)
         return time.perf_counter() - begin

@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("controller",),
     ("rollout",),
     ("training",),
-    ("simulation", "bench"),
+    ("simulation", "benchmarks"),
     ("cli",),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}

@@ -1,0 +1,525 @@
+"""The controller: the only one that creates, places, watches and removes actors. Never on the token path.
+
+It holds a desired state and brings the actors there: `observe → decide → apply`, then tell everyone who is there.
+Only one thread at a time works on the members: the caller of `start`, then the reconcile thread, then the caller
+of `shutdown`. What others ask for is answered from the last published snapshot.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from specactor_ray.cluster import placement as placing
+from specactor_ray.cluster.lookup import find_controller, list_runs
+from specactor_ray.cluster.names import NAMESPACE, actor_name, controller_name, new_actor_id, new_run_name
+from specactor_ray.cluster.processes import Undertaker
+from specactor_ray.cluster.supervised import SupervisedActor, launch
+from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.controller.decide import decide, has_lasted, record_failure
+from specactor_ray.controller.seats import Seat, Seating, scale_refusal
+from specactor_ray.controller.state import (
+    VERIFIER,
+    Action,
+    ClusterView,
+    CreateDrafter,
+    DesiredState,
+    DraftEndpoint,
+    Drain,
+    DraftSpec,
+    FailureRecord,
+    GiveUp,
+    ObservedActor,
+    ObservedState,
+    Phase,
+    Policy,
+    Remove,
+    VerifierSpec,
+)
+from specactor_ray.errors import ClusterError, ConfigError, SpecActorError
+from specactor_ray.messages import Mode
+
+__all__ = ["ActorClasses", "Controller", "find_controller", "list_runs", "start_controller"]
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.2
+_STOP_TIMEOUT_S = 12.0
+_GONE_TIMEOUT_S = 15.0
+_SLOW_STEP_S = 1.0
+
+
+@dataclass(frozen=True)
+class ActorClasses:
+    """The plain classes that become actors; `None` stands for those of `specactor_ray.actors`."""
+
+    verifier: type | None = None
+    draft: type | None = None
+
+    def resolved(self) -> ActorClasses:
+        """With the defaults imported: they load torch, so only where they are needed."""
+        from specactor_ray.actors.draft import DraftActor
+        from specactor_ray.actors.verifier import VerifierActor
+
+        return ActorClasses(self.verifier or VerifierActor, self.draft or DraftActor)
+
+
+@dataclass(eq=False)
+class _Member:
+    """One incarnation of an actor."""
+
+    actor_id: str
+    key: str
+    seat: Seat
+    created_at: float
+    phase: Phase = Phase.PENDING
+    since: float = 0.0
+    """When the phase began."""
+    actor: SupervisedActor | None = None
+    was_ready: bool = False
+    told: int = 0
+    """Version of the peers that it was told last."""
+    telling: int = 0
+    tell_after: float = 0.0
+    drain_ref: Any = None
+    note: str = ""
+
+    def enter(self, phase: Phase, now: float) -> None:
+        self.phase, self.since = phase, now
+
+
+class Controller:
+    """Runs the actors of one run. A plain class; `start_controller` makes it a named Ray actor.
+
+    Args:
+        config: The whole configuration.
+        run: Name of the run.
+        classes: What to run as verifiers and draft actors.
+        policy: Limits; default: from `config.cluster`.
+    """
+
+    def __init__(
+        self, config: Config, run: str, classes: ActorClasses | None = None, policy: Policy | None = None
+    ) -> None:
+        logging.basicConfig(level=config.run.log_level, format=f"%(asctime)s %(levelname)s {run} %(name)s: %(message)s")
+        self._config, self._run = config, run
+        self._classes = classes or ActorClasses()
+        self._policy = policy or Policy.from_config(config.cluster)
+        drafters = {} if config.mode is ModeName.plain else {d.method: d.replicas for d in config.drafters}
+        self._desired = DesiredState(config.target.replicas, drafters)
+        self._members: dict[str, _Member] = {}
+        self._used_ids: set[str] = set()
+        self._failures: dict[str, FailureRecord] = {}
+        self._seating = Seating(run, config)
+        self._undertaker = Undertaker()
+        self._peers: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self._peers_version = 0
+        self._lock = threading.Lock()
+        self._forgiven: list[str] = []
+        """Methods scaled by a person since the last step: what failed before is forgotten."""
+        self._view = ClusterView()
+        self._status: list[dict[str, Any]] = []
+        self._wake, self._stopping = threading.Event(), threading.Event()
+        self._shutdown_lock, self._is_shut = threading.Lock(), False
+        self._thread: threading.Thread | None = None
+        self._last_step = time.monotonic()
+
+    # ---- what others call ----
+
+    def start(self) -> ClusterView:
+        """Place, start and await everything that is desired, then keep it so. Returns the first view.
+
+        Raises:
+            ClusterError: There is no room; demand and supply are shown. Nothing is left running.
+            UserError: As an actor raised it, such as a `ModelLoadError`. Nothing is left running.
+            SpecActorError: An actor died or did not start in time. Nothing is left running.
+        """
+        try:
+            self._classes = self._classes if all(vars(self._classes).values()) else self._classes.resolved()
+            self._place_first()
+            for member in self._members.values():
+                self._launch(member, time.monotonic())
+            self._await_first()
+        except BaseException:
+            self._teardown()
+            raise
+        self._thread = threading.Thread(target=self._reconcile, name="reconcile", daemon=True)
+        self._thread.start()
+        return self._view
+
+    def view(self) -> ClusterView:
+        """Who is there now; as old as the last step at most."""
+        return self._view
+
+    def status(self) -> list[dict[str, Any]]:
+        """One row per actor: id, kind, method, phase, node, pid, cores, gpus, silent_s, note, counters."""
+        return self._status
+
+    def scale(self, drafters: Mapping[str, int]) -> None:
+        """Set how many draft actors of each method there should be; returns before it is so.
+
+        Raises:
+            ConfigError: A method is not configured or a number is negative; nothing was changed.
+        """
+        for method, number in drafters.items():
+            refusal = scale_refusal(self._config, method, number)
+            if refusal is not None:
+                raise refusal
+        with self._lock:
+            self._desired = replace(self._desired, drafters={**self._desired.drafters, **drafters})
+            self._forgiven += drafters
+        self._wake.set()
+
+    def shutdown(self) -> bool:
+        """Stop the loops in order, end all processes, give the room back. Bounded; harmless when repeated.
+
+        Returns:
+            Whether every process is known to be gone.
+        """
+        self._stopping.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_TIMEOUT_S)
+        return self._teardown()
+
+    # ---- the start ----
+
+    def _place_first(self) -> None:
+        supply = placing.cluster_supply()
+        self._apply(decide(self._desired, self._observe(), time.monotonic(), self._policy))
+        demands = self._seating.demands()
+        if self._config.cluster.address == "local" and not placing.can_ever_fit(demands, supply):
+            table = placing.demand_against_supply(demands, supply)
+            raise ClusterError(f"the run asks for more than its private cluster has.\n{table}")
+        groups = {seat.stem: seat.group for seat in self._seating.seats if seat.group is not None}
+        timeout_s = self._config.cluster.placement_timeout_s
+        deadline = time.monotonic() + timeout_s
+        placing.wait_for_all(groups, demands, timeout_s, supply)
+        waiting = [member.seat for member in self._members.values()]
+        while waiting := [seat for seat in waiting if not self._seating.settle(seat)]:
+            if time.monotonic() > deadline:
+                names = ", ".join(seat.stem for seat in waiting)
+                raise ClusterError(f"no answer within {timeout_s:g} s about the CPU cores of the nodes for {names}.")
+            time.sleep(0.05)
+
+    def _await_first(self) -> None:
+        while True:
+            observed = self._observe()
+            for action in decide(self._desired, observed, time.monotonic(), self._policy):
+                if isinstance(action, Remove):
+                    error = self._error_of(self._members[action.actor_id])
+                    raise error or SpecActorError(f"{action.actor_id}: {action.reason}")
+            if all(member.phase is Phase.READY for member in self._members.values()):
+                self._publish()
+                self._tell_peers()
+                return
+            if self._stopping.wait(0.05):
+                raise SpecActorError("the run was shut down while it started")
+
+    # ---- observe, decide, apply ----
+
+    def _reconcile(self) -> None:
+        while not self._stopping.is_set():
+            self._guarded("forget failures", self._forget_failures)
+            self._guarded("settle", self._settle_pending)
+            self._guarded("decide and apply", self._decide_and_apply)
+            self._guarded("publish", self._publish)
+            self._guarded("tell peers", self._tell_peers)
+            self._guarded("bury", self._undertaker.poll)
+            self._wake.wait(_TICK_S)
+            self._wake.clear()
+
+    def _guarded(self, name: str, step: Callable[[], Any]) -> None:
+        """A step that fails must not end the loop: the next round finds the same difference again."""
+        begin = time.monotonic()
+        try:
+            step()
+        except Exception:
+            logger.exception("step %r of the controller failed", name)
+            self._stopping.wait(1.0)  # whatever it is, do not repeat it in a hot loop
+        took = time.monotonic() - begin
+        if took > _SLOW_STEP_S:
+            logger.warning("step %r of the controller took %.1f s", name, took)
+
+    def _decide_and_apply(self) -> None:
+        with self._lock:
+            desired = self._desired
+        self._apply(decide(desired, self._observe(), time.monotonic(), self._policy))
+        self._seating.trim({key: desired.wanted(key) for key in desired.keys()})
+
+    def _forget_failures(self) -> None:
+        with self._lock:
+            forgiven, self._forgiven = self._forgiven, []
+        for method in forgiven:
+            self._failures.pop(method, None)
+
+    def _observe(self) -> ObservedState:
+        now = time.monotonic()
+        if now - self._last_step > self._policy.health_timeout_s / 2:  # we were held up, not they
+            for member in self._members.values():
+                if member.actor is not None:
+                    member.actor.forgive(now)
+        self._last_step = now
+        actors = []
+        for member in self._members.values():
+            self._look_at(member, now)
+            seen = self._observed(member, now)
+            actors.append(seen)
+            if has_lasted(seen, self._policy) and member.key in self._failures:
+                del self._failures[member.key]
+        return ObservedState(tuple(actors), dict(self._failures))
+
+    def _look_at(self, member: _Member, now: float) -> None:
+        actor = member.actor
+        if actor is None:
+            return
+        actor.poll(now, self._config.cluster.health_interval_s)
+        if member.phase is Phase.STARTING and actor.started is not None and actor.facts is not None:
+            member.enter(Phase.READY, now)
+            member.was_ready = True
+            self._refuse_shared_gpus(member)
+        if actor.error is not None and member.phase is not Phase.DEAD:
+            member.enter(Phase.DEAD, now)
+
+    def _refuse_shared_gpus(self, member: _Member) -> None:
+        if self._config.mode is ModeName.coupled:
+            return
+        facts = {m.actor_id: m.actor.facts for m in self._members.values() if m.actor and m.actor.facts}
+        mine = facts.pop(member.actor_id)
+        try:
+            for other, theirs in facts.items():
+                both = {other: theirs, member.actor_id: mine}
+                placing.refuse_shared_gpus({name: (fact.node_id, fact.gpus) for name, fact in both.items()})
+        except ClusterError as error:
+            assert member.actor is not None
+            member.actor.error, member.was_ready = error, False
+
+    def _observed(self, member: _Member, now: float) -> ObservedActor:
+        return ObservedActor(
+            member.actor_id,
+            member.key,
+            member.phase,
+            phase_age_s=now - member.since,
+            created_at=member.created_at,
+            silent_s=member.actor.silent_s(now) if member.actor else 0.0,
+            drained=member.drain_ref is not None and bool(ray.wait([member.drain_ref], timeout=0)[0]),
+            error=str(self._error_of(member) or ""),
+        )
+
+    @staticmethod
+    def _error_of(member: _Member) -> SpecActorError | None:
+        return member.actor.error if member.actor else None
+
+    def _apply(self, actions: list[Action]) -> None:
+        now = time.monotonic()
+        for action in actions:
+            if isinstance(action, Remove):
+                self._remove(action, now)
+            elif isinstance(action, Drain):
+                self._drain(self._members[action.actor_id], now)
+            elif isinstance(action, GiveUp):
+                self._failures[action.key] = replace(self._failures[action.key], given_up=True)
+                logger.error("no more draft actors of %s are started: %s", action.key, action.error)
+            else:
+                self._create(action.method if isinstance(action, CreateDrafter) else VERIFIER, now)
+
+    def _create(self, key: str, now: float) -> None:
+        seat = self._seating.claim(key)
+        actor_id = new_actor_id(seat.stem, self._used_ids)
+        self._used_ids.add(actor_id)
+        seat.occupant = actor_id
+        self._members[actor_id] = _Member(actor_id, key, seat, created_at=now, since=now)
+
+    def _settle_pending(self) -> None:
+        now = time.monotonic()
+        for member in self._members.values():
+            if member.phase is not Phase.PENDING:
+                continue
+            try:
+                if self._seating.settle(member.seat):
+                    self._launch(member, now)
+                elif not member.note and now - member.since > 2.0:
+                    table = placing.demand_against_supply(self._seating.demands(), placing.cluster_supply())
+                    member.note = f"waits for room on the cluster.\n{table}"
+                    logger.warning("%s %s", member.actor_id, member.note)
+            except ClusterError as error:
+                if str(error) != member.note:
+                    member.note = str(error)
+                    logger.warning("%s waits: %s", member.actor_id, error)
+
+    def _launch(self, member: _Member, now: float) -> None:
+        seat, config = member.seat, self._config
+        assert seat.placement is not None  # callers settle the seat first
+        mode, log_level = Mode(config.mode.value), config.run.log_level
+        cls: Any
+        spec: VerifierSpec | DraftSpec
+        if member.key == VERIFIER:
+            cls = self._classes.verifier
+            target = config.target
+            spec = VerifierSpec(
+                self._run, member.actor_id, target, config.speculation, mode, seat.cores, target.gpus, log_level
+            )
+        else:
+            cls = self._classes.draft
+            drafter = next(drafter for drafter in config.drafters if drafter.method == member.key)
+            window = self._window(member.key)
+            spec = DraftSpec(self._run, member.actor_id, drafter, window, mode, seat.cores, drafter.gpus, log_level)
+        handle = launch(cls, spec, actor_name(self._run, member.actor_id), seat.placement, seat.share)
+        member.actor = SupervisedActor(member.actor_id, handle)
+        member.note = ""
+        member.enter(Phase.STARTING, now)
+
+    def _window(self, method: str) -> int:
+        drafter = next(drafter for drafter in self._config.drafters if drafter.method == method)
+        return drafter.window or self._config.speculation.window
+
+    def _drain(self, member: _Member, now: float) -> None:
+        member.enter(Phase.DRAINING, now)
+        assert member.actor is not None  # only ready ones are drained
+        member.drain_ref = member.actor.handle.drain.remote()
+
+    def _remove(self, action: Remove, now: float) -> None:
+        member = self._members.pop(action.actor_id)
+        log = logger.warning if action.failed else logger.info
+        log("%s is removed: %s", action.actor_id, action.reason)
+        if action.failed:
+            record = record_failure(self._failures.get(member.key), now, action.reason, member.was_ready)
+            self._failures[member.key] = record
+        if member.actor is not None:
+            self._undertaker.bury(member.actor.handle, member.actor.facts)
+        self._seating.vacate(member.seat)
+
+    # ---- tell the others ----
+
+    def _publish(self) -> None:
+        """Replace the snapshots that `view` and `status` return; the version grows if anything changed."""
+        members = list(self._members.values())
+        handles = {m.actor_id: m.actor.handle for m in members if m.key == VERIFIER and m.phase is Phase.READY}
+        endpoints = tuple(self._endpoint(m) for m in members if m.key != VERIFIER)
+        errors = tuple(f"{key}: {record.error}" for key, record in self._failures.items() if record.error)
+        view = ClusterView(self._view.version, handles, endpoints, errors)
+        if _shown(view) != _shown(self._view):
+            self._view = replace(view, version=view.version + 1)
+        peers = (tuple(handles), tuple(e.actor_id for e in endpoints if e.phase is Phase.READY))
+        if peers != self._peers:
+            self._peers, self._peers_version = peers, self._peers_version + 1
+        self._status = [self._row(member) for member in members]
+
+    def _endpoint(self, member: _Member) -> DraftEndpoint:
+        handle = member.actor.handle if member.actor else None
+        return DraftEndpoint(member.actor_id, member.key, self._window(member.key), handle, member.phase, member.note)
+
+    def _tell_peers(self) -> None:
+        """Give every ready actor the current list, one call in flight each; who did not take it is told again."""
+        now = time.monotonic()
+        endpoints = [endpoint for endpoint in self._view.drafters if endpoint.phase is Phase.READY]
+        for member in self._members.values():
+            if member.phase is not Phase.READY or member.actor is None:
+                continue
+            state = member.actor.news_state()
+            if state == "done":
+                member.told = member.telling
+            elif state == "failed":
+                member.tell_after = now + self._config.cluster.health_interval_s
+            if state == "in flight" or member.told == self._peers_version or now < member.tell_after:
+                continue
+            handle, member.telling = member.actor.handle, self._peers_version
+            if member.key == VERIFIER:
+                member.actor.tell(handle.set_drafters.remote(endpoints))
+            else:
+                member.actor.tell(handle.set_verifiers.remote(dict(self._view.verifiers)))
+
+    def _row(self, member: _Member) -> dict[str, Any]:
+        actor, where = member.actor, member.seat.placement
+        facts = actor.facts if actor else None
+        return {
+            "id": member.actor_id,
+            "kind": "verifier" if member.key == VERIFIER else "drafter",
+            "method": "" if member.key == VERIFIER else member.key,
+            "phase": member.phase.value,
+            "node": where.node_ip if where else "",
+            "node_id": where.node_id if where else "",
+            "pid": facts.pid if facts else None,
+            "cores": member.seat.cores,
+            "gpus": facts.gpus if facts else (),
+            "silent_s": round(actor.silent_s(time.monotonic()), 1) if actor else 0.0,
+            "note": member.note or str(self._error_of(member) or ""),
+            "counters": actor.counters if actor else {},
+        }
+
+    # ---- the end ----
+
+    def _teardown(self) -> bool:
+        with self._shutdown_lock:
+            if self._is_shut:
+                return True
+            self._is_shut = True
+            actors = [member.actor for member in self._members.values() if member.actor is not None]
+            try:
+                stops = [actor.handle.stop.remote() for actor in actors if actor.started is not None]
+                if stops:
+                    ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
+                for actor in actors:
+                    actor.poll(time.monotonic(), float("inf"))  # the facts may have come meanwhile
+                    self._undertaker.bury(actor.handle, actor.facts)
+                gone = self._undertaker.wait(_GONE_TIMEOUT_S)
+                if not gone:
+                    logger.error("some actor processes of run %s did not end in time", self._run)
+            finally:
+                self._seating.close()
+            self._members.clear()
+            self._publish()
+            return gone
+
+
+def _shown(view: ClusterView) -> tuple[Any, ...]:
+    """What makes two views differ for those who look at them; handles are told apart by their ids."""
+    drafters = tuple((e.actor_id, e.phase, e.note, e.handle is None) for e in view.drafters)
+    return tuple(view.verifiers), drafters, view.errors
+
+
+def start_controller(
+    config: Config, classes: ActorClasses | None = None, policy: Policy | None = None
+) -> tuple[Any, str]:
+    """Make the controller of a new run, as a named actor that ends with this process, and start the run.
+
+    Returns:
+        `(handle, run)`: the controller and the name of the run.
+
+    Raises:
+        ClusterError, ConfigError, ModelLoadError, SpecActorError: As `Controller.start`; nothing is left running.
+    """
+    run = config.run.name or new_run_name()
+    if run in list_runs():
+        raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    options: dict[str, Any] = {
+        "name": controller_name(run),
+        "namespace": NAMESPACE,
+        "num_cpus": 0,
+        "max_concurrency": 8,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": here,
+    }
+    handle = ray.remote(Controller).options(**options).remote(config, run, classes, policy)
+    limit_s = config.cluster.placement_timeout_s + config.cluster.start_timeout_s + _STOP_TIMEOUT_S + _GONE_TIMEOUT_S
+    try:
+        ray.get(handle.start.remote(), timeout=limit_s + 30.0)
+    except ray.exceptions.RayTaskError as error:
+        ray.kill(handle)
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    except ray.exceptions.RayError as error:
+        ray.kill(handle)
+        raise ClusterError(f"the controller of run {run} did not start: {error}") from None
+    except BaseException:  # interrupted: the controller's actors and placement groups end with it
+        ray.kill(handle)
+        raise
+    return handle, run

@@ -1,0 +1,129 @@
+"""The small-model proposer: its tails are what the model samples with the request's own noise, after any history."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from specactor_ray.drafters.draft_model import DraftModelProposer
+from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.sampling import sample_rows
+from tests.tiny import tiny_draft, tiny_prompt_ids
+
+
+def load() -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_draft(), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def reference() -> torch.nn.Module:
+    return load()
+
+
+def proposer(cache_bytes: int = 16 << 20, max_batch: int = 64) -> DraftModelProposer:
+    return DraftModelProposer(RaggedModel(load(), cache_bytes), max_batch)
+
+
+def expected_tail(
+    model: torch.nn.Module, prompt: tuple[int, ...], committed: list[int], sampling: SamplingParams, length: int
+) -> tuple[int, ...]:
+    """By fresh, uncached forwards."""
+    tail: list[int] = []
+    for _ in range(length):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *committed, *tail]])).logits[0, -1:]
+        tail += sample_rows(logits, [sampling], [len(committed) + len(tail)]).token_ids
+    return tuple(tail)
+
+
+def extend_fully(drafter: DraftModelProposer) -> None:
+    for _ in range(200):
+        if not drafter.extend():
+            return
+    raise AssertionError("extend never came to rest")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tails_after_any_history_are_those_of_a_fresh_model(reference: torch.nn.Module, seed: int) -> None:
+    rng = random.Random(seed)
+    drafter = proposer()
+    prompts = tiny_prompt_ids(4, seed)
+    samplings = [SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=60, seed=seed * 10 + i) for i in range(4)]
+    committed: list[list[int]] = [[] for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        drafter.open(f"r{i}", prompt, (), samplings[i], window=5)
+    for _ in range(8):
+        for _ in range(rng.randint(0, 7)):
+            drafter.extend()
+        for i in rng.sample(range(4), rng.randint(1, 4)):
+            _, tail = drafter.tail(f"r{i}")
+            fresh = list(tail[: rng.randint(0, len(tail))]) + [rng.randrange(400) for _ in range(rng.randint(0, 2))]
+            if not fresh:
+                continue
+            assert drafter.commit(f"r{i}", len(committed[i]), fresh, window=5)
+            assert drafter.commit(f"r{i}", len(committed[i]), fresh, window=5), "a repeated commit is harmless"
+            committed[i] += fresh
+    extend_fully(drafter)
+    for i, prompt in enumerate(prompts):
+        base, tail = drafter.tail(f"r{i}")
+        assert base == len(committed[i])
+        assert tail == expected_tail(reference, prompt, committed[i], samplings[i], 5)
+        assert not drafter.pending(f"r{i}")
+        drafter.close(f"r{i}")
+    assert drafter._model.cache.allocator.free_slots == drafter._model.cache.slots, "cache was leaked"
+
+
+def test_a_gap_or_an_unknown_request_asks_for_a_resync() -> None:
+    drafter = proposer()
+    assert not drafter.commit("nobody", 0, [1], 4)
+    drafter.open("r", (5, 6, 7), (), SamplingParams(), 4)
+    assert not drafter.commit("r", 3, [1], 4)
+    assert drafter.commit("r", 0, [1], 4)
+
+
+def test_requests_beyond_the_limit_are_answered_with_no_guess() -> None:
+    drafter = proposer(max_batch=1)
+    for name in ("a", "b"):
+        drafter.open(name, (5, 6, 7), (), SamplingParams(max_tokens=20), 3)
+    extend_fully(drafter)
+    assert len(drafter.tail("a")[1]) == 3 and drafter.tail("b") == (0, ())
+    assert drafter.commit("b", 0, [9], 3)
+    assert drafter.extend() == ["b"], "each commit is answered once"
+    assert drafter.extend() == []
+
+
+def test_drafting_ends_where_the_output_ends() -> None:
+    drafter = proposer()
+    drafter.open("r", (5, 6, 7), (1, 2), SamplingParams(max_tokens=4), 8)
+    extend_fully(drafter)
+    assert len(drafter.tail("r")[1]) == 2
+
+
+def test_a_cache_too_small_gives_up_quietly() -> None:
+    probe = RaggedModel(load(), 16 << 20)
+    drafter = proposer(cache_bytes=probe.cache.bytes_per_token * 256)
+    drafter.open("a", tuple([5] * 100), (), SamplingParams(max_tokens=400), 4)
+    drafter.open("b", tuple([5] * 100), (), SamplingParams(max_tokens=400), 4)
+    extend_fully(drafter)
+    assert len(drafter.tail("a")[1]) == 4 and drafter.tail("b")[1] == ()
+
+
+def test_new_weights_drop_tails_of_the_old_ones(reference: torch.nn.Module) -> None:
+    drafter = proposer()
+    sampling = SamplingParams(temperature=1.0, seed=4, max_tokens=30)
+    prompt = tiny_prompt_ids(1)[0]
+    drafter.open("r", prompt, (), sampling, 4)
+    extend_fully(drafter)
+    changed = load()
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(1.2)
+    drafter.load_weights(3, changed.state_dict())
+    assert drafter.weight_version == 3 and drafter.tail("r")[1] == ()
+    extend_fully(drafter)
+    assert drafter.tail("r")[1] == expected_tail(changed, prompt, [], sampling, 4)

@@ -1,0 +1,142 @@
+"""Prompt files: what is read, and errors that name the file and the line; prompts as token ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from specactor_ray.errors import InputError
+from specactor_ray.rollout.prompts import encode_prompt, read_prompts
+
+REPOSITORY = Path(__file__).parents[2]
+PROMPT_FILES = sorted((REPOSITORY / "conf" / "prompts").glob("*.jsonl"))
+
+
+def write(folder: Path, content: str | bytes, name: str = "prompts.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def error_of(path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        read_prompts(path)
+    return str(caught.value)
+
+
+class TestReading:
+    def test_prompt_and_messages(self, tmp_path: Path) -> None:
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+        lines = [{"prompt": "Say hello."}, {"messages": messages, "id": 7}]
+        path = write(tmp_path, "\n".join(json.dumps(line) for line in lines))
+        assert read_prompts(path) == ["Say hello.", messages]
+
+    def test_blank_lines_a_byte_order_mark_and_windows_line_ends(self, tmp_path: Path) -> None:
+        path = write(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+        assert read_prompts(path) == ["a", "b"]
+
+    def test_a_text_file_is_one_prompt_a_line(self, tmp_path: Path) -> None:
+        path = write(tmp_path, "Name a river.\n\n  Name a hill.\r\n{not json}\n", "prompts.txt")
+        assert [str(prompt).strip() for prompt in read_prompts(path)] == ["Name a river.", "Name a hill.", "{not json}"]
+        assert not any(str(prompt).endswith("\r") for prompt in read_prompts(path))
+
+    def test_limit(self, tmp_path: Path) -> None:
+        path = write(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\nbroken\n')
+        assert read_prompts(path, limit=2) == ["a", "b"]
+
+    @example(["a\u2028b", "c\x0bd\x85e"])
+    @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1, max_size=5))
+    def test_any_text_comes_back_as_it_was(self, tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+        path = tmp_path_factory.mktemp("any") / "prompts.jsonl"
+        for ascii_only in (True, False):
+            rows = (json.dumps({"prompt": text}, ensure_ascii=ascii_only) for text in texts)
+            path.write_text("\n".join(rows), encoding="utf-8", newline="")
+            assert read_prompts(path) == texts
+
+    @pytest.mark.parametrize("path", PROMPT_FILES, ids=lambda path: path.stem)
+    def test_the_prompt_sets_of_the_repository(self, path: Path) -> None:
+        prompts = read_prompts(path)
+        assert len(prompts) == 16
+        assert len({json.dumps(prompt) for prompt in prompts}) == 16
+
+    def test_there_are_prompt_sets(self) -> None:
+        assert [path.stem for path in PROMPT_FILES] == ["demo", "repetition"]
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("line", "problem"),
+        [
+            ('{"prompt": "a"', "not valid JSON"),
+            ("just words", "not valid JSON"),
+            ('["a"]', 'either "prompt" or "messages"'),
+            ('{"text": "a"}', 'either "prompt" or "messages"'),
+            ('{"prompt": "a", "messages": []}', 'either "prompt" or "messages"'),
+            ('{"prompt": ""}', "non-empty string"),
+            ('{"prompt": 3}', "non-empty string"),
+            ('{"messages": []}', "non-empty list"),
+            ('{"messages": "hi"}', "non-empty list"),
+            ('{"messages": [{"role": "user"}]}', "non-empty list"),
+            ('{"messages": [{"role": "user", "content": 4}]}', "non-empty list"),
+        ],
+    )
+    def test_the_line_is_named(self, tmp_path: Path, line: str, problem: str) -> None:
+        message = error_of(write(tmp_path, f'{{"prompt": "good"}}\n\n{line}\n'))
+        assert "prompts.jsonl, line 3:" in message and problem in message
+
+    @pytest.mark.parametrize("content", ["", "\n \n"], ids=["empty", "blank"])
+    @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
+    def test_no_prompts(self, tmp_path: Path, content: str, name: str) -> None:
+        assert "no prompts in it" in error_of(write(tmp_path, content, name))
+
+    def test_no_file(self, tmp_path: Path) -> None:
+        assert f"there is no file {tmp_path / 'none.jsonl'}" in error_of(tmp_path / "none.jsonl")
+
+    def test_a_folder(self, tmp_path: Path) -> None:
+        assert "is a folder" in error_of(tmp_path)
+
+    def test_not_text(self, tmp_path: Path) -> None:
+        assert "not UTF-8 text (byte 2)" in error_of(write(tmp_path, b"ab\xff\xfe"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir: Path) -> Any:
+    from specactor_ray.modeling.loading import load_tokenizer
+
+    return load_tokenizer(str(tiny_model_dir))
+
+
+class TestEncoding:
+    def test_text_is_wrapped_as_a_user_message(self, tokenizer: Any) -> None:
+        text = "Add 2 and 3."
+        wrapped = encode_prompt(tokenizer, text, chat=True)
+        assert wrapped == encode_prompt(tokenizer, [{"role": "user", "content": text}], chat=False)
+        assert len(wrapped) > len(encode_prompt(tokenizer, text, chat=False))
+
+    def test_token_ids_stay_as_they_are(self, tokenizer: Any) -> None:
+        assert encode_prompt(tokenizer, [5, 6, 7], chat=True) == (5, 6, 7)
+        assert encode_prompt(None, [5, 6, 7], chat=True) == (5, 6, 7)
+
+    def test_text_without_a_tokenizer(self) -> None:
+        with pytest.raises(InputError, match="no tokenizer"):
+            encode_prompt(None, "hello", chat=True)
+
+    def test_no_tokens(self, tokenizer: Any) -> None:
+        with pytest.raises(InputError, match="no tokens"):
+            encode_prompt(tokenizer, [], chat=True)
+
+    def test_half_a_surrogate_pair_is_an_error_of_this_prompt(self, tokenizer: Any) -> None:
+        with pytest.raises(InputError):
+            encode_prompt(tokenizer, "\ud800", chat=False)
+
+    def test_messages_without_a_template(self, tokenizer: Any) -> None:
+        class Bare:
+            chat_template = None
+
+        with pytest.raises(InputError, match="no chat template"):
+            encode_prompt(Bare(), [{"role": "user", "content": "hi"}], chat=True)
