@@ -69,7 +69,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     """
     from specactor_ray.config import load_config
     from specactor_ray.observability.console import log_through, make_console, say
-    from specactor_ray.observability.report import reason_lines, rollout_table
+    from specactor_ray.observability.report import breaker_lines, reason_lines, rollout_table
 
     settings = load_config(config_file, overrides or ())
     progress = make_console(sys.stderr)
@@ -79,7 +79,8 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     outcome = run_rollout(settings, progress)
     console = make_console()
     console.print(rollout_table(outcome.summary))
-    for line in reason_lines(outcome.summary["trajectories"]["failures"]):
+    reasons = reason_lines(outcome.summary["trajectories"]["failures"])
+    for line in [*reasons, *breaker_lines(outcome.summary["actors"])]:
         say(console, line)
     say(console, f"trajectories: {outcome.trajectories}\nsummary and configuration: {outcome.folder}")
     raise typer.Exit(outcome.exit_code)

@@ -6,7 +6,6 @@ prompt of its own is not counted, and leaves nothing behind that a drafter could
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.output import write_json
+from specactor_ray.rollout.output import remove_if_empty, write_json
 from specactor_ray.rollout.prompts import Prompt, read_prompts
 from specactor_ray.rollout.run import sigterm_interrupts
 
@@ -64,7 +63,7 @@ def run_bench(
     _reject_existing(output)
     prompts = read_prompts(config.data.path, config.data.limit)
     variants = plan_variants(config, modes, batches)
-    _make_folder(output.parent)
+    made = _make_folder(output.parent)
     report = _head(config, len(prompts), output)
     bench = Bench(prompts, console)
     from specactor_ray.cluster.connection import connect  # takes seconds, so only after the checks
@@ -78,7 +77,11 @@ def run_bench(
         report["status"] = "interrupted"
     finally:
         report["results"] = bench.results()
-        _save(report, output)
+        if report["results"]:
+            _reject_existing(output)
+            write_json(output, report)
+        else:
+            remove_if_empty(*made)
     return report
 
 
@@ -200,11 +203,14 @@ def _reject_existing(output: Path) -> None:
         raise InputError(f"--output: {output} exists and is never overwritten; name another file")
 
 
-def _make_folder(folder: Path) -> None:
+def _make_folder(folder: Path) -> list[Path]:
+    """Make a folder; returns those that did not exist, the deepest first."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--output: {folder} cannot be made ({error.strerror})") from None
+    return made
 
 
 def _head(config: Config, prompts: int, output: Path) -> dict[str, Any]:
@@ -218,13 +224,3 @@ def _head(config: Config, prompts: int, output: Path) -> dict[str, Any]:
         "versions": versions(),
         "hardware": hardware(),
     }
-
-
-def _save(report: Mapping[str, Any], output: Path) -> None:
-    """Write the report; without a single result no file and no empty folder is left behind."""
-    if report["results"]:
-        _reject_existing(output)
-        write_json(output, report)
-        return
-    with contextlib.suppress(OSError):  # it holds something else, and stays
-        output.parent.rmdir()

@@ -126,7 +126,7 @@ def _resolve(address: str) -> str:
 
 def _running_here() -> str:
     try:
-        from ray._private.services import get_ray_address_from_environment  # noqa: PLC2701
+        from ray._private.services import get_ray_address_from_environment
 
         return str(get_ray_address_from_environment("auto", None))
     except (ConnectionError, ImportError):
@@ -145,7 +145,7 @@ def _probe(address: str, token: str) -> None:
         reason = error.strerror or str(error) or type(error).__name__
         raise ClusterError(f"no Ray cluster answers at {address} ({reason}). Fix: {_TWO_FIXES}") from None
     try:
-        import grpc
+        import grpc  # type: ignore[import-untyped]
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
     except ImportError:  # a minimal Ray: the open port must do
         return
@@ -153,7 +153,7 @@ def _probe(address: str, token: str) -> None:
         stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         metadata = [("authorization", f"Bearer {token}")] if token else None
         try:
-            request = gcs_service_pb2.CheckAliveRequest()
+            request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]
             reply = stub.CheckAlive(request, timeout=_PROBE_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as error:
             raise ClusterError(_why_refused(address, error.code().name, bool(token))) from None

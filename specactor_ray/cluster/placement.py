@@ -124,7 +124,7 @@ def is_standing(group: PlacementGroup) -> bool:
 def cluster_supply() -> list[NodeSupply]:
     """The live nodes, with what they have in all and what is free now."""
     try:
-        from ray._private.state import available_resources_per_node  # noqa: PLC2701 - nothing public tells it
+        from ray._private.state import available_resources_per_node  # nothing public tells it
 
         free = available_resources_per_node()
     except (ImportError, RuntimeError):

@@ -73,6 +73,7 @@ class SupervisedActor:
         self._pinged_at = float("-inf")
         self._unanswered_since: float | None = None
         self._news_ref: Any = None
+        self._drain_ref: Any = None
 
     def poll(self, now: float, interval_s: float) -> None:
         """Take the answers that came, and ask for the health when it is time. Never blocks.
@@ -90,11 +91,12 @@ class SupervisedActor:
         if self._ping_ref is not None and _is_done(self._ping_ref):
             ref, self._ping_ref = self._ping_ref, None
             self._take_ping(ref)
-        if self.started is not None and self.error is None and self._ping_ref is None:
-            if now - self._pinged_at >= interval_s:
-                self._ping_ref, self._pinged_at = self.handle.ping.remote(), now
-                if self._unanswered_since is None:
-                    self._unanswered_since = now
+        if self.started is None or self.error is not None or self._ping_ref is not None:
+            return
+        if now - self._pinged_at >= interval_s:
+            self._ping_ref, self._pinged_at = self.handle.ping.remote(), now
+            if self._unanswered_since is None:
+                self._unanswered_since = now
 
     def silent_s(self, now: float) -> float:
         """Seconds that the oldest unanswered health check has waited."""
@@ -105,9 +107,16 @@ class SupervisedActor:
         if self._unanswered_since is not None:
             self._unanswered_since = now
 
-    def tell(self, ref: Any) -> None:
-        """Note a call with news (such as the new list of drafters) that is now in flight."""
-        self._news_ref = ref
+    def drain(self) -> None:
+        """Ask it to stop taking requests; `drained` tells when it has."""
+        self._drain_ref = self.handle.drain.remote()
+
+    def drained(self) -> bool:
+        return self._drain_ref is not None and _is_done(self._drain_ref)
+
+    def tell(self, method: str, news: Any) -> None:
+        """Call `method` with news, such as the new list of draft actors; see `news_state`."""
+        self._news_ref = getattr(self.handle, method).remote(news)
 
     def news_state(self) -> str:
         """`idle`, `in flight`, `done` or `failed`; the latter two once for every `tell`."""

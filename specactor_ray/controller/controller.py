@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -24,27 +24,23 @@ from specactor_ray.cluster.processes import Undertaker
 from specactor_ray.cluster.supervised import SupervisedActor, launch
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.controller.decide import decide, has_lasted, record_failure
-from specactor_ray.controller.seats import Seat, Seating, scale_refusal
+from specactor_ray.controller.members import ActorClasses, Member, PeerNews, build_spec, next_view
+from specactor_ray.controller.seats import Seating, scale_refusal
 from specactor_ray.controller.state import (
     VERIFIER,
     Action,
     ClusterView,
     CreateDrafter,
     DesiredState,
-    DraftEndpoint,
     Drain,
-    DraftSpec,
     FailureRecord,
     GiveUp,
-    ObservedActor,
     ObservedState,
     Phase,
     Policy,
     Remove,
-    VerifierSpec,
 )
 from specactor_ray.errors import ClusterError, ConfigError, SpecActorError
-from specactor_ray.messages import Mode
 
 __all__ = ["ActorClasses", "Controller", "find_controller", "list_runs", "start_controller"]
 
@@ -54,45 +50,6 @@ _TICK_S = 0.2
 _STOP_TIMEOUT_S = 12.0
 _GONE_TIMEOUT_S = 15.0
 _SLOW_STEP_S = 1.0
-
-
-@dataclass(frozen=True)
-class ActorClasses:
-    """The plain classes that become actors; `None` stands for those of `specactor_ray.actors`."""
-
-    verifier: type | None = None
-    draft: type | None = None
-
-    def resolved(self) -> ActorClasses:
-        """With the defaults imported: they load torch, so only where they are needed."""
-        from specactor_ray.actors.draft import DraftActor
-        from specactor_ray.actors.verifier import VerifierActor
-
-        return ActorClasses(self.verifier or VerifierActor, self.draft or DraftActor)
-
-
-@dataclass(eq=False)
-class _Member:
-    """One incarnation of an actor."""
-
-    actor_id: str
-    key: str
-    seat: Seat
-    created_at: float
-    phase: Phase = Phase.PENDING
-    since: float = 0.0
-    """When the phase began."""
-    actor: SupervisedActor | None = None
-    was_ready: bool = False
-    told: int = 0
-    """Version of the peers that it was told last."""
-    telling: int = 0
-    tell_after: float = 0.0
-    drain_ref: Any = None
-    note: str = ""
-
-    def enter(self, phase: Phase, now: float) -> None:
-        self.phase, self.since = phase, now
 
 
 class Controller:
@@ -114,13 +71,12 @@ class Controller:
         self._policy = policy or Policy.from_config(config.cluster)
         drafters = {} if config.mode is ModeName.plain else {d.method: d.replicas for d in config.drafters}
         self._desired = DesiredState(config.target.replicas, drafters)
-        self._members: dict[str, _Member] = {}
+        self._members: dict[str, Member] = {}
         self._used_ids: set[str] = set()
         self._failures: dict[str, FailureRecord] = {}
         self._seating = Seating(run, config)
         self._undertaker = Undertaker()
-        self._peers: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-        self._peers_version = 0
+        self._news = PeerNews(config.cluster.health_interval_s)
         self._lock = threading.Lock()
         self._forgiven: list[str] = []
         """Methods scaled by a person since the last step: what failed before is forgotten."""
@@ -214,7 +170,7 @@ class Controller:
             observed = self._observe()
             for action in decide(self._desired, observed, time.monotonic(), self._policy):
                 if isinstance(action, Remove):
-                    error = self._error_of(self._members[action.actor_id])
+                    error = self._members[action.actor_id].error
                     raise error or SpecActorError(f"{action.actor_id}: {action.reason}")
             if all(member.phase is Phase.READY for member in self._members.values()):
                 self._publish()
@@ -252,7 +208,7 @@ class Controller:
         with self._lock:
             desired = self._desired
         self._apply(decide(desired, self._observe(), time.monotonic(), self._policy))
-        self._seating.trim({key: desired.wanted(key) for key in desired.keys()})
+        self._seating.trim({key: desired.wanted(key) for key in desired.all_keys()})
 
     def _forget_failures(self) -> None:
         with self._lock:
@@ -269,26 +225,16 @@ class Controller:
         self._last_step = now
         actors = []
         for member in self._members.values():
-            self._look_at(member, now)
-            seen = self._observed(member, now)
+            if member.look(now, self._config.cluster.health_interval_s):
+                self._refuse_shared_gpus(member)
+                logger.info("%s is ready", member.actor_id)
+            seen = member.observed(now)
             actors.append(seen)
-            if has_lasted(seen, self._policy) and member.key in self._failures:
-                del self._failures[member.key]
+            if has_lasted(seen, self._policy):
+                self._failures.pop(member.key, None)
         return ObservedState(tuple(actors), dict(self._failures))
 
-    def _look_at(self, member: _Member, now: float) -> None:
-        actor = member.actor
-        if actor is None:
-            return
-        actor.poll(now, self._config.cluster.health_interval_s)
-        if member.phase is Phase.STARTING and actor.started is not None and actor.facts is not None:
-            member.enter(Phase.READY, now)
-            member.was_ready = True
-            self._refuse_shared_gpus(member)
-        if actor.error is not None and member.phase is not Phase.DEAD:
-            member.enter(Phase.DEAD, now)
-
-    def _refuse_shared_gpus(self, member: _Member) -> None:
+    def _refuse_shared_gpus(self, member: Member) -> None:
         if self._config.mode is ModeName.coupled:
             return
         facts = {m.actor_id: m.actor.facts for m in self._members.values() if m.actor and m.actor.facts}
@@ -300,22 +246,6 @@ class Controller:
         except ClusterError as error:
             assert member.actor is not None
             member.actor.error, member.was_ready = error, False
-
-    def _observed(self, member: _Member, now: float) -> ObservedActor:
-        return ObservedActor(
-            member.actor_id,
-            member.key,
-            member.phase,
-            phase_age_s=now - member.since,
-            created_at=member.created_at,
-            silent_s=member.actor.silent_s(now) if member.actor else 0.0,
-            drained=member.drain_ref is not None and bool(ray.wait([member.drain_ref], timeout=0)[0]),
-            error=str(self._error_of(member) or ""),
-        )
-
-    @staticmethod
-    def _error_of(member: _Member) -> SpecActorError | None:
-        return member.actor.error if member.actor else None
 
     def _apply(self, actions: list[Action]) -> None:
         now = time.monotonic()
@@ -335,7 +265,7 @@ class Controller:
         actor_id = new_actor_id(seat.stem, self._used_ids)
         self._used_ids.add(actor_id)
         seat.occupant = actor_id
-        self._members[actor_id] = _Member(actor_id, key, seat, created_at=now, since=now)
+        self._members[actor_id] = Member(actor_id, key, seat, created_at=now, since=now)
 
     def _settle_pending(self) -> None:
         now = time.monotonic()
@@ -354,36 +284,20 @@ class Controller:
                     member.note = str(error)
                     logger.warning("%s waits: %s", member.actor_id, error)
 
-    def _launch(self, member: _Member, now: float) -> None:
-        seat, config = member.seat, self._config
+    def _launch(self, member: Member, now: float) -> None:
+        seat = member.seat
         assert seat.placement is not None  # callers settle the seat first
-        mode, log_level = Mode(config.mode.value), config.run.log_level
-        cls: Any
-        spec: VerifierSpec | DraftSpec
-        if member.key == VERIFIER:
-            cls = self._classes.verifier
-            target = config.target
-            spec = VerifierSpec(
-                self._run, member.actor_id, target, config.speculation, mode, seat.cores, target.gpus, log_level
-            )
-        else:
-            cls = self._classes.draft
-            drafter = next(drafter for drafter in config.drafters if drafter.method == member.key)
-            window = self._window(member.key)
-            spec = DraftSpec(self._run, member.actor_id, drafter, window, mode, seat.cores, drafter.gpus, log_level)
+        cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
+        spec = build_spec(self._config, self._run, member)
         handle = launch(cls, spec, actor_name(self._run, member.actor_id), seat.placement, seat.share)
         member.actor = SupervisedActor(member.actor_id, handle)
         member.note = ""
         member.enter(Phase.STARTING, now)
 
-    def _window(self, method: str) -> int:
-        drafter = next(drafter for drafter in self._config.drafters if drafter.method == method)
-        return drafter.window or self._config.speculation.window
-
-    def _drain(self, member: _Member, now: float) -> None:
+    def _drain(self, member: Member, now: float) -> None:
         member.enter(Phase.DRAINING, now)
         assert member.actor is not None  # only ready ones are drained
-        member.drain_ref = member.actor.handle.drain.remote()
+        member.actor.drain()
 
     def _remove(self, action: Remove, now: float) -> None:
         member = self._members.pop(action.actor_id)
@@ -401,58 +315,12 @@ class Controller:
     def _publish(self) -> None:
         """Replace the snapshots that `view` and `status` return; the version grows if anything changed."""
         members = list(self._members.values())
-        handles = {m.actor_id: m.actor.handle for m in members if m.key == VERIFIER and m.phase is Phase.READY}
-        endpoints = tuple(self._endpoint(m) for m in members if m.key != VERIFIER)
-        errors = tuple(f"{key}: {record.error}" for key, record in self._failures.items() if record.error)
-        view = ClusterView(self._view.version, handles, endpoints, errors)
-        if _shown(view) != _shown(self._view):
-            self._view = replace(view, version=view.version + 1)
-        peers = (tuple(handles), tuple(e.actor_id for e in endpoints if e.phase is Phase.READY))
-        if peers != self._peers:
-            self._peers, self._peers_version = peers, self._peers_version + 1
-        self._status = [self._row(member) for member in members]
-
-    def _endpoint(self, member: _Member) -> DraftEndpoint:
-        handle = member.actor.handle if member.actor else None
-        return DraftEndpoint(member.actor_id, member.key, self._window(member.key), handle, member.phase, member.note)
+        self._view = next_view(self._view, members, self._config, self._failures)
+        now = time.monotonic()
+        self._status = [member.row(now) for member in members]
 
     def _tell_peers(self) -> None:
-        """Give every ready actor the current list, one call in flight each; who did not take it is told again."""
-        now = time.monotonic()
-        endpoints = [endpoint for endpoint in self._view.drafters if endpoint.phase is Phase.READY]
-        for member in self._members.values():
-            if member.phase is not Phase.READY or member.actor is None:
-                continue
-            state = member.actor.news_state()
-            if state == "done":
-                member.told = member.telling
-            elif state == "failed":
-                member.tell_after = now + self._config.cluster.health_interval_s
-            if state == "in flight" or member.told == self._peers_version or now < member.tell_after:
-                continue
-            handle, member.telling = member.actor.handle, self._peers_version
-            if member.key == VERIFIER:
-                member.actor.tell(handle.set_drafters.remote(endpoints))
-            else:
-                member.actor.tell(handle.set_verifiers.remote(dict(self._view.verifiers)))
-
-    def _row(self, member: _Member) -> dict[str, Any]:
-        actor, where = member.actor, member.seat.placement
-        facts = actor.facts if actor else None
-        return {
-            "id": member.actor_id,
-            "kind": "verifier" if member.key == VERIFIER else "drafter",
-            "method": "" if member.key == VERIFIER else member.key,
-            "phase": member.phase.value,
-            "node": where.node_ip if where else "",
-            "node_id": where.node_id if where else "",
-            "pid": facts.pid if facts else None,
-            "cores": member.seat.cores,
-            "gpus": facts.gpus if facts else (),
-            "silent_s": round(actor.silent_s(time.monotonic()), 1) if actor else 0.0,
-            "note": member.note or str(self._error_of(member) or ""),
-            "counters": actor.counters if actor else {},
-        }
+        self._news.tell(self._members.values(), self._view, time.monotonic())
 
     # ---- the end ----
 
@@ -463,7 +331,10 @@ class Controller:
             self._is_shut = True
             actors = [member.actor for member in self._members.values() if member.actor is not None]
             try:
-                stops = [actor.handle.stop.remote() for actor in actors if actor.started is not None]
+                # One that is silent would only use up the time that the others have.
+                now, patience_s = time.monotonic(), max(1.0, 2.0 * self._config.cluster.health_interval_s)
+                willing = [a for a in actors if a.started is not None and a.silent_s(now) < patience_s]
+                stops = [actor.handle.stop.remote() for actor in willing]
                 if stops:
                     ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
                 for actor in actors:
@@ -477,12 +348,6 @@ class Controller:
             self._members.clear()
             self._publish()
             return gone
-
-
-def _shown(view: ClusterView) -> tuple[Any, ...]:
-    """What makes two views differ for those who look at them; handles are told apart by their ids."""
-    drafters = tuple((e.actor_id, e.phase, e.note, e.handle is None) for e in view.drafters)
-    return tuple(view.verifiers), drafters, view.errors
 
 
 def start_controller(
@@ -509,7 +374,8 @@ def start_controller(
         "max_task_retries": 0,
         "scheduling_strategy": here,
     }
-    handle = ray.remote(Controller).options(**options).remote(config, run, classes, policy)
+    remote_class: Any = ray.remote(Controller)
+    handle = remote_class.options(**options).remote(config, run, classes, policy)
     limit_s = config.cluster.placement_timeout_s + config.cluster.start_timeout_s + _STOP_TIMEOUT_S + _GONE_TIMEOUT_S
     try:
         ray.get(handle.start.remote(), timeout=limit_s + 30.0)

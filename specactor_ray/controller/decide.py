@@ -43,15 +43,18 @@ def decide(desired: DesiredState, observed: ObservedState, now: float, policy: P
     """
     actions: list[Action] = []
     kept: list[ObservedActor] = []
+    failures = dict(observed.failures)
     for actor in observed.actors:
         removal = _removal(actor, policy)
         if removal is None:
             kept.append(actor)
-        else:
-            actions.append(removal)
+            continue
+        actions.append(removal)
+        if removal.failed:  # counts for what is created in this very step
+            failures[actor.key] = record_failure(failures.get(actor.key), now, removal.reason, actor.was_ready)
     for key in _keys(desired, observed.actors):
         mine = [actor for actor in kept if actor.key == key]
-        actions += _balance(key, desired.wanted(key), mine, observed.failures.get(key), now, policy)
+        actions += _balance(key, desired.wanted(key), mine, failures.get(key), now, policy)
     return actions
 
 
@@ -83,7 +86,7 @@ def has_lasted(actor: ObservedActor, policy: Policy) -> bool:
 
 
 def _keys(desired: DesiredState, actors: Iterable[ObservedActor]) -> list[str]:
-    return list(dict.fromkeys((*desired.keys(), *(actor.key for actor in actors))))
+    return list(dict.fromkeys((*desired.all_keys(), *(actor.key for actor in actors))))
 
 
 def _removal(actor: ObservedActor, policy: Policy) -> Remove | None:

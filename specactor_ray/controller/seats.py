@@ -145,7 +145,7 @@ class Seating:
                 return False
             machine, cores = answer
             self._ledger.add_node(node_id, cores, machine)
-        if seat.cores and seat.placement is None and self._ledger.holders(node_id).get(seat.stem) == seat.cores:
+        if seat.cores and self._ledger.holders(node_id).get(seat.stem) == seat.cores:
             return True  # a replacement on the same machine goes on with the same cores
         self._ledger.release(seat.stem)
         assert seat.demand is not None  # seats without one never come here

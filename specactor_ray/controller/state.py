@@ -111,7 +111,7 @@ class DesiredState:
         """Number wanted for `VERIFIER` or a method; 0 for methods that are not named."""
         return self.verifiers if key == VERIFIER else self.drafters.get(key, 0)
 
-    def keys(self) -> tuple[str, ...]:
+    def all_keys(self) -> tuple[str, ...]:
         return (VERIFIER, *self.drafters)
 
 
@@ -126,6 +126,8 @@ class ObservedActor:
     phase_age_s: float = 0.0
     """Seconds in this phase."""
     created_at: float = 0.0
+    was_ready: bool = False
+    """It has been ready, whatever it is now."""
     silent_s: float = 0.0
     """Seconds that its oldest unanswered health check has waited; 0 when none does."""
     drained: bool = False

@@ -107,14 +107,36 @@ def config_keys_table(keys: Sequence[tuple[str, str, Any, str]]) -> Table:
 
 
 def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One row per actor; the columns are the keys of the rows, in order of appearance."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    """One row per actor of a run, as the controller reports them."""
     table = Table(box=SIMPLE_HEAD)
-    for name in columns:
+    for name in ("actor", "phase", "node", "pid", "cores", "work", "note"):
         table.add_column(name)
     for row in rows:
-        table.add_row(*(Text(_cell(row.get(name))) for name in columns))
+        cores = ",".join(str(core) for core in row.get("cores") or ())
+        cells = (row.get("id"), row.get("phase"), row.get("node"), row.get("pid"), cores, _work(row), row.get("note"))
+        table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
     return table
+
+
+def breaker_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The drafters that a verifier stopped asking because they did not help, one line each."""
+    return [
+        f"  {row['id']} stopped asking {drafter} {breaker['openings']} times, "
+        f"now {breaker['state']}: {breaker['reason']}"
+        for row in rows
+        for drafter, breaker in (row.get("counters") or {}).get("breakers", {}).items()
+        if breaker["openings"]
+    ]
+
+
+def _work(row: Mapping[str, Any]) -> str:
+    """What an actor is doing and has done, in a few words."""
+    counters = row.get("counters") or {}
+    if row.get("kind") == "verifier":
+        rows, tokens = counters.get("row_steps", 0), counters.get("committed_tokens", 0)
+        length = tokens / rows if rows else 0.0
+        return f"{counters.get('running', 0)} running, {tokens:,} tokens, acceptance length {length:.2f}"
+    return f"{counters.get('open_requests', 0)} open, {counters.get('tails', 0):,} tails"
 
 
 def _bench_table(title: str) -> Table:
@@ -147,11 +169,3 @@ def _default(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return str(getattr(value, "value", value))
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={_cell(item)}" for key, item in value.items())
-    return "" if value is None else str(value)

@@ -118,10 +118,16 @@ def claim_run_folder(config: Config) -> Path:
 
 
 def discard_run_folder(folder: Path) -> None:
-    """Remove the folder of a run that ended before it began: its configuration, and the folder if that was all."""
+    """Remove the folder of a run that ended before it began: its configuration, and the folders if that was all."""
     (folder / CONFIG_FILE).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # something else is in it, and stays
-        folder.rmdir()
+    remove_if_empty(folder, folder.parent)
+
+
+def remove_if_empty(*folders: Path) -> None:
+    """Remove folders, in this order; the first that holds something stays, and so do those after it."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:

@@ -140,6 +140,7 @@ def _run(config: Config, prompts: list[Prompt], folder: Path, writer: Trajectory
                 **_figures(rollout, tally, len(prompts) * config.data.n, time.monotonic() - begin),
                 "output": str(writer.where.resolve()),
                 "config": yaml.safe_load(to_yaml(config)),
+                "actors": _actors(rollout),
                 "versions": versions(),
                 "hardware": {**hardware(), "cluster": _cluster_resources()},
             }
@@ -182,6 +183,13 @@ def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict
         },
         "metrics": rollout.metrics().to_dict(),
     }
+
+
+def _actors(rollout: Rollout) -> list[dict[str, Any]]:
+    """One row per actor; none when the controller cannot say."""
+    with contextlib.suppress(Exception):
+        return rollout.status()
+    return []
 
 
 def _cluster_resources() -> dict[str, float]:

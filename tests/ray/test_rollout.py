@@ -98,52 +98,47 @@ def test_a_misbehaving_drafter_changes_nothing(plain: Any, name: str) -> None:
     assert tokens_of(done) == plain[1.0]
 
 
-def draft_pids(rollout: Rollout) -> list[int]:
-    return [row["pid"] for row in rollout.status() if row["kind"] == "drafter" and row.get("pid")]
+def pids(rollout: Rollout, kind: str) -> list[int]:
+    return [row["pid"] for row in rollout.status() if row["kind"] == kind and row["phase"] == "ready"]
 
 
-def repeatedly(act: Callable[[int], None], pids: Callable[[Rollout], list[int]], times: int) -> Callable[[Rollout], None]:
-    def meddle(rollout: Rollout) -> None:
-        for _ in range(times):
-            for pid in pids(rollout)[:1]:
-                try:
-                    act(pid)
-                except ProcessLookupError:
+class Assault:
+    """Sends a signal to an actor of a kind again and again while the stream runs."""
+
+    def __init__(self, kind: str, signal_number: int, times: int) -> None:
+        self._kind, self._signal, self._times = kind, signal_number, times
+        self.hits: list[int] = []
+
+    def __call__(self, rollout: Rollout) -> None:
+        while len(self.hits) < self._times:
+            for pid in [pid for pid in pids(rollout, self._kind) if pid not in self.hits][:1]:
+                if rollout.committed_tokens == 0:
                     continue
-            time.sleep(0.7)
+                os.kill(pid, self._signal)
+                self.hits.append(pid)
+            if rollout.committed_tokens == sum(map(len, self.expected.values())):
+                return
+            time.sleep(0.05)
 
-    return meddle
-
-
-def test_killed_drafters(plain: Any) -> None:
-    kill = repeatedly(lambda pid: os.kill(pid, signal.SIGKILL), draft_pids, times=3)
-    done, _ = roll(config("decoupled", [NGRAM]), 1.0, kill)
-    assert tokens_of(done) == plain[1.0]
+    expected: dict[str, tuple[int, ...]] = {}
 
 
 @pytest.mark.parametrize("mode", ["coupled", "decoupled"])
-def test_stopped_drafters(plain: Any, mode: str) -> None:
-    stop = repeatedly(lambda pid: os.kill(pid, signal.SIGSTOP), draft_pids, times=2)
-    done, _ = roll(config(mode, [NGRAM]), 1.0, stop)
+@pytest.mark.parametrize(
+    ("kind", "signal_number", "times"),
+    [
+        ("drafter", signal.SIGKILL, 3),
+        ("drafter", signal.SIGSTOP, 2),
+        ("verifier", signal.SIGKILL, 1),
+        ("verifier", signal.SIGSTOP, 1),
+    ],
+)
+def test_killed_and_stopped_actors(plain: Any, mode: str, kind: str, signal_number: int, times: int) -> None:
+    assault = Assault(kind, signal_number, times)
+    assault.expected = plain[1.0]
+    done, _ = roll(config(mode, [NGRAM]), 1.0, assault)
     assert tokens_of(done) == plain[1.0]
-
-
-def test_a_killed_verifier(plain: Any) -> None:
-    def pids(rollout: Rollout) -> list[int]:
-        return [row["pid"] for row in rollout.status() if row["kind"] == "verifier" and row.get("pid")]
-
-    kill = repeatedly(lambda pid: os.kill(pid, signal.SIGKILL), pids, times=1)
-    done, _ = roll(config("decoupled", [NGRAM]), 1.0, kill)
-    assert tokens_of(done) == plain[1.0]
-
-
-def test_a_stopped_verifier(plain: Any) -> None:
-    def pids(rollout: Rollout) -> list[int]:
-        return [row["pid"] for row in rollout.status() if row["kind"] == "verifier" and row.get("pid")]
-
-    stop = repeatedly(lambda pid: os.kill(pid, signal.SIGSTOP), pids, times=1)
-    done, _ = roll(config("decoupled", [NGRAM]), 1.0, stop)
-    assert tokens_of(done) == plain[1.0]
+    assert assault.hits, "nothing was hit while the stream ran"
 
 
 def test_scaling_while_it_runs(plain: Any) -> None:
@@ -223,6 +218,6 @@ def test_start_errors_leave_nothing_running(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError):
         Rollout.from_config(config("plain", [], target={"model": str(tmp_path)}))
     other = {**SMALL, "model": "smollm2-135m"}
-    with pytest.raises(ConfigError, match="49152.*512"):
+    with pytest.raises(ConfigError, match=r"49152.*512"):
         Rollout.from_config(config("decoupled", [other]))
     assert not [a for a in ray.util.list_named_actors(all_namespaces=True) if "specactor" in a["name"]]

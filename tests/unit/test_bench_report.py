@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ from specactor_ray.benchmarks.variants import Variant, plan_variants
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.observability.report import difference_lines, speed_table, time_table
+from specactor_ray.observability.report import breaker_lines, difference_lines, speed_table, status_table, time_table
 from specactor_ray.rollout.metrics import RolloutMetrics
 
 ALL = list(ModeName)
@@ -239,6 +239,44 @@ def rendered(table: Any) -> str:
     console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
+
+
+class TestStatus:
+    ROWS: ClassVar[list[dict[str, Any]]] = [
+        {
+            "id": "verifier-0#1a2b",
+            "kind": "verifier",
+            "phase": "ready",
+            "pid": 41,
+            "cores": (0, 1),
+            "counters": {
+                "running": 3,
+                "row_steps": 40,
+                "committed_tokens": 60,
+                "breakers": {
+                    "ngram-0#3c4d": {"state": "open", "openings": 2, "reason": "acceptance 0.0 of 64"},
+                    "ngram-1#5e6f": {"state": "closed", "openings": 0, "reason": ""},
+                },
+            },
+        },
+        {"id": "ngram-0#3c4d", "kind": "drafter", "phase": "pending", "note": "[no room]", "counters": {}},
+    ]
+
+    def test_one_row_per_actor(self) -> None:
+        text = rendered(status_table(self.ROWS))
+        for expected in (
+            "verifier-0#1a2b",
+            "0,1",
+            "3 running, 60 tokens, acceptance length 1.50",
+            "[no room]",
+            "0 open",
+        ):
+            assert expected in text
+
+    def test_only_breakers_that_opened_are_named(self) -> None:
+        assert breaker_lines(self.ROWS) == [
+            "  verifier-0#1a2b stopped asking ngram-0#3c4d 2 times, now open: acceptance 0.0 of 64"
+        ]
 
 
 class TestFiles:

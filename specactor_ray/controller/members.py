@@ -1,0 +1,195 @@
+"""One incarnation of an actor as the controller keeps it, and telling the members of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specactor_ray.cluster.supervised import SupervisedActor
+from specactor_ray.config.schema import Config
+from specactor_ray.controller.seats import Seat
+from specactor_ray.controller.state import (
+    VERIFIER,
+    ClusterView,
+    DraftEndpoint,
+    DraftSpec,
+    FailureRecord,
+    ObservedActor,
+    Phase,
+    VerifierSpec,
+)
+from specactor_ray.errors import SpecActorError
+from specactor_ray.messages import Mode
+
+
+@dataclass(frozen=True)
+class ActorClasses:
+    """The plain classes that become actors; `None` stands for those of `specactor_ray.actors`."""
+
+    verifier: type | None = None
+    draft: type | None = None
+
+    def resolved(self) -> ActorClasses:
+        """With the defaults imported: they load torch, so only where they are needed."""
+        from specactor_ray.actors.draft import DraftActor
+        from specactor_ray.actors.verifier import VerifierActor
+
+        return ActorClasses(self.verifier or VerifierActor, self.draft or DraftActor)
+
+
+@dataclass(eq=False)
+class Member:
+    """One incarnation of an actor, from its wish to its removal."""
+
+    actor_id: str
+    key: str
+    """`VERIFIER` or the draft method."""
+    seat: Seat
+    created_at: float
+    since: float
+    """When the phase began."""
+    phase: Phase = Phase.PENDING
+    actor: SupervisedActor | None = None
+    was_ready: bool = False
+    note: str = ""
+    """Why it is not ready, for people."""
+    told: int = 0
+    """Version of the peers that it has taken."""
+    telling: int = 0
+    """Version that is on its way to it."""
+    tell_after: float = 0.0
+
+    @property
+    def error(self) -> SpecActorError | None:
+        return self.actor.error if self.actor is not None else None
+
+    def enter(self, phase: Phase, now: float) -> None:
+        self.phase, self.since = phase, now
+
+    def look(self, now: float, health_interval_s: float) -> bool:
+        """Take what its actor has answered. Returns True when it became ready just now."""
+        if self.actor is None:
+            return False
+        self.actor.poll(now, health_interval_s)
+        if self.actor.error is not None:
+            if self.phase in (Phase.STARTING, Phase.READY):
+                self.enter(Phase.DEAD, now)
+            return False
+        if self.phase is not Phase.STARTING or self.actor.started is None or self.actor.facts is None:
+            return False
+        self.enter(Phase.READY, now)
+        self.was_ready = True
+        return True
+
+    def observed(self, now: float) -> ObservedActor:
+        """What `decide` is told about it."""
+        actor = self.actor
+        return ObservedActor(
+            self.actor_id,
+            self.key,
+            self.phase,
+            phase_age_s=now - self.since,
+            created_at=self.created_at,
+            was_ready=self.was_ready,
+            silent_s=actor.silent_s(now) if actor is not None else 0.0,
+            drained=self.phase is Phase.DRAINING and actor is not None and (actor.drained() or actor.error is not None),
+            error=str(self.error or ""),
+        )
+
+    def endpoint(self, config: Config) -> DraftEndpoint:
+        """A draft actor as others see it."""
+        handle = self.actor.handle if self.actor is not None else None
+        return DraftEndpoint(self.actor_id, self.key, window_of(config, self.key), handle, self.phase, self.note)
+
+    def row(self, now: float) -> dict[str, Any]:
+        """One row of the status table."""
+        actor, where = self.actor, self.seat.placement
+        facts = actor.facts if actor is not None else None
+        return {
+            "id": self.actor_id,
+            "kind": "verifier" if self.key == VERIFIER else "drafter",
+            "method": "" if self.key == VERIFIER else self.key,
+            "phase": self.phase.value,
+            "node": where.node_ip if where else "",
+            "node_id": where.node_id if where else "",
+            "pid": facts.pid if facts else None,
+            "cores": self.seat.cores,
+            "gpus": facts.gpus if facts else (),
+            "silent_s": round(actor.silent_s(now), 1) if actor is not None else 0.0,
+            "note": (self.note or str(self.error or "")).partition("\n")[0],
+            "counters": actor.counters if actor is not None else {},
+        }
+
+
+def window_of(config: Config, method: str) -> int:
+    """Draft window of a method: its own, else the common one."""
+    drafter = next(drafter for drafter in config.drafters if drafter.method == method)
+    return drafter.window if drafter.window is not None else config.speculation.window
+
+
+def build_spec(config: Config, run: str, member: Member) -> VerifierSpec | DraftSpec:
+    """What the actor of this member is told to be."""
+    mode, level, cores = Mode(config.mode.value), config.run.log_level, member.seat.cores
+    if member.key == VERIFIER:
+        target = config.target
+        return VerifierSpec(run, member.actor_id, target, config.speculation, mode, cores, target.gpus, level)
+    drafter = next(drafter for drafter in config.drafters if drafter.method == member.key)
+    window = window_of(config, member.key)
+    return DraftSpec(run, member.actor_id, drafter, window, mode, cores, drafter.gpus, level)
+
+
+def next_view(
+    last: ClusterView, members: Sequence[Member], config: Config, failures: Mapping[str, FailureRecord]
+) -> ClusterView:
+    """The view of these members: `last` itself if nothing changed, else a new one of the next version."""
+    handles = {
+        member.actor_id: member.actor.handle
+        for member in members
+        if member.key == VERIFIER and member.phase is Phase.READY and member.actor is not None
+    }
+    endpoints = tuple(member.endpoint(config) for member in members if member.key != VERIFIER)
+    errors = tuple(f"{key}: {record.error}" for key, record in failures.items())
+    view = ClusterView(last.version + 1, handles, endpoints, errors)
+    return last if _shown(view) == _shown(last) else view
+
+
+def _shown(view: ClusterView) -> tuple[Any, ...]:
+    """What makes two views differ for those who look at them; actors are told apart by their ids."""
+    drafters = tuple((e.actor_id, e.phase, e.note, e.handle is None) for e in view.drafters)
+    return tuple(view.verifiers), drafters, view.errors
+
+
+class PeerNews:
+    """Tells every ready member who its peers are: verifiers the draft actors, draft actors the verifiers.
+
+    One call per member in flight; a member that is stuck holds up nobody, and one that failed is told again.
+    """
+
+    def __init__(self, retry_s: float) -> None:
+        self._retry_s = retry_s
+        self._peers: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self._version = 0
+
+    def tell(self, members: Iterable[Member], view: ClusterView, now: float) -> None:
+        """Send the current lists to those who have not taken them. Never blocks."""
+        endpoints = [endpoint for endpoint in view.drafters if endpoint.phase is Phase.READY]
+        verifiers = dict(view.verifiers)
+        peers = (tuple(verifiers), tuple(endpoint.actor_id for endpoint in endpoints))
+        if peers != self._peers:
+            self._peers, self._version = peers, self._version + 1
+        for member in members:
+            if member.phase is Phase.READY and member.actor is not None and self._is_due(member, member.actor, now):
+                member.telling = self._version
+                if member.key == VERIFIER:
+                    member.actor.tell("set_drafters", endpoints)
+                else:
+                    member.actor.tell("set_verifiers", verifiers)
+
+    def _is_due(self, member: Member, actor: SupervisedActor, now: float) -> bool:
+        state = actor.news_state()
+        if state == "done":
+            member.told = member.telling
+        elif state == "failed":
+            member.tell_after = now + self._retry_s
+        return state != "in flight" and member.told != self._version and now >= member.tell_after

@@ -1,0 +1,301 @@
+"""The controller with real Ray actors: what dies is replaced, what is surplus is drained, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import ray.cloudpickle
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+
+import tests.ray.fake_actors as fake_actors
+from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName, TargetConfig
+from specactor_ray.controller.controller import ActorClasses, find_controller, list_runs, start_controller
+from specactor_ray.controller.state import Phase, Policy
+from specactor_ray.errors import ClusterError, ConfigError, ModelLoadError, SpecActorError
+from tests.ray.fake_actors import FakeDrafter, FakeVerifier
+
+pytestmark = pytest.mark.ray
+
+DEADLINE_S = 60.0
+FAKES = ActorClasses(FakeVerifier, FakeDrafter)
+QUICK = Policy(health_timeout_s=5.0, start_timeout_s=60.0, backoff_s=0.2, max_start_failures=2)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    ray.cloudpickle.register_pickle_by_value(fake_actors)  # actors of a test file cannot be imported elsewhere
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 6, "include_dashboard": False})
+    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+    ray.cloudpickle.unregister_pickle_by_value(fake_actors)
+
+
+@pytest.fixture
+def run(cluster: Cluster) -> Iterator[Callable[..., Any]]:
+    """Starts controllers; at the end each is shut down and must leave nothing."""
+    handles: list[Any] = []
+
+    def start(config: Config, policy: Policy = QUICK) -> Any:
+        handle, _ = start_controller(config, FAKES, policy)
+        handles.append(handle)
+        return handle
+
+    yield start
+    for handle in handles:
+        pids = [row["pid"] for row in ray.get(handle.status.remote()) if row["pid"]]
+        assert ray.get(handle.shutdown.remote(), timeout=DEADLINE_S)
+        ray.kill(handle)
+        assert not [pid for pid in pids if alive(pid)]
+    wait_until(lambda: not groups_left(), "all placement groups removed")
+
+
+def make_config(verifiers: int = 1, ngram: int = 1, **cluster: Any) -> Config:
+    quick = ClusterConfig(
+        address="auto", pin_cores=False, placement_timeout_s=30.0, start_timeout_s=60.0, health_interval_s=0.5
+    )
+    for name, value in cluster.items():
+        setattr(quick, name, value)
+    drafters = [DrafterConfig(method="ngram", replicas=ngram), DrafterConfig(method="draft_model", replicas=0)]
+    return Config(cluster=quick, target=TargetConfig(replicas=verifiers), drafters=drafters)
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def groups_left() -> list[str]:
+    return [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + DEADLINE_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(0.1)
+    return value
+
+
+def rows(handle: Any, kind: str = "", phase: str = "") -> list[dict[str, Any]]:
+    status = ray.get(handle.status.remote(), timeout=DEADLINE_S)
+    return [row for row in status if row["kind"].startswith(kind) and row["phase"].startswith(phase)]
+
+
+def wait_for_drafters(handle: Any, number: int, gone: str = "") -> list[str]:
+    """Ids of the ready draft actors, once there are `number` and no other, and `gone` is not one of them."""
+
+    def settled() -> list[str] | None:
+        drafters = rows(handle, "drafter")
+        ids = [row["id"] for row in drafters if row["phase"] == "ready" and row["id"] != gone]
+        return ids if len(ids) == len(drafters) == number else None
+
+    if number == 0:
+        wait_until(lambda: not rows(handle, "drafter"), "no drafter")
+        return []
+    return wait_until(settled, f"{number} ready drafters, {gone or 'nobody'} gone")
+
+
+def drafters_told(handle: Any) -> dict[str, list[str]]:
+    """Verifier id → the draft actors it was told last."""
+    verifiers = ray.get(handle.view.remote()).verifiers
+    return {name: ray.get(actor.told.remote(), timeout=DEADLINE_S) for name, actor in verifiers.items()}
+
+
+def test_start_scale_and_everyone_knows_everyone(run: Callable[..., Any]) -> None:
+    handle = run(make_config(verifiers=2, ngram=1))
+    view = ray.get(handle.view.remote())
+    assert len(view.verifiers) == 2
+    assert [endpoint.phase for endpoint in view.drafters] == [Phase.READY]
+    first = wait_for_drafters(handle, 1)
+    wait_until(lambda: all(told == first for told in drafters_told(handle).values()), "verifiers know the drafter")
+    assert sorted(ray.get(view.drafters[0].handle.told.remote())) == sorted(view.verifiers)
+
+    ray.get(handle.scale.remote({"ngram": 2, "draft_model": 1}))
+    three = wait_for_drafters(handle, 3)
+    assert first[0] in three
+    wait_until(lambda: all(sorted(told) == sorted(three) for told in drafters_told(handle).values()), "told of three")
+    assert ray.get(handle.view.remote()).version > view.version
+
+    ray.get(handle.scale.remote({"ngram": 1, "draft_model": 0}))
+    assert wait_for_drafters(handle, 1) == first  # the newest go first
+    wait_until(lambda: all(told == first for told in drafters_told(handle).values()), "told of one")
+    wait_until(lambda: len(groups_left()) == 3, "their placement groups are given back")
+
+    for bad, words in (({"ngram": -1}, "not a number"), ({"eagle": 1}, "ngram, draft_model")):
+        with pytest.raises(ConfigError, match=words):
+            ray.get(handle.scale.remote(bad))
+
+
+def test_killed_and_stopped_actors_are_replaced_in_their_seats(run: Callable[..., Any]) -> None:
+    handle = run(make_config(verifiers=1, ngram=1))
+    groups = sorted(groups_left())
+    drafter = rows(handle, "drafter")[0]
+    os.kill(drafter["pid"], signal.SIGKILL)
+    second = wait_for_drafters(handle, 1, gone=drafter["id"])[0]
+    assert second.partition("#")[0] == drafter["id"].partition("#")[0]
+    wait_until(lambda: drafters_told(handle) and all(t == [second] for t in drafters_told(handle).values()), "told")
+
+    stopped = rows(handle, "drafter")[0]
+    os.kill(stopped["pid"], signal.SIGSTOP)
+    wait_for_drafters(handle, 1, gone=stopped["id"])
+    wait_until(lambda: not alive(stopped["pid"]), "the stopped process is gone")
+
+    verifier = rows(handle, "verifier")[0]
+    os.kill(verifier["pid"], signal.SIGKILL)
+    wait_until(lambda: [r for r in rows(handle, "verifier", "ready") if r["id"] != verifier["id"]], "a new verifier")
+    assert sorted(groups_left()) == groups
+
+
+def test_a_stuck_drafter_holds_up_nobody(run: Callable[..., Any]) -> None:
+    handle = run(make_config(verifiers=1, ngram=2), Policy(health_timeout_s=1000.0))
+    stuck = rows(handle, "drafter")[0]
+    os.kill(stuck["pid"], signal.SIGSTOP)
+    ray.get(handle.scale.remote({"ngram": 3}))
+    wait_until(lambda: len(rows(handle, "drafter", "ready")) == 3, "a third drafter beside the stuck one")
+    wait_until(lambda: all(len(told) == 3 for told in drafters_told(handle).values()), "the verifier was told")
+    # and the shutdown of the fixture ends the stopped process too
+
+
+def test_more_than_the_cluster_holds_stays_pending(run: Callable[..., Any]) -> None:
+    handle = run(make_config(verifiers=1, ngram=1))
+    ray.get(handle.scale.remote({"ngram": 9}))
+
+    def pending() -> list[Any]:
+        drafters = ray.get(handle.view.remote()).drafters
+        return [endpoint for endpoint in drafters if endpoint.phase is Phase.PENDING and endpoint.note]
+
+    waiting = wait_until(
+        lambda: pending() if len(rows(handle, "drafter", "ready")) == 5 else None, "5 ready, 4 pending"
+    )
+    assert len(waiting) == 4
+    assert "Demand:" in waiting[0].note
+    assert "Supply" in waiting[0].note
+    assert waiting[0].handle is None
+    ray.get(handle.scale.remote({"ngram": 1}))
+    wait_for_drafters(handle, 1)
+
+
+def test_a_method_that_never_starts_is_given_up(run: Callable[..., Any]) -> None:
+    config = make_config(verifiers=1, ngram=1)
+    config.drafters[1].model = "broken"
+    handle = run(config)
+    ray.get(handle.scale.remote({"draft_model": 1}))
+    wait_until(lambda: any("no such weights" in e for e in ray.get(handle.view.remote()).errors), "the error is shown")
+    wait_until(lambda: len(rows(handle, "drafter")) == 1, "no more attempts")
+    time.sleep(1.0)  # longer than the back-off
+    assert len(rows(handle, "drafter")) == 1
+    assert rows(handle, "verifier", "ready")
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "words"),
+    [("broken", ModelLoadError, "no such weights"), ("crash", SpecActorError, "process ended")],
+)
+def test_a_failed_start_reaches_the_caller_and_leaves_nothing(
+    cluster: Cluster, model: str, kind: type[Exception], words: str
+) -> None:
+    config = make_config(verifiers=1, ngram=1)
+    config.target.model = model
+    with pytest.raises(kind, match=words) as caught:
+        start_controller(config, FAKES, QUICK)
+    assert type(caught.value) is kind or kind is SpecActorError
+    wait_until(lambda: not groups_left(), "placement groups removed")
+    wait_until(lambda: not list_runs(), "no controller")
+    wait_until(lambda: not ray.util.list_named_actors(all_namespaces=True), "no actor")
+
+
+def test_no_room_is_refused_with_demand_and_supply(cluster: Cluster) -> None:
+    config = make_config(verifiers=2, ngram=1, placement_timeout_s=2.0)
+    config.target.cores = 4
+    with pytest.raises(ClusterError, match="found no room within 2 s") as caught:
+        start_controller(config, FAKES, QUICK)
+    text = str(caught.value)
+    assert "verifier-1" in text
+    assert "9 CPU" in text  # in all
+    assert "6 CPU, 0 GPU, free 6 CPU" in text
+    assert "Fix:" in text
+    wait_until(lambda: not groups_left(), "placement groups removed")
+
+
+def test_too_few_cores_for_decoupling_are_refused(cluster: Cluster) -> None:
+    """Ray believes in six CPUs here; the ledger counts the cores there really are."""
+    config = make_config(verifiers=1, ngram=1, pin_cores=True)
+    config.drafters[0].cores = len(os.sched_getaffinity(0))
+    if config.drafters[0].cores > 5:
+        pytest.skip("the cluster of this test has six CPUs")
+    with pytest.raises(ClusterError, match=r"verifier-0 holds \d") as caught:
+        start_controller(config, FAKES, QUICK)
+    assert "ngram-0 needs" in str(caught.value)
+    assert "pin_cores" in str(caught.value)
+    wait_until(lambda: not groups_left(), "placement groups removed")
+
+
+def test_coupled_drafters_share_the_cores_of_their_verifier(run: Callable[..., Any]) -> None:
+    config = make_config(verifiers=1, ngram=2, pin_cores=True)
+    config.mode = ModeName.coupled
+    handle = run(config)
+    (verifier,) = rows(handle, "verifier")
+    assert len(verifier["cores"]) == 1
+    assert [row["cores"] for row in rows(handle, "drafter")] == [verifier["cores"]] * 2
+    assert len(groups_left()) == 1
+    os.kill(verifier["pid"], signal.SIGKILL)
+    wait_until(lambda: [r for r in rows(handle, "verifier", "ready") if r["id"] != verifier["id"]], "a new verifier")
+    assert len(wait_for_drafters(handle, 2)) == 2
+
+
+def test_coupled_drafters_share_the_gpu_of_their_verifier(cluster: Cluster, run: Callable[..., Any]) -> None:
+    node = cluster.add_node(num_cpus=1, num_gpus=2)
+    config = make_config(verifiers=1, ngram=2)
+    config.mode = ModeName.coupled
+    config.target.gpus = config.drafters[0].gpus = 1
+    handle = run(config)
+    assert len({row["gpus"] for row in rows(handle)}) == 1
+    assert ray.get(handle.shutdown.remote(), timeout=DEADLINE_S)
+    cluster.remove_node(node)
+    config.target.gpus = 0
+    with pytest.raises((ConfigError, SpecActorError), match="target has no GPU"):
+        start_controller(config, FAKES, QUICK)
+
+
+def test_runs_are_found_by_name(run: Callable[..., Any]) -> None:
+    config = make_config(verifiers=1, ngram=0)
+    config.run.name = "evening"
+    run(config)
+    assert list_runs() == ["evening"]
+    assert rows(find_controller("evening"), "verifier", "ready")
+    with pytest.raises(ClusterError, match="alive here: evening"):
+        find_controller("morning")
+    with pytest.raises(ConfigError, match="is alive"):
+        start_controller(config, FAKES, QUICK)
+
+
+def test_node_loss_is_made_good_elsewhere(cluster: Cluster, run: Callable[..., Any]) -> None:
+    """Actors of a lost node come back on another; draft actors on a GPU node get GPUs of their own."""
+    node = cluster.add_node(num_cpus=4, num_gpus=2)
+    config = make_config(verifiers=1, ngram=1)
+    config.target.gpus = config.drafters[0].gpus = 1
+    handle = run(config)
+    before = rows(handle)
+    assert {row["node_id"] for row in before} == {node.node_id}
+    assert sorted(gpu for row in before for gpu in row["gpus"]) == ["0", "1"]
+    cluster.remove_node(node)
+    spare = cluster.add_node(num_cpus=4, num_gpus=2)
+
+    def moved() -> bool:
+        ready = rows(handle, phase="ready")
+        return len(ready) == 2 and {row["node_id"] for row in ready} == {spare.node_id}
+
+    wait_until(moved, "both actors on the other node")
+    assert not {row["id"] for row in before} & {row["id"] for row in rows(handle)}

@@ -1,0 +1,221 @@
+"""Reaching a cluster and finding room on it: refusals come in time, are readable, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+
+from specactor_ray.cluster import placement as placing
+from specactor_ray.cluster.connection import connect
+from specactor_ray.cluster.placement import Demand, NodeSupply
+from specactor_ray.config.schema import ClusterConfig
+from specactor_ray.errors import ClusterError
+
+pytestmark = pytest.mark.ray
+
+# ---- reaching a cluster; Ray is not initialised in this process meanwhile ----
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    """A port at which something listens that is not a Ray cluster."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_cluster_that_is_not_there_is_named_with_both_fixes(listening: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    with pytest.raises(ClusterError, match=f"127.0.0.1:{free}") as caught:
+        connect(ClusterConfig(address=f"127.0.0.1:{free}"))
+    assert "ray start --head" in str(caught.value)
+    assert "cluster.address=local" in str(caught.value)
+    with pytest.raises(ClusterError, match="does not answer as a Ray cluster"):
+        connect(ClusterConfig(address=f"127.0.0.1:{listening}"))
+    assert not ray.is_initialized()
+
+
+def test_auto_takes_the_address_of_the_enclosing_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free}")
+    with pytest.raises(ClusterError, match=f"127.0.0.1:{free}"):
+        connect(ClusterConfig(address="auto"))
+
+
+@pytest.mark.parametrize("address", ["somewhere", "host:port", "ray://host:10001", "http://127.0.0.1:8265", "h:99999"])
+def test_malformed_addresses(address: str) -> None:
+    with pytest.raises(ClusterError, match="must be host:port"):
+        connect(ClusterConfig(address=address))
+
+
+PRIVATE = """
+import os, sys, ray
+from specactor_ray.cluster.connection import _probe, connect
+from specactor_ray.config.schema import ClusterConfig
+from specactor_ray.errors import ClusterError
+
+def refusal(token):
+    try:
+        _probe(connection.address, token)
+    except ClusterError as error:
+        return str(error)
+
+with connect(ClusterConfig(num_cpus=3)) as connection:
+    assert connection.owned
+    assert ray.cluster_resources()["CPU"] == 3
+    with connect(ClusterConfig(address="auto")) as inner:  # the one this process has, left alone at the end
+        assert not inner.owned and inner.address == connection.address
+    assert ray.is_initialized()
+    assert os.listdir(sys.argv[1])
+    assert "this process has no token" in refusal("")
+    assert "not the cluster's" in refusal("guessed")
+assert not ray.is_initialized()
+connection.close()
+assert os.listdir(sys.argv[1]) == [], os.listdir(sys.argv[1])
+"""
+
+
+def test_a_private_cluster_leaves_no_file_and_says_nothing() -> None:
+    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as folder:  # Ray's sockets need a short path
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        done = subprocess.run(
+            [sys.executable, "-c", PRIVATE, folder],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**environment, "TMPDIR": folder},
+        )
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+DRIVER = """
+import sys, time
+import tests.ray.fake_actors as fake_actors
+from specactor_ray.cluster.connection import connect
+from specactor_ray.controller.controller import ActorClasses, start_controller
+from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig
+import ray
+config = Config(cluster=ClusterConfig(address=sys.argv[1], pin_cores=False), drafters=[DrafterConfig()])
+connect(config.cluster)
+handle, run = start_controller(config, ActorClasses(fake_actors.FakeVerifier, fake_actors.FakeDrafter))
+rows = ray.get(handle.status.remote())
+print("PIDS", *[row["pid"] for row in rows], flush=True)
+time.sleep(600)
+"""
+
+# ---- room on a cluster ----
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    cluster.add_node(num_cpus=2, num_gpus=2)
+    ray.init(address=cluster.address, logging_level="ERROR", log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def groups_left() -> list[str]:
+    return [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+
+
+def test_groups_stand_on_nodes_and_are_given_back(cluster: Cluster) -> None:
+    supply = placing.cluster_supply()
+    assert sorted(node.total["CPU"] for node in supply) == [2.0, 4.0]
+    demands = [Demand("verifier-0", 3), Demand("ngram-0", 1, 2)]
+    groups = {demand.owner: placing.request(demand.owner, demand) for demand in demands}
+    placed = placing.wait_for_all(groups, demands, 30.0, supply)
+    nodes = {node.total["CPU"]: node.node_id for node in supply}
+    assert {owner: where.node_id for owner, where in placed.items()} == {
+        "verifier-0": nodes[4.0],
+        "ngram-0": nodes[2.0],
+    }
+    for where in placed.values():
+        placing.remove(where.group)
+    placing.remove(placed["ngram-0"].group)  # twice is harmless
+    wait_until_no_groups()
+
+
+def test_no_room_in_time_shows_demand_and_supply_and_removes_all(cluster: Cluster) -> None:
+    wait_until(lambda: all(node.free == node.total for node in placing.cluster_supply()), "earlier tests gave all back")
+    supply = placing.cluster_supply()
+    demands = [Demand("verifier-0", 3), Demand("verifier-1", 3), Demand("ngram-0", 1, 1)]
+    groups = {demand.owner: placing.request(demand.owner, demand) for demand in demands}
+    with pytest.raises(ClusterError, match=r"1 of 3 actors found no room within 1 s: verifier-[01]") as caught:
+        placing.wait_for_all(groups, demands, 1.0, supply)
+    text = str(caught.value)
+    assert "7 CPU, 1 GPU" in text
+    assert "4 CPU, 0 GPU, free 4 CPU, 0 GPU" in text
+    assert "2 CPU, 2 GPU, free 2 CPU, 2 GPU" in text
+    assert "Fix: fewer replicas" in text
+    wait_until_no_groups()
+
+
+def test_a_killed_driver_takes_everything_with_it(cluster: Cluster) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, cluster.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert driver.stdout is not None
+        assert driver.stderr is not None
+        line = next((line for line in driver.stdout if line.startswith("PIDS")), "")
+        assert line, driver.stderr.read()
+    finally:
+        driver.kill()
+        driver.communicate(timeout=60)
+    pids = [int(word) for word in line.split()[1:]]
+    assert len(pids) == 2
+    wait_until_no_groups()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids), "the actors ended as well")
+
+
+def wait_until_no_groups() -> None:
+    wait_until(lambda: not groups_left(), "no placement group left")
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, f"not within 60 s: {what}"
+        time.sleep(0.1)
+
+
+# ---- pure ----
+
+
+def node(cpus: float, gpus: float = 0.0) -> NodeSupply:
+    total = {"CPU": cpus, "GPU": gpus}
+    return NodeSupply("n" * 8, "10.0.0.1", total, total)
+
+
+@pytest.mark.parametrize(
+    ("demands", "nodes", "fits"),
+    [
+        ([Demand("a", 2), Demand("b", 2)], [node(4)], True),
+        ([Demand("a", 2), Demand("b", 3)], [node(4)], False),
+        ([Demand("a", 4)], [node(2), node(2)], False),
+        ([Demand("a", 1, 1), Demand("b", 1, 1)], [node(8, 1)], False),
+        ([], [node(1)], True),
+    ],
+)
+def test_what_can_never_fit(demands: list[Demand], nodes: list[NodeSupply], fits: bool) -> None:
+    assert placing.can_ever_fit(demands, nodes) is fits
+
+
+def test_shared_gpus_are_refused() -> None:
+    placing.refuse_shared_gpus({"verifier-0": ("n1", ["0"]), "draft-0": ("n1", ["1"]), "draft-1": ("n2", ["0"])})
+    with pytest.raises(ClusterError, match="draft-0 and verifier-0 both use GPU 0"):
+        placing.refuse_shared_gpus({"verifier-0": ("n1", ["0"]), "draft-0": ("n1", ["0"])})

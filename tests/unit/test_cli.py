@@ -1,0 +1,357 @@
+"""The command line: exit codes, one clear line for each mistake, and what is left in the files afterwards."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import yaml
+from rich.console import Console
+
+from specactor_ray import cli
+from specactor_ray.config.load import from_mapping, load_config
+from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.errors import ClusterError, InputError
+from specactor_ray.messages import RequestStats, SamplingParams
+from specactor_ray.observability.progress import ProgressState, RolloutProgress, figures
+from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.output import TrajectoryWriter
+from specactor_ray.rollout.run import RunOutcome, run_rollout
+from specactor_ray.rollout.trajectory import Trajectory
+
+REPOSITORY = Path(__file__).parents[2]
+LOCAL = str(REPOSITORY / "conf" / "local_cpu.yaml")
+
+
+def specactor(folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "specactor_ray.cli"), **env: str) -> Any:
+    """Run the command as a user does, in a folder of its own."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "COLUMNS"))}
+    return subprocess.run(
+        [sys.executable, *program, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**clean, "PYTHONPATH": str(REPOSITORY), **env},
+    )
+
+
+def error_line(done: Any) -> str:
+    """The one line on standard error of a command that a user's mistake ended."""
+    assert done.returncode == 2, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+    return lines[0]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "good.jsonl").write_text('{"prompt": "Say hello."}\n')
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "Say hello."}\n{"prompt": \n')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "plain.txt").write_text("Say hello.\nSay goodbye.\n")
+    (tmp_path / "there.jsonl").write_text("precious\n")
+    return tmp_path
+
+
+class TestUserErrors:
+    CASES: ClassVar = {
+        "malformed line": (["data.path=bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
+        "no such prompts": (["data.path=none.jsonl"], "there is no file none.jsonl"),
+        "empty prompts": (["data.path=empty.jsonl"], "empty.jsonl: no prompts in it"),
+        "no data.path": (["data.path=null"], "data.path: is not set."),
+        "existing output": (["data.path=good.jsonl", "data.output=there.jsonl"], "there.jsonl exists and is never"),
+        "output in a file": (["data.path=good.jsonl", "data.output=there.jsonl/x"], "there.jsonl is not a folder"),
+        "unknown key": (["data.paht=good.jsonl"], "data.paht: unknown key. Did you mean data.path?"),
+        "max_tokens 0": (["sampling.max_tokens=0"], "sampling.max_tokens: is 0; it must be 1 or more"),
+        "negative temperature": (["sampling.temperature=-1"], "sampling.temperature: is -1.0; it must be"),
+        "no such config": (["--config", "none.yaml"], "none.yaml: there is no such file."),
+    }
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_rollout(self, folder: Path, name: str) -> None:
+        arguments, problem = self.CASES[name]
+        before = sorted(path.name for path in folder.rglob("*"))
+        config = [] if "--config" in arguments else ["--config", LOCAL]
+        assert problem in error_line(specactor(folder, "rollout", *config, *arguments))
+        assert sorted(path.name for path in folder.rglob("*")) == before, "something was left behind"
+        assert (folder / "there.jsonl").read_text() == "precious\n"
+
+    BENCH_CASES: ClassVar = {
+        "unknown mode": (["--modes", "plain,fast"], "--modes: 'fast' is not a mode; the modes are plain, coupled"),
+        "no plain": (["--modes", "decoupled"], "--modes must contain plain"),
+        "batch 0": (["--batch", "4,0"], "--batch: '0' is not a batch size"),
+        "batch of words": (["--batch", "many"], "--batch: 'many' is not a batch size"),
+        "max_tokens 0": (["--max-tokens", "0"], "sampling.max_tokens: is 0"),
+        "malformed line": (["--prompts", "bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
+        "existing report": (["--output", "there.jsonl"], "there.jsonl exists and is never overwritten"),
+    }
+
+    @pytest.mark.parametrize("name", BENCH_CASES)
+    def test_bench(self, folder: Path, name: str) -> None:
+        arguments, problem = self.BENCH_CASES[name]
+        before = sorted(path.name for path in folder.rglob("*"))
+        done = specactor(folder, "bench", "rollout", "--config", LOCAL, "data.path=good.jsonl", *arguments)
+        assert problem in error_line(done)
+        assert sorted(path.name for path in folder.rglob("*")) == before, "something was left behind"
+
+    @pytest.mark.parametrize("item", ["ngram", "ngram=", "=2", "ngram=-1", "ngram=two"])
+    def test_scale(self, folder: Path, item: str) -> None:
+        assert f"{item!r} is not METHOD=N" in error_line(specactor(folder, "scale", item, "--run", "x"))
+
+    def test_an_unknown_command_and_an_unknown_option(self, folder: Path) -> None:
+        for arguments in (["roll"], ["rollout", "--confg", "x"]):
+            done = specactor(folder, *arguments)
+            assert done.returncode == 2 and "Traceback" not in done.stderr
+
+    def test_a_cluster_that_is_not_there(self, folder: Path) -> None:
+        done = specactor(folder, "status", "--run", "x", "--address", "127.0.0.1:1")
+        assert "no Ray cluster answers at 127.0.0.1:1" in error_line(done)
+
+
+class TestConfigCommand:
+    def test_the_printed_configuration_is_the_resolved_one(self, folder: Path) -> None:
+        done = specactor(folder, "config", "--config", LOCAL, "target.max_batch=3", "data.path=good.jsonl")
+        assert done.returncode == 0
+        (folder / "again.yaml").write_text(done.stdout)
+        assert load_config(folder / "again.yaml") == load_config(LOCAL, ["target.max_batch=3", "data.path=good.jsonl"])
+
+    def test_the_keys_are_explained(self, folder: Path) -> None:
+        text = specactor(folder, "config", "--help-keys").stdout
+        for expected in ("speculation.draft_wait_s", "drafters.N.method", "one of plain, coupled, decoupled"):
+            assert expected in text
+
+
+class TestJobs:
+    @pytest.mark.parametrize("job", ["rollout.py", "bench.py"])
+    def test_a_job_reports_mistakes_like_the_command(self, folder: Path, job: str) -> None:
+        program = (str(REPOSITORY / "jobs" / job),)
+        done = specactor(folder, "--config", LOCAL, "data.path=bad.jsonl", program=program)
+        assert "bad.jsonl, line 2" in error_line(done)
+
+    @pytest.mark.parametrize("job", ["rollout.py", "bench.py"])
+    def test_a_job_goes_to_the_cluster_at_hand_and_starts_none(self, folder: Path, job: str) -> None:
+        program = (str(REPOSITORY / "jobs" / job),)
+        done = specactor(folder, "--config", LOCAL, "data.path=good.jsonl", program=program, RAY_ADDRESS="127.0.0.1:1")
+        assert done.returncode == 2
+        assert "no Ray cluster answers at 127.0.0.1:1" in done.stderr.splitlines()[-1]
+
+    def test_an_address_among_the_arguments_wins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[list[str]] = []
+        monkeypatch.setattr(cli, "main", lambda arguments: seen.append(list(arguments)))
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:6379")
+        cli.run_as_job(["rollout"], ["--config", LOCAL, "cluster.address=10.0.0.9:6379"])
+        assert load_config(None, ["mode=plain", seen[0][1], seen[0][-1]]).cluster.address == "10.0.0.9:6379"
+        monkeypatch.delenv("RAY_ADDRESS")
+        monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+        cli.run_as_job(["rollout"], ["--config", LOCAL])
+        assert seen[1] == ["rollout", "--config", LOCAL]
+
+
+class TestParsing:
+    def test_batches(self) -> None:
+        assert cli.parse_batches("1, 4,16,4", 9) == [1, 4, 16]
+        assert cli.parse_batches(None, 9) == [9]
+
+    def test_modes(self) -> None:
+        assert cli.parse_modes("plain, decoupled") == [ModeName.plain, ModeName.decoupled]
+
+    def test_scale(self) -> None:
+        assert cli.parse_scale(["ngram=2", "draft_model=0"]) == {"ngram": 2, "draft_model": 0}
+
+
+class TestWriter:
+    def test_the_name_is_given_when_all_is_there(self, tmp_path: Path) -> None:
+        path = tmp_path / "new" / "out.jsonl"
+        with TrajectoryWriter(path) as writer:
+            for number in range(3):
+                writer.write({"n": number, "text": "é\ud800"})
+                assert not path.exists()
+                lines = writer.partial.read_bytes().splitlines()
+                assert [json.loads(line)["n"] for line in lines] == list(range(number + 1))
+            writer.complete()
+        assert len(path.read_text().splitlines()) == 3 and not writer.partial.exists()
+        assert json.loads(path.read_text().splitlines()[0])["text"] == "é\ud800"
+
+    def test_an_interrupted_run_keeps_its_lines_and_blocks_the_name(self, tmp_path: Path) -> None:
+        path = tmp_path / "out.jsonl"
+        with TrajectoryWriter(path) as writer:  # and no `complete`
+            writer.write({"n": 0})
+        assert not path.exists() and writer.where.read_text() == '{"n": 0}\n'
+        with pytest.raises(InputError, match="interrupted and left its finished trajectories"):
+            TrajectoryWriter(path)
+        assert writer.where.read_text() == '{"n": 0}\n'
+
+    def test_two_at_once(self, tmp_path: Path) -> None:
+        with TrajectoryWriter(tmp_path / "out.jsonl"), pytest.raises(InputError, match="another run writes it"):
+            TrajectoryWriter(tmp_path / "out.jsonl")
+
+    def test_nothing_written_leaves_nothing(self, tmp_path: Path) -> None:
+        TrajectoryWriter(tmp_path / "out.jsonl").close()
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_link_to_nowhere_is_not_replaced(self, tmp_path: Path) -> None:
+        (tmp_path / "out.jsonl").symlink_to(tmp_path / "nowhere")
+        with pytest.raises(InputError, match="exists and is never overwritten"):
+            TrajectoryWriter(tmp_path / "out.jsonl")
+        assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+class FakeRollout:
+    """Stands in for `Rollout`: yields what the test scripted, or raises it."""
+
+    script: ClassVar[list[Any]] = []
+    address = "127.0.0.1:6379"
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.run_name, self.closed = config, config.run.name, False
+        self.committed_tokens = 0
+        first = self.script[0] if self.script else None
+        if isinstance(first, ClusterError):
+            raise first
+
+    def __enter__(self) -> FakeRollout:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed = True
+
+    def metrics(self) -> RolloutMetrics:
+        return RolloutMetrics(steps=5, row_steps=10, committed_tokens=self.committed_tokens)
+
+    def status(self) -> list[dict[str, Any]]:
+        return [{"id": "verifier-0#1a2b", "kind": "verifier", "counters": {}}]
+
+    def stream(self, prompts: list[Any]) -> Iterator[Trajectory]:
+        for item in self.script:
+            if isinstance(item, BaseException):
+                raise item
+            if callable(item):
+                item()
+                continue
+            self.committed_tokens += len(item.token_ids)
+            yield item
+
+
+def trajectory(index: int, error: str = "") -> Trajectory:
+    tokens = () if error else (4, 5, 6)
+    return Trajectory(
+        f"1-{index}-0",
+        index,
+        0,
+        (1, 2),
+        tokens,
+        tuple(-1.0 for _ in tokens),
+        "text",
+        "error" if error else "length",
+        SamplingParams(),
+        RequestStats(),
+        error,
+    )
+
+
+class TestRun:
+    @pytest.fixture(autouse=True)
+    def _fake_rollout(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr("specactor_ray.rollout.rollout.Rollout", FakeRollout)
+        monkeypatch.setattr("specactor_ray.rollout.run._cluster_resources", dict)
+        monkeypatch.chdir(tmp_path)
+
+    def run(self, *script: Any, **data: Any) -> RunOutcome:
+        FakeRollout.script = list(script)
+        Path("prompts.txt").write_text("a\nb\nc\n")
+        config = from_mapping({"mode": "plain", "run": {"name": "r"}, "data": {"path": "prompts.txt", **data}})
+        return run_rollout(config, Console(file=io.StringIO()))
+
+    def test_files_of_a_complete_run(self) -> None:
+        outcome = self.run(trajectory(2), trajectory(0), trajectory(1))
+        assert outcome.exit_code == 0 and outcome.folder == Path("runs/r")
+        rows = [json.loads(line) for line in Path("runs/r/trajectories.jsonl").read_text().splitlines()]
+        assert [row["prompt_index"] for row in rows] == [2, 0, 1]
+        summary = json.loads(Path("runs/r/summary.json").read_text())
+        assert summary == outcome.summary
+        assert summary["status"] == "complete" and summary["tokens"] == 9
+        assert summary["trajectories"]["finish_reasons"] == {"length": 3}
+        assert {"ray", "torch", "transformers"} <= summary["versions"].keys() and summary["hardware"]["cores"] >= 1
+        saved = yaml.safe_load(Path("runs/r/config.yaml").read_text())
+        assert saved == summary["config"] and saved["data"]["path"] == "prompts.txt"
+        assert sorted(path.name for path in Path("runs/r").iterdir()) == [
+            "config.yaml",
+            "summary.json",
+            "trajectories.jsonl",
+        ]
+
+    def test_one_poison_prompt_fails_alone(self) -> None:
+        outcome = self.run(trajectory(0), trajectory(1, error="longer than the context"), trajectory(2))
+        assert outcome.exit_code == 0 and outcome.summary["trajectories"]["failed"] == 1
+        assert outcome.summary["trajectories"]["failures"] == {"longer than the context": 1}
+        rows = [json.loads(line) for line in outcome.trajectories.read_text().splitlines()]
+        assert [row.get("error") for row in rows] == [None, "longer than the context", None]
+
+    def test_all_failed(self) -> None:
+        outcome = self.run(*(trajectory(number, error="no") for number in range(3)))
+        assert outcome.exit_code == 1 and outcome.summary["status"] == "complete"
+
+    def test_ctrl_c_keeps_what_had_finished(self) -> None:
+        outcome = self.run(trajectory(0), trajectory(1), KeyboardInterrupt())
+        assert outcome.exit_code == 130 and outcome.summary["status"] == "interrupted"
+        assert outcome.trajectories == Path("runs/r/trajectories.jsonl.partial")
+        assert len(outcome.trajectories.read_text().splitlines()) == 2
+        assert not Path("runs/r/trajectories.jsonl").exists()
+        assert json.loads(Path("runs/r/summary.json").read_text())["status"] == "interrupted"
+
+    def test_sigterm_is_an_interruption_too(self) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        outcome = self.run(trajectory(0), lambda: os.kill(os.getpid(), signal.SIGTERM), trajectory(1))
+        assert outcome.exit_code == 130 and outcome.summary["error"] == "SIGTERM"
+        assert signal.getsignal(signal.SIGTERM) is before
+
+    def test_a_crash_is_written_down_and_raised(self) -> None:
+        with pytest.raises(RuntimeError, match="broken"):
+            self.run(trajectory(0), RuntimeError("broken"))
+        summary = json.loads(Path("runs/r/summary.json").read_text())
+        assert (summary["status"], summary["error"]) == ("failed", "RuntimeError: broken")
+        assert len(Path("runs/r/trajectories.jsonl.partial").read_text().splitlines()) == 1
+
+    def test_no_cluster_leaves_nothing(self) -> None:
+        with pytest.raises(ClusterError):
+            self.run(ClusterError("no Ray cluster answers"))
+        assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
+
+    def test_a_run_name_is_used_once(self) -> None:
+        self.run(trajectory(0))
+        before = Path("runs/r/summary.json").read_text()
+        with pytest.raises(InputError, match=r"runs/r holds an earlier run"):
+            self.run(trajectory(0))
+        assert Path("runs/r/summary.json").read_text() == before
+
+
+class TestProgress:
+    def test_plain_lines_without_a_terminal(self) -> None:
+        out = io.StringIO()
+        console = Console(file=out, width=200)
+        state = ProgressState(done=3, failed=1, tokens=250, acceptance_length=1.5, supply=2.25)
+        times = iter([0.0, 0.0, 2.0])
+        with RolloutProgress(console, "rollout [x]", 8, lambda: state, 60.0, lambda: next(times)):
+            pass
+        assert out.getvalue() == (
+            "rollout [x]: 3/8 trajectories, 250 tokens, 125.0 tokens/s, acceptance length 1.50, supply 2.25, 1 failed\n"
+        )
+
+    def test_a_bar_on_a_terminal(self) -> None:
+        out = io.StringIO()
+        console = Console(file=out, width=160, force_terminal=True)
+        with RolloutProgress(console, "rollout", 8, lambda: ProgressState(done=8, tokens=10)):
+            pass
+        assert "8/8" in out.getvalue() and "tokens/s" in out.getvalue()
+
+    def test_no_failures_no_word_of_them(self) -> None:
+        assert "failed" not in figures(ProgressState(tokens=10), 1.0)
