@@ -6,6 +6,8 @@ A stuck actor costs its supervisor nothing: at most one call of each kind is in 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +150,18 @@ class SupervisedActor:
             if self.error is None or isinstance(error, RayTaskError):  # the latter says more than "it died"
                 self.error = readable_error(error, self.actor_id, what)
             return None
+
+
+def stop_in_order(actors: Iterable[SupervisedActor], timeout_s: float, interval_s: float) -> None:
+    """Ask all to end their loops and wait until they have, or are dead, or stay silent; at most `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    pending = {actor.handle.stop.remote(): actor for actor in actors if actor.started is not None}
+    while pending and (now := time.monotonic()) < deadline:
+        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0.1)
+        for ref, actor in list(pending.items()):
+            actor.poll(now, interval_s)
+            if ref in done or actor.error is not None or actor.silent_s(now) > max(2.0, 2.0 * interval_s):
+                del pending[ref]
 
 
 def readable_error(error: Exception, actor_id: str, what: str) -> SpecActorError:

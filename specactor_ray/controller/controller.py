@@ -21,7 +21,7 @@ from specactor_ray.cluster import placement as placing
 from specactor_ray.cluster.lookup import find_controller, list_runs
 from specactor_ray.cluster.names import NAMESPACE, actor_name, controller_name, new_actor_id, new_run_name
 from specactor_ray.cluster.processes import Undertaker
-from specactor_ray.cluster.supervised import SupervisedActor, launch
+from specactor_ray.cluster.supervised import SupervisedActor, launch, stop_in_order
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.controller.decide import decide, has_lasted, record_failure
 from specactor_ray.controller.members import ActorClasses, Member, PeerNews, build_spec, next_view
@@ -331,12 +331,7 @@ class Controller:
             self._is_shut = True
             actors = [member.actor for member in self._members.values() if member.actor is not None]
             try:
-                # One that is silent would only use up the time that the others have.
-                now, patience_s = time.monotonic(), max(1.0, 2.0 * self._config.cluster.health_interval_s)
-                willing = [a for a in actors if a.started is not None and a.silent_s(now) < patience_s]
-                stops = [actor.handle.stop.remote() for actor in willing]
-                if stops:
-                    ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
+                stop_in_order(actors, _STOP_TIMEOUT_S, self._config.cluster.health_interval_s)
                 for actor in actors:
                     actor.poll(time.monotonic(), float("inf"))  # the facts may have come meanwhile
                     self._undertaker.bury(actor.handle, actor.facts)
@@ -364,7 +359,7 @@ def start_controller(
     run = config.run.name or new_run_name()
     if run in list_runs():
         raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {
         "name": controller_name(run),
         "namespace": NAMESPACE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -47,7 +48,10 @@ def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, An
 
 @contextlib.contextmanager
 def _controller(run: str | None, address: str) -> Iterator[tuple[str, Any]]:
-    with connect(ClusterConfig(address=address)):
+    if address != "auto":
+        # Ray uses the user's saved token only with `auto`, and a private cluster of this user wants that very token.
+        os.environ["RAY_ADDRESS"] = address
+    with connect(ClusterConfig(address="auto")):
         name = run or _only_run(list_runs())
         yield name, find_controller(name)
 
