@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
@@ -12,9 +12,9 @@ from specactor_ray.targets.base import StepResult
 _RECENT_STEPS = 2048
 
 
-@dataclass(slots=True)
-class StepMetrics:
-    """Totals since the start (seconds, tokens) and the recent steps' protocol and waiting times."""
+@dataclass
+class StepCounters:
+    """Totals since the start or the last reset: seconds, tokens, steps."""
 
     steps: int = 0
     committed_tokens: int = 0
@@ -32,10 +32,25 @@ class StepMetrics:
     waiting_s: float = 0.0
     protocol_s: float = 0.0
     """Everything between two forwards that is neither sampling nor waiting for drafts."""
+    protocol_median_s: float = 0.0
+    """Median of the protocol time over recent steps; over several verifiers the largest of theirs."""
     failed_requests: int = 0
     by_drafter: dict[str, list[int]] = field(default_factory=dict)
     """Drafter id → [drafted, accepted]."""
-    _recent_protocol: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+
+    def record_drafter(self, drafter_id: str, drafted: int, accepted: int) -> None:
+        """`accepted` of `drafted` verified tokens of this drafter were right."""
+        pair = self.by_drafter.setdefault(drafter_id, [0, 0])
+        pair[0] += drafted
+        pair[1] += accepted
+
+
+class StepMetrics(StepCounters):
+    """The counters of one verifier, as its loop fills them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recent_protocol: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def record_step(self, result: StepResult, total_s: float, waiting_s: float) -> None:
         """One step took `total_s` seconds, of which `waiting_s` were spent waiting for drafts."""
@@ -56,26 +71,10 @@ class StepMetrics:
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
 
-    def record_drafter(self, drafter_id: str, drafted: int, accepted: int) -> None:
-        pair = self.by_drafter.setdefault(drafter_id, [0, 0])
-        pair[0] += drafted
-        pair[1] += accepted
-
     def to_dict(self) -> dict[str, Any]:
-        """All counters as plain data."""
-        return {
-            "steps": self.steps,
-            "committed_tokens": self.committed_tokens,
-            "row_steps": self.row_steps,
-            "supplied_tokens": self.supplied_tokens,
-            "supplied_row_steps": self.supplied_row_steps,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "forward_s": self.forward_s,
-            "sampling_s": self.sampling_s,
-            "waiting_s": self.waiting_s,
-            "protocol_s": self.protocol_s,
-            "protocol_median_s": median(self._recent_protocol) if self._recent_protocol else 0.0,
-            "failed_requests": self.failed_requests,
-            "by_drafter": {name: list(pair) for name, pair in self.by_drafter.items()},
-        }
+        """All counters as plain data. May be called from any thread while the loop goes on counting."""
+        # `list` of a container is one step to other threads; iterating over it is not.
+        pairs = {drafter_id: list(pair) for drafter_id, pair in list(self.by_drafter.items())}
+        recent = list(self._recent_protocol)
+        numbers = {counter.name: getattr(self, counter.name) for counter in fields(StepCounters)}
+        return {**numbers, "by_drafter": pairs, "protocol_median_s": median(recent) if recent else 0.0}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from specactor_ray.cluster.connection import connect
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.controller.controller import find_controller, list_runs
 from specactor_ray.errors import InputError
-from specactor_ray.rollout.rollout import get_or_raise
 
 
 def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tuple[str, list[dict[str, Any]]]:
@@ -30,9 +28,9 @@ def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tup
         InputError: There is no such run.
         ConfigError: The run has no such method, or a number is negative.
     """
-    with _controller(run, address) as (name, controller):
-        get_or_raise(controller.scale.remote(dict(drafters)))
-        return name, get_or_raise(controller.status.remote())
+    with _attached(run, address) as (name, controller, get):
+        get(controller.scale.remote(dict(drafters)))
+        return name, get(controller.status.remote())
 
 
 def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, Any]]]:
@@ -42,18 +40,31 @@ def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, An
         ClusterError: There is no such cluster.
         InputError: There is no such run.
     """
-    with _controller(run, address) as (name, controller):
-        return name, get_or_raise(controller.status.remote())
+    with _attached(run, address) as (name, controller, get):
+        return name, get(controller.status.remote())
 
 
 @contextlib.contextmanager
-def _controller(run: str | None, address: str) -> Iterator[tuple[str, Any]]:
-    if address != "auto":
-        # Ray uses the user's saved token only with `auto`, and a private cluster of this user wants that very token.
-        os.environ["RAY_ADDRESS"] = address
-    with connect(ClusterConfig(address="auto")):
+def _attached(run: str | None, address: str) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
+    """The run's name, its controller, and how to wait for an answer of it."""
+    _send_saved_token()  # before Ray is imported, which is when it reads its settings
+    from specactor_ray.cluster.connection import connect
+    from specactor_ray.controller.controller import find_controller, list_runs
+    from specactor_ray.rollout.rollout import get_or_raise
+
+    with connect(ClusterConfig(address=address)):
         name = run or _only_run(list_runs())
-        yield name, find_controller(name)
+        yield name, find_controller(name), get_or_raise
+
+
+def _send_saved_token() -> None:
+    """Let this process use the user's saved token, as the private cluster of a rollout does that this user started.
+
+    Left alone, Ray looks for it only when no address is given.
+    """
+    saved = Path.home() / ".ray" / "auth_token"
+    if "RAY_AUTH_MODE" not in os.environ and saved.is_file():
+        os.environ["RAY_AUTH_MODE"] = "token"
 
 
 def _only_run(runs: list[str]) -> str:

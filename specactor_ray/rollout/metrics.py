@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from specactor_ray.loops.step_metrics import StepCounters
 
-@dataclass(slots=True)
-class RolloutMetrics:
-    """Sums over all verifiers; see `loops/step_metrics.py` for the meaning of each counter."""
 
-    steps: int = 0
-    committed_tokens: int = 0
-    row_steps: int = 0
-    supplied_tokens: int = 0
-    supplied_row_steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    forward_s: float = 0.0
-    sampling_s: float = 0.0
-    waiting_s: float = 0.0
-    protocol_s: float = 0.0
-    protocol_median_s: float = 0.0
-    """Largest of the verifiers' medians over recent steps."""
-    failed_requests: int = 0
-    by_drafter: dict[str, list[int]] = field(default_factory=dict)
-    """Drafter id → [drafted, accepted]."""
+@dataclass
+class RolloutMetrics(StepCounters):
+    """Sums over all verifiers."""
 
     @classmethod
     def merge(cls, counters: Iterable[Mapping[str, Any]]) -> RolloutMetrics:
-        """Sum the counters of several verifiers."""
+        """Sum the counters (`StepMetrics.to_dict`) of several verifiers."""
         total = cls()
         for one in counters:
-            for name in cls.__dataclass_fields__:
-                if name in ("by_drafter", "protocol_median_s"):
-                    continue
-                setattr(total, name, getattr(total, name) + one.get(name, 0))
+            for counter in fields(StepCounters):
+                if counter.name not in ("by_drafter", "protocol_median_s"):
+                    setattr(total, counter.name, getattr(total, counter.name) + one.get(counter.name, 0))
             total.protocol_median_s = max(total.protocol_median_s, one.get("protocol_median_s", 0.0))
-            for drafter, (drafted, accepted) in one.get("by_drafter", {}).items():
-                pair = total.by_drafter.setdefault(drafter, [0, 0])
-                pair[0] += drafted
-                pair[1] += accepted
+            for drafter_id, (drafted, accepted) in one.get("by_drafter", {}).items():
+                total.record_drafter(drafter_id, drafted, accepted)
         return total
 
     @property

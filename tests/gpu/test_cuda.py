@@ -37,7 +37,9 @@ class TestConformanceOnCuda(EngineConformance):
 def test_cuda_samples_what_the_cpu_samples(temperature: float) -> None:
     torch.manual_seed(0)
     logits = torch.randn(64, 5000) * 3
-    params = [SamplingParams(temperature, seed=i, top_k=(0, 40)[i % 2], top_p=(1.0, 0.9)[i % 3 == 0]) for i in range(64)]
+    params = [
+        SamplingParams(temperature, seed=i, top_k=(0, 40)[i % 2], top_p=(1.0, 0.9)[i % 3 == 0]) for i in range(64)
+    ]
     positions = list(range(64))
     on_cpu = sample_rows(logits, params, positions)
     on_gpu = sample_rows(logits.cuda(), params, positions)

@@ -53,7 +53,9 @@ def test_tails_after_any_history_are_those_of_a_fresh_model(reference: torch.nn.
     rng = random.Random(seed)
     drafter = proposer()
     prompts = tiny_prompt_ids(4, seed)
-    samplings = [SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=60, seed=seed * 10 + i) for i in range(4)]
+    samplings = [
+        SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=60, seed=seed * 10 + i) for i in range(4)
+    ]
     committed: list[list[int]] = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):
         drafter.open(f"r{i}", prompt, (), samplings[i], window=5)

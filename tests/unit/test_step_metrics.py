@@ -1,0 +1,46 @@
+"""Counters are read from other threads while the loop counts."""
+
+from __future__ import annotations
+
+import threading
+
+from specactor_ray.loops.step_metrics import StepMetrics
+from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.targets.base import StepResult
+
+
+def test_reading_while_counting_never_fails() -> None:
+    metrics = StepMetrics()
+    stop = threading.Event()
+
+    def count() -> None:
+        number = 0
+        while not stop.is_set():
+            metrics.record_drafter(f"d{number % 5000}", 2, 1)
+            metrics.record_step(StepResult(forward_s=0.5, sampling_s=0.1), 1.0, 0.1)
+            number += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        for _ in range(300):
+            counters = metrics.to_dict()
+            assert len(counters["by_drafter"]) <= 5000 and counters["steps"] <= metrics.steps
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_merge_adds_up_and_derives_ratios() -> None:
+    parts = []
+    for scale in (1, 2):
+        metrics = StepMetrics()
+        metrics.record_step(StepResult(forward_s=0.5, sampling_s=0.1), 1.0, 0.1 * scale)
+        metrics.record_row(committed=3 * scale, supplied=4, drafted=4, accepted=2)
+        metrics.record_drafter("d", 4, 2)
+        parts.append(metrics.to_dict())
+    total = RolloutMetrics.merge(parts)
+    assert (total.steps, total.committed_tokens, total.by_drafter) == (2, 9, {"d": [8, 4]})
+    assert total.acceptance_rate == 0.5 and total.acceptance_length == 4.5
+    assert total.supply == 4.0 and total.supply_share == 1.0
+    assert abs(total.protocol_median_s - 0.3) < 1e-9, "the largest of the verifiers' medians"
