@@ -156,7 +156,13 @@ def bench_rollout(
 
 def _show_bench(report: dict) -> None:
     from specactor_ray.observability.console import make_console, say
-    from specactor_ray.observability.report import difference_lines, reason_lines, speed_table, time_table
+    from specactor_ray.observability.report import (
+        breaker_lines,
+        difference_lines,
+        reason_lines,
+        speed_table,
+        time_table,
+    )
 
     console = make_console()
     results = report["results"]
@@ -165,8 +171,10 @@ def _show_bench(report: dict) -> None:
         return
     console.print(speed_table(results))
     console.print(time_table(results))
+    if report["status"] == "interrupted":
+        say(console, f"interrupted: the {len(results)} variants above were measured")
     for result in results:
-        for line in reason_lines(result["failures"]):
+        for line in [*reason_lines(result["failures"]), *breaker_lines(result["actors"])]:
             say(console, f"{result['variant']}, batch {result['batch']}:{line}")
     for line in difference_lines(results):
         say(console, line)

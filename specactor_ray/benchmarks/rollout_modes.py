@@ -105,7 +105,7 @@ class Bench:
             rollout.reset_metrics()
             start_seconds, begin = time.monotonic() - begin, time.monotonic()
             outputs, failures = self._roll_out(rollout, name)
-            seconds, metrics = time.monotonic() - begin, rollout.metrics()
+            seconds, metrics, actors = time.monotonic() - begin, rollout.metrics(), rollout.status()
         reference = self._references.setdefault(variant.batch, outputs)
         self._measured.append(
             {
@@ -113,6 +113,7 @@ class Bench:
                 "start_seconds": round(start_seconds, 2),
                 **measured_figures(outputs, seconds, metrics),
                 "failures": dict(failures),
+                "actors": actors,
                 "differences": differences(reference, outputs),
             }
         )
