@@ -74,6 +74,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     settings = load_config(config_file, overrides or ())
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
+    _use_token(settings.cluster.address)
     from specactor_ray.rollout.run import run_rollout
 
     outcome = run_rollout(settings, progress)
@@ -145,6 +146,7 @@ def bench_rollout(
     chosen, batches = parse_modes(modes), parse_batches(batch, settings.target.max_batch)
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
+    _use_token(settings.cluster.address)
     from specactor_ray.benchmarks.rollout_modes import all_identical, run_bench
 
     report = run_bench(settings, chosen, batches, output, progress)
@@ -152,6 +154,14 @@ def bench_rollout(
     if report["status"] == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
     raise typer.Exit(0 if all_identical(report) else EXIT_FAILED)
+
+
+def _use_token(address: str) -> None:
+    """For a cluster that is already up; before Ray is imported."""
+    from specactor_ray.cluster.token import send_saved_token
+
+    if address != "local":
+        send_saved_token()
 
 
 def _show_bench(report: dict) -> None:

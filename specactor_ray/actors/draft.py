@@ -18,20 +18,20 @@ class DraftActor:
 
     def __init__(self, spec: DraftSpec) -> None:
         self._spec = spec
-        self._loop: DraftLoop | None = None
-        self._thread: LoopThread | None = None
+        self._thread: LoopThread[DraftLoop] | None = None
         self._outboxes: dict[str, Outbox[Any]] = {}
 
     def start(self) -> dict[str, Any]:
         """Bind the cores, make the proposer, start the loop. Returns pid, cores and vocabulary size."""
-        spec = self._spec
-        configure_process(spec.actor_id, spec.cores, spec.log_level)
+        configure_process(self._spec.actor_id, self._spec.cores, self._spec.log_level)
+        self._thread = LoopThread(self._make_loop, "draft")
+        return {**process_facts(), "vocab_size": self._thread.loop().proposer.vocab_size}
+
+    def _make_loop(self) -> DraftLoop:
         from specactor_ray.drafters.registry import build_proposer
 
-        proposer = build_proposer(spec.drafter, "cuda" if spec.gpus else "cpu")
-        self._loop = DraftLoop(spec.actor_id, proposer)
-        self._thread = LoopThread(self._loop.run, "draft")
-        return {**process_facts(), "vocab_size": proposer.vocab_size}
+        spec = self._spec
+        return DraftLoop(spec.actor_id, build_proposer(spec.drafter, "cuda" if spec.gpus else "cpu"))
 
     def ping(self) -> dict[str, Any]:
         """Counters. Raises when the loop has ended: the controller then replaces this actor."""
@@ -58,11 +58,10 @@ class DraftActor:
 
     def stop(self) -> None:
         """End the loop in order; returns when it has ended, or after ten seconds."""
-        if self._loop is not None and self._thread is not None:
-            self._loop.stop()
-            self._thread.join(10.0)
+        if self._thread is not None:
+            self._thread.stop(10.0)
 
     def _running(self) -> DraftLoop:
-        if self._loop is None:
+        if self._thread is None:
             raise RuntimeError("the draft actor was not started")
-        return self._loop
+        return self._thread.loop()

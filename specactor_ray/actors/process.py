@@ -6,6 +6,8 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Generic, Protocol, TypeVar
 
 from specactor_ray.cluster.cores import bind_to_cores
 
@@ -21,21 +23,57 @@ def configure_process(actor_id: str, cores: Sequence[int], log_level: str) -> No
         bind_to_cores(cores)
 
 
-class LoopThread:
-    """A daemon thread that runs one loop; `alive` tells whether it still does."""
+class Loop(Protocol):
+    """What a loop thread runs."""
 
-    def __init__(self, run: Callable[[], None], name: str) -> None:
-        self._thread = threading.Thread(target=run, name=name, daemon=True)
+    def run(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+L = TypeVar("L", bound=Loop)
+
+
+class LoopThread(Generic[L]):
+    """A daemon thread that makes a loop and runs it.
+
+    The loop, and with it the model, is made *in* the thread: OpenMP keeps a team of workers per thread that ever
+    computed. With a second team there are more workers than cores, and both go to sleep between operators instead
+    of waiting actively; a decode step on two cores then takes a third longer.
+
+    Args:
+        make_loop: Makes the loop (loads the model).
+        name: Name of the thread.
+    """
+
+    def __init__(self, make_loop: Callable[[], L], name: str) -> None:
+        self._made: Future[L] = Future()
+        self._thread = threading.Thread(target=self._main, args=(make_loop,), name=name, daemon=True)
         self._thread.start()
+
+    def loop(self) -> L:
+        """The loop, once it is made. Raises what making it raised."""
+        return self._made.result()
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the loop to end; False when it did not within `timeout_s` seconds."""
+    def stop(self, timeout_s: float) -> bool:
+        """Ask the loop to end and wait; False when it did not within `timeout_s` seconds."""
+        if self._made.done() and self._made.exception() is None:
+            self._made.result().stop()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _main(self, make_loop: Callable[[], L]) -> None:
+        try:
+            loop = make_loop()
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the loop gets it
+            self._made.set_exception(error)
+            return
+        self._made.set_result(loop)
+        loop.run()
 
 
 def process_facts() -> dict[str, object]:

@@ -20,20 +20,20 @@ class VerifierActor:
 
     def __init__(self, spec: VerifierSpec) -> None:
         self._spec = spec
-        self._loop: VerifyLoop | None = None
-        self._thread: LoopThread | None = None
+        self._thread: LoopThread[VerifyLoop] | None = None
 
     def start(self) -> dict[str, Any]:
         """Bind the cores, load the target, start the loop. Returns pid, cores and vocabulary size."""
-        spec = self._spec
-        configure_process(spec.actor_id, spec.cores, spec.log_level)
+        configure_process(self._spec.actor_id, self._spec.cores, self._spec.log_level)
+        self._thread = LoopThread(self._make_loop, "verify")
+        return {**process_facts(), "vocab_size": self._thread.loop().vocab_size}
+
+    def _make_loop(self) -> VerifyLoop:
         from specactor_ray.targets.registry import build_engine
 
+        spec = self._spec
         engine = build_engine(spec.target, "cuda" if spec.gpus else "cpu")
-        speculator = Speculator(spec.actor_id, spec.mode, spec.speculation, engine.vocab_size)
-        self._loop = VerifyLoop(engine, speculator)
-        self._thread = LoopThread(self._loop.run, "verify")
-        return {**process_facts(), "vocab_size": engine.vocab_size}
+        return VerifyLoop(engine, Speculator(spec.actor_id, spec.mode, spec.speculation, engine.vocab_size))
 
     def ping(self) -> dict[str, Any]:
         """Counters. Raises when the loop has ended by an error: the controller then replaces this actor."""
@@ -52,10 +52,10 @@ class VerifierActor:
         """Draft tails and resync requests of drafters."""
         self._running().deliver(messages)
 
-    def poll(self, timeout_s: float) -> tuple[list[ToRollout], dict[str, Any]]:
-        """Events since the last poll (waits up to `timeout_s` seconds for one) and the counters."""
+    def poll(self, timeout_s: float, linger_s: float) -> tuple[list[ToRollout], dict[str, Any]]:
+        """Events since the last poll and the counters; for the waits see `VerifyLoop.poll`."""
         loop = self._running()
-        events = loop.poll(timeout_s)
+        events = loop.poll(timeout_s, linger_s)
         if loop.error is not None:
             raise RuntimeError(f"the verifier's loop failed: {loop.error!r}")
         return events, loop.snapshot()
@@ -76,11 +76,10 @@ class VerifierActor:
 
     def stop(self) -> None:
         """End the loop in order; returns when it has ended, or after ten seconds."""
-        if self._loop is not None and self._thread is not None:
-            self._loop.stop()
-            self._thread.join(10.0)
+        if self._thread is not None:
+            self._thread.stop(10.0)
 
     def _running(self) -> VerifyLoop:
-        if self._loop is None:
+        if self._thread is None:
             raise RuntimeError("the verifier was not started")
-        return self._loop
+        return self._thread.loop()

@@ -48,6 +48,8 @@ class _Drafter:
     step_drafted: int = 0
     """Draft tokens of this step that were put to the test."""
     step_accepted: int = 0
+    heard: bool = True
+    """It has sent anything, however stale, since the last wait for it that was in vain."""
     guessing: float = 1.0
     """Moving share of its answers that held a guess at all; an n-gram drafter often has none."""
 
@@ -178,6 +180,7 @@ class Speculator:
             drafter = self._drafters.get(message.drafter_id)
             if drafter is None or message.drafter_id not in self._assignment.of(message.request_id):
                 continue
+            drafter.heard = True
             if not isinstance(message, DraftTail):
                 self._open_at(message.drafter_id, message.request_id)
                 continue
@@ -260,20 +263,27 @@ class Speculator:
         return all(self._book.answered(request_id, drafter_id) for drafter_id in healthy)
 
     def record_wait(self, decoding: Sequence[str], answered: bool) -> None:
-        """A wait has ended; drafters that were waited for in vain are noted."""
+        """A wait has ended; drafters that were waited for in vain are noted as silent.
+
+        Decoupled waits are short: a drafter that has sent anything since the last one is late, not silent, and the
+        waits adapt to that.
+        """
         self._timely = _fade(self._timely, answered)
         if answered:
             return
         now = self._clock()
-        silent = {
+        missed = {
             drafter_id
             for request_id in decoding
             if self._requests[request_id].worthwhile
             for drafter_id in self._healthy(request_id, now)
             if not self._book.answered(request_id, drafter_id)
         }
-        for drafter_id in silent:
-            self._drafters[drafter_id].breaker.record_silence()
+        for drafter_id in missed:
+            drafter = self._drafters[drafter_id]
+            if self._mode is Mode.COUPLED or not drafter.heard:
+                drafter.breaker.record_silence()
+            drafter.heard = False
 
     def choose_tails(self, decoding: Sequence[str]) -> dict[str, tuple[int, ...]]:
         """The tail to verify for each request that has a usable one: the one with the most expected accepted tokens."""

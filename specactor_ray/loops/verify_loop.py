@@ -49,6 +49,7 @@ class VerifyLoop:
 
     def __init__(self, engine: TargetEngine, speculator: Speculator) -> None:
         self.metrics = StepMetrics()
+        self.vocab_size = engine.vocab_size
         self.error: BaseException | None = None
         """What ended the loop, if the engine failed."""
         self._engine = engine
@@ -57,6 +58,7 @@ class VerifyLoop:
         self._events: EventQueue[ToRollout] = EventQueue()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wake = threading.Event()
+        self._ended = threading.Event()
         self._stopping = threading.Event()
         self._tallies: dict[str, _Tally] = {}
         self._links: Mapping[str, DrafterLink] = {}
@@ -92,9 +94,16 @@ class VerifyLoop:
         """Set all counters to zero."""
         self._command(self._clear_metrics)
 
-    def poll(self, timeout_s: float) -> list[ToRollout]:
-        """Events since the last poll, waiting up to `timeout_s` seconds for the first."""
-        return self._events.drain(timeout_s)
+    def poll(self, timeout_s: float, linger_s: float = 0.0) -> list[ToRollout]:
+        """Events since the last poll, waiting up to `timeout_s` seconds for the first.
+
+        After that `linger_s` more are granted, or until a request has ended, so that a step that only makes progress
+        is not interrupted by a poll of its own.
+        """
+        events = self._events.drain(timeout_s)
+        if events and linger_s > 0 and self._ended.wait(linger_s):
+            self._ended.clear()
+        return events + self._events.drain()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -176,6 +185,7 @@ class VerifyLoop:
             self.metrics.failed_requests += 1
             committed = len(request.committed_token_ids)
             self._events.put([Finished(request.request_id, "error", RequestStats(), str(error), committed)])
+            self._ended.set()
             return
         self._tallies[request.request_id] = _Tally()
         self._speculator.open(request)
@@ -209,6 +219,7 @@ class VerifyLoop:
         )
         total = output.start + len(output.token_ids)
         self._events.put([Finished(output.request_id, output.finish_reason, stats, output.error, total)])
+        self._ended.set()
         self._drop(output.request_id, finished=output.finish_reason != "error")
 
 

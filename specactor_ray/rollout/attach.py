@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from specactor_ray.cluster.token import send_saved_token
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.errors import InputError
 
@@ -47,7 +46,7 @@ def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, An
 @contextlib.contextmanager
 def _attached(run: str | None, address: str) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
     """The run's name, its controller, and how to wait for an answer of it."""
-    _send_saved_token()  # before Ray is imported, which is when it reads its settings
+    send_saved_token()
     from specactor_ray.cluster.connection import connect
     from specactor_ray.controller.controller import find_controller, list_runs
     from specactor_ray.rollout.rollout import get_or_raise
@@ -55,16 +54,6 @@ def _attached(run: str | None, address: str) -> Iterator[tuple[str, Any, Callabl
     with connect(ClusterConfig(address=address)):
         name = run or _only_run(list_runs())
         yield name, find_controller(name), get_or_raise
-
-
-def _send_saved_token() -> None:
-    """Let this process use the user's saved token, as the private cluster of a rollout does that this user started.
-
-    Left alone, Ray looks for it only when no address is given.
-    """
-    saved = Path.home() / ".ray" / "auth_token"
-    if "RAY_AUTH_MODE" not in os.environ and saved.is_file():
-        os.environ["RAY_AUTH_MODE"] = "token"
 
 
 def _only_run(runs: list[str]) -> str:

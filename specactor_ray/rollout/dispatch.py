@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
 """Longest time one poll waits at the verifier for an event."""
+_LINGER_S = 0.1
+"""Longest time an answer is held back to gather progress of several steps; ends of requests are told at once."""
 _WAIT_S = 0.25
 """Longest wait for any poll before the view is looked at again."""
 _VIEW_INTERVAL_S = 0.5
@@ -101,7 +103,7 @@ class Dispatcher:
         polled = set(self._polls.values())
         for verifier_id, handle in self._verifiers.items():
             if verifier_id not in polled:
-                self._polls[handle.poll.remote(_POLL_S)] = verifier_id
+                self._polls[handle.poll.remote(_POLL_S, _LINGER_S)] = verifier_id
 
     def _lose(self, verifier_id: str) -> None:
         """The verifier is gone: its requests go on elsewhere from what the journal holds."""
@@ -143,7 +145,7 @@ class Dispatcher:
                 self._lose(verifier_id)
                 continue
             self.counters[verifier_id] = counters
-            self._polls[self._verifiers[verifier_id].poll.remote(_POLL_S)] = verifier_id
+            self._polls[self._verifiers[verifier_id].poll.remote(_POLL_S, _LINGER_S)] = verifier_id
             yield from self._journal_events(verifier_id, events)
 
     def _journal_events(self, verifier_id: str, events: Sequence[ToRollout]) -> Iterator[JournalEntry]:

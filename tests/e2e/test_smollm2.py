@@ -16,7 +16,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
 NEAR_TIE = 1e-4
 """A perturbed top-2 margin below this may flip between a verify and a decode forward."""
-TWIN = "drafters=[{method: ngram}, {method: draft_model, model: smollm2-135m, kv_cache_gb: 0.3, window: 3}]"
+TWIN = (
+    "speculation.draft_wait_s=1",  # a drafter as slow as the target is never ahead of one that does not wait
+    "drafters=[{method: draft_model, model: smollm2-135m, kv_cache_gb: 0.3, window: 3}]",
+)
 
 
 def roll(mode: str, temperature: float, *overrides: str) -> tuple[list[Trajectory], dict[str, float]]:
@@ -54,9 +57,9 @@ def test_all_modes_are_identical(temperature: float) -> None:
     plain, metrics = roll("plain", temperature)
     assert metrics["drafted_tokens"] == 0 and metrics["acceptance_length"] == 1.0
     assert all(t.text and not t.error for t in plain)
-    for mode, drafters in (("coupled", ()), ("decoupled", ()), ("decoupled", (TWIN,))):
+    for mode, drafters in (("coupled", ()), ("decoupled", ()), ("decoupled", TWIN)):
         done, metrics = roll(mode, temperature, *drafters)
         assert_same(plain, done)
-        assert metrics["drafted_tokens"] > 0
-        if drafters:  # the target as its own drafter, with the target's noise, is right nearly always
-            assert metrics["accepted_tokens"] > 0.5 * metrics["drafted_tokens"]
+        assert metrics["drafted_tokens"] > 0, (mode, metrics)
+        if drafters:  # the target as its own drafter, with the target's noise, is right but for near-ties
+            assert metrics["accepted_tokens"] > 0.9 * metrics["drafted_tokens"]

@@ -186,7 +186,8 @@ def test_the_self_drafter_is_always_right() -> None:
 def test_a_lying_or_crashing_drafter_is_only_slow(mode: Mode, raises: bool) -> None:
     batch = requests(8, 1.0)
     breaker = BreakerConfig(min_drafted=32, min_acceptance=0.1, cooldown_s=60.0)
-    bench = Bench({"liar": (Crasher if raises else Liar)()}, mode, coupled_wait_s=0.05, breaker=breaker)
+    drafters = {"liar": (Crasher if raises else Liar)()}
+    bench = Bench(drafters, mode, coupled_wait_s=0.05, draft_wait_s=0.05, breaker=breaker)
     try:
         assert bench.run(batch) == truth_of(batch)
         snapshot = bench.verifier.snapshot()
