@@ -88,6 +88,24 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
 
 
 @app.command()
+def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Train the target on the tasks of data.path with reinforcement learning; writes metrics, checkpoints, a report."""
+    from specactor_ray.config import load_config
+    from specactor_ray.observability.console import log_through, make_console, say
+
+    settings = load_config(config_file, overrides or ())
+    progress = make_console(sys.stderr)
+    log_through(progress, settings.run.log_level)
+    _use_token(settings.cluster.address)
+    from specactor_ray.observability.training_report import REPORT_FILE
+    from specactor_ray.training.loop import train as run_training
+
+    outcome = run_training(settings, progress)
+    say(make_console(), f"{outcome.status}: {outcome.summary['steps']} steps; report: {outcome.folder / REPORT_FILE}")
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
 def scale(
     drafters: Annotated[list[str], typer.Argument(metavar="METHOD=N", help="Draft actors wanted, as in ngram=2.")],
     run: Run = None,
@@ -237,7 +255,13 @@ def parse_batches(text: str | None, default: int) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line (default: that of this process) and exit with its code."""
+    """Run the command line (default: that of this process) and exit with its code.
+
+    Modules in the current folder can be named as drafters and rewards, as `python -m` would find them; Ray hands the
+    path on to its processes.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         app(args=None if arguments is None else list(arguments), prog_name="specactor")
     except SpecActorError as error:

@@ -168,6 +168,17 @@ class Finished:
     """Output tokens in all; what the journal must hold."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightSet:
+    """One version of the policy's weights, for everyone who follows the policy."""
+
+    version: int
+    """From 1; version 0 is what the configuration names."""
+    buckets: tuple[Any, ...]
+    """Object references of `WeightBucket`s."""
+    num_bytes: int = 0
+
+
 ToDrafter = DraftOpen | Commit | DraftClose
 ToVerifier = DraftTail | DraftResync
 ToRollout = Progress | Finished

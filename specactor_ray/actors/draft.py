@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specactor_ray.actors.process import LoopThread, configure_process, process_facts
+from specactor_ray.actors.process import COMMAND_TIMEOUT_S, LoopThread, configure_process, fetch_weights, process_facts
 from specactor_ray.controller.state import DraftSpec
 from specactor_ray.loops.draft_loop import DraftLoop
-from specactor_ray.messages import ToDrafter
+from specactor_ray.messages import ToDrafter, WeightSet
 from specactor_ray.queues.conflation import for_verifier
 from specactor_ray.queues.outbox import Outbox, ray_sender
 
@@ -51,6 +51,10 @@ class DraftActor:
             for verifier_id, handle in handles.items()
         }
         self._running().set_verifiers(self._outboxes)
+
+    def load_weights(self, weights: WeightSet) -> None:
+        """Take over a version of the policy's weights."""
+        self._running().load_weights(weights.version, fetch_weights(weights)).result(COMMAND_TIMEOUT_S)
 
     def drain(self) -> None:
         """Before removal: verifiers have been told to use others, so what is still open may be forgotten."""

@@ -7,9 +7,13 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from specactor_ray.cluster.cores import bind_to_cores
+from specactor_ray.messages import WeightSet
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +25,19 @@ def configure_process(actor_id: str, cores: Sequence[int], log_level: str) -> No
     )
     if cores:
         bind_to_cores(cores)
+
+
+COMMAND_TIMEOUT_S = 300.0
+"""Longest wait for the loop to carry out a command between two steps."""
+
+
+def fetch_weights(weights: WeightSet) -> dict[str, torch.Tensor]:
+    """All tensors of a version, as views of the object store's memory."""
+    import ray
+
+    from specactor_ray.modeling.weight_buckets import unpack
+
+    return {name: tensor for bucket in ray.get(list(weights.buckets)) for name, tensor in unpack(bucket)}
 
 
 class Loop(Protocol):

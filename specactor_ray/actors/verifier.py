@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specactor_ray.actors.process import LoopThread, configure_process, process_facts
+from specactor_ray.actors.process import COMMAND_TIMEOUT_S, LoopThread, configure_process, fetch_weights, process_facts
 from specactor_ray.controller.state import DraftEndpoint, VerifierSpec
 from specactor_ray.loops.speculator import DrafterLink, Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
-from specactor_ray.messages import ToRollout, ToVerifier
+from specactor_ray.messages import ToRollout, ToVerifier, WeightSet
 from specactor_ray.queues.conflation import for_drafter
 from specactor_ray.queues.outbox import Outbox, ray_sender
 from specactor_ray.targets.base import TargetRequest
@@ -70,6 +70,17 @@ class VerifierActor:
             for endpoint in endpoints
         }
         loop.set_drafters(links)
+
+    def load_weights(self, weights: WeightSet) -> None:
+        """Take over a version of the policy's weights. Raises InputError while requests are running."""
+        self._running().load_weights(weights.version, fetch_weights(weights)).result(COMMAND_TIMEOUT_S)
+
+    def sleep(self) -> None:
+        """Give up the cache's memory until `wake`."""
+        self._running().sleep().result(COMMAND_TIMEOUT_S)
+
+    def wake(self) -> None:
+        self._running().wake().result(COMMAND_TIMEOUT_S)
 
     def reset_metrics(self) -> None:
         self._running().reset_metrics()

@@ -53,6 +53,34 @@ def launch(cls: Any, spec: Any, name: str, placement: Placement, share: Share) -
     return ray.remote(cls).options(**options).remote(spec)
 
 
+class Errand:
+    """One call to an actor at a time, looked after without waiting for it."""
+
+    def __init__(self, actor_id: str) -> None:
+        self.error: SpecActorError | None = None
+        """Why the last one failed."""
+        self._actor_id, self._ref = actor_id, None
+
+    def send(self, ref: Any) -> None:
+        """Look after this call."""
+        self._ref = ref
+
+    def state(self) -> str:
+        """`idle`, `in flight`, `done` or `failed`; the latter two once for every `send`."""
+        if self._ref is None:
+            return "idle"
+        if not _is_done(self._ref):
+            return "in flight"
+        ref, self._ref = self._ref, None
+        try:
+            ray.get(ref)
+        except RayError as error:
+            self.error = readable_error(error, self._actor_id, "did not take what it was told")
+            logger.warning("%s", self.error)
+            return "failed"
+        return "done"
+
+
 class SupervisedActor:
     """The supervisor's side of one actor that has `start`, `ping` and `stop`.
 
@@ -74,7 +102,8 @@ class SupervisedActor:
         self._ping_ref: Any = None
         self._pinged_at = float("-inf")
         self._unanswered_since: float | None = None
-        self._news_ref: Any = None
+        self.news = Errand(actor_id)
+        self.weights = Errand(actor_id)
         self._drain_ref: Any = None
 
     def poll(self, now: float, interval_s: float) -> None:
@@ -115,24 +144,6 @@ class SupervisedActor:
 
     def drained(self) -> bool:
         return self._drain_ref is not None and _is_done(self._drain_ref)
-
-    def tell(self, method: str, news: Any) -> None:
-        """Call `method` with news, such as the new list of draft actors; see `news_state`."""
-        self._news_ref = getattr(self.handle, method).remote(news)
-
-    def news_state(self) -> str:
-        """`idle`, `in flight`, `done` or `failed`; the latter two once for every `tell`."""
-        if self._news_ref is None:
-            return "idle"
-        if not _is_done(self._news_ref):
-            return "in flight"
-        ref, self._news_ref = self._news_ref, None
-        try:
-            ray.get(ref)
-        except RayError as error:
-            logger.warning("%s did not take the news: %s", self.actor_id, _first_line(error))
-            return "failed"
-        return "done"
 
     def _take_ping(self, ref: Any) -> None:
         try:

@@ -83,6 +83,8 @@ def type_in_words(annotation: Any) -> str:
         return f"a section with the keys {', '.join(field.name for field in fields(_section_class(inner)))}{suffix}"
     if isinstance(inner, type) and issubclass(inner, Enum):
         return f"one of {', '.join(inner.__members__)}{suffix}"
+    if typing.get_origin(inner) is dict:
+        return f"a section with keys of your own{suffix}"
     words = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
     return words.get(inner, getattr(inner, "__name__", str(inner))) + suffix
 

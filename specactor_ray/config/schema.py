@@ -8,6 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+from specactor_ray.config.training_schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    RewardConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
 
 
 class ModeName(str, Enum):
@@ -118,6 +127,9 @@ class DrafterConfig:
     """For `draft_model`: run model code that a checkpoint brings along."""
     kv_cache_gb: float = 0.5
     """For `draft_model`: memory budget of its key/value cache, in 2**30 bytes."""
+    follow_policy: bool = False
+    """For `draft_model`: in training, take over every new version of the target's weights (its model must be the
+    target's own)."""
     max_batch: int = 64
     """Most requests one draft actor mirrors at once; requests beyond it are not drafted for."""
     min_match: int = 2
@@ -184,7 +196,8 @@ class DataConfig:
     """What to roll out."""
 
     path: str | None = None
-    """Prompts: `.jsonl` (objects with `prompt` or chat `messages`) or a text file (one prompt a line)."""
+    """Prompts: `.jsonl` (objects with `prompt` or chat `messages`) or a text file (one prompt a line). Training
+    also takes `.parquet`, `reasoning_gym:TASK` (generated tasks) and `hf:DATASET` (Hugging Face)."""
     n: int = 1
     """Samples per prompt (the group size)."""
     limit: int | None = None
@@ -193,11 +206,23 @@ class DataConfig:
     """Trajectories as JSONL. Default: `trajectories.jsonl` in the run's folder. Never overwritten."""
     chat: bool = True
     """Wrap `prompt` as one user message of the model's chat template, where it has one."""
+    system_prompt: str | None = None
+    """Training: put before every prompt, as a system message."""
+    prompt_key: str = "prompt"
+    """Training: key or column of the prompt."""
+    answer_key: str = "answer"
+    """Training: key or column of the reference answer; the others go to the reward functions as metadata."""
+    split: str = "train"
+    """`hf:` datasets: the split."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """`reasoning_gym:` parameters of the task; `hf:` further arguments of `datasets.load_dataset`."""
+    shuffle: bool = True
+    """Training: a new order in every epoch, a function of sampling.seed."""
 
 
 @dataclass
 class Config:
-    """The whole configuration of a rollout."""
+    """The whole configuration of a rollout or a training run."""
 
     mode: ModeName = ModeName.decoupled
     """`plain` (no drafters), `coupled` (drafting and verification take turns on the same cores) or `decoupled`
@@ -216,3 +241,16 @@ class Config:
     """How tokens are chosen."""
     data: DataConfig = field(default_factory=DataConfig)
     """What to roll out."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Training: the policy-gradient algorithm."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    """Training: how outputs are scored."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Training: the policy update."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Training: when and where it saves itself."""
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Training: where metrics go."""
+    resume: str = "never"
+    """Training: `never` starts anew; `auto` goes on from the newest sound checkpoint of run.name (without run.name: of
+    the latest run in run.dir that was not finished), or starts anew where there is none."""

@@ -40,13 +40,17 @@ from specactor_ray.controller.state import (
     Policy,
     Remove,
 )
+from specactor_ray.controller.weights import WeightNews
 from specactor_ray.errors import ClusterError, ConfigError, SpecActorError
+from specactor_ray.messages import WeightSet
 
 __all__ = ["ActorClasses", "Controller", "find_controller", "list_runs", "start_controller"]
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
+_SYNC_TICK_S = 0.005
+"""While weights are on their way."""
 _STOP_TIMEOUT_S = 12.0
 _GONE_TIMEOUT_S = 15.0
 _SLOW_STEP_S = 1.0
@@ -77,6 +81,11 @@ class Controller:
         self._seating = Seating(run, config)
         self._undertaker = Undertaker()
         self._news = PeerNews(config.cluster.health_interval_s)
+        self._weights = WeightNews(config)
+        self._new_weights: WeightSet | None = None
+        self._in_place = threading.Condition()
+        """Notified when everyone has the current weights."""
+        self._version_in_place = 0
         self._lock = threading.Lock()
         self._forgiven: list[str] = []
         """Methods scaled by a person since the last step: what failed before is forgotten."""
@@ -133,6 +142,20 @@ class Controller:
             self._forgiven += drafters
         self._wake.set()
 
+    def set_weights(self, weights: WeightSet, timeout_s: float) -> None:
+        """Give everyone who follows the policy these weights, now and when they join later. Waits until all that are
+        ready have them; who fails to take them is replaced.
+
+        Raises:
+            SpecActorError: Not all had them within `timeout_s` seconds.
+        """
+        with self._lock:
+            self._new_weights = weights
+        self._wake.set()
+        with self._in_place:
+            if not self._in_place.wait_for(lambda: self._version_in_place >= weights.version, timeout_s):
+                raise SpecActorError(f"weights of version {weights.version} were not taken within {timeout_s:g} s")
+
     def shutdown(self) -> bool:
         """Stop the loops in order, end all processes, give the room back. Bounded; harmless when repeated.
 
@@ -173,6 +196,7 @@ class Controller:
                     error = self._members[action.actor_id].error
                     raise error or SpecActorError(f"{action.actor_id}: {action.reason}")
             if all(member.phase is Phase.READY for member in self._members.values()):
+                self._weights.tell(self._members.values())
                 self._publish()
                 self._tell_peers()
                 return
@@ -186,10 +210,11 @@ class Controller:
             self._guarded("forget failures", self._forget_failures)
             self._guarded("settle", self._settle_pending)
             self._guarded("decide and apply", self._decide_and_apply)
+            self._guarded("weights", self._tell_weights)
             self._guarded("publish", self._publish)
             self._guarded("tell peers", self._tell_peers)
             self._guarded("bury", self._undertaker.poll)
-            self._wake.wait(_TICK_S)
+            self._wake.wait(_TICK_S if self._weights_in_place() else _SYNC_TICK_S)
             self._wake.clear()
 
     def _guarded(self, name: str, step: Callable[[], Any]) -> None:
@@ -311,6 +336,21 @@ class Controller:
         self._seating.vacate(member.seat)
 
     # ---- tell the others ----
+
+    def _tell_weights(self) -> None:
+        with self._lock:
+            if self._new_weights is not None:
+                self._weights.current, self._new_weights = self._new_weights, None
+        self._weights.tell(self._members.values())
+        if self._weights.all_current(self._members.values()) and not self._weights_in_place():
+            assert self._weights.current is not None
+            with self._in_place:
+                self._version_in_place = self._weights.current.version
+                self._in_place.notify_all()
+
+    def _weights_in_place(self) -> bool:
+        current = self._weights.current
+        return current is None or self._version_in_place >= current.version
 
     def _publish(self) -> None:
         """Replace the snapshots that `view` and `status` return; the version grows if anything changed."""

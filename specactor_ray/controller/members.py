@@ -59,6 +59,12 @@ class Member:
     telling: int = 0
     """Version that is on its way to it."""
     tell_after: float = 0.0
+    weight_version: int = 0
+    """Version of the policy's weights that it has."""
+    sent_version: int = 0
+    """Version that it has or that is on its way to it."""
+    serves: bool = False
+    """Others may use it: it has been ready, with the weights that were current then."""
 
     @property
     def error(self) -> SpecActorError | None:
@@ -100,7 +106,8 @@ class Member:
     def endpoint(self, config: Config) -> DraftEndpoint:
         """A draft actor as others see it."""
         handle = self.actor.handle if self.actor is not None else None
-        return DraftEndpoint(self.actor_id, self.key, window_of(config, self.key), handle, self.phase, self.note)
+        phase = Phase.STARTING if self.phase is Phase.READY and not self.serves else self.phase
+        return DraftEndpoint(self.actor_id, self.key, window_of(config, self.key), handle, phase, self.note)
 
     def row(self, now: float) -> dict[str, Any]:
         """One row of the status table."""
@@ -118,6 +125,7 @@ class Member:
             "gpus": facts.gpus if facts else (),
             "silent_s": round(actor.silent_s(now), 1) if actor is not None else 0.0,
             "note": (self.note or str(self.error or "")).partition("\n")[0],
+            "weight_version": self.weight_version,
             "counters": actor.counters if actor is not None else {},
         }
 
@@ -146,7 +154,7 @@ def next_view(
     handles = {
         member.actor_id: member.actor.handle
         for member in members
-        if member.key == VERIFIER and member.phase is Phase.READY and member.actor is not None
+        if member.key == VERIFIER and member.phase is Phase.READY and member.serves and member.actor is not None
     }
     endpoints = tuple(member.endpoint(config) for member in members if member.key != VERIFIER)
     errors = tuple(f"{key}: {record.error}" for key, record in failures.items())
@@ -182,12 +190,12 @@ class PeerNews:
             if member.phase is Phase.READY and member.actor is not None and self._is_due(member, member.actor, now):
                 member.telling = self._version
                 if member.key == VERIFIER:
-                    member.actor.tell("set_drafters", endpoints)
+                    member.actor.news.send(member.actor.handle.set_drafters.remote(endpoints))
                 else:
-                    member.actor.tell("set_verifiers", verifiers)
+                    member.actor.news.send(member.actor.handle.set_verifiers.remote(verifiers))
 
     def _is_due(self, member: Member, actor: SupervisedActor, now: float) -> bool:
-        state = actor.news_state()
+        state = actor.news.state()
         if state == "done":
             member.told = member.telling
         elif state == "failed":

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from queue import SimpleQueue
 from typing import Any
 
 from specactor_ray.drafters.base import Proposer
@@ -49,6 +51,7 @@ class DraftLoop:
         self.proposer = proposer
         self.counters = DraftCounters()
         self._inbox: Mailbox[ToDrafter] = Mailbox(for_drafter())
+        self._new_weights: SimpleQueue[tuple[int, Mapping[str, Any], Future[None]]] = SimpleQueue()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._outboxes: dict[str, Outbox[Any]] = {}
@@ -68,6 +71,13 @@ class DraftLoop:
         self._left |= self._outboxes.keys() - outboxes.keys()
         self._outboxes = dict(outboxes)
         self._wake.set()
+
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
+        """Replace the proposer's weights between two steps; the future raises what it raises."""
+        future: Future[None] = Future()
+        self._new_weights.put((version, state_dict, future))
+        self._wake.set()
+        return future
 
     def stop(self) -> None:
         self._stopping.set()
@@ -95,6 +105,7 @@ class DraftLoop:
     def run_once(self) -> bool:
         """Drain, extend, publish. Returns False when there was nothing to do."""
         self._wake.clear()
+        self._take_weights()
         messages = self._inbox.drain()
         for message in messages:
             self._take(message)
@@ -106,6 +117,16 @@ class DraftLoop:
         for outbox in list(self._outboxes.values()):
             outbox.flush()
         return bool(messages or changed)
+
+    def _take_weights(self) -> None:
+        while not self._new_weights.empty():
+            version, state_dict, future = self._new_weights.get()
+            try:
+                self.proposer.load_weights(version, state_dict)
+            except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
     def _take(self, message: ToDrafter) -> None:
         match message:

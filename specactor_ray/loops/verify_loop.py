@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -94,6 +95,19 @@ class VerifyLoop:
         """Set all counters to zero."""
         self._command(self._clear_metrics)
 
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
+        """Replace the weights between two steps. The future raises InputError while requests are running: an output
+        must not mix two versions."""
+        return self._call(functools.partial(self._load_weights, version, state_dict))
+
+    def sleep(self) -> Future[None]:
+        """Give up the cache's memory until `wake`."""
+        return self._call(self._engine.sleep)
+
+    def wake(self) -> Future[None]:
+        """Take the memory back."""
+        return self._call(self._engine.wake)
+
     def poll(self, timeout_s: float, linger_s: float = 0.0) -> list[ToRollout]:
         """Events since the last poll, waiting up to `timeout_s` seconds for the first.
 
@@ -111,7 +125,8 @@ class VerifyLoop:
 
     def snapshot(self) -> dict[str, Any]:
         """Counters of the loop and of the drafts."""
-        return {**self.metrics.to_dict(), **self._speculator.snapshot(), "running": len(self._tallies)}
+        counters = {**self.metrics.to_dict(), **self._speculator.snapshot()}
+        return {**counters, "running": len(self._tallies), "weight_version": self._engine.weight_version}
 
     # ---- the loop ----
 
@@ -148,6 +163,26 @@ class VerifyLoop:
     def _command(self, command: Callable[[], Any]) -> None:
         self._commands.put(command)
         self._wake.set()
+
+    def _call(self, function: Callable[[], None]) -> Future[None]:
+        """Run a function in the loop's thread; the future has its outcome."""
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                function()
+            except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        self._command(run)
+        return future
+
+    def _load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+        if self._tallies:
+            raise InputError(f"weights of version {version} came while {len(self._tallies)} requests are running")
+        self._engine.load_weights(version, state_dict)
 
     def _clear_metrics(self) -> None:
         self.metrics = StepMetrics()

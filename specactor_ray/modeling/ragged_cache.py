@@ -86,8 +86,20 @@ class RaggedCache:
         self.bytes_per_token = sum(shape.bytes(dtype.itemsize) for shape in shapes)
         slots = budget_bytes // self.bytes_per_token // _GROWTH * _GROWTH
         self.allocator = RegionAllocator(slots)
-        self.keys = [torch.empty(s.heads, slots, s.key_dim, dtype=dtype, device=device) for s in shapes]
-        self.values = [torch.empty(s.heads, slots, s.value_dim, dtype=dtype, device=device) for s in shapes]
+        self._shapes, self._dtype, self._device = shapes, dtype, device
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Make the pool's tensors, after `release`."""
+        self.keys = [self._make_pool(s.heads, s.key_dim) for s in self._shapes]
+        self.values = [self._make_pool(s.heads, s.value_dim) for s in self._shapes]
+
+    def _make_pool(self, heads: int, dim: int) -> torch.Tensor:
+        return torch.empty(heads, self.slots, dim, dtype=self._dtype, device=self._device)
+
+    def release(self) -> None:
+        """Free the pool's memory; what rows held is lost, so they must be truncated to 0."""
+        self.keys, self.values = [], []
 
     @property
     def slots(self) -> int:

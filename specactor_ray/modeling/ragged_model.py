@@ -115,6 +115,18 @@ class RaggedModel:
         """
         assign_weights(self.model, state_dict, self._tied)
 
+    def sleep(self) -> None:
+        """Free the cache's memory, and on a GPU the weights' too; every row must be free."""
+        self.cache.release()
+        if self.device.type != "cpu":
+            self.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Take the memory back after `sleep`."""
+        self.model.to(self.device)
+        self.cache.allocate()
+
     def _run(self, tokens: list[int], positions: list[int], batch: RaggedBatch, keep: torch.Tensor) -> torch.Tensor:
         output = self.model(
             input_ids=torch.tensor([tokens], dtype=torch.long, device=self.device),

@@ -57,6 +57,11 @@ class Dispatcher:
         self._view_ref: Any = None
         self._view_asked = 0.0
         self._last_verifier_seen = time.monotonic()
+        self._version = 0
+
+    def expect_version(self, version: int) -> None:
+        """From now on, only verifiers with this version of the weights may commit."""
+        self._version = version
 
     def run(self, entries: Sequence[JournalEntry]) -> Iterator[JournalEntry]:
         """Yield each entry when it has ended, in the order they end.
@@ -142,6 +147,10 @@ class Dispatcher:
                 events, counters = ray.get(ref)
             except RayError as error:
                 logger.warning("polling verifier %s failed: %s", verifier_id, type(error).__name__)
+                self._lose(verifier_id)
+                continue
+            if counters["weight_version"] != self._version and events:
+                logger.error("verifier %s has weights of version %s", verifier_id, counters["weight_version"])
                 self._lose(verifier_id)
                 continue
             self.counters[verifier_id] = counters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,39 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         InputError: The file is missing, empty or not UTF-8, or a line is malformed (its number is named).
     """
     path = Path(path)
+    if path.suffix in (".jsonl", ".json"):
+        found: Iterator[Prompt] = (_prompt_of(row, f"{path}, line {number}") for number, row in read_jsonl(path))
+    else:
+        found = iter(read_text(path))
+    prompts = list(itertools.islice(found, limit))
+    if not prompts:
+        raise InputError(f"{path}: no prompts in it; write one JSON object with `prompt` or `messages` per line")
+    return prompts
+
+
+def read_text(path: str | Path) -> list[str]:
+    """The lines of a text file that are not blank.
+
+    Raises:
+        InputError: The file cannot be read, or is not UTF-8.
+    """
+    return [line for _, line in _lines(Path(path))]
+
+
+def read_jsonl(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """`(line number, value)` of every line of a JSONL file that is not blank.
+
+    Raises:
+        InputError: The file cannot be read or is not UTF-8, or a line is not JSON (its number is named).
+    """
+    for number, line in _lines(Path(path)):
+        try:
+            yield number, json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})") from None
+
+
+def _lines(path: Path) -> list[tuple[int, str]]:
     if path.is_dir():
         raise InputError(f"data.path: {path} is a folder; name a file of prompts")
     try:
@@ -33,30 +67,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
         raise InputError(f"data.path: {path} cannot be read ({error.strerror})") from None
-    read = _jsonl_prompts if path.suffix in (".jsonl", ".json") else _text_prompts
-    prompts = []
-    for prompt in read(path, lines):
-        prompts.append(prompt)
-        if limit is not None and len(prompts) >= limit:
-            break
-    if not prompts:
-        raise InputError(f"{path}: no prompts in it; write one JSON object with `prompt` or `messages` per line")
-    return prompts
-
-
-def _text_prompts(path: Path, lines: Sequence[str]) -> Iterator[Prompt]:
-    yield from (line for line in lines if line.strip())
-
-
-def _jsonl_prompts(path: Path, lines: Sequence[str]) -> Iterator[Prompt]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})") from None
-        yield _prompt_of(row, f"{path}, line {number}")
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def _prompt_of(row: Any, where: str) -> Prompt:

@@ -17,7 +17,7 @@ from specactor_ray.config import Config, load_config
 from specactor_ray.config.schema import ModeName
 from specactor_ray.controller.controller import start_controller
 from specactor_ray.errors import InputError
-from specactor_ray.messages import RequestStats, SamplingParams
+from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
 from specactor_ray.rollout.compatibility import check_drafters_fit_target
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
@@ -49,6 +49,7 @@ class Rollout:
         self._closed = False
         self._streams = 0
         self._streaming = False
+        self._weight_version = 0
         self._tokenizer = check_drafters_fit_target(config)
         self._connection: Connection = connect(config.cluster)
         try:
@@ -132,6 +133,36 @@ class Rollout:
         """
         get_or_raise(self._controller.scale.remote(dict(drafters)))
 
+    def update_weights(self, weights: WeightSet) -> None:
+        """Give every verifier, and the drafters that follow the policy, a new version of the target's weights.
+
+        Returns when all have it. A verifier or draft actor that joins later gets it before it serves.
+
+        Raises:
+            InputError: A stream is open: its trajectories would mix two versions.
+            SpecActorError: The weights were not taken in time.
+        """
+        if self._streaming:
+            raise InputError("weights cannot change while a stream is open; exhaust or close it first")
+        timeout_s = self.config.cluster.start_timeout_s
+        get_or_raise(self._controller.set_weights.remote(weights, timeout_s), timeout_s + 60.0)
+        self._weight_version = weights.version
+        self._dispatcher.expect_version(weights.version)
+
+    def sleep(self) -> None:
+        """Let the verifiers give up their caches' memory until the next stream (or `wake`)."""
+        self._call_verifiers("sleep")
+
+    def wake(self) -> None:
+        """Let the verifiers take their memory back."""
+        self._call_verifiers("wake")
+
+    def _call_verifiers(self, method: str) -> None:
+        if self._streaming:
+            raise InputError(f"{method}: a stream is open; exhaust or close it first")
+        view = get_or_raise(self._controller.view.remote())
+        get_or_raise([getattr(handle, method).remote() for handle in view.verifiers.values()])
+
     def status(self) -> list[dict[str, Any]]:
         """One row per actor: id, kind, phase, placement and counters."""
         return get_or_raise(self._controller.status.remote())
@@ -200,6 +231,7 @@ class Rollout:
             error=finished.error if finished else error,
             margins=None if entry.margins is None else tuple(entry.margins),
             prompt=prompts[place[0]],
+            weight_version=self._weight_version,
         )
 
 

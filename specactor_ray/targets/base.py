@@ -100,5 +100,15 @@ class TargetEngine(Protocol):
             InputError: A name or shape does not fit; nothing was changed.
         """
 
+    def sleep(self) -> None:
+        """Give up the cache's memory until `wake`; for trainers that share the device.
+
+        Raises:
+            InputError: Requests are running.
+        """
+
+    def wake(self) -> None:
+        """Take the memory back; harmless when awake."""
+
     def close(self) -> None:
         """Free memory and end helpers. The engine cannot be used afterwards."""

@@ -91,6 +91,7 @@ class HfEngine:
         self.record_margins = record_margins
         self.weight_version = 0
         self.preemptions = 0
+        self._asleep = False
         self._rows: dict[str, _Row] = {}
         self._running: list[_Row] = []
         self._waiting: deque[_Row] = deque()
@@ -164,6 +165,17 @@ class HfEngine:
         for row in self._running:
             if row.cache is not None:
                 row.cache.truncate(0)
+
+    def sleep(self) -> None:
+        if self._rows:
+            raise InputError("the engine cannot sleep while requests are running")
+        self._asleep = True
+        self._model.sleep()
+
+    def wake(self) -> None:
+        if self._asleep:
+            self._model.wake()
+            self._asleep = False
 
     # ---- the step ----
 

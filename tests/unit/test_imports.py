@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("speculation",),
     ("observability",),
     ("modeling",),
-    ("drafters", "targets"),
+    ("drafters", "targets", "learner"),
     ("queues",),
     ("cluster",),
     ("controller.state",),
@@ -51,9 +51,18 @@ MAY_IMPORT = {
         "training/",
     ),
     "vllm": ("targets/vllm.py", "targets/vllm_proposer.py"),
-    "deepspeed": ("training/",),
+    "deepspeed": ("learner/engines/deepspeed_engine.py",),
     "transformers": ("modeling/", "training/"),
-    "torch": ("_sampling_torch.py", "sampling.py", "modeling/", "drafters/", "targets/", "actors/", "training/"),
+    "torch": (
+        "_sampling_torch.py",
+        "sampling.py",
+        "modeling/",
+        "drafters/",
+        "targets/",
+        "learner/",
+        "actors/",
+        "training/",
+    ),
 }
 # These take seconds to import: only inside the function that needs them.
 ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers")

@@ -1,0 +1,214 @@
+"""The formulas of policy-gradient post-training, as pure functions on tensors.
+
+Shapes: `B` samples, `T` output positions (right-padded), `G` samples per prompt. Masks are float32, 1.0 for output
+tokens and 0.0 for padding. Everything is float32 and on one device. Losses are returned per token, not reduced:
+`token_weights` says how much each token counts, so that micro-batches and ranks add up to exactly the whole batch.
+
+Sources: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2015 (arXiv 1506.02438); GRPO, Shao et al.
+2024 (DeepSeekMath, arXiv 2402.03300); RLOO, Ahmadian et al. 2024 (arXiv 2402.14740); DAPO, Yu et al. 2025
+(arXiv 2503.14476); KL estimators, Schulman 2020 ("Approximating KL divergence").
+"""
+
+from __future__ import annotations
+
+import torch
+
+_EPS = 1e-6
+
+
+# ---- advantages ----
+
+
+def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.Tensor:
+    """GRPO: `A_i = (r_i - mean(r)) / std(r)` within each group (DeepSeekMath section 4.1.2; DAPO eq. 9).
+
+    Args:
+        rewards: `(groups, G)`.
+        scale_by_std: Divide by the group's (sample) standard deviation; False leaves it out, as Dr. GRPO does.
+
+    Returns:
+        `(groups, G)`; zeros for a group whose rewards are all equal.
+    """
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    if not scale_by_std or rewards.shape[1] < 2:
+        return centred
+    return centred / (rewards.std(dim=1, keepdim=True) + _EPS)
+
+
+def leave_one_out_advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """RLOO: `A_i = r_i - mean of the other rewards of the group` (arXiv 2402.14740, section 3.3).
+
+    Args:
+        rewards: `(groups, G)` with G at least 2.
+
+    Returns:
+        `(groups, G)`.
+    """
+    size = rewards.shape[1]
+    return (rewards - rewards.mean(dim=1, keepdim=True)) * (size / (size - 1))
+
+
+def generalized_advantages(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GAE: `A_t = Σ_l (γλ)^l δ_{t+l}`, `δ_t = r_t + γ V_{t+1} - V_t` (arXiv 1506.02438 eq. 16; PPO eqs. 11 and 12).
+
+    The output ends with its last token: the value after it is 0.
+
+    Args:
+        rewards: `(B, T)` reward given at each token.
+        values: `(B, T)` value before each token.
+        mask: `(B, T)`.
+        gamma: Discount γ.
+        lam: λ of the exponential average.
+
+    Returns:
+        Advantages `(B, T)` and returns `(B, T)` (advantage + value), 0 where the mask is 0.
+    """
+    advantages = torch.zeros_like(rewards)
+    running = torch.zeros_like(rewards[:, 0])
+    next_value = torch.zeros_like(running)
+    for t in range(rewards.shape[1] - 1, -1, -1):
+        inside = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        running = inside * (delta + gamma * lam * running)
+        next_value = inside * values[:, t]
+        advantages[:, t] = running
+    return advantages, (advantages + values) * mask
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean 0 and standard deviation 1 over the masked entries, 0 elsewhere; `(B, T)` → `(B, T)`."""
+    count = mask.sum().clamp_min(1.0)
+    mean = (values * mask).sum() / count
+    variance = ((values - mean).square() * mask).sum() / count
+    return (values - mean) * torch.rsqrt(variance + _EPS) * mask
+
+
+def soft_overlong_penalty(lengths: torch.Tensor, max_tokens: int, buffer: int) -> torch.Tensor:
+    """DAPO's soft overlong punishment (eq. 13): 0 up to `max_tokens - buffer`, then linear down to -1 at `max_tokens`.
+
+    Args:
+        lengths: `(B,)` output tokens.
+        max_tokens: Longest output allowed (`L_max`).
+        buffer: Width of the ramp (`L_cache`); 0 turns it off.
+
+    Returns:
+        `(B,)` float32 in [-1, 0].
+    """
+    if buffer <= 0:
+        return torch.zeros(lengths.shape, dtype=torch.float32)
+    return ((max_tokens - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
+
+
+# ---- losses, per token ----
+
+
+def clipped_policy_loss(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`-min(ρ A, clip(ρ, 1 - ε_low, 1 + ε_high) A)`, `ρ = exp(logprobs - old_logprobs)`.
+
+    PPO eq. 7 with ε_low = ε_high; DAPO eq. 10 (clip-higher) with ε_high > ε_low.
+
+    Args:
+        logprobs: `(B, T)` under the policy being trained.
+        old_logprobs: `(B, T)` under the policy at the start of the update.
+        advantages: `(B, T)`.
+        clip_low: ε_low.
+        clip_high: ε_high.
+
+    Returns:
+        Loss `(B, T)`, and 1.0 where the clipped term was the smaller one `(B, T)`.
+    """
+    ratio = torch.exp(logprobs - old_logprobs)
+    free = ratio * advantages
+    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    return -torch.minimum(free, bounded), (bounded < free).float()
+
+
+def reinforce_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """`-A log π`, the plain score-function estimator that RLOO uses; `(B, T)`."""
+    return -advantages * logprobs
+
+
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None
+) -> torch.Tensor:
+    """`½ max((V - R)², (clip(V, V_old ± ε) - R)²)`: the value term of PPO eq. 9, clipped as the policy is.
+
+    Args:
+        values: `(B, T)` of the value head being trained.
+        old_values: `(B, T)` at the start of the update.
+        returns: `(B, T)`.
+        clip: ε; None does not clip.
+
+    Returns:
+        `(B, T)`.
+    """
+    loss = (values - returns).square()
+    if clip is not None:
+        bounded = old_values + (values - old_values).clamp(-clip, clip)
+        loss = torch.maximum(loss, (bounded - returns).square())
+    return 0.5 * loss
+
+
+def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str) -> torch.Tensor:
+    """Per-token estimate of KL(policy ‖ reference) from tokens sampled by the policy; `(B, T)`.
+
+    With `d = log π_ref - log π`: `k1` is `-d` (unbiased, high variance), `k2` is `d²/2` (biased, low variance), `k3` is
+    `exp(d) - d - 1` (unbiased, never negative; DeepSeekMath eq. 4).
+
+    Raises:
+        ValueError: `kind` is none of these.
+    """
+    d = ref_logprobs - logprobs
+    if kind == "k1":
+        return -d
+    if kind == "k2":
+        return 0.5 * d.square()
+    if kind == "k3":
+        return torch.exp(d) - d - 1.0
+    raise ValueError(f"unknown KL estimator {kind!r}; known: k1, k2, k3")
+
+
+def truncated_importance_weights(
+    train_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, cap: float
+) -> torch.Tensor:
+    """`min(π_train / π_rollout, cap)` per token, without gradient; `(B, T)`.
+
+    Corrects for tokens having been sampled by an engine whose probabilities differ from the trainer's (Yao et al. 2025,
+    "Your efficient RL framework secretly brings you off-policy RL training"; truncation as in Ionides 2008).
+    """
+    return torch.exp(train_logprobs - rollout_logprobs).clamp_max(cap).detach()
+
+
+# ---- reduction ----
+
+
+def token_weights(mask: torch.Tensor, aggregation: str, max_tokens: int) -> torch.Tensor:
+    """How much each token counts in the loss of the whole batch: `loss = Σ weights * loss_per_token`.
+
+    Args:
+        mask: `(B, T)` of the *whole* (mini-)batch.
+        aggregation: `token`, every token alike (DAPO eq. 12); `sequence`, every sample alike, its tokens averaged
+            (GRPO, DeepSeekMath eq. 3); `constant`, every token `1 / (B * max_tokens)` (Dr. GRPO, arXiv 2503.20783).
+        max_tokens: Longest output allowed, for `constant`.
+
+    Returns:
+        `(B, T)`; sums to 1 for `token` and `sequence`.
+
+    Raises:
+        ValueError: Unknown aggregation.
+    """
+    if aggregation == "token":
+        return mask / mask.sum().clamp_min(1.0)
+    if aggregation == "sequence":
+        return mask / mask.sum(dim=1, keepdim=True).clamp_min(1.0) / mask.shape[0]
+    if aggregation == "constant":
+        return mask / float(mask.shape[0] * max_tokens)
+    raise ValueError(f"unknown loss aggregation {aggregation!r}; known: token, sequence, constant")

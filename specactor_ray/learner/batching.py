@@ -1,0 +1,115 @@
+"""Samples and micro-batches: what the trainer is given, and how it is cut to fit its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trajectory as the trainer takes it."""
+
+    prompt: np.ndarray
+    """`(P,)` int64 token ids."""
+    output: np.ndarray
+    """`(T,)` int64 token ids, at least one."""
+    rollout_logprobs: np.ndarray
+    """`(T,)` float32, as the verifier computed them."""
+    reward: float
+    """Of the whole output; given at its last token."""
+    advantage: float
+    """Of every token alike; ppo computes its own from `reward`."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Right-padded rows. `B` samples, `L` positions, `T` output positions."""
+
+    input_ids: torch.Tensor
+    """`(B, L)` int64."""
+    attention_mask: torch.Tensor
+    """`(B, L)` int64."""
+    positions: torch.Tensor
+    """`(B, T)` int64: position whose logits predict output token t; 0 where the mask is 0."""
+    targets: torch.Tensor
+    """`(B, T)` int64: the output tokens; 0 where the mask is 0."""
+    mask: torch.Tensor
+    """`(B, T)` float32."""
+    rollout_logprobs: torch.Tensor
+    """`(B, T)` float32; 0 where the mask is 0."""
+    rewards: torch.Tensor
+    """`(B, T)` float32, given at the last output token."""
+    advantages: torch.Tensor
+    """`(B, T)` float32."""
+    indices: tuple[int, ...]
+    """Of the samples, in the list that was cut."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "indices"}
+        return replace(self, **moved)
+
+
+def cut_by_tokens(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
+    """Indices of the samples in groups whose padded size stays within `max_tokens`, similar lengths together.
+
+    A sample that is longer than `max_tokens` alone gets a group of its own. The longest come first, so that what does
+    not fit the memory shows at once.
+    """
+    order = sorted(range(len(samples)), key=lambda i: (-samples[i].num_tokens, i))
+    groups: list[list[int]] = []
+    for index in order:
+        if groups and (len(groups[-1]) + 1) * samples[groups[-1][0]].num_tokens <= max_tokens:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def share_out(groups: Sequence[list[int]], ranks: int) -> list[list[list[int]]]:
+    """Rank → its groups. All ranks get equally many, since they step together: the missing ones are empty.
+
+    Groups go round robin in their order, longest first, which keeps the ranks' work even.
+    """
+    rounds = -(-len(groups) // ranks)
+    padded = [*groups, *([] for _ in range(rounds * ranks - len(groups)))]
+    return [padded[rank::ranks] for rank in range(ranks)]
+
+
+def collate(samples: Sequence[Sample], indices: Sequence[int], pad_token_id: int = 0) -> MicroBatch:
+    """The samples at these indices as right-padded rows.
+
+    No indices give one row of one padding position and an empty mask: it costs next to nothing and changes nothing.
+    """
+    chosen = [samples[i] for i in indices]
+    rows = max(len(chosen), 1)
+    length = max((sample.num_tokens for sample in chosen), default=2)
+    width = max((len(sample.output) for sample in chosen), default=1)
+    input_ids = torch.full((rows, length), pad_token_id, dtype=torch.long)
+    attention_mask = torch.zeros((rows, length), dtype=torch.long)
+    attention_mask[:, 0] = 1
+    positions, targets = torch.zeros((rows, width), dtype=torch.long), torch.zeros((rows, width), dtype=torch.long)
+    mask, logprobs = torch.zeros(rows, width), torch.zeros(rows, width)
+    rewards, advantages = torch.zeros(rows, width), torch.zeros(rows, width)
+    for row, sample in enumerate(chosen):
+        prompt_len, output_len = len(sample.prompt), len(sample.output)
+        input_ids[row, :prompt_len] = torch.from_numpy(sample.prompt)
+        input_ids[row, prompt_len : prompt_len + output_len] = torch.from_numpy(sample.output)
+        attention_mask[row, : prompt_len + output_len] = 1
+        positions[row, :output_len] = torch.arange(prompt_len - 1, prompt_len - 1 + output_len)
+        targets[row, :output_len] = torch.from_numpy(sample.output)
+        mask[row, :output_len] = 1.0
+        logprobs[row, :output_len] = torch.from_numpy(sample.rollout_logprobs)
+        rewards[row, output_len - 1] = sample.reward
+        advantages[row, :output_len] = sample.advantage
+    return MicroBatch(
+        input_ids, attention_mask, positions, targets, mask, logprobs, rewards, advantages, tuple(indices)
+    )

@@ -1,0 +1,169 @@
+"""One rank of a DeepSpeed ZeRO group that holds the policy and its optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specactor_ray.config.training_schema import TrainerConfig
+from specactor_ray.errors import ConfigError
+from specactor_ray.learner.batching import MicroBatch
+from specactor_ray.learner.engines.torch_engine import autocast, parameter_groups
+from specactor_ray.learner.policy import Policy, TokenScores
+
+_TAG = "deepspeed"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks meet."""
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+
+
+def join(rendezvous: Rendezvous, device: torch.device) -> None:
+    """Set the environment that DeepSpeed reads, and join the process group (gloo on CPUs, NCCL on GPUs).
+
+    Raises:
+        ConfigError: DeepSpeed is not installed.
+    """
+    os.environ.update(
+        RANK=str(rendezvous.rank),
+        LOCAL_RANK="0",  # Ray shows every rank its own GPU as the first one
+        WORLD_SIZE=str(rendezvous.world_size),
+        MASTER_ADDR=rendezvous.address,
+        MASTER_PORT=str(rendezvous.port),
+    )
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        import deepspeed
+    except ImportError:
+        fix = "pip install 'specactor-ray[deepspeed]', or use trainer.backend=torch."
+        raise ConfigError("trainer.backend", "DeepSpeed is not installed.", fix) from None
+    deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl", verbose=False)
+
+
+class DeepSpeedEngine:
+    """ZeRO stage 1, 2 or 3 over a float32 policy.
+
+    Args:
+        make_policy: Makes the policy; called inside `zero.Init` for stage 3, so that no rank ever holds all of it.
+        config: The `trainer` section.
+        rendezvous: This rank's place; `join` was called with it.
+        device: Where this rank computes.
+    """
+
+    def __init__(
+        self, make_policy: Callable[[], Policy], config: TrainerConfig, rendezvous: Rendezvous, device: torch.device
+    ) -> None:
+        import deepspeed
+
+        self.rank, self.world_size, self.device = rendezvous.rank, rendezvous.world_size, device
+        self._config, self._stage = config, config.zero_stage
+        settings = _settings(config, self.world_size)
+        with deepspeed.zero.Init(config_dict_or_path=settings, enabled=self._stage == 3):
+            policy = make_policy()
+        self.policy = policy
+        self._engine, *_ = deepspeed.initialize(
+            model=policy, model_parameters=parameter_groups(policy, config.weight_decay), config=settings
+        )
+
+    def score(self, batch: MicroBatch) -> TokenScores:
+        with autocast(self.device, self._config.dtype):
+            return self._engine(batch)
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages over the ranks; the parts of the loss are to be added.
+        self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
+        if not last:
+            self._engine.step()
+
+    def step(self, learning_rate: float) -> float:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()
+        return float(norm if norm is not None else 0.0)
+
+    def skip(self) -> None:
+        """Forget the gradients, reduced and not."""
+        optimizer = self._engine.optimizer
+        optimizer.zero_grad()
+        for name in ("averaged_gradients",):  # where ZeRO keeps this rank's share between backward and step
+            getattr(optimizer, name, {}).clear()
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        return self._reduced(values, torch.distributed.ReduceOp.SUM)
+
+    def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        return self._reduced(values, torch.distributed.ReduceOp.MAX)
+
+    @contextlib.contextmanager
+    def gathered(self, parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+        """While inside, these parameters are whole in every rank; all ranks enter together."""
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
+            yield
+
+    def save(self, folder: Path) -> None:
+        """Write every rank's share of the weights and the optimizer; all ranks call it with the same folder."""
+        self._engine.save_checkpoint(str(folder), tag=_TAG)
+
+    def load(self, folder: Path) -> None:
+        """Take up what `save` wrote, with as many ranks and the same stage."""
+        path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        if path is None:
+            raise FileNotFoundError(f"{folder}: DeepSpeed found no checkpoint of {self.world_size} ranks in it")
+
+    def offload(self) -> None:
+        """Move the optimizer's state to host memory until `reload`."""
+        if self.device.type != "cpu":
+            self._engine.offload_states()
+
+    def reload(self) -> None:
+        if self.device.type != "cpu":
+            self._engine.reload_states()
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._engine.destroy()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def _reduced(self, values: torch.Tensor, operation: Any) -> torch.Tensor:
+        on_device = values.to(self.device)
+        torch.distributed.all_reduce(on_device, op=operation)
+        return on_device.to(values.device)
+
+
+def _settings(config: TrainerConfig, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration. The batch size is a formality: we accumulate and step ourselves."""
+    return {
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.max_grad_norm,
+        "zero_optimization": {"stage": config.zero_stage, "overlap_comm": False},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": config.learning_rate,
+                "betas": [config.beta1, config.beta2],
+                "torch_adam": config.gpus == 0,
+            },
+        },
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }

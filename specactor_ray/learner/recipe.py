@@ -1,0 +1,92 @@
+"""The algorithm with all its values: what the configuration leaves open is filled in here. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specactor_ray.config.schema import Config
+from specactor_ray.config.training_schema import AlgorithmName, LossAggregation
+from specactor_ray.learner.algorithms import group_advantages, leave_one_out_advantages, soft_overlong_penalty
+
+DAPO_CLIP_HIGH = 0.28
+"""DAPO section 4.1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Values of one algorithm; names as in the `algorithm` section."""
+
+    name: str
+    clip_low: float
+    clip_high: float
+    loss_aggregation: str
+    scale_by_std: bool
+    dynamic_sampling: bool
+    overlong_buffer: int
+    overlong_penalty: float
+    entropy_coef: float
+    kl_coef: float
+    kl_estimator: str
+    gamma: float
+    gae_lambda: float
+    value_coef: float
+    value_clip: float | None
+    importance_cap: float | None
+
+    @property
+    def uses_values(self) -> bool:
+        return self.name == AlgorithmName.ppo.value
+
+    @property
+    def reinforce(self) -> bool:
+        """The score-function estimator instead of the clipped ratio."""
+        return self.name == AlgorithmName.rloo.value
+
+    def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
+        """`(groups, G)` rewards → advantages of whole outputs; zeros for ppo, which estimates them per token."""
+        if self.uses_values:
+            return torch.zeros_like(rewards)
+        if self.reinforce:
+            return leave_one_out_advantages(rewards)
+        return group_advantages(rewards, self.scale_by_std)
+
+    def shaped(self, rewards: Sequence[float], lengths: Sequence[int], max_tokens: int) -> torch.Tensor:
+        """`(B,)` rewards with the overlong penalty added."""
+        penalty = soft_overlong_penalty(torch.tensor(lengths), max_tokens, self.overlong_buffer)
+        return torch.tensor(rewards, dtype=torch.float32) + self.overlong_penalty * penalty
+
+
+def make_recipe(config: Config) -> Recipe:
+    """Fill in what the configuration leaves to the algorithm."""
+    section = config.algorithm
+    dapo = section.name is AlgorithmName.dapo
+    aggregation = section.loss_aggregation
+    if aggregation is None:
+        aggregation = LossAggregation.sequence if section.name is AlgorithmName.grpo else LossAggregation.token
+    clip_high = section.clip_high
+    if clip_high is None:
+        clip_high = DAPO_CLIP_HIGH if dapo else section.clip_low
+    buffer = section.overlong_buffer
+    if buffer is None:
+        buffer = config.sampling.max_tokens // 8 if dapo else 0
+    return Recipe(
+        name=section.name.value,
+        clip_low=section.clip_low,
+        clip_high=clip_high,
+        loss_aggregation=aggregation.value,
+        scale_by_std=section.scale_by_std,
+        dynamic_sampling=dapo if section.dynamic_sampling is None else section.dynamic_sampling,
+        overlong_buffer=buffer,
+        overlong_penalty=section.overlong_penalty,
+        entropy_coef=section.entropy_coef,
+        kl_coef=section.kl_coef,
+        kl_estimator=section.kl_estimator.value,
+        gamma=section.gamma,
+        gae_lambda=section.gae_lambda,
+        value_coef=section.value_coef,
+        value_clip=section.value_clip,
+        importance_cap=section.importance_cap,
+    )

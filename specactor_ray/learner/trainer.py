@@ -1,0 +1,139 @@
+"""One rank of the trainer: the policy, its update, its weights for others, and its files. Knows no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specactor_ray.config.schema import Config
+from specactor_ray.config.training_schema import TrainerBackend
+from specactor_ray.learner.batching import MicroBatch, Sample
+from specactor_ray.learner.engines.deepspeed_engine import DeepSpeedEngine, Rendezvous, join
+from specactor_ray.learner.engines.torch_engine import TorchEngine, autocast
+from specactor_ray.learner.policy import Policy, TokenScores
+from specactor_ray.learner.recipe import make_recipe
+from specactor_ray.learner.update import PolicyUpdater
+from specactor_ray.modeling.loading import load_model, load_tokenizer, parse_dtype
+from specactor_ray.modeling.weight_buckets import WeightBucket, pack, plan_buckets
+
+WEIGHTS, ENGINE = "weights", "engine"
+"""Folders of a checkpoint: the model as transformers reads it, and what the engine needs to go on."""
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """What a trainer rank needs to know."""
+
+    config: Config
+    checkpoint: str | None = None
+    """Folder of the checkpoint to go on from; None starts from `target.model`."""
+    rendezvous: Rendezvous | None = None
+    """deepspeed: where the ranks meet."""
+
+
+class Trainer:
+    """Holds the policy and trains it.
+
+    Raises:
+        ModelLoadError: The model cannot be loaded.
+        ConfigError: The back end is not installed.
+    """
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        config = spec.config
+        self._config = config
+        self._device = torch.device("cuda" if config.trainer.gpus else "cpu")
+        self._source = str(Path(spec.checkpoint) / WEIGHTS) if spec.checkpoint else config.target.model
+        self._recipe = make_recipe(config)
+        if config.trainer.backend is TrainerBackend.deepspeed:
+            assert spec.rendezvous is not None  # whoever makes several ranks tells them where to meet
+            join(spec.rendezvous, self._device)
+            self._engine: TorchEngine | DeepSpeedEngine = DeepSpeedEngine(
+                self._make_policy, config.trainer, spec.rendezvous, self._device
+            )
+        else:
+            self._engine = TorchEngine(self._make_policy(), config.trainer)
+        if spec.checkpoint:
+            self._engine.load(Path(spec.checkpoint) / ENGINE)
+        self._reference: Policy | None = None
+        if config.algorithm.kl_coef:
+            self._reference = Policy(self._load(config.target.model), config.sampling.temperature)
+        reference = self._score_reference if self._reference is not None else None
+        self._updater = PolicyUpdater(self._engine, self._recipe, config.trainer, config.sampling.max_tokens, reference)
+
+    @property
+    def rank(self) -> int:
+        return self._engine.rank
+
+    def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
+        """Train on the samples of one step; see `PolicyUpdater.update`."""
+        return self._updater.update(samples, step, seed)
+
+    def buckets(self) -> Iterator[WeightBucket | None]:
+        """The model's weights in the verifiers' dtype, bucket by bucket; None on ranks other than 0.
+
+        All ranks must run through it together.
+        """
+        dtype = parse_dtype(self._config.target.dtype)
+        named = list(self._engine.policy.model.named_parameters())
+        sizes = [_numel(parameter) * dtype.itemsize for _, parameter in named]
+        for part in plan_buckets(sizes, self._config.trainer.weight_bucket_mb * 2**20):
+            chosen = [named[index] for index in part]
+            with self._engine.gathered([parameter for _, parameter in chosen]):
+                yield pack(chosen, dtype) if self.rank == 0 else None
+
+    def save(self, folder: Path) -> None:
+        """Write the model (as transformers reads it, rank 0) and what the engine needs (every rank)."""
+        engine_folder = folder / ENGINE
+        engine_folder.mkdir(parents=True, exist_ok=True)
+        self._engine.save(engine_folder)
+        state: dict[str, torch.Tensor] = {}
+        for name, parameter in self._engine.policy.model.named_parameters():
+            with self._engine.gathered([parameter]):
+                if self.rank == 0:
+                    state[name] = parameter.detach().to("cpu", copy=True)
+        if self.rank == 0:
+            self._engine.policy.model.save_pretrained(folder / WEIGHTS, state_dict=state)
+            target = self._config.target
+            tokenizer: Any = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
+            tokenizer.save_pretrained(folder / WEIGHTS)
+
+    def offload(self) -> None:
+        """Give up device memory until `reload`."""
+        self._engine.offload()
+
+    def reload(self) -> None:
+        self._engine.reload()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _make_policy(self) -> Policy:
+        model = self._load(self._source).requires_grad_(True)
+        if self._config.trainer.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+            model.train()
+        algorithm = self._config.algorithm
+        policy = Policy(
+            model, self._config.sampling.temperature, self._recipe.uses_values, bool(algorithm.entropy_coef)
+        )
+        return policy.to(self._device)
+
+    def _load(self, name: str) -> Any:
+        target = self._config.target
+        return load_model(name, device=str(self._device), trust_remote_code=target.trust_remote_code)
+
+    def _score_reference(self, batch: MicroBatch) -> torch.Tensor:
+        assert self._reference is not None  # only then it is called
+        with autocast(self._device, self._config.trainer.dtype):
+            scores: TokenScores = self._reference(batch)
+        return scores.logprobs
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    """Elements of a parameter, also where ZeRO-3 holds only a share of it."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -1,0 +1,283 @@
+"""One policy update from the samples of a step: the same for every algorithm and every number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from specactor_ray.config.training_schema import TrainerConfig
+from specactor_ray.learner.algorithms import (
+    clipped_policy_loss,
+    generalized_advantages,
+    kl_estimate,
+    reinforce_loss,
+    token_weights,
+    truncated_importance_weights,
+    value_loss,
+)
+from specactor_ray.learner.batching import MicroBatch, Sample, collate, cut_by_tokens, share_out
+from specactor_ray.learner.policy import TokenScores
+from specactor_ray.learner.recipe import Recipe
+
+
+class Engine(Protocol):
+    """What holds the policy and its optimizer: one process, or one rank of several."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def score(self, batch: MicroBatch) -> TokenScores:
+        """Forward pass; with gradients unless inside `torch.no_grad`."""
+        ...
+
+    def backward(self, loss: torch.Tensor, last: bool) -> None:
+        """Accumulate gradients; `last`: of this optimizer step. Gradients of all ranks are summed."""
+        ...
+
+    def step(self, learning_rate: float) -> float:
+        """Clip, update, forget the gradients. Returns the norm before clipping."""
+        ...
+
+    def skip(self) -> None:
+        """Forget the gradients."""
+        ...
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum, in place."""
+        ...
+
+    def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise maximum, in place."""
+        ...
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """One micro-batch with what is fixed during the update."""
+
+    batch: MicroBatch
+    weights: torch.Tensor
+    """`(B, T)`: share of each token in the loss of its mini-batch."""
+    old: TokenScores | None = None
+    reference: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
+
+
+class PolicyUpdater:
+    """Turns samples into optimizer steps.
+
+    Args:
+        engine: Policy and optimizer.
+        recipe: The algorithm with all its values.
+        config: The `trainer` section.
+        max_tokens: `sampling.max_tokens`.
+        score_reference: Log-probabilities `(B, T)` under the reference model, for a KL term.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        recipe: Recipe,
+        config: TrainerConfig,
+        max_tokens: int,
+        score_reference: Callable[[MicroBatch], torch.Tensor] | None = None,
+    ) -> None:
+        self._engine, self._recipe, self._config = engine, recipe, config
+        self._max_tokens, self._score_reference = max_tokens, score_reference
+
+    def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
+        """Train on the samples of one step.
+
+        Args:
+            samples: Of the whole step; every rank is given all of them, in the same order.
+            step: Number of the step from 0, for the learning rate.
+            seed: Of the order of the samples where there are several mini-batches.
+
+        Returns:
+            Metrics, the same on every rank; see `_Sums`. `skipped` counts optimizer steps that were left out because
+            the loss or the gradient was not finite.
+        """
+        sums = _Sums()
+        rate = learning_rate(self._config, step)
+        mini_batches = self._cut(samples, seed)
+        prepared = [self._prepare([samples[i] for i in part]) for part in mini_batches]
+        if self._needs_old_scores:
+            self._score_all(prepared, sums)
+        for _ in range(self._config.epochs):
+            for mini_batch in prepared:
+                self._optimizer_step(mini_batch, rate, sums)
+        metrics = sums.reduced(self._engine)
+        metrics["learning_rate"] = rate
+        return metrics
+
+    @property
+    def _needs_old_scores(self) -> bool:
+        """With a single optimizer step the policy that is updated is the one that is scored."""
+        recipe = self._recipe
+        several = self._config.epochs * self._config.mini_batches > 1
+        return several or recipe.uses_values or recipe.importance_cap is not None
+
+    def _cut(self, samples: Sequence[Sample], seed: int) -> list[list[int]]:
+        order = np.arange(len(samples))
+        parts = min(self._config.mini_batches, len(samples))
+        if parts > 1:
+            order = np.random.default_rng(seed).permutation(len(samples))
+        return [sorted(int(i) for i in part) for part in np.array_split(order, parts)]
+
+    def _prepare(self, samples: list[Sample]) -> list[_Prepared]:
+        """This rank's micro-batches of one mini-batch."""
+        engine = self._engine
+        groups = cut_by_tokens(samples, self._config.micro_batch_tokens)
+        whole = torch.zeros(len(samples), max(len(sample.output) for sample in samples))
+        for row, sample in enumerate(samples):
+            whole[row, : len(sample.output)] = 1.0
+        weights = token_weights(whole, self._recipe.loss_aggregation, self._max_tokens)
+        result = []
+        for group in share_out(groups, engine.world_size)[engine.rank]:
+            batch = collate(samples, group).to(engine.device)
+            width = batch.mask.shape[1]
+            of_rows = weights[list(group), :width] if group else torch.zeros_like(batch.mask)
+            result.append(_Prepared(batch, of_rows.to(engine.device)))
+        return result
+
+    def _score_all(self, mini_batches: Sequence[Sequence[_Prepared]], sums: _Sums) -> None:
+        with torch.no_grad():
+            for item in (item for mini_batch in mini_batches for item in mini_batch):
+                item.old = self._engine.score(item.batch)
+                sums.add_gap(item.batch, item.old)
+            if self._recipe.uses_values:
+                self._estimate_advantages([item for mini_batch in mini_batches for item in mini_batch])
+
+    def _estimate_advantages(self, items: Sequence[_Prepared]) -> None:
+        """GAE for all samples of the step, whitened over them."""
+        recipe, moments = self._recipe, torch.zeros(3, dtype=torch.float64)
+        for item in items:
+            assert item.old is not None  # scored just before
+            values = item.old.values
+            item.advantages, item.returns = generalized_advantages(
+                item.batch.rewards, values, item.batch.mask, recipe.gamma, recipe.gae_lambda
+            )
+            a, mask = item.advantages.double(), item.batch.mask.double()
+            moments += torch.stack([mask.sum(), (a * mask).sum(), (a.square() * mask).sum()]).cpu()
+        moments = self._engine.sum_over_ranks(moments)
+        mean = float(moments[1] / moments[0])
+        deviation = math.sqrt(max(float(moments[2] / moments[0]) - mean * mean, 0.0) + 1e-8)
+        for item in items:
+            assert item.advantages is not None
+            item.advantages = (item.advantages - mean) / deviation * item.batch.mask
+
+    def _optimizer_step(self, mini_batch: Sequence[_Prepared], rate: float, sums: _Sums) -> None:
+        bad = torch.zeros(1)
+        for number, item in enumerate(mini_batch):
+            if self._score_reference is not None and item.reference is None:
+                with torch.no_grad():
+                    item.reference = self._score_reference(item.batch)
+            scores = self._engine.score(item.batch)
+            if not self._needs_old_scores:
+                sums.add_gap(item.batch, scores)
+            loss = self._loss(item, scores, sums)
+            bad += float(not bool(torch.isfinite(loss.detach())))
+            self._engine.backward(loss, last=number == len(mini_batch) - 1)
+        if float(self._engine.sum_over_ranks(bad)) > 0:
+            self._engine.skip()
+            sums.skipped += 1
+            return
+        norm = self._engine.step(rate)
+        if math.isfinite(norm):
+            sums.grad_norms.append(norm)
+        else:
+            sums.skipped += 1
+
+    def _loss(self, item: _Prepared, scores: TokenScores, sums: _Sums) -> torch.Tensor:
+        """This micro-batch's part of the loss of its mini-batch."""
+        recipe, batch, weights = self._recipe, item.batch, item.weights
+        old = (item.old.logprobs if item.old is not None else scores.logprobs).detach()
+        advantages = batch.advantages if item.advantages is None else item.advantages
+        if recipe.reinforce:
+            policy, clipped = reinforce_loss(scores.logprobs, advantages), torch.zeros_like(old)
+        else:
+            policy, clipped = clipped_policy_loss(scores.logprobs, old, advantages, recipe.clip_low, recipe.clip_high)
+        if recipe.importance_cap is not None:
+            correction = truncated_importance_weights(old, batch.rollout_logprobs, recipe.importance_cap)
+            policy = policy * correction
+            sums.add("importance_weight", correction, batch.mask)
+        per_token = policy
+        sums.add_loss("policy_loss", policy, weights)
+        sums.add("clip_fraction", clipped, batch.mask)
+        sums.add("entropy", scores.entropy, batch.mask)
+        if recipe.entropy_coef:
+            per_token = per_token - recipe.entropy_coef * scores.entropy
+        if item.reference is not None:
+            kl = kl_estimate(scores.logprobs, item.reference, recipe.kl_estimator)
+            per_token = per_token + recipe.kl_coef * kl
+            sums.add("kl", kl, batch.mask)
+        if recipe.uses_values:
+            assert item.old is not None and item.returns is not None
+            value = value_loss(scores.values, item.old.values, item.returns, recipe.value_clip)
+            per_token = per_token + recipe.value_coef * value
+            sums.add_loss("value_loss", value, weights)
+        sums.add_loss("loss", per_token, weights)
+        return (per_token * weights).sum()
+
+
+def learning_rate(config: TrainerConfig, step: int) -> float:
+    """Learning rate of a step (from 0): linear warm-up, then the schedule down to 0 at `trainer.steps`."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
+    factors: Mapping[str, float] = {
+        "constant": 1.0,
+        "linear": 1.0 - done,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0))),
+    }
+    return config.learning_rate * max(factors[config.schedule.value], 0.0)
+
+
+class _Sums:
+    """Adds up metrics over micro-batches; `reduced` adds the ranks'.
+
+    Per-token means: entropy, clip_fraction, kl, importance_weight, logprob_gap (mean of |rollout - trainer|).
+    Sums of weighted losses, averaged over the optimizer steps: loss, policy_loss, value_loss. Also logprob_gap_max,
+    grad_norm (mean over the steps), skipped.
+    """
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        self.grad_norms: list[float] = []
+        self._means: dict[str, list[float]] = {}
+        self._losses: dict[str, float] = {}
+        self._gap_max = 0.0
+        self._optimizer_steps = 0
+
+    def add(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+        entry = self._means.setdefault(name, [0.0, 0.0])
+        entry[0] += float((values.detach() * mask).sum())
+        entry[1] += float(mask.sum())
+
+    def add_loss(self, name: str, values: torch.Tensor, weights: torch.Tensor) -> None:
+        self._losses[name] = self._losses.get(name, 0.0) + float((values.detach() * weights).sum())
+
+    def add_gap(self, batch: MicroBatch, scores: TokenScores) -> None:
+        gap = (scores.logprobs.detach() - batch.rollout_logprobs).abs() * batch.mask
+        self.add("logprob_gap", gap, batch.mask)
+        self._gap_max = max(self._gap_max, float(gap.max()))
+
+    def reduced(self, engine: Engine) -> dict[str, float]:
+        """The metrics over all ranks."""
+        names, losses = sorted(self._means), sorted(self._losses)
+        steps = max(len(self.grad_norms) + self.skipped, 1)
+        flat = [value for name in names for value in self._means[name]] + [self._losses[name] for name in losses]
+        total = engine.sum_over_ranks(torch.tensor(flat, dtype=torch.float64)).tolist()
+        metrics: dict[str, Any] = {name: total[2 * i] / max(total[2 * i + 1], 1.0) for i, name in enumerate(names)}
+        metrics |= {name: total[2 * len(names) + i] / steps for i, name in enumerate(losses)}
+        metrics["logprob_gap_max"] = float(engine.max_over_ranks(torch.tensor([self._gap_max], dtype=torch.float64)))
+        metrics["grad_norm"] = sum(self.grad_norms) / max(len(self.grad_norms), 1)
+        metrics["skipped"] = float(self.skipped)
+        return metrics

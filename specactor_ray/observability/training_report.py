@@ -1,0 +1,100 @@
+"""The report of a training run: `report.md`, with plots beside it where matplotlib is installed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+REPORT_FILE = "report.md"
+_PHASES = ("rollout", "reward", "update", "sync", "checkpoint")
+_MOST_ROWS = 25
+
+
+def write_report(folder: Path, summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> None:
+    """Write the report of what `records` hold."""
+    plots = _write_plots(folder, records) if records else []
+    config, totals = summary["config"], summary["totals"]
+    seconds = totals["seconds"]
+    lines = [
+        f"# Training run {summary['run']} ({summary['status']})",
+        "",
+        f"{config['algorithm']['name']} on `{config['data']['path']}`, model `{config['target']['model']}`, "
+        f"mode {config['mode']}; {summary['steps']} steps.",
+        "",
+    ]
+    if summary["error"]:
+        lines += [f"Ended by an error: {summary['error']}", ""]
+    lines += ["| phase | seconds | share |", "|---|---|---|"]
+    whole = max(seconds["step"], 1e-9)
+    lines += [f"| {phase} | {seconds[phase]:.1f} | {100 * seconds[phase] / whole:.1f}% |" for phase in _PHASES]
+    lines += [f"| in all | {seconds['step']:.1f} | |", ""]
+    lines += [f"![{name}]({name})" for name in plots]
+    lines += ["", *_steps_table(records), ""]
+    hardware = ", ".join(f"{name} {value}" for name, value in summary["hardware"].items())
+    packages = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
+    lines += [f"Machine: {hardware}.", "", f"Packages: {packages}.", ""]
+    (folder / REPORT_FILE).write_text("\n".join(lines), encoding="utf-8")
+
+
+def _steps_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """All steps, or evenly many of them, the last one included."""
+    stride = -(-len(records) // _MOST_ROWS) or 1
+    chosen = [record for index, record in enumerate(records) if index % stride == 0 or index == len(records) - 1]
+    lines = [
+        "| step | reward | pass | length | entropy | loss | grad norm | logprob gap | tokens/s | acceptance length |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for record in chosen:
+        train, speed = record["train"], record["speed"]
+        lines.append(
+            f"| {record['step']} | {train['reward_mean']:.4f} | {100 * train['pass_rate']:.1f}% "
+            f"| {train['length_mean']:.1f} | {train['entropy']:.3f} | {train['loss']:.5f} | {train['grad_norm']:.4f} "
+            f"| {record['gap']['mean']:.2e} | {speed['tokens_per_s']:.1f} | {speed['acceptance_length']:.2f} |"
+        )
+    return lines
+
+
+def _write_plots(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    try:
+        import matplotlib
+    except ImportError:
+        logger.info("matplotlib is not installed; the report has no plots")
+        return []
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = [record["step"] for record in records]
+    figures = {
+        "reward.png": (
+            "reward",
+            {
+                "mean reward": [r["train"]["reward_mean"] for r in records],
+                "pass rate": [r["train"]["pass_rate"] for r in records],
+            },
+        ),
+        "phases.png": ("seconds per step", {p: [r["seconds"].get(p, 0.0) for r in records] for p in _PHASES}),
+        "acceptance.png": (
+            "tokens per request and step",
+            {
+                "acceptance length": [r["speed"]["acceptance_length"] for r in records],
+                "supply": [r["speed"]["supply"] for r in records],
+            },
+        ),
+    }
+    for name, (label, series) in figures.items():
+        figure, axes = pyplot.subplots(figsize=(7, 3.5))
+        if name == "phases.png":
+            axes.stackplot(steps, *series.values(), labels=list(series))
+        else:
+            for title, values in series.items():
+                axes.plot(steps, values, label=title)
+        axes.set(xlabel="step", ylabel=label)
+        axes.legend(fontsize=8)
+        figure.tight_layout()
+        figure.savefig(folder / name, dpi=110)
+        pyplot.close(figure)
+    return list(figures)

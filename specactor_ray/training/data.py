@@ -1,0 +1,236 @@
+"""Tasks to train on: where they come from, the order they are taken in, and which of them fit the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from specactor_ray.config.schema import DataConfig
+from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
+
+GENERATED_SIZE = 100_000
+"""Tasks of a generated source without `data.limit`; they are made when they are asked for."""
+_GYM, _HUB = "reasoning_gym:", "hf:"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt, with what its reward needs to know."""
+
+    index: int
+    """Position in the source."""
+    prompt: Prompt
+    answer: str | None = None
+    """The reference answer, where there is one."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Everything else the source says about it."""
+
+
+class TaskSource(Protocol):
+    """A fixed sequence of tasks."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Task: ...
+
+
+def open_source(config: DataConfig, seed: int) -> TaskSource:
+    """The source that `data.path` names: a file, `reasoning_gym:TASK` or `hf:DATASET`.
+
+    Args:
+        config: The `data` section.
+        seed: Of generated tasks.
+
+    Raises:
+        ConfigError: No path, or a package it needs is not installed, or there is no such task.
+        InputError: The file is missing, empty or malformed.
+    """
+    path = config.path
+    if path is None:
+        fix = "name a file, reasoning_gym:TASK (such as reasoning_gym:chain_sum) or hf:DATASET."
+        raise ConfigError("data.path", "training needs tasks, and none are named.", fix)
+    if path.startswith(_GYM):
+        return GymSource(path.removeprefix(_GYM), config, seed)
+    if path.startswith(_HUB) or Path(path).suffix == ".parquet":
+        return TableSource(_load_table(path, config), path, config)
+    if Path(path).suffix in (".jsonl", ".json"):
+        rows = [(number, row) for number, row in read_jsonl(path)]
+        return TableSource([row for _, row in rows], path, config, [number for number, _ in rows])
+    return TableSource([{config.prompt_key: line} for line in read_text(path)], path, config)
+
+
+class TableSource:
+    """Rows with a prompt (text, or a list of chat messages), an optional answer, and anything else.
+
+    Args:
+        rows: The rows; read when they are asked for.
+        where: Their origin, for messages.
+        config: The `data` section: key names, system prompt, limit.
+        lines: Line number of every row, for messages.
+    """
+
+    def __init__(self, rows: Any, where: str, config: DataConfig, lines: Sequence[int] | None = None) -> None:
+        self._rows, self._where, self._config, self._lines = rows, where, config, lines
+        self._size = min(len(rows), config.limit or len(rows))
+        if self._size == 0:
+            raise InputError(f"data.path: {where} holds no tasks")
+        self[0]  # a wrong key name shows at once
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Task:
+        row = dict(self._rows[index])
+        config = self._config
+        key = config.prompt_key if config.prompt_key in row else "messages"
+        where = f"{self._where}, line {self._lines[index]}" if self._lines else f"{self._where}, row {index}"
+        if key not in row:
+            keys = ", ".join(sorted(row)) or "none"
+            raise InputError(f"{where}: no key {config.prompt_key!r} (data.prompt_key); its keys are {keys}")
+        prompt, answer = row.pop(key), row.pop(config.answer_key, None)
+        if not prompt or not isinstance(prompt, str | list):
+            raise InputError(f"{where}: {key!r} must be a non-empty text or a list of chat messages")
+        return Task(index, with_system_prompt(prompt, config), None if answer is None else str(answer), row)
+
+
+class GymSource:
+    """Procedurally generated tasks of the `reasoning-gym` package; task `i` is a function of (seed, i).
+
+    Args:
+        task: Name of the task, such as `chain_sum`.
+        config: The `data` section; `options` are the task's own parameters.
+        seed: Of the tasks.
+    """
+
+    def __init__(self, task: str, config: DataConfig, seed: int) -> None:
+        try:
+            import reasoning_gym
+            from reasoning_gym.factory import DATASETS
+        except ImportError:
+            fix = "pip install 'specactor-ray[rl]'."
+            raise ConfigError("data.path", "generated tasks need the package reasoning-gym.", fix) from None
+        if task not in DATASETS:
+            known = ", ".join(sorted(DATASETS))
+            raise ConfigError("data.path", f"reasoning-gym has no task {task!r}.", f"use one of {known}.")
+        self._config = config
+        self._size = config.limit or GENERATED_SIZE
+        try:
+            self._tasks = reasoning_gym.create_dataset(task, seed=seed, size=self._size, **(config.options or {}))
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ConfigError("data.options", f"{task} refuses them: {error}.") from None
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Task:
+        entry = self._tasks[index]
+        prompt = with_system_prompt(entry["question"], self._config)
+        return Task(index, prompt, str(entry["answer"]), {"entry": dict(entry)})
+
+
+def with_system_prompt(prompt: Prompt, config: DataConfig) -> Prompt:
+    """The prompt with `data.system_prompt` before it: as a message of its own, or as text where `chat` is off."""
+    if not config.system_prompt:
+        return prompt
+    if not config.chat and isinstance(prompt, str):
+        return f"{config.system_prompt}\n{prompt}"
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [{"role": "system", "content": config.system_prompt}, *messages]  # type: ignore[list-item]
+
+
+def _load_table(path: str, config: DataConfig) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        fix = "pip install 'specactor-ray[rl]'."
+        raise ConfigError("data.path", "parquet files and hub datasets need the package datasets.", fix) from None
+    try:
+        if path.startswith(_HUB):
+            return datasets.load_dataset(path.removeprefix(_HUB), split=config.split, **(config.options or {}))
+        return datasets.load_dataset("parquet", data_files=path, split="train")
+    except Exception as error:  # the package raises what it likes, from network errors to bad splits
+        raise InputError(f"data.path: {path} cannot be loaded ({type(error).__name__}: {error})") from error
+
+
+class TaskOrder:
+    """Which task comes when: every epoch is a permutation of its own, a function of (seed, epoch).
+
+    Args:
+        size: Number of tasks.
+        seed: Of the permutations.
+        shuffle: Off takes the source's own order in every epoch.
+        position: Tasks taken so far; all that has to be saved.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool = True, position: int = 0) -> None:
+        self.size, self.seed, self.shuffle, self.position = size, seed, shuffle, position
+        self._epoch, self._indices = -1, np.empty(0, dtype=np.int64)
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            epoch, offset = divmod(self.position, self.size)
+            if epoch != self._epoch:
+                rng = np.random.default_rng([self.seed, epoch])
+                self._indices = rng.permutation(self.size) if self.shuffle else np.arange(self.size)
+                self._epoch = epoch
+            self.position += 1
+            yield int(self._indices[offset])
+
+
+class TaskStream:
+    """Tasks in order, without those that do not fit the model.
+
+    Args:
+        source: Where they come from.
+        order: Which comes when.
+        count_tokens: Prompt → number of tokens; raises InputError for one that cannot be encoded.
+        max_prompt_tokens: Longest prompt taken.
+    """
+
+    def __init__(
+        self,
+        source: TaskSource,
+        order: TaskOrder,
+        count_tokens: Callable[[Prompt], int],
+        max_prompt_tokens: int,
+    ) -> None:
+        self.order = order
+        self.skipped = 0
+        """Tasks passed over because their prompt is too long or cannot be encoded."""
+        self._source, self._count_tokens, self._max = source, count_tokens, max_prompt_tokens
+
+    def take(self, count: int) -> list[Task]:
+        """The next `count` tasks.
+
+        Raises:
+            InputError: A whole epoch went by without a single prompt that fits.
+        """
+        tasks: list[Task] = []
+        passed_over, reason = 0, ""
+        for index in self.order:
+            task = self._source[index]
+            reason = self._why_not(task)
+            if reason:
+                passed_over += 1
+                self.skipped += 1
+                if passed_over >= len(self._source):
+                    total = len(self._source)
+                    raise InputError(f"data: none of the {total} prompts can be used; the last one {reason}")
+                continue
+            passed_over = 0
+            tasks.append(task)
+            if len(tasks) == count:
+                break
+        return tasks
+
+    def _why_not(self, task: Task) -> str:
+        try:
+            tokens = self._count_tokens(task.prompt)
+        except InputError as error:
+            return f"cannot be encoded: {error}"
+        return f"has {tokens} tokens, and {self._max} is the limit" if tokens > self._max else ""

@@ -1,0 +1,151 @@
+"""From tasks to samples: roll out, score, compute advantages; sample again where groups teach nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from specactor_ray.config.schema import Config
+from specactor_ray.learner.batching import Sample
+from specactor_ray.learner.recipe import Recipe
+from specactor_ray.messages import SamplingParams
+from specactor_ray.rollout.prompts import Prompt
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.sampling import derive_seed
+from specactor_ray.training.data import Task, TaskStream
+from specactor_ray.training.reward_runner import RewardRunner
+from specactor_ray.training.rewards import RewardSample, extract_answer
+
+_SAME = 1e-6
+"""Rewards of a group that differ by less are equal."""
+
+
+class Generator(Protocol):
+    """The part of a `Rollout` that is used here."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int) -> list[Trajectory]: ...
+
+
+@dataclass(slots=True)
+class Group:
+    """All samples of one prompt."""
+
+    task: Task
+    trajectories: list[Trajectory]
+    rewards: list[float] = field(default_factory=list)
+
+    @property
+    def informative(self) -> bool:
+        """Its rewards differ, so that its advantages are not all zero (DAPO eq. 11)."""
+        return len(self.rewards) > 1 and max(self.rewards) - min(self.rewards) > _SAME
+
+
+@dataclass(slots=True)
+class Experience:
+    """What one step trains on, and what was observed on the way."""
+
+    samples: list[Sample]
+    trajectories: list[Trajectory]
+    """All of the step, those that were sampled and dropped included."""
+    rewards: list[float]
+    """Of these, as the functions gave them."""
+    used_groups: int = 0
+    dull_groups: int = 0
+    """Groups whose rewards are all equal."""
+    rounds: int = 1
+    reward_failures: Counter[str] = field(default_factory=Counter)
+    rollout_failures: Counter[str] = field(default_factory=Counter)
+
+
+class ExperienceMaker:
+    """Makes the samples of a step; a function of the weights, the data's position, the step and the seed.
+
+    Args:
+        config: The configuration.
+        recipe: The algorithm.
+        stream: Where tasks come from.
+        rewards: Scores outputs.
+        timed: Context manager for a named phase (`rollout`, `reward`), for the record of time.
+    """
+
+    def __init__(
+        self, config: Config, recipe: Recipe, stream: TaskStream, rewards: RewardRunner, timed: Callable
+    ) -> None:
+        self._config, self._recipe, self._stream = config, recipe, stream
+        self._rewards, self._timed = rewards, timed
+
+    def collect(self, rollout: Generator, sampling: SamplingParams, step: int) -> Experience:
+        """Roll out and score the prompts of one step.
+
+        Under dynamic sampling, dull groups are replaced by further prompts, for at most
+        `algorithm.max_sampling_rounds` rounds; if no group at all is left, the dull ones are used.
+        """
+        wanted, recipe = self._config.trainer.prompts_per_step, self._recipe
+        experience = Experience([], [], [])
+        kept: list[Group] = []
+        dull: list[Group] = []
+        rounds = self._config.algorithm.max_sampling_rounds if recipe.dynamic_sampling else 1
+        for number in range(rounds):
+            seed = derive_seed(sampling.seed, step, number)
+            groups = self._roll_out(rollout, replace(sampling, seed=seed), wanted - len(kept), experience)
+            experience.rounds = number + 1
+            for group in groups:
+                (kept if group.informative or not recipe.dynamic_sampling else dull).append(group)
+                experience.dull_groups += not group.informative
+            if len(kept) >= wanted:
+                break
+        used = kept or dull
+        experience.used_groups = len(used)
+        experience.samples = [sample for group in used for sample in self._samples(group)]
+        return experience
+
+    def _roll_out(
+        self, rollout: Generator, sampling: SamplingParams, count: int, experience: Experience
+    ) -> list[Group]:
+        tasks, n = self._stream.take(count), self._config.data.n
+        with self._timed("rollout"):
+            trajectories = rollout.generate([task.prompt for task in tasks], sampling, n)
+        sound = [trajectory for trajectory in trajectories if not trajectory.error and trajectory.token_ids]
+        experience.rollout_failures.update(trajectory.error for trajectory in trajectories if trajectory.error)
+        with self._timed("reward"):
+            scores = self._rewards.score([self._reward_sample(tasks[t.prompt_index], t) for t in sound])
+        experience.reward_failures.update(scores.failures)
+        experience.trajectories += sound
+        experience.rewards += scores.rewards
+        groups = [Group(task, []) for task in tasks]
+        for trajectory, reward in zip(sound, scores.rewards, strict=True):
+            groups[trajectory.prompt_index].trajectories.append(trajectory)
+            groups[trajectory.prompt_index].rewards.append(reward)
+        smallest = 1 if self._recipe.uses_values else 2  # a group of one has no baseline
+        return [group for group in groups if len(group.rewards) >= smallest]
+
+    def _reward_sample(self, task: Task, trajectory: Trajectory) -> RewardSample:
+        response = extract_answer(trajectory.text, self._config.reward.answer_pattern)
+        return RewardSample(
+            task.prompt,
+            trajectory.text,
+            response,
+            task.answer,
+            task.metadata,
+            trajectory.token_ids,
+            trajectory.finish_reason,
+            self._config.sampling.max_tokens,
+        )
+
+    def _samples(self, group: Group) -> Iterable[Sample]:
+        lengths = [len(trajectory.token_ids) for trajectory in group.trajectories]
+        rewards = self._recipe.shaped(group.rewards, lengths, self._config.sampling.max_tokens)
+        advantages: torch.Tensor = self._recipe.advantages(rewards[None])[0]
+        for trajectory, reward, advantage in zip(group.trajectories, rewards, advantages, strict=True):
+            yield Sample(
+                prompt=np.asarray(trajectory.prompt_token_ids, dtype=np.int64),
+                output=np.asarray(trajectory.token_ids, dtype=np.int64),
+                rollout_logprobs=np.asarray(trajectory.logprobs, dtype=np.float32),
+                reward=float(reward),
+                advantage=float(advantage),
+            )

@@ -1,0 +1,186 @@
+"""What a training run writes down: a record a step, shown and kept; at the end a summary, a report and plots."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from statistics import mean, pstdev
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from rich.console import Console
+
+from specactor_ray.cluster.names import stem_of
+from specactor_ray.config import Config, to_yaml
+from specactor_ray.observability.environment import hardware, versions
+from specactor_ray.observability.training_display import TrainingDisplay
+from specactor_ray.observability.training_report import write_report
+from specactor_ray.rollout.output import SUMMARY_FILE, write_json
+from specactor_ray.training.experience import Experience
+from specactor_ray.training.run_folder import TrainingRun, read_metrics
+from specactor_ray.training.tracking import open_trackers
+
+if TYPE_CHECKING:
+    from specactor_ray.rollout.rollout import Rollout
+    from specactor_ray.training.loop import TrainOutcome
+
+logger = logging.getLogger(__name__)
+
+PHASES = ("rollout", "reward", "update", "sync", "checkpoint")
+
+
+class StepRecorder:
+    """Gathers one step after the other.
+
+    A record has `train` (what was learnt: equal for equal seeds, whatever drafts there were), `gap` (log-probabilities
+    of the rollout against the trainer's), `speed`, `seconds` per phase, and `failures`.
+
+    Args:
+        config: The configuration.
+        run: Where to write.
+        rollout: Asked for its counters.
+        console: Where progress is shown.
+    """
+
+    def __init__(self, config: Config, run: TrainingRun, rollout: Rollout, console: Console) -> None:
+        self._config, self._run, self._rollout = config, run, rollout
+        self._display = TrainingDisplay(console, config.trainer.steps)
+        self._trackers = open_trackers(config, run.folder, run.state.step)
+        self._seconds: dict[str, float] = {}
+        self._began = 0.0
+
+    def __enter__(self) -> StepRecorder:
+        self._display.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.stop()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def begin(self, step: int) -> None:
+        """A step begins; `step` are done."""
+        self._seconds, self._began = dict.fromkeys(PHASES, 0.0), time.perf_counter()
+        self._rollout.reset_metrics()
+        self._display.begin(step + 1)
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """The time inside counts for this phase."""
+        self._display.phase(phase)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - begin
+
+    def end(self, step: int, experience: Experience, update: Mapping[str, float], sync_bytes: int) -> None:
+        """The step is done: record it everywhere."""
+        seconds = {**self._seconds, "step": time.perf_counter() - self._began}
+        record = {
+            "step": step,
+            "train": self._train_figures(experience, update),
+            "gap": {"mean": update["logprob_gap"], "max": update["logprob_gap_max"]},
+            "speed": {**self._speed_figures(experience, seconds), "sync_bytes": sync_bytes},
+            "seconds": {name: round(value, 4) for name, value in seconds.items()},
+            "failures": {"reward": dict(experience.reward_failures), "rollout": dict(experience.rollout_failures)},
+        }
+        with self._run.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        self._display.end(record)
+        self._warn(record)
+        for tracker in self._trackers:
+            tracker.write(record)
+
+    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
+        """Write summary, report and plots."""
+        from specactor_ray.training.loop import TrainOutcome
+
+        self._display.stop()
+        records = read_metrics(self._run.metrics_file) if self._run.metrics_file.exists() else []
+        summary = {
+            "run": self._config.run.name,
+            "status": status,
+            "error": error,
+            "steps": records[-1]["step"] if records else 0,
+            "checkpoints": [str(path) for path in self._run.store.all()],
+            "checkpoint_failures": checkpoint_failures,
+            "totals": _totals(records),
+            "config": yaml.safe_load(to_yaml(self._config)),
+            "versions": versions(),
+            "hardware": hardware(),
+        }
+        write_json(self._run.folder / SUMMARY_FILE, summary)
+        write_report(self._run.folder, summary, records)
+        return TrainOutcome(status, self._run.folder, summary)
+
+    def _train_figures(self, experience: Experience, update: Mapping[str, float]) -> dict[str, Any]:
+        rewards, config = experience.rewards, self._config
+        lengths = [len(trajectory.token_ids) for trajectory in experience.trajectories]
+        passed = [reward >= config.reward.pass_threshold for reward in rewards]
+        truncated = [trajectory.finish_reason == "length" for trajectory in experience.trajectories]
+        learnt = {name: value for name, value in update.items() if not name.startswith("logprob_gap")}
+        return {
+            "reward_mean": mean(rewards) if rewards else 0.0,
+            "reward_std": pstdev(rewards) if rewards else 0.0,
+            "pass_rate": mean(passed) if passed else 0.0,
+            "length_mean": mean(lengths) if lengths else 0.0,
+            "truncated": mean(truncated) if truncated else 0.0,
+            "samples": len(experience.samples),
+            "sampled": len(experience.trajectories),
+            "dull_groups": experience.dull_groups,
+            "sampling_rounds": experience.rounds,
+            **learnt,
+        }
+
+    def _speed_figures(self, experience: Experience, seconds: Mapping[str, float]) -> dict[str, Any]:
+        metrics = self._rollout.metrics()
+        tokens = sum(len(trajectory.token_ids) for trajectory in experience.trajectories)
+        methods: dict[str, list[int]] = {}
+        for drafter_id, (drafted, accepted) in metrics.by_drafter.items():
+            pair = methods.setdefault(stem_of(drafter_id).rpartition("-")[0], [0, 0])
+            pair[0] += drafted
+            pair[1] += accepted
+        return {
+            "tokens": tokens,
+            "tokens_per_s": tokens / max(seconds["rollout"], 1e-9),
+            "acceptance_length": metrics.acceptance_length,
+            "acceptance_rate": metrics.acceptance_rate,
+            "supply": metrics.supply,
+            "by_method": methods,
+            "rollout_share": seconds["rollout"] / max(seconds["step"], 1e-9),
+        }
+
+    def _warn(self, record: Mapping[str, Any]) -> None:
+        bound = self._config.algorithm.max_logprob_gap
+        if record["gap"]["mean"] > bound:
+            logger.warning(
+                "step %d: the rollout's and the trainer's log-probabilities differ by %.3g on average (bound %g); "
+                "algorithm.importance_cap corrects for it",
+                record["step"],
+                record["gap"]["mean"],
+                bound,
+            )
+        for reason, count in record["failures"]["reward"].items():
+            logger.warning("step %d: %d rewards failed: %s", record["step"], count, reason)
+
+
+def _totals(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds per phase, tokens and rewards over the whole run."""
+    phases = (*PHASES, "step")
+    seconds = {phase: round(sum(record["seconds"].get(phase, 0.0) for record in records), 3) for phase in phases}
+    return {
+        "seconds": seconds,
+        "rollout_share": round(seconds["rollout"] / seconds["step"], 4) if seconds["step"] else 0.0,
+        "tokens": sum(record["speed"]["tokens"] for record in records),
+        "first_reward": records[0]["train"]["reward_mean"] if records else None,
+        "last_reward": records[-1]["train"]["reward_mean"] if records else None,
+        "skipped_updates": sum(int(record["train"]["skipped"]) for record in records),
+        "reward_failures": sum(sum(record["failures"]["reward"].values()) for record in records),
+    }

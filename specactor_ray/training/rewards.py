@@ -1,0 +1,139 @@
+"""Reward functions: from one output to a number. A registry, and functions of the user's own by name."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specactor_ray.config.training_schema import RewardConfig
+from specactor_ray.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSample:
+    """One output, with what is known about its task."""
+
+    prompt: Any
+    text: str
+    """The whole output."""
+    response: str
+    """The part of the output that counts as the answer (`reward.answer_pattern`)."""
+    answer: str | None
+    """The reference answer."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Everything else the task's source says."""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str = ""
+    max_tokens: int = 0
+
+
+RewardFunction = Callable[[RewardSample], float]
+
+
+def exact_match(sample: RewardSample) -> float:
+    """1.0 where the answer is the reference answer, surrounding white space apart."""
+    return float(sample.response.strip() == (sample.answer or "").strip())
+
+
+def length(sample: RewardSample) -> float:
+    """Tokens of the output as a share of `sampling.max_tokens`; give it a negative weight to prefer short ones."""
+    return len(sample.token_ids) / max(sample.max_tokens, 1)
+
+
+def math_equal(sample: RewardSample) -> float:
+    """1.0 where the answer is mathematically equal to the reference (`math-verify`)."""
+    from math_verify import parse, verify
+
+    # Its own time-outs use the process's alarm, which ours uses too.
+    gold, given = (parse(text, parsing_timeout=None) for text in (sample.answer or "", sample.response))
+    return float(bool(gold) and bool(given) and verify(gold, given, timeout_seconds=None))
+
+
+def reasoning_gym_score(sample: RewardSample) -> float:
+    """The score in [0, 1] that the task's own scorer gives; partial credit is up to the task."""
+    import reasoning_gym
+
+    entry = sample.metadata["entry"]
+    return float(reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])(sample.response, entry))
+
+
+REWARDS: dict[str, RewardFunction] = {
+    "exact_match": exact_match,
+    "length": length,
+    "math": math_equal,
+    "reasoning_gym": reasoning_gym_score,
+}
+_NEEDS = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
+"""Reward → the module it imports."""
+
+
+def find_reward(name: str) -> RewardFunction:
+    """The reward function of this name, or the user's own `package.module:function`.
+
+    Raises:
+        ConfigError: There is none, or what it needs cannot be imported.
+    """
+    if ":" not in name:
+        if name not in REWARDS:
+            known = ", ".join(sorted(REWARDS))
+            fix = f"use one of {known}, or package.module:function."
+            raise ConfigError("reward.functions", f"{name!r} is not known.", fix)
+        _require(name)
+        return REWARDS[name]
+    module_name, _, function_name = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        problem = f"{name} cannot be imported ({error})."
+        raise ConfigError("reward.functions", problem, "check the name, and that it is on PYTHONPATH.") from None
+    if not callable(function):
+        raise ConfigError("reward.functions", f"{name} is not a function.")
+    return function  # type: ignore[no-any-return]
+
+
+def _require(name: str) -> None:
+    module = _NEEDS.get(name)
+    if module is not None:
+        try:
+            importlib.import_module(module)
+        except ImportError:
+            fix = "pip install 'specactor-ray[rl]'."
+            raise ConfigError("reward.functions", f"{name!r} needs the package {module}.", fix) from None
+
+
+def extract_answer(text: str, pattern: str | None) -> str:
+    """The last match of `pattern` in `text` (its first group, if it has one); empty without a match.
+
+    Without a pattern: the text, white space stripped.
+    """
+    if pattern is None:
+        return text.strip()
+    matches = list(re.finditer(pattern, text))
+    if not matches:
+        return ""
+    found = matches[-1]
+    return found.group(1 if found.re.groups else 0).strip()
+
+
+class Scorer:
+    """The weighted sum of the configured reward functions.
+
+    Raises:
+        ConfigError: One of them cannot be had.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._terms: Sequence[tuple[float, RewardFunction]] = [
+            (term.weight, find_reward(term.name)) for term in config.functions
+        ]
+
+    def __call__(self, sample: RewardSample) -> float:
+        """The reward. Raises ValueError when it is not a finite number, and what the functions raise."""
+        reward = sum(weight * float(function(sample)) for weight, function in self._terms)
+        if not math.isfinite(reward):
+            raise ValueError(f"the reward is {reward}")
+        return reward

@@ -1,0 +1,79 @@
+"""Everything about a training run that can be checked before a cluster is touched."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from specactor_ray.config import Config
+from specactor_ray.config.training_schema import RewardFunctionConfig
+from specactor_ray.errors import ConfigError
+from specactor_ray.modeling.loading import load_model_config, load_tokenizer
+from specactor_ray.observability.console import say
+from specactor_ray.rollout.prompts import Prompt, encode_prompt
+from specactor_ray.training.data import TaskOrder, TaskStream, open_source
+from specactor_ray.training.memory import available_bytes, check_memory, gib, plan_memory
+from specactor_ray.training.rewards import Scorer
+from specactor_ray.training.run_folder import TrainingRun
+
+
+def prepare(config: Config) -> None:
+    """Fill in what depends on other sections, and refuse what cannot work.
+
+    Raises:
+        ConfigError: A reward function cannot be had, or the memory does not suffice.
+    """
+    if not config.reward.functions:
+        generated = (config.data.path or "").startswith("reasoning_gym:")
+        config.reward.functions = [RewardFunctionConfig("reasoning_gym" if generated else "exact_match")]
+    Scorer(config.reward)
+    check_memory(config, plan_memory(config), available_bytes())
+
+
+def checked_tasks(config: Config) -> TaskStream:
+    """The tasks in their order, from the first one on; at least one of them fits the model.
+
+    Raises:
+        ConfigError, InputError: See `open_source`; or there is no room for prompts, or no prompt fits.
+    """
+    target, data = config.target, config.data
+    tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
+    limit = max_prompt_tokens(config)
+    source = open_source(data, config.sampling.seed)
+
+    def count_tokens(prompt: Prompt) -> int:
+        return len(encode_prompt(tokenizer, prompt, data.chat))
+
+    def stream() -> TaskStream:
+        order = TaskOrder(len(source), config.sampling.seed, data.shuffle)
+        return TaskStream(source, order, count_tokens, limit)
+
+    stream().take(1)
+    return stream()
+
+
+def max_prompt_tokens(config: Config) -> int:
+    """Longest prompt that leaves room for a whole output.
+
+    Raises:
+        ConfigError: There is no room for any.
+    """
+    target = config.target
+    text = load_model_config(target.model, trust_remote_code=target.trust_remote_code).get_text_config()
+    context = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
+    context = min(context, target.max_model_len or context)
+    limit = context - config.sampling.max_tokens
+    if limit < 1:
+        problem = f"{config.sampling.max_tokens} leaves no room for a prompt in a context of {context} tokens."
+        raise ConfigError("sampling.max_tokens", problem, "lower it, or raise target.max_model_len.")
+    return limit
+
+
+def announce(config: Config, run: TrainingRun, console: Console) -> None:
+    """Say what is about to run, from where it goes on, and what memory it will take."""
+    for item in plan_memory(config):
+        say(console, f"memory: {item.owner}, {item.what}: {gib(item.num_bytes)}")
+    samples = config.trainer.prompts_per_step * config.data.n
+    what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
+    say(console, f"run {config.run.name}: {what}, mode {config.mode.value}; results go to {run.folder}")
+    if run.checkpoint is not None:
+        say(console, f"run {config.run.name}: goes on from {run.checkpoint} (step {run.state.step})")
