@@ -77,14 +77,6 @@ def generalized_advantages(
     return advantages, (advantages + values) * mask
 
 
-def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean 0 and standard deviation 1 over the masked entries, 0 elsewhere; `(B, T)` → `(B, T)`."""
-    count = mask.sum().clamp_min(1.0)
-    mean = (values * mask).sum() / count
-    variance = ((values - mean).square() * mask).sum() / count
-    return (values - mean) * torch.rsqrt(variance + _EPS) * mask
-
-
 def soft_overlong_penalty(lengths: torch.Tensor, max_tokens: int, buffer: int) -> torch.Tensor:
     """DAPO's soft overlong punishment (eq. 13): 0 up to `max_tokens - buffer`, then linear down to -1 at `max_tokens`.
 

@@ -101,13 +101,14 @@ def collate(samples: Sequence[Sample], indices: Sequence[int], pad_token_id: int
     rewards, advantages = torch.zeros(rows, width), torch.zeros(rows, width)
     for row, sample in enumerate(chosen):
         prompt_len, output_len = len(sample.prompt), len(sample.output)
-        input_ids[row, :prompt_len] = torch.from_numpy(sample.prompt)
-        input_ids[row, prompt_len : prompt_len + output_len] = torch.from_numpy(sample.output)
+        prompt, output = torch.tensor(sample.prompt), torch.tensor(sample.output)
+        input_ids[row, :prompt_len] = prompt
+        input_ids[row, prompt_len : prompt_len + output_len] = output
         attention_mask[row, : prompt_len + output_len] = 1
         positions[row, :output_len] = torch.arange(prompt_len - 1, prompt_len - 1 + output_len)
-        targets[row, :output_len] = torch.from_numpy(sample.output)
+        targets[row, :output_len] = output
         mask[row, :output_len] = 1.0
-        logprobs[row, :output_len] = torch.from_numpy(sample.rollout_logprobs)
+        logprobs[row, :output_len] = torch.tensor(sample.rollout_logprobs)
         rewards[row, output_len - 1] = sample.reward
         advantages[row, :output_len] = sample.advantage
     return MicroBatch(

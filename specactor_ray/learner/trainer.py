@@ -53,7 +53,7 @@ class Trainer:
             assert spec.rendezvous is not None  # whoever makes several ranks tells them where to meet
             join(spec.rendezvous, self._device)
             self._engine: TorchEngine | DeepSpeedEngine = DeepSpeedEngine(
-                self._make_policy, config.trainer, spec.rendezvous, self._device
+                self._make_policy(), config.trainer, spec.rendezvous, self._device
             )
         else:
             self._engine = TorchEngine(self._make_policy(), config.trainer)

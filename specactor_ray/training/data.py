@@ -79,23 +79,26 @@ class TableSource:
         self._size = min(len(rows), config.limit or len(rows))
         if self._size == 0:
             raise InputError(f"data.path: {where} holds no tasks")
-        self[0]  # a wrong key name shows at once
+        for index in range(self._size if lines is not None else 1):  # what is wrong with a file shows at once
+            self[index]
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, index: int) -> Task:
-        row = dict(self._rows[index])
-        config = self._config
-        key = config.prompt_key if config.prompt_key in row else "messages"
+        config, row = self._config, self._rows[index]
         where = f"{self._where}, line {self._lines[index]}" if self._lines else f"{self._where}, row {index}"
+        if not isinstance(row, Mapping):
+            raise InputError(f"{where}: expected an object with {config.prompt_key!r} or 'messages'")
+        key = config.prompt_key if config.prompt_key in row else "messages"
         if key not in row:
             keys = ", ".join(sorted(row)) or "none"
             raise InputError(f"{where}: no key {config.prompt_key!r} (data.prompt_key); its keys are {keys}")
-        prompt, answer = row.pop(key), row.pop(config.answer_key, None)
+        prompt, answer = row[key], row.get(config.answer_key)
         if not prompt or not isinstance(prompt, str | list):
             raise InputError(f"{where}: {key!r} must be a non-empty text or a list of chat messages")
-        return Task(index, with_system_prompt(prompt, config), None if answer is None else str(answer), row)
+        rest = {name: value for name, value in row.items() if name not in (key, config.answer_key)}
+        return Task(index, with_system_prompt(prompt, config), None if answer is None else str(answer), rest)
 
 
 class GymSource:

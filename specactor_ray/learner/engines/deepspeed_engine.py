@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,23 +57,20 @@ class DeepSpeedEngine:
     """ZeRO stage 1, 2 or 3 over a float32 policy.
 
     Args:
-        make_policy: Makes the policy; called inside `zero.Init` for stage 3, so that no rank ever holds all of it.
+        policy: The whole policy; stage 3 keeps a share of it in each rank and frees the rest. (Making it in pieces, by
+            `zero.Init`, does not go together with how transformers loads.)
         config: The `trainer` section.
         rendezvous: This rank's place; `join` was called with it.
         device: Where this rank computes.
     """
 
-    def __init__(
-        self, make_policy: Callable[[], Policy], config: TrainerConfig, rendezvous: Rendezvous, device: torch.device
-    ) -> None:
+    def __init__(self, policy: Policy, config: TrainerConfig, rendezvous: Rendezvous, device: torch.device) -> None:
         import deepspeed
 
         self.rank, self.world_size, self.device = rendezvous.rank, rendezvous.world_size, device
         self._config, self._stage = config, config.zero_stage
-        settings = _settings(config, self.world_size)
-        with deepspeed.zero.Init(config_dict_or_path=settings, enabled=self._stage == 3):
-            policy = make_policy()
         self.policy = policy
+        settings = _settings(config, self.world_size)
         self._engine, *_ = deepspeed.initialize(
             model=policy, model_parameters=parameter_groups(policy, config.weight_decay), config=settings
         )

@@ -1,0 +1,81 @@
+"""Trainer ranks as real actors: several DeepSpeed ranks agree with one process, and files bring everything back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from specactor_ray.config.schema import Config
+from specactor_ray.modeling.weight_buckets import unpack
+from specactor_ray.training.trainer_group import TrainerGroup
+from tests.tiny import tiny_target
+from tests.unit.training.test_update import config as make_config
+from tests.unit.training.test_update import make_samples
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+STEPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=2, include_dashboard=False, namespace="specactor", logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def settings(backend: str = "torch", stage: int = 2, algorithm: str = "grpo") -> Config:
+    config = make_config(name=algorithm)
+    config.target.model = str(tiny_target())
+    config.trainer.backend = type(config.trainer.backend)(backend)
+    config.trainer.zero_stage = stage
+    config.trainer.ranks = 1 if backend == "torch" else 2
+    config.trainer.micro_batch_tokens = 60
+    config.trainer.mini_batches = 2
+    config.trainer.weight_bucket_mb = 1
+    return config
+
+
+def weights_of(group: TrainerGroup) -> dict[str, torch.Tensor]:
+    exported = group.export_weights(1)
+    buckets = ray.get(list(exported.buckets))
+    assert exported.num_bytes == sum(bucket.data.nbytes for bucket in buckets)
+    return {name: tensor.clone() for bucket in buckets for name, tensor in unpack(bucket)}
+
+
+def run(config: Config, steps: range, checkpoint: Path | None = None, save: Path | None = None) -> tuple[dict, dict]:
+    with TrainerGroup(config, "test", checkpoint) as group:
+        for step in steps:
+            metrics = group.update(make_samples(8, seed=step), step, step)
+        if save is not None:
+            group.save(save)
+        return weights_of(group), metrics
+
+
+def assert_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], atol: float) -> None:
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize(("stage", "algorithm"), [(1, "dapo"), (2, "grpo"), (2, "ppo"), (3, "grpo")])
+def test_two_deepspeed_ranks_agree_with_one_process(stage: int, algorithm: str) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    one, one_metrics = run(settings("torch", algorithm=algorithm), range(STEPS))
+    two, two_metrics = run(settings("deepspeed", stage, algorithm), range(STEPS))
+    assert_close(one, two, atol=1e-4)  # a tenth of one step: AdamW makes much of tiny gradients
+    assert two_metrics == pytest.approx(one_metrics, rel=2e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(("backend", "stage"), [("torch", 2), ("deepspeed", 2), ("deepspeed", 3)])
+def test_a_saved_trainer_goes_on_exactly(backend: str, stage: int, tmp_path: Path) -> None:
+    if backend == "deepspeed":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    config = settings(backend, stage, "ppo")
+    whole, _ = run(config, range(4))
+    run(config, range(2), save=tmp_path)
+    resumed, _ = run(config, range(2, 4), checkpoint=tmp_path)
+    assert_close(whole, resumed, atol=0.0)

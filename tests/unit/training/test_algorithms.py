@@ -1,0 +1,136 @@
+"""The formulas against numbers worked out by hand, and against TRL's where it has the same one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from specactor_ray.learner.algorithms import (
+    clipped_policy_loss,
+    generalized_advantages,
+    group_advantages,
+    kl_estimate,
+    leave_one_out_advantages,
+    reinforce_loss,
+    soft_overlong_penalty,
+    token_weights,
+    truncated_importance_weights,
+    value_loss,
+)
+
+
+def close(actual: torch.Tensor, expected: list, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float32), atol=atol, rtol=0)
+
+
+def test_group_advantages() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 3.0, 3.0, 3.0]])
+    spread = math.sqrt(4 * 0.25 / 3)  # four deviations of a half, three degrees of freedom
+    close(group_advantages(rewards), [[0.5 / spread, -0.5 / spread, -0.5 / spread, 0.5 / spread], [0.0] * 4])
+    close(group_advantages(rewards, scale_by_std=False), [[0.5, -0.5, -0.5, 0.5], [0.0] * 4])
+
+
+def test_leave_one_out_advantages() -> None:
+    # 4 - mean(1, 1) = 3; 1 - mean(4, 1) = -1.5
+    close(leave_one_out_advantages(torch.tensor([[4.0, 1.0, 1.0]])), [[3.0, -1.5, -1.5]])
+
+
+def test_generalized_advantages() -> None:
+    rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 2.0, 0.0]])
+    values = torch.tensor([[0.5, 0.25, 0.5], [1.0, 1.0, 7.0]])
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    advantages, returns = generalized_advantages(rewards, values, mask, gamma=0.5, lam=0.5)
+    # Row 0 from the end: δ2 = 1 - .5 = .5; δ1 = .5*.5 - .25 = 0, A1 = .25*.5; δ0 = .5*.25 - .5 = -.375
+    # Row 1 ends at its second token: δ1 = 2 - 1 = 1; δ0 = .5*1 - 1 = -.5, A0 = -.5 + .25
+    close(advantages, [[-0.375 + 0.25 * 0.125, 0.125, 0.5], [-0.25, 1.0, 0.0]])
+    close(returns, [[-0.34375 + 0.5, 0.375, 1.0], [0.75, 2.0, 0.0]])
+
+
+def test_advantage_with_lambda_one_is_return_minus_value() -> None:
+    torch.manual_seed(0)
+    rewards, values, mask = torch.randn(3, 7), torch.randn(3, 7), torch.ones(3, 7)
+    advantages, returns = generalized_advantages(rewards, values, mask, gamma=1.0, lam=1.0)
+    to_go = rewards.flip(1).cumsum(1).flip(1)
+    torch.testing.assert_close(returns, to_go, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(advantages, to_go - values, atol=1e-5, rtol=1e-5)
+
+
+def test_soft_overlong_penalty() -> None:
+    lengths = torch.tensor([5, 8, 9, 10, 12, 20])
+    close(soft_overlong_penalty(lengths, max_tokens=12, buffer=4), [0.0, 0.0, -0.25, -0.5, -1.0, -1.0])
+    close(soft_overlong_penalty(lengths, max_tokens=12, buffer=0), [0.0] * 6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [
+        (1.1, 1.0, -1.1, 0.0),
+        (1.5, 1.0, -1.3, 1.0),  # a good token may not grow beyond 1 + ε_high
+        (1.5, -1.0, 1.5, 0.0),  # a bad one that grew pays in full
+        (0.5, -1.0, 0.8, 1.0),  # a bad token need not shrink below 1 - ε_low
+        (0.5, 1.0, -0.5, 0.0),
+    ],
+)
+def test_clipped_policy_loss(ratio: float, advantage: float, loss: float, clipped: float) -> None:
+    old = torch.tensor([[-2.0]])
+    got, hit = clipped_policy_loss(old + math.log(ratio), old, torch.tensor([[advantage]]), 0.2, 0.3)
+    close(got, [[loss]])
+    close(hit, [[clipped]])
+
+
+def test_gradient_of_the_first_step_is_the_policy_gradient() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    advantages = torch.tensor([[2.0, -3.0]])
+    clipped_policy_loss(logprobs, logprobs.detach(), advantages, 0.2, 0.2)[0].sum().backward()
+    close(logprobs.grad, [[-2.0, 3.0]])
+    other = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    reinforce_loss(other, advantages).sum().backward()
+    close(other.grad, [[-2.0, 3.0]])
+
+
+def test_value_loss() -> None:
+    values, old, returns = torch.tensor([[2.0, 1.1]]), torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 2.0]])
+    close(value_loss(values, old, returns, clip=None), [[0.0, 0.5 * 0.81]])
+    close(value_loss(values, old, returns, clip=0.2), [[0.5 * 0.64, 0.5 * 0.81]])  # clipped to 1.2
+
+
+def test_kl_estimates() -> None:
+    logprobs, reference = torch.tensor([[-1.0]]), torch.tensor([[-1.5]])
+    close(kl_estimate(logprobs, reference, "k1"), [[0.5]])
+    close(kl_estimate(logprobs, reference, "k2"), [[0.125]])
+    close(kl_estimate(logprobs, reference, "k3"), [[math.exp(-0.5) + 0.5 - 1.0]])
+    with pytest.raises(ValueError, match="k1, k2, k3"):
+        kl_estimate(logprobs, reference, "k4")
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_kl_estimates_are_unbiased(kind: str) -> None:
+    torch.manual_seed(1)
+    policy, reference = torch.randn(6).log_softmax(0), torch.randn(6).log_softmax(0)
+    exact = float((policy.exp() * (policy - reference)).sum())
+    estimate = float((policy.exp() * kl_estimate(policy, reference, kind)).sum())
+    assert estimate == pytest.approx(exact, abs=1e-5)
+
+
+def test_truncated_importance_weights() -> None:
+    train, rollout = torch.tensor([[-1.0, -1.0, -3.0]]), torch.tensor([[-1.0, -3.0, -1.0]])
+    close(truncated_importance_weights(train, rollout, cap=2.0), [[1.0, 2.0, math.exp(-2.0)]])
+
+
+def test_token_weights() -> None:
+    mask = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    close(token_weights(mask, "token", 10), [[0.25, 0.25, 0.25, 0.0], [0.25, 0.0, 0.0, 0.0]])
+    close(token_weights(mask, "sequence", 10), [[1 / 6, 1 / 6, 1 / 6, 0.0], [0.5, 0.0, 0.0, 0.0]])
+    close(token_weights(mask, "constant", 10), [[0.05, 0.05, 0.05, 0.0], [0.05, 0.0, 0.0, 0.0]])
+    with pytest.raises(ValueError, match="token, sequence, constant"):
+        token_weights(mask, "mean", 10)
+
+
+def test_overlong_penalty_equals_trl() -> None:
+    rewards = pytest.importorskip("trl.rewards", reason="TRL is not installed")
+    theirs = rewards.get_soft_overlong_punishment(max_completion_len=12, soft_punish_cache=4)
+    lengths = list(range(1, 20))
+    expected = theirs(completion_ids=[[0] * length for length in lengths])
+    close(soft_overlong_penalty(torch.tensor(lengths), 12, 4), expected)

@@ -1,0 +1,52 @@
+"""Micro-batches: nothing is lost, nothing is too big, and their parts add up."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor_ray.learner.batching import Sample, collate, cut_by_tokens, share_out
+
+
+def sample(prompt: int, output: int, start: int = 1) -> Sample:
+    prompt_ids = np.arange(start, start + prompt, dtype=np.int64)
+    output_ids = np.arange(100, 100 + output, dtype=np.int64)
+    return Sample(prompt_ids, output_ids, -np.ones(output, dtype=np.float32), reward=2.0, advantage=0.5)
+
+
+lengths = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=40)
+
+
+@given(lengths, st.integers(8, 200))
+def test_every_sample_is_in_one_group_that_fits(sizes: list[tuple[int, int]], budget: int) -> None:
+    samples = [sample(*size) for size in sizes]
+    groups = cut_by_tokens(samples, budget)
+    assert sorted(index for group in groups for index in group) == list(range(len(samples)))
+    for group in groups:
+        padded = len(group) * max(samples[index].num_tokens for index in group)
+        assert padded <= budget or len(group) == 1
+
+
+@given(lengths, st.integers(1, 5))
+def test_ranks_get_equally_many_groups(sizes: list[tuple[int, int]], ranks: int) -> None:
+    groups = cut_by_tokens([sample(*size) for size in sizes], 60)
+    shares = share_out(groups, ranks)
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(map(tuple, (group for share in shares for group in share if group))) == sorted(map(tuple, groups))
+
+
+def test_collate() -> None:
+    batch = collate([sample(3, 2), sample(1, 3, start=50)], [0, 1])
+    assert batch.input_ids.tolist() == [[1, 2, 3, 100, 101], [50, 100, 101, 102, 0]]
+    assert batch.attention_mask.tolist() == [[1] * 5, [1, 1, 1, 1, 0]]
+    assert batch.positions.tolist() == [[2, 3, 0], [0, 1, 2]]  # the position before each output token predicts it
+    assert batch.targets.tolist() == [[100, 101, 0], [100, 101, 102]]
+    assert batch.mask.tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert batch.rewards.tolist() == [[0, 2, 0], [0, 0, 2]]
+    assert batch.advantages.tolist() == [[0.5, 0.5, 0], [0.5, 0.5, 0.5]]
+
+
+def test_an_empty_batch_has_an_empty_mask() -> None:
+    batch = collate([sample(3, 2)], [])
+    assert batch.mask.sum() == 0 and batch.attention_mask.sum() == 1

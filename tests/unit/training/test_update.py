@@ -1,0 +1,161 @@
+"""The policy and its update: scores are right, and micro-batches and mini-batches change nothing they should not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import Config
+from specactor_ray.config.training_schema import Schedule, TrainerConfig
+from specactor_ray.learner.batching import Sample, collate
+from specactor_ray.learner.engines.torch_engine import TorchEngine
+from specactor_ray.learner.policy import Policy
+from specactor_ray.learner.recipe import make_recipe
+from specactor_ray.learner.update import PolicyUpdater, learning_rate
+from specactor_ray.modeling.loading import load_model
+from tests.tiny import tiny_target
+
+torch.set_num_threads(1)
+
+
+def config(**algorithm: object) -> Config:
+    settings = {
+        "mode": "plain",
+        "algorithm": algorithm,
+        "sampling": {"max_tokens": 16, "temperature": 0.8},
+        "trainer": {"learning_rate": 1e-3, "micro_batch_tokens": 4096},
+    }
+    return from_mapping(settings)
+
+
+def make_policy(settings: Config) -> Policy:
+    model = load_model(str(tiny_target())).requires_grad_(True)
+    recipe = make_recipe(settings)
+    return Policy(model, settings.sampling.temperature, recipe.uses_values, bool(recipe.entropy_coef))
+
+
+def make_samples(count: int = 8, seed: int = 0) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index in range(count):
+        prompt, output = rng.integers(4, 400, rng.integers(3, 12)), rng.integers(4, 400, rng.integers(1, 16))
+        logprobs = rng.normal(-3.0, 0.5, len(output)).astype(np.float32)
+        samples.append(Sample(prompt, output, logprobs, float(index % 2), 1.0 if index % 2 else -0.5))
+    return samples
+
+
+def trained(settings: Config, samples: Sequence[Sample], steps: int = 2) -> tuple[dict[str, torch.Tensor], dict]:
+    engine = TorchEngine(make_policy(settings), settings.trainer)
+    updater = PolicyUpdater(engine, make_recipe(settings), settings.trainer, settings.sampling.max_tokens)
+    for step in range(steps):
+        metrics = updater.update(samples, step, seed=step)
+    return dict(engine.policy.state_dict()), metrics
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], atol: float) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        torch.testing.assert_close(value, second[name], atol=atol, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def test_scores_are_those_of_the_whole_distribution() -> None:
+    settings = config()
+    policy, samples = make_policy(settings), make_samples()
+    with torch.no_grad():
+        scores = policy(collate(samples, range(len(samples))))
+        for row, sample in enumerate(samples):
+            tokens = torch.tensor(np.concatenate([sample.prompt, sample.output]))
+            logits = load_model(str(tiny_target()))(input_ids=tokens[None]).logits[0].float() / 0.8
+            log_p = logits.log_softmax(-1)[len(sample.prompt) - 1 : -1]
+            expected = log_p.gather(1, tokens[len(sample.prompt) :, None])[:, 0]
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            length = len(sample.output)
+            torch.testing.assert_close(scores.logprobs[row, :length], expected, atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(scores.entropy[row, :length], entropy, atol=2e-5, rtol=1e-5)
+            assert not scores.logprobs[row, length:].any() and not scores.entropy[row, length:].any()
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "ppo", "rloo"])
+def test_micro_batches_add_up_to_the_whole(algorithm: str) -> None:
+    samples = make_samples()
+    whole = config(name=algorithm, entropy_coef=0.01)
+    cut = config(name=algorithm, entropy_coef=0.01)
+    cut.trainer.micro_batch_tokens = 30
+    for settings in (whole, cut):
+        settings.trainer.mini_batches, settings.trainer.epochs = 2, 2
+    one, one_metrics = trained(whole, samples)
+    other, other_metrics = trained(cut, samples)
+    assert_same(one, other, atol=5e-5)  # a twentieth of one step: AdamW makes much of tiny gradients
+    assert one_metrics == pytest.approx(other_metrics, rel=1e-3, abs=1e-5)
+    start = make_policy(whole).state_dict()
+    assert any(not torch.equal(start[name], value) for name, value in one.items())
+
+
+def test_good_outputs_become_likelier_and_bad_ones_less() -> None:
+    settings = config(name="grpo")
+    samples = make_samples()
+    engine = TorchEngine(make_policy(settings), settings.trainer)
+    batch = collate(samples, range(len(samples)))
+    with torch.no_grad():
+        before = engine.score(batch).logprobs.sum(1)
+    updater = PolicyUpdater(engine, make_recipe(settings), settings.trainer, 16)
+    metrics = updater.update(samples, 0, 0)
+    with torch.no_grad():
+        after = engine.score(batch).logprobs.sum(1)
+    good = torch.tensor([sample.advantage > 0 for sample in samples])
+    assert (after - before)[good].mean() > 0 > (after - before)[~good].mean()
+    assert metrics["skipped"] == 0 and metrics["grad_norm"] > 0
+
+
+def test_the_gap_to_the_rollout_is_measured() -> None:
+    settings, samples = config(), make_samples()
+    policy = make_policy(settings)
+    with torch.no_grad():
+        scores = policy(collate(samples, range(len(samples)))).logprobs
+    exact = [
+        Sample(s.prompt, s.output, scores[i, : len(s.output)].numpy(), s.reward, s.advantage)
+        for i, s in enumerate(samples)
+    ]
+    off = exact[0].rollout_logprobs.copy()
+    off[0] += 0.5
+    exact[0] = Sample(exact[0].prompt, exact[0].output, off, 0.0, 0.0)
+    _, metrics = trained(settings, exact, steps=1)
+    tokens = sum(len(sample.output) for sample in exact)
+    assert metrics["logprob_gap"] == pytest.approx(0.5 / tokens, rel=1e-3)
+    assert metrics["logprob_gap_max"] == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing() -> None:
+    settings, samples = config(), make_samples()
+    bad = samples[3]
+    samples[3] = Sample(bad.prompt, bad.output, bad.rollout_logprobs, bad.reward, math.nan)
+    after, metrics = trained(settings, samples, steps=1)
+    assert metrics["skipped"] == 1
+    assert_same(dict(make_policy(settings).state_dict()), after, atol=0)
+
+
+def test_kl_to_the_start_is_zero_at_first_and_holds_back_later() -> None:
+    settings, samples = config(kl_coef=0.5), make_samples()
+    reference = make_policy(settings)
+
+    def score_reference(batch: object) -> torch.Tensor:
+        return reference(batch).logprobs
+
+    engine = TorchEngine(make_policy(settings), settings.trainer)
+    updater = PolicyUpdater(engine, make_recipe(settings), settings.trainer, 16, score_reference)
+    assert updater.update(samples, 0, 0)["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert updater.update(samples, 1, 1)["kl"] > 0
+
+
+def test_learning_rate() -> None:
+    section = TrainerConfig(learning_rate=1.0, warmup_steps=2, steps=6)
+    assert [learning_rate(section, step) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+    section.schedule = Schedule.linear
+    assert [learning_rate(section, step) for step in range(2, 6)] == [1.0, 0.75, 0.5, 0.25]
+    section.schedule = Schedule.cosine
+    assert learning_rate(section, 4) == pytest.approx(0.5)
