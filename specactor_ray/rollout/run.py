@@ -53,6 +53,8 @@ class Tally:
     """Output tokens of the trajectories that ended."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Reason of failure → how often."""
+    failed_prompts: list[int] = field(default_factory=list)
+    """Index of the prompt of every failure, from 0."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
 
     def add(self, trajectory: Trajectory) -> None:
@@ -61,6 +63,7 @@ class Tally:
         if trajectory.finish_reason == "error":
             self.failed += 1
             self.reasons[trajectory.error] += 1
+            self.failed_prompts.append(trajectory.prompt_index)
         else:
             self.finished += 1
 
@@ -98,14 +101,17 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
     if config.data.path is None:
         raise ConfigError("data.path", "is not set.", "name a file of prompts: data.path=prompts.jsonl")
     prompts = read_prompts(config.data.path, config.data.limit)
-    folder = claim_run_folder(config)
-    try:
-        with TrajectoryWriter(config.data.output or folder / TRAJECTORIES_FILE) as writer:
-            return _run(config, prompts, folder, writer, console)
-    except BaseException:
-        if not (folder / SUMMARY_FILE).exists():
-            discard_run_folder(folder)
-        raise
+    with sigterm_interrupts():
+        folder = claim_run_folder(config)
+        try:
+            with TrajectoryWriter(config.data.output or folder / TRAJECTORIES_FILE) as writer:
+                return _run(config, prompts, folder, writer, console)
+        except BaseException as error:
+            if not (folder / SUMMARY_FILE).exists():
+                discard_run_folder(folder)
+            if isinstance(error, KeyboardInterrupt):
+                say(console, f"{interruption(error)}: ended before it began, nothing was written")
+            raise
 
 
 def _run(config: Config, prompts: list[Prompt], folder: Path, writer: TrajectoryWriter, console: Console) -> RunOutcome:
@@ -115,7 +121,7 @@ def _run(config: Config, prompts: list[Prompt], folder: Path, writer: Trajectory
     say(console, f"run {config.run.name}: starting {config.mode.value} actors, results go to {folder}")
     status, error, tally = "failed", "", Tally()
     started, summary = time.strftime("%Y-%m-%dT%H:%M:%S%z"), {}
-    with Rollout(config) as rollout, sigterm_interrupts():
+    with Rollout(config) as rollout:
         start_seconds = time.monotonic() - begin
         _announce(rollout, console)
         begin = time.monotonic()
@@ -125,7 +131,7 @@ def _run(config: Config, prompts: list[Prompt], folder: Path, writer: Trajectory
             status = "complete"
         except KeyboardInterrupt as interrupt:
             status = "interrupted"
-            error = "SIGTERM" if isinstance(interrupt, Terminated) else "Ctrl-C"
+            error = interruption(interrupt)
             say(console, f"{error}: shutting down, {writer.count} finished trajectories are saved")
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
@@ -151,8 +157,19 @@ def _run(config: Config, prompts: list[Prompt], folder: Path, writer: Trajectory
 def _announce(rollout: Rollout, console: Console) -> None:
     say(console, f"run {rollout.run_name}: Ray cluster at {rollout.address}")
     if rollout.config.mode is not ModeName.plain:
-        command = f"specactor scale {rollout.config.drafters[0].method}=2 --run {rollout.run_name}"
+        command = f"{_hint(rollout)} --run {rollout.run_name}"
         say(console, f"run {rollout.run_name}: from another terminal, {command} --address {rollout.address}")
+
+
+def _hint(rollout: Rollout) -> str:
+    """Scaling up where there is a core for it, else a look at the actors."""
+    import ray
+
+    drafter = rollout.config.drafters[0]
+    free = ray.available_resources()
+    if free.get("CPU", 0.0) >= drafter.cores and free.get("GPU", 0.0) >= drafter.gpus:
+        return f"specactor scale {drafter.method}={drafter.replicas + 1}"
+    return "specactor status"
 
 
 def _consume(rollout: Rollout, prompts: list[Prompt], writer: TrajectoryWriter, tally: Tally, console: Console) -> None:
@@ -180,6 +197,7 @@ def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict
             "tokens": tally.tokens,
             "finish_reasons": dict(tally.finish_reasons),
             "failures": dict(tally.reasons),
+            "failed_prompts": sorted(tally.failed_prompts),
         },
         "metrics": rollout.metrics().to_dict(),
     }
@@ -202,11 +220,16 @@ def _cluster_resources() -> dict[str, float]:
     }
 
 
+def interruption(error: KeyboardInterrupt) -> str:
+    """What interrupted, in words."""
+    return "SIGTERM" if isinstance(error, Terminated) else "Ctrl-C"
+
+
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """While inside, SIGTERM raises `Terminated` in the main thread. Does nothing in any other thread.
 
-    Enter it when Ray is initialised: that sets a handler of its own.
+    `connect` keeps it in place when Ray sets a handler of its own.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -13,7 +13,9 @@ from specactor_ray.config import Config
 from specactor_ray.errors import ActorLostError, SpecActorError
 from specactor_ray.learner.recipe import make_recipe
 from specactor_ray.observability.console import say
+from specactor_ray.rollout.output import discard_run_folder
 from specactor_ray.training.checkpoint import TrainState
+from specactor_ray.training.data import TaskStream
 from specactor_ray.training.experience import ExperienceMaker
 from specactor_ray.training.record import StepRecorder
 from specactor_ray.training.reward_runner import RewardRunner
@@ -53,15 +55,24 @@ def train(config: Config, console: Console) -> TrainOutcome:
     """
     prepare(config)
     stream = checked_tasks(config)
-    run = open_run(config)
-    stream.order.position, stream.skipped = run.state.position, run.state.skipped_tasks
-    announce(config, run, console)
+    with StopSignal() as stop:
+        run = open_run(config)
+        stream.order.position, stream.skipped = run.state.position, run.state.skipped_tasks
+        announce(config, run, console)
+        try:
+            return _train(config, run, stream, stop, console)
+        except BaseException:
+            if run.checkpoint is None and not run.metrics_file.exists():
+                discard_run_folder(run.folder)
+            raise
+
+
+def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSignal, console: Console) -> TrainOutcome:
     from specactor_ray.rollout.rollout import Rollout, sampling_from_config
     from specactor_ray.training.trainer_group import TrainerGroup
 
     with (
         Rollout(config) as rollout,
-        StopSignal() as stop,
         TrainerGroup(config, rollout.run_name, run.checkpoint) as trainer,
         StepRecorder(config, run, rollout, console) as record,
     ):

@@ -19,7 +19,7 @@ class StopRequested(KeyboardInterrupt):
 class StopSignal:
     """While inside, SIGINT and SIGTERM raise `StopRequested` in the main thread, or at the end of a shielded part.
 
-    Enter it after Ray was initialised: that sets handlers of its own. Does nothing in any other thread.
+    `connect` keeps it in place when Ray sets handlers of its own. Does nothing in any other thread.
     """
 
     def __init__(self) -> None:

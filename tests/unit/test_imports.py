@@ -35,8 +35,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("controller",),
     ("rollout",),
     ("training",),
-    ("simulation", "benchmarks"),
+    ("simulation", "benchmarks", "submission"),
     ("cli",),
+    ("job",),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
@@ -49,6 +50,7 @@ MAY_IMPORT = {
         "controller/controller.py",
         "rollout/",
         "training/",
+        "submission.py",
     ),
     "vllm": ("targets/vllm.py", "targets/vllm_proposer.py"),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),

@@ -131,8 +131,9 @@ class TestEncoding:
             encode_prompt(tokenizer, [], chat=True)
 
     def test_half_a_surrogate_pair_is_an_error_of_this_prompt(self, tokenizer: Any) -> None:
-        with pytest.raises(InputError):
-            encode_prompt(tokenizer, "\ud800", chat=False)
+        for prompt in ("ok \ud800", [{"role": "user", "content": "ok \ud800"}]):
+            with pytest.raises(InputError, match="half a surrogate pair at character 3"):
+                encode_prompt(tokenizer, prompt, chat=False)
 
     def test_messages_without_a_template(self, tokenizer: Any) -> None:
         class Bare:

@@ -1,0 +1,132 @@
+"""Submitting a command of this package as a Ray job, following its log, and stopping it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from specactor_ray.errors import ClusterError, InputError
+from specactor_ray.observability.console import say
+
+EXCLUDES = (".git", ".venv", "runs", "*.partial", ".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__")
+"""Not part of the package that is uploaded."""
+_STOP_WAIT_S = "120"
+"""Ray gives a stopped job three seconds; a checkpoint may take longer."""
+_SUCCEEDED, _STOPPED = "SUCCEEDED", "STOPPED"
+
+
+def submit(
+    command: str,
+    arguments: Sequence[str],
+    address: str | None,
+    runtime_env: Path | None,
+    follow: bool,
+    console: Console,
+) -> int:
+    """Submit `specactor COMMAND ARGUMENTS` to a cluster that is up.
+
+    Args:
+        command: `train`, `rollout` or `bench rollout`.
+        arguments: Of the command; relative paths are those of the uploaded folder.
+        address: Of the dashboard, such as `http://127.0.0.1:8265`; None takes RAY_API_SERVER_ADDRESS or that one.
+        runtime_env: YAML file with further settings of the job's environment.
+        follow: Show the job's log until it ends; Ctrl-C then stops the job.
+        console: Where to show what.
+
+    Returns:
+        Exit code: 0 for a job that succeeded (or was only submitted), 1 for one that failed, 130 for one stopped.
+
+    Raises:
+        InputError: The working directory or the runtime_env file cannot be used.
+        ClusterError: There is no job server at the address, or it wants a token.
+    """
+    environment = read_runtime_env(runtime_env)
+    address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
+    client = _connect(address)
+    entrypoint = shlex.join([*f"python -m specactor_ray.job {command}".split(), *arguments])
+    with _readable_errors(address):
+        job = client.submit_job(entrypoint=entrypoint, runtime_env=environment)
+    say(console, f"job {job} submitted: {entrypoint}")
+    say(console, f"dashboard: {address}; stop it with: ray job stop {job} --address {address}")
+    if not follow:
+        return 0
+    status = _follow(client, job, console)
+    say(console, f"job {job}: {status}")
+    return {_SUCCEEDED: 0, _STOPPED: 130}.get(status, 1)
+
+
+def read_runtime_env(path: Path | None) -> dict[str, Any]:
+    """The job's environment: this folder, without what is listed in `EXCLUDES`, and what the file adds.
+
+    Raises:
+        InputError: The file is not there or is no mapping.
+    """
+    environment: dict[str, Any] = {"working_dir": os.getcwd(), "excludes": list(EXCLUDES), "env_vars": {}}
+    given: Any = {}
+    try:
+        if path is not None:
+            given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"--runtime-env: {path} cannot be read: {error}") from None
+    if not isinstance(given, Mapping):
+        raise InputError(f"--runtime-env: {path} must hold `key: value` pairs, such as pip or env_vars")
+    environment.update(given)
+    environment["env_vars"] = {"RAY_JOB_STOP_WAIT_TIME_S": _STOP_WAIT_S, **environment["env_vars"]}
+    return environment
+
+
+def _connect(address: str) -> Any:
+    from ray.job_submission import JobSubmissionClient
+
+    with _readable_errors(address):
+        return JobSubmissionClient(address)
+
+
+@contextlib.contextmanager
+def _readable_errors(address: str) -> Iterator[None]:
+    try:
+        yield
+    except ConnectionError as error:
+        raise ClusterError(
+            f"no Ray job server answers at {address}: {str(error).splitlines()[0]}. Fix: start a cluster with its "
+            "dashboard (`ray start --head`), or give --address http://HOST:8265."
+        ) from None
+    except (RuntimeError, ValueError) as error:
+        text = str(error)
+        if "401" in text or "403" in text or "nauthori" in text or "uthentication" in text:
+            raise ClusterError(
+                f"the Ray cluster at {address} wants an authentication token. Fix: set RAY_AUTH_MODE=token and "
+                "RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN)."
+            ) from None
+        raise ClusterError(f"the job was refused by {address}: {text}") from None
+
+
+def _follow(client: Any, job: str, console: Console) -> str:
+    """Copy the log to standard output until the job ends. SIGINT and SIGTERM stop the job, then the copying."""
+
+    async def copy() -> None:
+        async for part in client.tail_job_logs(job):
+            sys.stdout.write(part)
+            sys.stdout.flush()
+
+    def stop(number: int, frame: Any) -> None:
+        say(console, f"stopping job {job}; its log goes on until it has ended")
+        client.stop_job(job)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        asyncio.run(copy())
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return str(client.get_job_status(job).value)

@@ -1,0 +1,133 @@
+"""`ray start --head` and `specactor submit`, as a user would, with token authentication."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from specactor_ray.training.run_folder import read_metrics
+from tests import tiny
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(sys.executable).parent
+
+
+@dataclass
+class Head:
+    address: str
+    environment: dict[str, str]
+
+    def specactor(self, *arguments: str, **more: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "specactor_ray.cli", *arguments]
+        environment = {name: value for name, value in {**self.environment, **more}.items() if value}
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    folder = Path(tempfile.mkdtemp(prefix="sa-", dir="/tmp"))  # short: Ray puts sockets far below it
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    environment.pop("RAY_ADDRESS", None)
+    port, dashboard = free_port(), free_port()
+    command = [str(SCRIPTS / "ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=2"]
+    command += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", f"--temp-dir={folder}"]
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    address = f"http://127.0.0.1:{dashboard}"
+    try:
+        wait_for_dashboard(dashboard, process)
+        yield Head(address, environment)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_for_dashboard(port: int, process: subprocess.Popen, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "ray start failed"
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError("the dashboard did not come up")
+
+
+def overrides(tmp_path: Path, steps: int) -> list[str]:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"prompt": f"Tell me about the {c} fox."}) + "\n" for c in tiny.COLOURS))
+    return [
+        f"run.dir={tmp_path / 'runs'}",
+        "run.name=job",
+        f"data.path={tasks}",
+        f"target.model={tiny.tiny_target()}",
+        "target.kv_cache_gb=0.05",
+        "drafters=[{method: ngram}]",
+        "reward.functions=[{name: 'tests.reward_functions:sleepy'}]",
+        "data.n=4",
+        "sampling.max_tokens=16",
+        "trainer.prompts_per_step=2",
+        f"trainer.steps={steps}",
+    ]
+
+
+def test_a_submitted_training_job_succeeds_and_its_log_is_followed(head: Head, tmp_path: Path) -> None:
+    output = head.specactor("submit", "--address", head.address, "train", *overrides(tmp_path, 2)).communicate(
+        timeout=200
+    )[0]
+    assert "SUCCEEDED" in output, output
+    assert "step 1/2: reward" in output and "step 2/2: reward" in output
+    assert len(read_metrics(tmp_path / "runs" / "job" / "metrics.jsonl")) == 2
+
+
+def test_an_interrupt_stops_the_job_with_a_checkpoint(head: Head, tmp_path: Path) -> None:
+    process = head.specactor("submit", "--address", head.address, "train", *overrides(tmp_path, 500))
+    metrics = tmp_path / "runs" / "job" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=90)[0]
+    assert process.returncode == 130, output
+    assert "STOPPED" in output
+    assert list((tmp_path / "runs" / "job" / "checkpoints").glob("step-*"))
+
+
+def test_without_the_token_the_error_says_what_to_do(head: Head, tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "", "RAY_AUTH_TOKEN_PATH": ""}
+    process = head.specactor("submit", "--address", head.address, "train", **home)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 2, output
+    assert "RAY_AUTH_MODE=token" in output and "Traceback" not in output

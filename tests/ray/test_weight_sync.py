@@ -1,0 +1,125 @@
+"""New weights reach everyone who follows the policy, also those who join later, and no output mixes two versions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from specactor_ray import Rollout, SamplingParams
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import Config
+from specactor_ray.errors import InputError
+from specactor_ray.learner.batching import Sample
+from specactor_ray.training.trainer_group import TrainerGroup
+from tests.tiny import tiny_target
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+PROMPTS = ["Tell me about the red fox.", "Count from 3 to 9.", "Add 3 and 4."]
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=24, seed=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def config(mode: str = "plain", **more: Any) -> Config:
+    target = {"model": str(tiny_target()), "kv_cache_gb": 0.05}
+    cluster = {"pin_cores": False, "health_interval_s": 0.5}
+    trainer = {"learning_rate": 0.003, "prompts_per_step": 2, "weight_bucket_mb": 1}
+    return from_mapping({"mode": mode, "target": target, "cluster": cluster, "trainer": trainer, **more})
+
+
+def samples() -> list[Sample]:
+    rng = np.random.default_rng(0)
+    return [
+        Sample(
+            rng.integers(4, 400, 6), rng.integers(4, 400, 12), np.zeros(12, dtype=np.float32), 1.0, 1.0 - 2.0 * (i % 2)
+        )
+        for i in range(8)
+    ]
+
+
+def tokens(rollout: Rollout) -> list[Sequence[int]]:
+    done = rollout.generate(PROMPTS, SAMPLING)
+    assert not any(trajectory.error for trajectory in done)
+    return [trajectory.token_ids for trajectory in done]
+
+
+def verifier(rollout: Rollout) -> dict[str, Any]:
+    return next(row for row in rollout.status() if row["kind"] == "verifier" and row["phase"] == "ready")
+
+
+def test_updates_reach_verifiers_also_a_replacement_for_a_killed_one() -> None:
+    settings = config()
+    with Rollout(settings) as rollout, TrainerGroup(settings, rollout.run_name) as trainer:
+        before = tokens(rollout)
+        trainer.update(samples(), 0, 0)
+        weights = trainer.export_weights(1)
+        rollout.update_weights(weights)
+        after = tokens(rollout)
+        assert after != before
+        assert {t.weight_version for t in rollout.generate(PROMPTS, SAMPLING)} == {1}
+
+        old = verifier(rollout)
+        os.kill(old["pid"], signal.SIGKILL)
+        assert tokens(rollout) == after  # from its replacement, which had to be given the weights first
+        new = verifier(rollout)
+        assert new["id"] != old["id"] and new["weight_version"] == 1
+
+        trainer.update(samples(), 1, 1)
+        rollout.update_weights(trainer.export_weights(2))
+        assert tokens(rollout) != after
+
+
+def test_drafters_that_follow_the_policy_get_every_version() -> None:
+    drafter = {"method": "draft_model", "model": str(tiny_target()), "kv_cache_gb": 0.05, "follow_policy": True}
+    settings = config("decoupled", drafters=[drafter], speculation={"verify": "all", "draft_wait_s": 1.0})
+    with Rollout(settings) as rollout, TrainerGroup(settings, rollout.run_name) as trainer:
+        for step in range(3):
+            trainer.update(samples(), step, step)
+        rollout.update_weights(trainer.export_weights(1))
+        rollout.reset_metrics()
+        tokens(rollout)
+        metrics = rollout.metrics()
+        # The drafter has the target's own weights, so it is nearly always right.
+        assert metrics.drafted_tokens > 0 and metrics.acceptance_rate > 0.9
+        rollout.scale({"draft_model": 2})
+        deadline = time.monotonic() + 60
+        while [row["phase"] for row in rollout.status() if row["kind"] == "drafter"] != ["ready", "ready"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(0.5)
+        late = [row["weight_version"] for row in rollout.status() if row["kind"] == "drafter"]
+        assert late == [1, 1]
+
+
+def test_weights_do_not_change_while_a_stream_is_open() -> None:
+    settings = config()
+    with Rollout(settings) as rollout, TrainerGroup(settings, rollout.run_name) as trainer:
+        weights = trainer.export_weights(1)
+        stream = rollout.stream(PROMPTS, SAMPLING)
+        next(stream)
+        with pytest.raises(InputError, match="stream is open"):
+            rollout.update_weights(weights)
+        with pytest.raises(InputError, match="stream is open"):
+            rollout.sleep()
+        stream.close()
+        rollout.update_weights(weights)
+
+
+def test_verifiers_sleep_and_wake() -> None:
+    with Rollout(config()) as rollout:
+        before = tokens(rollout)
+        rollout.sleep()
+        rollout.wake()
+        assert tokens(rollout) == before
