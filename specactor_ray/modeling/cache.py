@@ -49,7 +49,7 @@ def cached_dir(final: Path, build: Callable[[Path], None]) -> Path:
             build(temporary)
             _flush(temporary)
             temporary.rename(final)
-            _flush_entry(final.parent)
+            flush_entry(final.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -82,10 +82,11 @@ def _flush(folder: Path) -> None:
     """To disk, and readable for whoever shares the cache: temporary folders and safetensors files are private."""
     for path in [*folder.rglob("*"), folder]:
         path.chmod(0o755 if path.is_dir() else 0o644)
-        _flush_entry(path)
+        flush_entry(path)
 
 
-def _flush_entry(path: Path) -> None:
+def flush_entry(path: Path) -> None:
+    """Write a file's content, or a folder's list of names, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.errors import InputError
+from specactor_ray.modeling.cache import flush_entry
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class CheckpointStore:
             if final.exists():  # of a run that was continued from before it
                 shutil.rmtree(final)
             os.rename(partial, final)
-            _sync(self.folder)
+            flush_entry(self.folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -156,11 +157,11 @@ def _write_manifest(folder: Path) -> None:
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     manifest = {}
     for file in files:
-        _sync(file)
+        flush_entry(file)
         manifest[str(file.relative_to(folder))] = (file.stat().st_size, _checksum(file))
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    _sync(folder / _MANIFEST)
-    _sync(folder)
+    flush_entry(folder / _MANIFEST)
+    flush_entry(folder)
 
 
 def _checksum(file: Path) -> int:
@@ -169,11 +170,3 @@ def _checksum(file: Path) -> int:
         while chunk := stream.read(_CHUNK):
             value = zlib.crc32(chunk, value)
     return value
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from specactor_ray.config import Config
 from specactor_ray.config.training_schema import RewardFunctionConfig
+from specactor_ray.config.validate_training import validate_training
 from specactor_ray.errors import ConfigError
 from specactor_ray.modeling.loading import load_model_config, load_tokenizer
 from specactor_ray.observability.console import say
@@ -20,8 +21,9 @@ def prepare(config: Config) -> None:
     """Fill in what depends on other sections, and refuse what cannot work.
 
     Raises:
-        ConfigError: A reward function cannot be had, or the memory does not suffice.
+        ConfigError: A value is out of range, a reward function cannot be had, or the memory does not suffice.
     """
+    validate_training(config)
     if not config.reward.functions:
         generated = (config.data.path or "").startswith("reasoning_gym:")
         config.reward.functions = [RewardFunctionConfig("reasoning_gym" if generated else "exact_match")]

@@ -16,7 +16,7 @@ from tests.tiny import tiny_target
 from tests.unit.training.test_update import config as make_config
 from tests.unit.training.test_update import make_samples
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS = 3
 
 
@@ -61,7 +61,7 @@ def assert_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
         torch.testing.assert_close(first[name], second[name], atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize(("stage", "algorithm"), [(1, "dapo"), (2, "grpo"), (2, "ppo"), (3, "grpo")])
+@pytest.mark.parametrize(("stage", "algorithm"), [(1, "dapo"), (2, "ppo"), (3, "grpo")])
 def test_two_deepspeed_ranks_agree_with_one_process(stage: int, algorithm: str) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     one, one_metrics = run(settings("torch", algorithm=algorithm), range(STEPS))
@@ -70,7 +70,7 @@ def test_two_deepspeed_ranks_agree_with_one_process(stage: int, algorithm: str) 
     assert two_metrics == pytest.approx(one_metrics, rel=2e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize(("backend", "stage"), [("torch", 2), ("deepspeed", 2), ("deepspeed", 3)])
+@pytest.mark.parametrize(("backend", "stage"), [("torch", 2), ("deepspeed", 3)])
 def test_a_saved_trainer_goes_on_exactly(backend: str, stage: int, tmp_path: Path) -> None:
     if backend == "deepspeed":
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")

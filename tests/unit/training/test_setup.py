@@ -1,0 +1,143 @@
+"""What a training run refuses before anything is started, and where it goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specactor_ray.config import Config, load_config
+from specactor_ray.errors import ConfigError, InputError, UserError
+from specactor_ray.training.checkpoint import TrainState
+from specactor_ray.training.memory import check_memory, plan_memory
+from specactor_ray.training.run_folder import open_run, read_metrics
+from specactor_ray.training.setup import checked_tasks, prepare
+from tests.tiny import tiny_draft, tiny_target
+
+
+def settings(tmp_path: Path, *overrides: str) -> Config:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "Count from 1 to 5.", "answer": "5"}\n')
+    base = [
+        "mode=plain",
+        f"run.dir={tmp_path / 'runs'}",
+        f"data.path={tmp_path / 'tasks.jsonl'}",
+        "data.n=4",
+        f"target.model={tiny_target()}",
+        "target.kv_cache_gb=0.05",
+    ]
+    return load_config(None, [*base, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.n=1", "data.n.*grpo compares"),
+        ("sampling.temperature=0", "sampling.temperature"),
+        ("trainer.ranks=2", "trainer.backend=deepspeed"),
+        ("trainer.zero_stage=4", "1, 2 or 3"),
+        ("trainer.learning_rate=0", "trainer.learning_rate"),
+        ("algorithm.gamma=1.5", "at most 1"),
+        ("algorithm.kl_coef=-1", "0 or more"),
+        ("checkpoint.every=0", "checkpoint.every"),
+        ("trainer.warmup_steps=1000", "trainer.warmup_steps"),
+        ("reward.functions=[{name: exactmatch}]", "exact_match, length, math, reasoning_gym"),
+    ],
+)
+def test_refused_configurations(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(settings(tmp_path, override))
+
+
+def test_an_unknown_algorithm_lists_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="grpo, dapo, ppo, rloo"):
+        settings(tmp_path, "algorithm.name=trpo")
+
+
+def test_groups_of_one_are_fine_for_ppo(tmp_path: Path) -> None:
+    prepare(settings(tmp_path, "data.n=1", "algorithm.name=ppo"))
+
+
+def test_the_reward_follows_the_source(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    prepare(config)
+    assert [term.name for term in config.reward.functions] == ["exact_match"]
+
+
+def test_memory_that_does_not_suffice_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    plan = plan_memory(config)
+    check_memory(config, plan, available=16 * 2**30)
+    with pytest.raises(
+        ConfigError, match=r"the run needs about .* and 0.10 GiB are free(.|\n)*trainer.micro_batch_tokens"
+    ):
+        check_memory(config, plan, available=0.1 * 2**30)
+    bigger = settings(tmp_path, "target.replicas=3", "algorithm.kl_coef=0.1", "trainer.micro_batch_tokens=65536")
+    assert sum(i.num_bytes for i in plan_memory(bigger)) > sum(i.num_bytes for i in plan)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sampling.max_tokens=600"], "leaves no room for a prompt"),
+        (["target.max_model_len=24", "sampling.max_tokens=20"], "none of the 1 prompts"),
+        (["data.path=/no/such/file.jsonl"], "there is no file"),
+    ],
+)
+def test_tasks_that_cannot_be_used(overrides: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        checked_tasks(settings(tmp_path, *overrides))
+
+
+def begin(tmp_path: Path, *overrides: str, steps: int = 0) -> Config:
+    """A run with a checkpoint after `steps` and records of one step more."""
+    config = settings(tmp_path, "run.name=r", *overrides)
+    run = open_run(config)
+
+    def write(folder: Path) -> None:
+        (folder / "weights").write_text("w")
+
+    run.store.save(TrainState(step=steps, position=9, model=run.state.model), write)
+    run.metrics_file.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, steps + 2)) + '{"step": ')
+    return config
+
+
+def test_resume_goes_on_from_the_checkpoint_and_drops_later_records(tmp_path: Path) -> None:
+    begin(tmp_path, steps=3)
+    for overrides in (["run.name=r"], []):  # by name, and as the latest that is not finished
+        run = open_run(settings(tmp_path, "resume=auto", *overrides))
+        assert (run.state.step, run.state.position) == (3, 9)
+        assert run.checkpoint is not None and run.checkpoint.name == "step-000003"
+        assert [record["step"] for record in read_metrics(run.metrics_file)] == [1, 2, 3]
+
+
+def test_resume_without_anything_to_resume_starts_anew(tmp_path: Path) -> None:
+    run = open_run(settings(tmp_path, "resume=auto", "run.name=new"))
+    assert run.checkpoint is None and run.state.step == 0
+
+
+def test_a_finished_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    begin(tmp_path, steps=3)
+    (tmp_path / "runs" / "r" / "summary.json").write_text('{"status": "complete"}')
+    assert open_run(settings(tmp_path, "resume=auto")).folder.name != "r"
+
+
+def test_a_run_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+    begin(tmp_path, steps=3)
+    with pytest.raises(InputError, match="holds an earlier run"):
+        open_run(settings(tmp_path, "run.name=r"))
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    begin(tmp_path, steps=3)
+    with pytest.raises(ConfigError, match="is of another model: its hidden_size is 64, here it is 32"):
+        open_run(settings(tmp_path, "resume=auto", "run.name=r", f"target.model={tiny_draft()}"))
+
+
+def test_a_checkpoint_by_path_begins_a_new_run(tmp_path: Path) -> None:
+    begin(tmp_path, steps=3)
+    path = tmp_path / "runs" / "r" / "checkpoints" / "step-000003"
+    run = open_run(settings(tmp_path, f"resume={path}", "run.name=second"))
+    assert run.folder.name == "second" and run.state.step == 3 and run.checkpoint == path
+    with pytest.raises(InputError, match="cannot be used"):
+        open_run(settings(tmp_path, f"resume={tmp_path}/nothing", "run.name=third"))
