@@ -132,7 +132,7 @@ def submit(
     send_saved_token()
     from specactor_ray.submission import submit as submit_job
 
-    code = submit_job(SUBMITTABLE[command], context.args, address, runtime_env, follow, make_console(sys.stderr))
+    code = submit_job(command, context.args, address, runtime_env, follow, make_console(sys.stderr))
     raise typer.Exit(code)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from specactor_ray.cli import run_as_job
+from specactor_ray.cli import SUBMITTABLE, run_as_job
 
 if __name__ == "__main__":
-    run_as_job([], sys.argv[1:])
+    run_as_job(SUBMITTABLE[sys.argv[1]].split(), sys.argv[2:])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from specactor_ray.observability.console import say
 
 EXCLUDES = (".git", ".venv", "runs", "*.partial", ".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__")
 """Not part of the package that is uploaded."""
+_AGENT_TIMEOUT_S = 60.0
 _STOP_WAIT_S = "120"
 """Ray gives a stopped job three seconds; a checkpoint may take longer."""
 _SUCCEEDED, _STOPPED = "SUCCEEDED", "STOPPED"
@@ -33,10 +36,10 @@ def submit(
     follow: bool,
     console: Console,
 ) -> int:
-    """Submit `specactor COMMAND ARGUMENTS` to a cluster that is up.
+    """Submit a command with its arguments to a cluster that is up.
 
     Args:
-        command: `train`, `rollout` or `bench rollout`.
+        command: `train`, `rollout` or `bench`.
         arguments: Of the command; relative paths are those of the uploaded folder.
         address: Of the dashboard, such as `http://127.0.0.1:8265`; None takes RAY_API_SERVER_ADDRESS or that one.
         runtime_env: YAML file with further settings of the job's environment.
@@ -53,9 +56,9 @@ def submit(
     environment = read_runtime_env(runtime_env)
     address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
     client = _connect(address)
-    entrypoint = shlex.join([*f"python -m specactor_ray.job {command}".split(), *arguments])
+    entrypoint = shlex.join(["python", "-m", "specactor_ray.job", command, *arguments])
     with _readable_errors(address):
-        job = client.submit_job(entrypoint=entrypoint, runtime_env=environment)
+        job = _submit(client, entrypoint, environment)
     say(console, f"job {job} submitted: {entrypoint}")
     say(console, f"dashboard: {address}; stop it with: ray job stop {job} --address {address}")
     if not follow:
@@ -85,15 +88,30 @@ def read_runtime_env(path: Path | None) -> dict[str, Any]:
     return environment
 
 
+def _submit(client: Any, entrypoint: str, environment: dict[str, Any]) -> str:
+    """Submit, and again while a cluster that has only just started has nobody yet to run the job."""
+    deadline = time.monotonic() + _AGENT_TIMEOUT_S
+    while True:
+        try:
+            return str(client.submit_job(entrypoint=entrypoint, runtime_env=environment))
+        except RuntimeError as error:
+            if "No available agent" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
+
+
 def _connect(address: str) -> Any:
     from ray.job_submission import JobSubmissionClient
 
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it names every file that is not uploaded
     with _readable_errors(address):
         return JobSubmissionClient(address)
 
 
 @contextlib.contextmanager
 def _readable_errors(address: str) -> Iterator[None]:
+    from ray.exceptions import RayError
+
     try:
         yield
     except ConnectionError as error:
@@ -101,7 +119,7 @@ def _readable_errors(address: str) -> Iterator[None]:
             f"no Ray job server answers at {address}: {str(error).splitlines()[0]}. Fix: start a cluster with its "
             "dashboard (`ray start --head`), or give --address http://HOST:8265."
         ) from None
-    except (RuntimeError, ValueError) as error:
+    except (RayError, RuntimeError, ValueError) as error:
         text = str(error)
         if "401" in text or "403" in text or "nauthori" in text or "uthentication" in text:
             raise ClusterError(

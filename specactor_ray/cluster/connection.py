@@ -98,6 +98,10 @@ def _own_sigterm_handler() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit as end:
+        if end.code == signal.SIGTERM and callable(before):
+            before(signal.SIGTERM, None)  # it came while Ray's own handler was in place
+        raise
     finally:
         if callable(before) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)

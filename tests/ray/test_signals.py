@@ -21,7 +21,7 @@ def private_clusters() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("specactor-*"))
 
 
-@pytest.mark.parametrize("delay_s", [1.0, 4.0])
+@pytest.mark.parametrize("delay_s", [1.0, 2.5, 4.0, 8.0])
 def test_sigterm_during_the_start_ends_in_order(delay_s: float, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("Count from 1 to 5.\n")
     before = private_clusters()

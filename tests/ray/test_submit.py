@@ -51,10 +51,12 @@ def head() -> Iterator[Head]:
     token = folder / "token"
     token.write_text(secrets.token_hex(32))
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    environment["PATH"] = f"{SCRIPTS}:{os.environ['PATH']}"  # as in an activated environment
     environment.pop("RAY_ADDRESS", None)
-    port, dashboard = free_port(), free_port()
+    port, dashboard, agent = free_port(), free_port(), free_port()
     command = [str(SCRIPTS / "ray"), "start", "--head", "--block", f"--port={port}", "--num-cpus=2"]
     command += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", f"--temp-dir={folder}"]
+    command += [f"--dashboard-agent-listen-port={agent}"]
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
