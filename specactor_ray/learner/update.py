@@ -106,6 +106,8 @@ class PolicyUpdater:
         """
         sums = _Sums()
         rate = learning_rate(self._config, step)
+        if not samples:  # every rollout failed, say: a step without an update
+            return {**dict.fromkeys(_Sums.ALWAYS, 0.0), "skipped": 1.0, "learning_rate": rate}
         mini_batches = self._cut(samples, seed)
         prepared = [self._prepare([samples[i] for i in part]) for part in mini_batches]
         if self._needs_old_scores:
@@ -247,6 +249,8 @@ class _Sums:
     Sums of weighted losses, averaged over the optimizer steps: loss, policy_loss, value_loss. Also logprob_gap_max,
     grad_norm (mean over the steps), skipped.
     """
+
+    ALWAYS = ("loss", "policy_loss", "entropy", "clip_fraction", "logprob_gap", "logprob_gap_max", "grad_norm")
 
     def __init__(self) -> None:
         self.skipped = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,21 @@ def test_a_saved_trainer_goes_on_exactly(backend: str, stage: int, tmp_path: Pat
     run(config, range(2), save=tmp_path)
     resumed, _ = run(config, range(2, 4), checkpoint=tmp_path)
     assert_close(whole, resumed, atol=0.0)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_that_is_not_finite_leaves_no_trace_in_any_rank(stage: int) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    config = settings("deepspeed", stage)
+    config.trainer.mini_batches = 1
+    good, bad = make_samples(8, seed=1), make_samples(8, seed=2)
+    bad[3] = replace(bad[3], advantage=float("nan"))
+    with TrainerGroup(config, "test") as group:
+        before = weights_of(group)
+        assert group.update(bad, 0, 0)["skipped"] == 1
+        assert_close(before, weights_of(group), atol=0.0)
+        group.update(good, 1, 1)
+        after = weights_of(group)
+    with TrainerGroup(config, "test") as group:
+        group.update(good, 1, 1)
+        assert_close(after, weights_of(group), atol=1e-6)

@@ -139,6 +139,14 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     assert_same(dict(make_policy(settings).state_dict()), after, atol=0)
 
 
+def test_a_step_without_samples_counts_as_left_out() -> None:
+    after, metrics = trained(config(), [], steps=1)
+    assert metrics["skipped"] == 1 and metrics["loss"] == 0.0
+    assert_same(dict(make_policy(config()).state_dict()), after, atol=0)
+    _, usual = trained(config(), make_samples(), steps=1)
+    assert metrics.keys() == usual.keys()
+
+
 def test_kl_to_the_start_is_zero_at_first_and_holds_back_later() -> None:
     settings, samples = config(kl_coef=0.5), make_samples()
     reference = make_policy(settings)
