@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +34,8 @@ class TrainerActor:
         """Load the policy and its optimizer."""
         import torch
 
+        if not spec.config.trainer.gpus:
+            os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed, where it is installed, is imported by others and looks
         torch.set_num_threads(threads)
         self._trainer = Trainer(spec)
 

@@ -17,6 +17,7 @@ from specactor_ray.learner.engines.torch_engine import TorchEngine, autocast
 from specactor_ray.learner.policy import Policy, TokenScores
 from specactor_ray.learner.recipe import make_recipe
 from specactor_ray.learner.update import PolicyUpdater
+from specactor_ray.modeling.builtin import quiet_transformers
 from specactor_ray.modeling.loading import load_model, load_tokenizer, parse_dtype
 from specactor_ray.modeling.weight_buckets import WeightBucket, pack, plan_buckets
 
@@ -97,10 +98,11 @@ class Trainer:
                 if self.rank == 0:
                     state[name] = parameter.detach().to("cpu", copy=True)
         if self.rank == 0:
-            self._engine.policy.model.save_pretrained(folder / WEIGHTS, state_dict=state)
             target = self._config.target
             tokenizer: Any = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
-            tokenizer.save_pretrained(folder / WEIGHTS)
+            with quiet_transformers():
+                self._engine.policy.model.save_pretrained(folder / WEIGHTS, state_dict=state)
+                tokenizer.save_pretrained(folder / WEIGHTS)
 
     def offload(self) -> None:
         """Give up device memory until `reload`."""

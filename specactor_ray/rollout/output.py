@@ -108,7 +108,10 @@ def claim_run_folder(config: Config) -> Path:
     folder = Path(config.run.dir).expanduser() / config.run.name
     for name in (CONFIG_FILE, SUMMARY_FILE):
         if (folder / name).exists():
-            raise InputError(f"run.name: {folder} holds an earlier run ({name} is there); choose another name")
+            raise InputError(
+                f"run.name: {folder} holds an earlier run ({name} is there); choose another name, or go on with a "
+                "training run by resume=auto"
+            )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_config(config, folder / CONFIG_FILE)

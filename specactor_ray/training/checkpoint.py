@@ -33,7 +33,7 @@ class TrainState:
     skipped_tasks: int = 0
     """Tasks passed over because they do not fit the model."""
     bad_steps: int = 0
-    """Steps without an update, in a row, up to now."""
+    """Steps that taught nothing, in a row, up to now: not finite, or every reward failed."""
     best_reward: float | None = None
     """Highest mean reward of a step that was saved."""
     reward: float | None = None

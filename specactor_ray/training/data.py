@@ -15,6 +15,7 @@ from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
 
 GENERATED_SIZE = 100_000
 """Tasks of a generated source without `data.limit`; they are made when they are asked for."""
+_FIX = ". Fix: a higher target.max_model_len, a lower sampling.max_tokens, or shorter prompts"
 _GYM, _HUB = "reasoning_gym:", "hf:"
 
 
@@ -78,7 +79,7 @@ class TableSource:
         self._rows, self._where, self._config, self._lines = rows, where, config, lines
         self._size = min(len(rows), config.limit or len(rows))
         if self._size == 0:
-            raise InputError(f"data.path: {where} holds no tasks")
+            raise InputError(f"data.path: {where} holds no tasks; write one JSON object with a prompt per line")
         for index in range(self._size if lines is not None else 1):  # what is wrong with a file shows at once
             self[index]
 
@@ -223,7 +224,7 @@ class TaskStream:
                 self.skipped += 1
                 if passed_over >= len(self._source):
                     total = len(self._source)
-                    raise InputError(f"data: none of the {total} prompts can be used; the last one {reason}")
+                    raise InputError(f"data: none of the {total} prompts can be used; the last one {reason}{_FIX}")
                 continue
             passed_over = 0
             tasks.append(task)

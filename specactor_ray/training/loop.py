@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,17 +11,17 @@ from typing import Any
 from rich.console import Console
 
 from specactor_ray.config import Config
-from specactor_ray.errors import ActorLostError, SpecActorError
+from specactor_ray.errors import SpecActorError
 from specactor_ray.learner.recipe import make_recipe
 from specactor_ray.observability.console import say
 from specactor_ray.rollout.output import discard_run_folder
 from specactor_ray.training.checkpoint import TrainState
 from specactor_ray.training.data import TaskStream
-from specactor_ray.training.experience import ExperienceMaker
+from specactor_ray.training.experience import Experience, ExperienceMaker
 from specactor_ray.training.record import StepRecorder
 from specactor_ray.training.reward_runner import RewardRunner
 from specactor_ray.training.run_folder import TrainingRun, open_run
-from specactor_ray.training.setup import announce, checked_tasks, prepare
+from specactor_ray.training.setup import announce, checked_tasks, prepare, refuse_too_little_memory
 from specactor_ray.training.stop_signal import StopRequested, StopSignal
 
 logger = logging.getLogger(__name__)
@@ -55,15 +56,18 @@ def train(config: Config, console: Console) -> TrainOutcome:
     """
     prepare(config)
     stream = checked_tasks(config)
+    refuse_too_little_memory(config)
     with StopSignal() as stop:
         run = open_run(config)
         stream.order.position, stream.skipped = run.state.position, run.state.skipped_tasks
         announce(config, run, console)
         try:
             return _train(config, run, stream, stop, console)
-        except BaseException:
+        except BaseException as error:
             if run.checkpoint is None and not run.metrics_file.exists():
                 discard_run_folder(run.folder)
+                if isinstance(error, KeyboardInterrupt):
+                    say(console, "interrupted before the first step; nothing was kept")
             raise
 
 
@@ -98,16 +102,17 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSigna
                             trainer.offload()
                             rollout.wake()
                         rollout.update_weights(weights)
-                    state = _next(state, stream.order.position, stream.skipped, update, experience.rewards)
+                    state = _next(state, stream.order.position, stream.skipped, update, experience)
+                    record.end(state.step, experience, update, weights.num_bytes)
                     saver.state = state
                     if _is_due(config, state):
                         with record.timed("checkpoint"):
                             saver.save()
-                    record.end(state.step, experience, update, weights.num_bytes)
                 if state.bad_steps >= config.trainer.max_bad_steps:
                     raise SpecActorError(
-                        f"the loss or the gradient was not finite in {state.bad_steps} steps in a row; the run stops "
-                        f"with a checkpoint of step {state.step}. Fix: a lower trainer.learning_rate, or other rewards"
+                        f"{state.bad_steps} steps in a row taught nothing: the loss or the gradient was not finite, or "
+                        f"every reward failed (the warnings say which). The run stops with a checkpoint of step "
+                        f"{state.step}. Fix: a lower trainer.learning_rate, or the reward function"
                     )
         except StopRequested:
             say(console, f"interrupted after step {state.step}; saving a checkpoint")
@@ -115,7 +120,7 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSigna
                 saver.save()
             return record.finish("interrupted", saver.failures)
         except SpecActorError as error:
-            if not isinstance(error, ActorLostError):
+            with contextlib.suppress(SpecActorError):  # it may be the trainer that was lost
                 saver.save()
             record.finish("failed", saver.failures, str(error))
             raise
@@ -123,8 +128,12 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSigna
         return record.finish("complete", saver.failures)
 
 
-def _next(state: TrainState, position: int, skipped: int, update: dict[str, float], rewards: list[float]) -> TrainState:
-    bad = update["skipped"] > 0 and update["grad_norm"] == 0.0
+def _next(
+    state: TrainState, position: int, skipped: int, update: dict[str, float], experience: Experience
+) -> TrainState:
+    rewards = experience.rewards
+    unscored = bool(rewards) and experience.reward_failures.total() == len(rewards)
+    bad = unscored or (update["skipped"] > 0 and update["grad_norm"] == 0.0)
     reward = sum(rewards) / len(rewards) if rewards else None
     best = max((value for value in (state.best_reward, reward) if value is not None), default=None)
     return replace(

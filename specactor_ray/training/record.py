@@ -50,8 +50,8 @@ class StepRecorder:
         self._config, self._run, self._rollout = config, run, rollout
         self._display = TrainingDisplay(console, config.trainer.steps)
         self._trackers = open_trackers(config, run.folder, run.state.step)
-        self._seconds: dict[str, float] = {}
-        self._began = 0.0
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._began: float | None = None
 
     def __enter__(self) -> StepRecorder:
         self._display.start()
@@ -66,7 +66,8 @@ class StepRecorder:
 
     def begin(self, step: int) -> None:
         """A step begins; `step` are done."""
-        self._seconds, self._began = dict.fromkeys(PHASES, 0.0), time.perf_counter()
+        if self._began is None:
+            self._began = time.perf_counter()
         self._rollout.reset_metrics()
         self._display.begin(step + 1)
 
@@ -81,8 +82,14 @@ class StepRecorder:
             self._seconds[phase] += time.perf_counter() - begin
 
     def end(self, step: int, experience: Experience, update: Mapping[str, float], sync_bytes: int) -> None:
-        """The step is done: record it everywhere."""
-        seconds = {**self._seconds, "step": time.perf_counter() - self._began}
+        """The step is done: record it everywhere.
+
+        A checkpoint is written after its step was recorded, so that none is ahead of the records; its time counts for
+        the next step.
+        """
+        now = time.perf_counter()
+        seconds = {**self._seconds, "step": now - (self._began or now)}
+        self._seconds, self._began = dict.fromkeys(PHASES, 0.0), now
         record = {
             "step": step,
             "train": self._train_figures(experience, update),

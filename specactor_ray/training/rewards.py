@@ -36,7 +36,7 @@ RewardFunction = Callable[[RewardSample], float]
 
 def exact_match(sample: RewardSample) -> float:
     """1.0 where the answer is the reference answer, surrounding white space apart."""
-    return float(sample.response.strip() == (sample.answer or "").strip())
+    return float(sample.response.strip() == _reference(sample).strip())
 
 
 def length(sample: RewardSample) -> float:
@@ -49,7 +49,7 @@ def math_equal(sample: RewardSample) -> float:
     from math_verify import parse, verify
 
     # Its own time-outs use the process's alarm, which ours uses too.
-    gold, given = (parse(text, parsing_timeout=None) for text in (sample.answer or "", sample.response))
+    gold, given = (parse(text, parsing_timeout=None) for text in (_reference(sample), sample.response))
     return float(bool(gold) and bool(given) and verify(gold, given, timeout_seconds=None))
 
 
@@ -61,12 +61,20 @@ def reasoning_gym_score(sample: RewardSample) -> float:
     return float(reasoning_gym.get_score_answer_fn(entry["metadata"]["source_dataset"])(sample.response, entry))
 
 
+def _reference(sample: RewardSample) -> str:
+    if sample.answer is None:
+        raise ValueError("the task has no reference answer (data.answer_key)")
+    return sample.answer
+
+
 REWARDS: dict[str, RewardFunction] = {
     "exact_match": exact_match,
     "length": length,
     "math": math_equal,
     "reasoning_gym": reasoning_gym_score,
 }
+NEED_ANSWERS = ("exact_match", "math")
+"""Rewards that compare with the reference answer of the task."""
 _NEEDS = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 """Reward → the module it imports."""
 
@@ -91,7 +99,7 @@ def find_reward(name: str) -> RewardFunction:
         problem = f"{name} cannot be imported ({error})."
         raise ConfigError("reward.functions", problem, "check the name, and that it is on PYTHONPATH.") from None
     if not callable(function):
-        raise ConfigError("reward.functions", f"{name} is not a function.")
+        raise ConfigError("reward.functions", f"{name} is not a function.", "name one that takes a RewardSample.")
     return function  # type: ignore[no-any-return]
 
 

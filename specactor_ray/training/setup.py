@@ -7,13 +7,13 @@ from rich.console import Console
 from specactor_ray.config import Config
 from specactor_ray.config.training_schema import RewardFunctionConfig
 from specactor_ray.config.validate_training import validate_training
-from specactor_ray.errors import ConfigError
+from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.modeling.loading import load_model_config, load_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.training.data import TaskOrder, TaskStream, open_source
 from specactor_ray.training.memory import available_bytes, check_memory, gib, plan_memory
-from specactor_ray.training.rewards import Scorer
+from specactor_ray.training.rewards import NEED_ANSWERS, Scorer
 from specactor_ray.training.run_folder import TrainingRun
 
 
@@ -21,14 +21,16 @@ def prepare(config: Config) -> None:
     """Fill in what depends on other sections, and refuse what cannot work.
 
     Raises:
-        ConfigError: A value is out of range, a reward function cannot be had, or the memory does not suffice.
+        ConfigError: A value is out of range, or a reward function cannot be had or does not fit the tasks.
     """
     validate_training(config)
+    generated = (config.data.path or "").startswith("reasoning_gym:")
     if not config.reward.functions:
-        generated = (config.data.path or "").startswith("reasoning_gym:")
         config.reward.functions = [RewardFunctionConfig("reasoning_gym" if generated else "exact_match")]
     Scorer(config.reward)
-    check_memory(config, plan_memory(config), available_bytes())
+    if not generated and any(term.name == "reasoning_gym" for term in config.reward.functions):
+        problem = f"reasoning_gym scores its own tasks only, and data.path is {config.data.path}."
+        raise ConfigError("reward.functions", problem, "use exact_match, math, or package.module:function.")
 
 
 def checked_tasks(config: Config) -> TaskStream:
@@ -49,8 +51,19 @@ def checked_tasks(config: Config) -> TaskStream:
         order = TaskOrder(len(source), config.sampling.seed, data.shuffle)
         return TaskStream(source, order, count_tokens, limit)
 
-    stream().take(1)
+    first = stream().take(1)[0]
+    needs_answer = [term.name for term in config.reward.functions if term.name in NEED_ANSWERS]
+    if needs_answer and first.answer is None:
+        raise InputError(
+            f"data.path: task {first.index + 1} of {data.path} has no {data.answer_key!r} (data.answer_key), and the "
+            f"reward {needs_answer[0]} compares with it. Fix: add it, or choose another reward.functions"
+        )
     return stream()
+
+
+def refuse_too_little_memory(config: Config) -> None:
+    """Raises ConfigError where the run cannot fit this machine's memory; the numbers are in the message."""
+    check_memory(config, plan_memory(config), available_bytes())
 
 
 def max_prompt_tokens(config: Config) -> int:

@@ -117,8 +117,9 @@ class TestMerging:
         assert settings == {"mode": "plain", "target": {"cores": 2}, "run": None}
 
     def test_shipped_files_load(self) -> None:
-        paths = sorted((REPOSITORY / "conf").glob("*.yaml"))
-        assert paths
+        # runtime_env.yaml is Ray's: it goes to `specactor submit --runtime-env`.
+        paths = [path for path in sorted((REPOSITORY / "conf").glob("*.yaml")) if path.name != "runtime_env.yaml"]
+        assert len(paths) >= 3
         for path in paths:
             load_config(path)
 

@@ -13,6 +13,12 @@ def sample(text: str, answer: str | None = None, **values: object) -> RewardSamp
     return RewardSample("prompt", text, text.strip(), answer, **values)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["exact_match"])
+def test_nothing_is_right_without_a_reference_answer(name: str) -> None:
+    with pytest.raises(ValueError, match="no reference answer"):
+        REWARDS[name](sample(""))
+
+
 def test_exact_match_and_length() -> None:
     assert REWARDS["exact_match"](sample(" 42\n", "42 ")) == 1.0
     assert REWARDS["exact_match"](sample("42.", "42")) == 0.0

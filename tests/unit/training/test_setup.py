@@ -41,6 +41,7 @@ def settings(tmp_path: Path, *overrides: str) -> Config:
         ("algorithm.kl_coef=-1", "0 or more"),
         ("checkpoint.every=0", "checkpoint.every"),
         ("trainer.warmup_steps=1000", "trainer.warmup_steps"),
+        ("reward.functions=[{name: reasoning_gym}]", "scores its own tasks only"),
         ("reward.functions=[{name: exactmatch}]", "exact_match, length, math, reasoning_gym"),
     ],
 )
@@ -87,6 +88,14 @@ def test_memory_that_does_not_suffice_is_refused_with_the_numbers(tmp_path: Path
 def test_tasks_that_cannot_be_used(overrides: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         checked_tasks(settings(tmp_path, *overrides))
+
+
+def test_tasks_without_the_answers_that_the_reward_needs(tmp_path: Path) -> None:
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "Count from 1 to 5."}\n')
+    config = settings(tmp_path, f"data.path={tmp_path / 'bare.jsonl'}")
+    prepare(config)
+    with pytest.raises(InputError, match=r"task 1 of .* has no 'answer'.*exact_match"):
+        checked_tasks(config)
 
 
 def begin(tmp_path: Path, *overrides: str, steps: int = 0) -> Config:
