@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,8 @@ def join(rendezvous: Rendezvous, device: torch.device) -> None:
     except ImportError:
         fix = "pip install 'specactor-ray[deepspeed]', or use trainer.backend=torch."
         raise ConfigError("trainer.backend", "DeepSpeed is not installed.", fix) from None
+    # DeepSpeed calls collectives by names that newer torch renames; nobody who trains can do anything about it.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*deprecated", category=FutureWarning)
     deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl", verbose=False)
 
 
