@@ -118,14 +118,15 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
     base = tempfile.gettempdir()
     temp_dir = Path(tempfile.mkdtemp(prefix="specactor-", dir=base if len(base) < _LONGEST_TEMP_DIR - 20 else "/tmp"))
     try:
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            num_gpus=config.num_gpus,
-            include_dashboard=False,
-            _temp_dir=str(temp_dir),
-            **_quiet(),
-        )
+        with _sigterm_blocked():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                num_gpus=config.num_gpus,
+                include_dashboard=False,
+                _temp_dir=str(temp_dir),
+                **_quiet(),
+            )
     except BaseException as error:
         ray.shutdown()
         shutil.rmtree(temp_dir, ignore_errors=True)
@@ -133,6 +134,21 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
             raise ClusterError(f"a private Ray cluster with {cpus} CPUs could not be started: {error}") from error
         raise
     return Connection(ray.get_runtime_context().gcs_address, owned=True, joined=True, temp_dir=temp_dir)
+
+
+@contextlib.contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """Processes that are started inside do not hear SIGTERM, as Ray already arranges for Ctrl-C.
+
+    Schedulers signal a whole process group or control group. A cluster that died at once with its owner would take away
+    what the owner needs to end in order, such as the trainer that writes a checkpoint. Ray ends them by SIGKILL then,
+    which costs some four seconds at the end.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _resolve(address: str) -> str:

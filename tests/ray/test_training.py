@@ -113,7 +113,9 @@ def test_drafts_change_nothing_that_is_learnt(tasks: Path, tmp_path: Path, clust
 
 def command(overrides: Sequence[str]) -> subprocess.Popen:
     arguments = [sys.executable, "-m", "specactor_ray.cli", "train", *overrides]
-    return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
 
 
 def wait_for_steps(process: subprocess.Popen, metrics: Path, steps: int, timeout_s: float = 120.0) -> None:
@@ -146,11 +148,15 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tasks: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_ends(tasks: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_sigterm_saves_and_ends(whole_group: bool, tasks: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     process = command(settings(tasks, folder, "r", "trainer.steps=500", "checkpoint.every=100"))
     wait_for_steps(process, folder / "r" / "metrics.jsonl", 2)
-    process.send_signal(signal.SIGTERM)
+    if whole_group:  # as `timeout` and schedulers do: it reaches the private cluster too
+        os.killpg(process.pid, signal.SIGTERM)
+    else:
+        process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=90)[0]
     assert process.returncode == 130, output
     assert "interrupted after step" in output
