@@ -77,8 +77,19 @@ def connect(config: ClusterConfig) -> Connection:
     """
     if ray.is_initialized():
         return Connection(ray.get_runtime_context().gcs_address, owned=False, joined=False)
-    with _own_sigterm_handler():
-        return _start_private_cluster(config) if config.address == "local" else _join(config)
+    if config.address != "local":
+        with _own_sigterm_handler():
+            return _join(config)
+    started: list[Connection] = []
+    try:
+        # The handler is put back before the signal gets through again; it may raise right then.
+        with _sigterm_blocked(), _own_sigterm_handler():
+            started.append(_start_private_cluster(config))
+    except BaseException:
+        for connection in started:
+            connection.close()
+        raise
+    return started[0]
 
 
 def _join(config: ClusterConfig) -> Connection:
@@ -118,15 +129,14 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
     base = tempfile.gettempdir()
     temp_dir = Path(tempfile.mkdtemp(prefix="specactor-", dir=base if len(base) < _LONGEST_TEMP_DIR - 20 else "/tmp"))
     try:
-        with _sigterm_blocked():
-            ray.init(
-                address="local",
-                num_cpus=cpus,
-                num_gpus=config.num_gpus,
-                include_dashboard=False,
-                _temp_dir=str(temp_dir),
-                **_quiet(),
-            )
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            num_gpus=config.num_gpus,
+            include_dashboard=False,
+            _temp_dir=str(temp_dir),
+            **_quiet(),
+        )
     except BaseException as error:
         ray.shutdown()
         shutil.rmtree(temp_dir, ignore_errors=True)

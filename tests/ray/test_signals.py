@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +20,17 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def private_clusters() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("specactor-*"))
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """For the private cluster, whose sockets have long names."""
+    folder = Path(tempfile.mkdtemp(prefix="sg", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize("delay_s", [1.0, 2.5, 4.0, 8.0])
-def test_sigterm_during_the_start_ends_in_order(delay_s: float, tmp_path: Path) -> None:
+def test_sigterm_during_the_start_ends_in_order(delay_s: float, tmp_path: Path, short_folder: Path) -> None:
     (tmp_path / "prompts.txt").write_text("Count from 1 to 5.\n")
-    before = private_clusters()
     overrides = [
         f"target.model={tiny_target()}",
         "target.kv_cache_gb=0.05",
@@ -36,6 +42,7 @@ def test_sigterm_during_the_start_ends_in_order(delay_s: float, tmp_path: Path) 
     process = subprocess.Popen(
         [sys.executable, "-m", "specactor_ray.cli", "rollout", *overrides],
         cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(short_folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -48,6 +55,6 @@ def test_sigterm_during_the_start_ends_in_order(delay_s: float, tmp_path: Path) 
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130, output
     assert "SIGTERM" in output and "Traceback" not in output
-    assert private_clusters() <= before
+    assert not list(short_folder.glob("specactor-*"))
     left = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()] if (tmp_path / "runs").exists() else []
     assert not left or any(path.name == "summary.json" for path in left)
