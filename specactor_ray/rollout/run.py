@@ -220,9 +220,13 @@ def _cluster_resources() -> dict[str, float]:
     }
 
 
+_sigterm_seen = threading.Event()
+"""While Ray waits, whatever a signal handler raises becomes a plain KeyboardInterrupt; this remembers what it was."""
+
+
 def interruption(error: KeyboardInterrupt) -> str:
     """What interrupted, in words."""
-    return "SIGTERM" if isinstance(error, Terminated) else "Ctrl-C"
+    return "SIGTERM" if isinstance(error, Terminated) or _sigterm_seen.is_set() else "Ctrl-C"
 
 
 @contextlib.contextmanager
@@ -236,8 +240,10 @@ def sigterm_interrupts() -> Iterator[None]:
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        _sigterm_seen.set()
         raise Terminated
 
+    _sigterm_seen.clear()
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield

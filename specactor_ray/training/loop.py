@@ -22,7 +22,7 @@ from specactor_ray.training.record import StepRecorder
 from specactor_ray.training.reward_runner import RewardRunner
 from specactor_ray.training.run_folder import TrainingRun, open_run
 from specactor_ray.training.setup import announce, checked_tasks, prepare, refuse_too_little_memory
-from specactor_ray.training.stop_signal import StopRequested, StopSignal
+from specactor_ray.training.stop_signal import StopSignal
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSigna
                         f"every reward failed (the warnings say which). The run stops with a checkpoint of step "
                         f"{state.step}. Fix: a lower trainer.learning_rate, or the reward function"
                     )
-        except StopRequested:
+        except KeyboardInterrupt:  # a StopRequested that comes while Ray waits arrives as its base class
             say(console, f"interrupted after step {state.step}; saving a checkpoint")
             with stop.shielded():
                 saver.save()

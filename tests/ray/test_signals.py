@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
+from specactor_ray.rollout.run import interruption, sigterm_interrupts
 from tests.tiny import tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
@@ -58,3 +61,17 @@ def test_sigterm_during_the_start_ends_in_order(delay_s: float, tmp_path: Path, 
     assert not list(short_folder.glob("specactor-*"))
     left = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()] if (tmp_path / "runs").exists() else []
     assert not left or any(path.name == "summary.json" for path in left)
+
+
+def test_sigterm_while_ray_waits_is_told_from_ctrl_c() -> None:
+    ray.init(address="local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
+    try:
+        slow = ray.remote(lambda: time.sleep(60))
+        alarm = threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM))
+        with sigterm_interrupts():
+            alarm.start()
+            with pytest.raises(KeyboardInterrupt) as caught:
+                ray.get(slow.remote())
+        assert interruption(caught.value) == "SIGTERM"
+    finally:
+        ray.shutdown()
