@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from specactor_ray.actors.process import configure_process
 from specactor_ray.learner.batching import Sample
 from specactor_ray.learner.trainer import Trainer, TrainerSpec
 from specactor_ray.messages import WeightSet
@@ -15,9 +16,7 @@ class TrainerActor:
     """Hosts one rank. Every method is called on all ranks at once and in the same order."""
 
     def __init__(self, log_level: str) -> None:
-        import logging
-
-        logging.basicConfig(level=log_level, format="%(asctime)s %(levelname)s trainer %(name)s: %(message)s")
+        configure_process("trainer", (), log_level)
         self._trainer: Trainer | None = None
 
     def find_port(self) -> tuple[str, int]:

@@ -68,7 +68,7 @@ def validate(config: Config) -> None:
 
 def reject_too_small_counts(config: Config) -> None:
     for key, smallest in SMALLEST.items():
-        _reject_below(key, _value(config, key), smallest)
+        reject_below(key, _value(config, key), smallest)
 
 
 def reject_numbers_not_positive(config: Config) -> None:
@@ -183,7 +183,7 @@ def reject_method_twice(config: Config) -> None:
 
 def reject_too_small_drafter_counts(drafter: DrafterConfig, key: str) -> None:
     for name, smallest in SMALLEST_OF_A_DRAFTER.items():
-        _reject_below(f"{key}.{name}", getattr(drafter, name), smallest)
+        reject_below(f"{key}.{name}", getattr(drafter, name), smallest)
 
 
 def reject_unknown_drafter_names(drafter: DrafterConfig, key: str) -> None:
@@ -270,7 +270,8 @@ def _value(config: Config, key: str) -> Any:
     return value
 
 
-def _reject_below(key: str, value: int | None, smallest: int) -> None:
+def reject_below(key: str, value: int | None, smallest: int) -> None:
+    """Raises ConfigError for a number that is set and smaller."""
     if value is not None and value < smallest:
         raise ConfigError(key, f"{value} is too small.", f"use {smallest} or more.")
 

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import AlgorithmName, TrainerBackend
+from specactor_ray.config.validate import reject_below
 from specactor_ray.errors import ConfigError
 
 SMALLEST = {
@@ -62,9 +63,7 @@ def validate_training(config: Config) -> None:
 
 def reject_too_small_counts(config: Config) -> None:
     for key, smallest in SMALLEST.items():
-        value = attrgetter(key)(config)
-        if value is not None and value < smallest:
-            raise ConfigError(key, f"{value} is too small.", f"use {smallest} or more.")
+        reject_below(key, attrgetter(key)(config), smallest)
 
 
 def reject_numbers_out_of_range(config: Config) -> None:

@@ -34,15 +34,12 @@ class TrainState:
     """Tasks passed over because they do not fit the model."""
     bad_steps: int = 0
     """Steps that taught nothing, in a row, up to now: not finite, or every reward failed."""
-    best_reward: float | None = None
-    """Highest mean reward of a step that was saved."""
     reward: float | None = None
     """Mean reward of the last step."""
     model: dict[str, Any] = field(default_factory=dict)
     """What tells the target model from others; see `model_facts`."""
     seed: int = 0
     """`sampling.seed`."""
-    weight_version: int = 0
 
 
 class CheckpointStore:

@@ -21,7 +21,7 @@ from specactor_ray.training.experience import Experience, ExperienceMaker
 from specactor_ray.training.record import StepRecorder
 from specactor_ray.training.reward_runner import RewardRunner
 from specactor_ray.training.run_folder import TrainingRun, open_run
-from specactor_ray.training.setup import announce, checked_tasks, prepare, refuse_too_little_memory
+from specactor_ray.training.setup import announce, checked_memory, checked_tasks, prepare
 from specactor_ray.training.stop_signal import StopSignal
 
 logger = logging.getLogger(__name__)
@@ -56,11 +56,11 @@ def train(config: Config, console: Console) -> TrainOutcome:
     """
     prepare(config)
     stream = checked_tasks(config)
-    refuse_too_little_memory(config)
+    memory = checked_memory(config)
     with StopSignal() as stop:
         run = open_run(config)
         stream.order.position, stream.skipped = run.state.position, run.state.skipped_tasks
-        announce(config, run, console)
+        announce(config, run, memory, console)
         try:
             return _train(config, run, stream, stop, console)
         except BaseException as error:
@@ -84,8 +84,8 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSigna
         maker = ExperienceMaker(config, recipe, stream, RewardRunner(config.reward), record.timed)
         state, offload = run.state, config.trainer.offload
         saver = _Saver(run, trainer)
-        if state.weight_version:
-            rollout.update_weights(trainer.export_weights(state.weight_version))
+        if state.step:  # the version of the weights is the number of steps they have had
+            rollout.update_weights(trainer.export_weights(state.step))
         try:
             while state.step < config.trainer.steps:
                 record.begin(state.step)
@@ -135,16 +135,13 @@ def _next(
     unscored = bool(rewards) and experience.reward_failures.total() == len(rewards)
     bad = unscored or (update["skipped"] > 0 and update["grad_norm"] == 0.0)
     reward = sum(rewards) / len(rewards) if rewards else None
-    best = max((value for value in (state.best_reward, reward) if value is not None), default=None)
     return replace(
         state,
         step=state.step + 1,
         position=position,
         skipped_tasks=skipped,
         bad_steps=state.bad_steps + 1 if bad else 0,
-        best_reward=best,
         reward=reward,
-        weight_version=state.step + 1,
     )
 
 

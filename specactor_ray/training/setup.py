@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 
 from specactor_ray.config import Config
@@ -12,7 +14,7 @@ from specactor_ray.modeling.loading import load_model_config, load_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.training.data import TaskOrder, TaskStream, open_source
-from specactor_ray.training.memory import available_bytes, check_memory, gib, plan_memory
+from specactor_ray.training.memory import MemoryItem, available_bytes, check_memory, gib, plan_memory
 from specactor_ray.training.rewards import NEED_ANSWERS, Scorer
 from specactor_ray.training.run_folder import TrainingRun
 
@@ -61,9 +63,15 @@ def checked_tasks(config: Config) -> TaskStream:
     return stream()
 
 
-def refuse_too_little_memory(config: Config) -> None:
-    """Raises ConfigError where the run cannot fit this machine's memory; the numbers are in the message."""
-    check_memory(config, plan_memory(config), available_bytes())
+def checked_memory(config: Config) -> list[MemoryItem]:
+    """What the run will hold, after a check that it is there.
+
+    Raises:
+        ConfigError: The run cannot fit this machine's memory; the numbers are in the message.
+    """
+    plan = plan_memory(config)
+    check_memory(config, plan, available_bytes())
+    return plan
 
 
 def max_prompt_tokens(config: Config) -> int:
@@ -83,9 +91,9 @@ def max_prompt_tokens(config: Config) -> int:
     return limit
 
 
-def announce(config: Config, run: TrainingRun, console: Console) -> None:
+def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], console: Console) -> None:
     """Say what is about to run, from where it goes on, and what memory it will take."""
-    for item in plan_memory(config):
+    for item in memory:
         say(console, f"memory: {item.owner}, {item.what}: {gib(item.num_bytes)}")
     samples = config.trainer.prompts_per_step * config.data.n
     what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
