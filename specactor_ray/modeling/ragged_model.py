@@ -37,7 +37,10 @@ class RowChunk:
 
 @dataclass(frozen=True, slots=True)
 class RaggedOutput:
-    """`logits` `(sum of num_logits, vocab)`, and the exported hidden states `(same, layers * hidden)` or None."""
+    """`logits` `(sum of num_logits, vocab)`, and the exported hidden states or None.
+
+    `hidden_states` `(sum of tokens, layers * hidden)`: of every position of every chunk, in the order of the chunks.
+    """
 
     logits: torch.Tensor
     hidden_states: torch.Tensor | None
@@ -105,7 +108,7 @@ class RaggedModel:
         logits = self._run(tokens + [0] * padding, positions + [0] * padding, batch, keep)
         for chunk, count in zip(chunks, counts, strict=True):
             chunk.row.length += count
-        return RaggedOutput(logits[: len(wanted)], self._take_exported(keep[: len(wanted)]))
+        return RaggedOutput(logits[: len(wanted)], self._take_exported(len(tokens)))
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights; rows keep stale keys and must be truncated to 0 by the caller.
@@ -174,10 +177,10 @@ class RaggedModel:
 
         return hook
 
-    def _take_exported(self, keep: torch.Tensor) -> torch.Tensor | None:
+    def _take_exported(self, count: int) -> torch.Tensor | None:
         if not self._hidden_layers:
             return None
-        states = [self._exported[i].reshape(-1, self._exported[i].shape[-1])[keep] for i in self._hidden_layers]
+        states = [self._exported[i].reshape(-1, self._exported[i].shape[-1])[:count] for i in self._hidden_layers]
         self._exported.clear()
         return torch.cat(states, dim=-1)
 

@@ -34,6 +34,10 @@ class _Row:
     context: list[int]
     stop_ids: frozenset[int]
     cache: CacheRow | None = None
+    states: list[torch.Tensor] = field(default_factory=list)
+    """Exported hidden states of prefilled positions that no output has handed out yet."""
+    handed_out: int = 0
+    """Sequence positions whose hidden states an output has handed out."""
 
     @property
     def committed(self) -> int:
@@ -194,12 +198,10 @@ class HfEngine:
         result.sampling_s = time.perf_counter() - begin
         result.num_tokens = sum(planned.num_context + len(planned.tail) for planned in plan)
         result.num_prefill_tokens = sum(planned.num_context for planned in plan if planned.num_context > 1)
-        first_logit = 0
+        if output.hidden_states is not None:
+            _keep_states(plan, output.hidden_states)
         for planned, row_verified in zip(sampling, verified, strict=True):
-            end = first_logit + 1 + len(planned.tail)
-            states = None if output.hidden_states is None else output.hidden_states[first_logit:end]
-            result.outputs.append(self._commit(planned, row_verified, states))
-            first_logit = end
+            result.outputs.append(self._commit(planned, row_verified))
         return result
 
     def _admit(self) -> None:
@@ -298,7 +300,7 @@ class HfEngine:
             break
         return results
 
-    def _commit(self, planned: _Planned, verified: Verified | str, states: torch.Tensor | None) -> RowOutput:
+    def _commit(self, planned: _Planned, verified: Verified | str) -> RowOutput:
         row, cache = planned.row, planned.cache
         if isinstance(verified, str):
             return self._fail(row, verified)
@@ -310,9 +312,9 @@ class HfEngine:
             num_drafted=len(planned.tail),
             num_accepted=verified.num_accepted,
             margins=verified.margins,
-            hidden_states=None if states is None else states[: len(verified.token_ids)],
         )
         self._cut_at_stop(row, output)
+        _hand_out_states(row, output)
         cache.truncate(len(row.context) + verified.num_accepted)
         row.context.extend(output.token_ids)
         if output.finish_reason is not None:
@@ -342,8 +344,30 @@ def _keep_first(output: RowOutput, count: int) -> None:
     output.num_accepted = min(output.num_accepted, count)
     if output.margins is not None:
         output.margins = output.margins[:count]
-    if output.hidden_states is not None:
-        output.hidden_states = output.hidden_states[:count]
+
+
+def _keep_states(plan: Sequence[_Planned], states: torch.Tensor) -> None:
+    """Each row takes over the states of its positions in this forward; `states` are in the order of the plan.
+
+    After a preemption positions are computed again whose states were handed out before: those are passed over.
+    """
+    begin = 0
+    for planned in plan:
+        row, count = planned.row, planned.num_context + len(planned.tail)
+        first = planned.cache.length - count  # the forward has lengthened the cache
+        known = row.handed_out + sum(len(kept) for kept in row.states) - first
+        row.states.append(states[begin + known : begin + count])
+        begin += count
+
+
+def _hand_out_states(row: _Row, output: RowOutput) -> None:
+    """States up to the position that predicted the newest token; those of rejected draft tokens are dropped."""
+    if not row.states:
+        return
+    end = len(row.context) + len(output.token_ids) - 1
+    output.hidden_start = row.handed_out
+    output.hidden_states = torch.cat(row.states)[: end - row.handed_out]
+    row.handed_out, row.states = end, []
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:

@@ -123,31 +123,36 @@ def test_unsampleable_logits_fail_that_request_alone() -> None:
     assert {rid: collected.tokens[rid] for rid in ("r0", "r2")} == {rid: truth[rid] for rid in ("r0", "r2")}
 
 
-def test_hidden_states_are_those_of_the_predicting_positions() -> None:
-    engine = make(hidden_layers=[0, 3])
-    batch = requests(3, 1.0, max_tokens=20)
+@pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 9, "max_batch": 3}, {"cache_bytes": 128 * 5 * 1024}])
+def test_hidden_states_cover_every_position_once(limits: dict[str, Any]) -> None:
+    """Also with a prefill in small chunks, and when requests are preempted and computed again."""
+    engine = make(hidden_layers=[0, 3], **limits)
+    tight = "cache_bytes" in limits
+    batch = requests(3, 1.0, max_tokens=300 if tight else 20, ignore_eos=tight)
     for request in batch:
         engine.add(request)
     truth = run(engine)
     for request in batch:
         engine.add(request)
     collected = run(engine, noisy_oracle(truth.tokens, 2, engine.vocab_size))
+    assert (engine.preemptions > 0) == tight
     model = load()
     for request in batch:
-        states = [o.hidden_states for o in collected.outputs if o.request_id == request.request_id]
-        ours = torch.cat(states)
+        outputs = [o for o in collected.outputs if o.request_id == request.request_id]
+        ends = [o.hidden_start + len(o.hidden_states) for o in outputs]
+        assert [o.hidden_start for o in outputs] == [0, *ends[:-1]]
+        assert ends == [len(request.prompt_token_ids) + o.start + len(o.token_ids) - 1 for o in outputs]
+        ours = torch.cat([o.hidden_states for o in outputs])
         tokens = collected.tokens[request.request_id]
-        assert ours.shape == (len(tokens), 2 * model.config.hidden_size)
+        assert ours.shape == (len(request.prompt_token_ids) + len(tokens) - 1, 2 * model.config.hidden_size)
         context = torch.tensor([[*request.prompt_token_ids, *tokens]])
         with torch.no_grad():
             layers = model(context, output_hidden_states=True).hidden_states
-        begin = len(request.prompt_token_ids) - 1
         # The last entry of `hidden_states` is normalised; the raw output of the last layer is checked by its norm.
-        expected = layers[1][0, begin:-1]
-        assert torch.allclose(ours[:, : model.config.hidden_size], expected, atol=1e-4)
+        assert torch.allclose(ours[:, : model.config.hidden_size], layers[1][0, :-1], atol=1e-4)
         with torch.no_grad():
             normed = model.model.norm(ours[:, model.config.hidden_size :])
-        assert torch.allclose(normed, layers[-1][0, begin:-1], atol=1e-3)
+        assert torch.allclose(normed, layers[-1][0, :-1], atol=1e-3)
 
 
 def test_load_weights_replaces_and_restores() -> None:
