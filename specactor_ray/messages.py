@@ -62,6 +62,20 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Features:
+    """The target's hidden states of consecutive sequence positions, for drafters that work on them (EAGLE)."""
+
+    begin: int
+    """Sequence position of the first one; 0 is the first token of the prompt."""
+    states: Any
+    """numpy `(n, layers * hidden)`: float32 or float16; bfloat16 travels as int16 (`modeling/wire.py`)."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.states)
+
+
+@dataclass(frozen=True, slots=True)
 class DraftOpen:
     """Verifier → drafter: start (or start again) a mirror of this request."""
 
@@ -73,6 +87,8 @@ class DraftOpen:
     window: int
     """Most draft tokens past the last commit that the drafter knows of."""
     mode: Mode = Mode.DECOUPLED
+    features: tuple[Features, ...] = ()
+    """What the verifier still has of the positions so far; only for drafters that ask for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +101,9 @@ class Commit:
     token_ids: tuple[int, ...]
     window: int
     mode: Mode = Mode.DECOUPLED
-    features: Any = None
-    """Reference to the target's hidden states of these positions, `(len(token_ids), width)`; None if not asked for."""
+    features: tuple[Features, ...] = ()
+    """States of the positions that became known since the last commit (with the first one, of the prompt), up to the
+    one that predicted the last of `token_ids`; only for drafters that ask for it."""
 
     @property
     def end(self) -> int:

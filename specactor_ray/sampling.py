@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
@@ -112,6 +112,11 @@ def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
             raise InputError(f"{name} is {value!r}; it must be between 0 and 2**64 - 1")
     message = struct.pack("<QQQ", *numbers.values())
     return int.from_bytes(hashlib.blake2b(message, digest_size=8, person=b"specactor-seed").digest(), "little")
+
+
+def own_noise(params: SamplingParams) -> SamplingParams:
+    """The same parameters with noise that is independent of the target's: what a drafter without shared noise uses."""
+    return replace(params, seed=derive_seed(params.seed, 2**64 - 1, 0))
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:

@@ -31,7 +31,7 @@ class DraftActor:
         from specactor_ray.drafters.registry import build_proposer
 
         spec = self._spec
-        return DraftLoop(spec.actor_id, build_proposer(spec.drafter, "cuda" if spec.gpus else "cpu"))
+        return DraftLoop(spec.actor_id, build_proposer(spec.drafter, spec.target, "cuda" if spec.gpus else "cpu"))
 
     def ping(self) -> dict[str, Any]:
         """Counters. Raises when the loop has ended: the controller then replaces this actor."""

@@ -66,7 +66,12 @@ class VerifierActor:
         known = loop.drafter_links
         links: Mapping[str, DrafterLink] = {
             endpoint.actor_id: known.get(endpoint.actor_id)
-            or DrafterLink(endpoint.method, endpoint.window, Outbox(ray_sender(endpoint.handle.deliver), for_drafter()))
+            or DrafterLink(
+                endpoint.method,
+                endpoint.window,
+                Outbox(ray_sender(endpoint.handle.deliver), for_drafter()),
+                endpoint.reads_features,
+            )
             for endpoint in endpoints
         }
         loop.set_drafters(links)

@@ -109,8 +109,9 @@ class DrafterConfig:
     """One draft method and the draft actors that serve it."""
 
     method: str = "ngram"
-    """`ngram` (suffix match in prompt, output and earlier outputs), `draft_model` (a smaller model), or a proposer
-    of your own as `package.module:Class`; the class is made with this section as its only argument."""
+    """`ngram` (suffix match in prompt, output and earlier outputs), `draft_model` (a smaller model), `eagle` (a head on
+    the target's hidden states), or a proposer of your own as `package.module:Class`; the class is made with this
+    section as its only argument."""
     replicas: int = 1
     """Number of draft actors of this method; may be changed while the run goes on."""
     cores: int = 1
@@ -120,13 +121,14 @@ class DrafterConfig:
     window: int | None = None
     """Draft window of this method. Default: `speculation.window`."""
     model: str | None = None
-    """For `draft_model`: a local directory, a Hugging Face id or a built-in name, with the target's vocabulary."""
+    """For `draft_model`: a local directory, a Hugging Face id or a built-in name, with the target's vocabulary. For
+    `eagle`: the directory of a head that was trained for this target."""
     dtype: str = "float32"
-    """For `draft_model`: float32, bfloat16 or float16."""
+    """For `draft_model` and `eagle`: float32, bfloat16 or float16."""
     trust_remote_code: bool = False
     """For `draft_model`: run model code that a checkpoint brings along."""
     kv_cache_gb: float = 0.5
-    """For `draft_model`: memory budget of its key/value cache, in 2**30 bytes."""
+    """For `draft_model` and `eagle`: memory budget of the key/value cache, in 2**30 bytes."""
     follow_policy: bool = False
     """For `draft_model`: in training, take over every new version of the target's weights (its model must be the
     target's own)."""
@@ -138,6 +140,11 @@ class DrafterConfig:
     """For `ngram`: longest suffix that is looked up."""
     history_tokens: int = 65536
     """For `ngram`: most tokens kept of earlier outputs of the same prompts; 0 keeps none."""
+
+
+def reads_features(drafter: DrafterConfig) -> bool:
+    """Whether the method works on the target's hidden states."""
+    return drafter.method == "eagle"
 
 
 @dataclass

@@ -13,7 +13,7 @@ from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 
 BACKENDS = ("hf",)
-DRAFT_METHODS = ("ngram", "draft_model")
+DRAFT_METHODS = ("ngram", "draft_model", "eagle")
 DTYPES = ("float32", "bfloat16", "float16")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 MAX_WINDOW = 128
@@ -201,12 +201,16 @@ def reject_drafter_cache_not_positive(drafter: DrafterConfig, key: str) -> None:
     _reject_not_positive(f"{key}.kv_cache_gb", drafter.kv_cache_gb)
 
 
-def reject_draft_model_without_model(drafter: DrafterConfig, key: str) -> None:
-    if drafter.method == "draft_model" and not (drafter.model or "").strip():
-        problem = "method draft_model needs a model."
-        raise ConfigError(
-            f"{key}.model", problem, "name a local directory or a Hugging Face id of the same vocabulary."
-        )
+FIX_OF_MISSING_MODEL = {
+    "draft_model": "name a local directory or a Hugging Face id of the same vocabulary.",
+    "eagle": "name the directory of a head that was trained for this target.",
+}
+
+
+def reject_method_without_its_model(drafter: DrafterConfig, key: str) -> None:
+    fix = FIX_OF_MISSING_MODEL.get(drafter.method)
+    if fix is not None and not (drafter.model or "").strip():
+        raise ConfigError(f"{key}.model", f"method {drafter.method} needs a model.", fix)
 
 
 def reject_model_for_ngram(drafter: DrafterConfig, key: str) -> None:
@@ -255,7 +259,7 @@ DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
     reject_too_small_drafter_counts,
     reject_drafter_window_out_of_range,
     reject_drafter_cache_not_positive,
-    reject_draft_model_without_model,
+    reject_method_without_its_model,
     reject_model_for_ngram,
     reject_gpus_for_ngram,
     reject_device_the_drafter_cannot_use,

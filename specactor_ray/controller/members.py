@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.cluster.supervised import SupervisedActor
-from specactor_ray.config.schema import Config
+from specactor_ray.config.schema import Config, DrafterConfig, reads_features
 from specactor_ray.controller.seats import Seat
 from specactor_ray.controller.state import (
     VERIFIER,
@@ -107,7 +107,9 @@ class Member:
         """A draft actor as others see it."""
         handle = self.actor.handle if self.actor is not None else None
         phase = Phase.STARTING if self.phase is Phase.READY and not self.serves else self.phase
-        return DraftEndpoint(self.actor_id, self.key, window_of(config, self.key), handle, phase, self.note)
+        drafter = drafter_of(config, self.key)
+        window = window_of(config, self.key)
+        return DraftEndpoint(self.actor_id, self.key, window, handle, phase, self.note, reads_features(drafter))
 
     def row(self, now: float) -> dict[str, Any]:
         """One row of the status table."""
@@ -130,9 +132,14 @@ class Member:
         }
 
 
+def drafter_of(config: Config, method: str) -> DrafterConfig:
+    """The section of a method."""
+    return next(drafter for drafter in config.drafters if drafter.method == method)
+
+
 def window_of(config: Config, method: str) -> int:
     """Draft window of a method: its own, else the common one."""
-    drafter = next(drafter for drafter in config.drafters if drafter.method == method)
+    drafter = drafter_of(config, method)
     return drafter.window if drafter.window is not None else config.speculation.window
 
 
@@ -142,9 +149,8 @@ def build_spec(config: Config, run: str, member: Member) -> VerifierSpec | Draft
     if member.key == VERIFIER:
         target = config.target
         return VerifierSpec(run, member.actor_id, target, config.speculation, mode, cores, target.gpus, level)
-    drafter = next(drafter for drafter in config.drafters if drafter.method == member.key)
-    window = window_of(config, member.key)
-    return DraftSpec(run, member.actor_id, drafter, window, mode, cores, drafter.gpus, level)
+    drafter, window = drafter_of(config, member.key), window_of(config, member.key)
+    return DraftSpec(run, member.actor_id, drafter, config.target, window, mode, cores, drafter.gpus, level)
 
 
 def next_view(

@@ -58,6 +58,8 @@ class DraftSpec:
     actor_id: str
     """Unique for each incarnation, such as `ngram-1#9c0d`."""
     drafter: DrafterConfig
+    target: TargetConfig
+    """What it drafts for."""
     window: int
     mode: Mode
     cores: tuple[int, ...] = ()
@@ -81,6 +83,8 @@ class DraftEndpoint:
     phase: Phase = Phase.READY
     note: str = ""
     """Why it is not ready, for people."""
+    reads_features: bool = False
+    """It is sent the target's hidden states."""
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ the target checks every draft token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from specactor_ray.messages import SamplingParams
+from specactor_ray.messages import Features, SamplingParams
 
 
 class Proposer(Protocol):
@@ -65,3 +65,12 @@ class Proposer(Protocol):
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         """Take new weights (name → tensor); methods without weights only note the version."""
+
+
+@runtime_checkable
+class ReadsFeatures(Protocol):
+    """A proposer that also works on the target's hidden states."""
+
+    def add_features(self, request_id: str, features: Sequence[Features]) -> None:
+        """States of consecutive sequence positions came along with the last `open` or `commit`. They may overlap with
+        earlier ones or leave gaps; unknown requests are ignored."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib
 
-from specactor_ray.config.schema import DrafterConfig
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafters.base import Proposer
 from specactor_ray.errors import ConfigError
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "eagle")
 
 
-def build_proposer(config: DrafterConfig, device: str) -> Proposer:
-    """Make the configured proposer on `device` (`cpu` or `cuda`).
+def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
+    """Make the configured proposer for this target on `device` (`cpu` or `cuda`).
 
     Raises:
         ConfigError: The method is unknown or lacks its model.
@@ -24,6 +24,8 @@ def build_proposer(config: DrafterConfig, device: str) -> Proposer:
         return NgramProposer(config.min_match, config.max_match, config.history_tokens, config.max_batch)
     if config.method == "draft_model":
         return _build_draft_model(config, device)
+    if config.method == "eagle":
+        return _build_eagle(config, target, device)
     if ":" in config.method:
         return _build_custom(config)
     raise ConfigError("drafters.method", f"unknown method {config.method!r}; known: {', '.join(METHODS)}.")
@@ -49,3 +51,15 @@ def _build_draft_model(config: DrafterConfig, device: str) -> Proposer:
         raise ConfigError("drafters.model", "the method draft_model needs a model.", "name a model directory or id")
     model = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
     return DraftModelProposer(RaggedModel(model, int(config.kv_cache_gb * 2**30)), config.max_batch)
+
+
+def _build_eagle(config: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
+    from specactor_ray.drafters.eagle import EagleProposer
+    from specactor_ray.modeling.eagle_checkpoint import load_head
+    from specactor_ray.modeling.eagle_runner import EagleRunner
+
+    if config.model is None:
+        raise ConfigError("drafters.model", "the method eagle needs a head.", "name its directory")
+    trust = target.trust_remote_code
+    head = load_head(config.model, target.model, dtype=config.dtype, device=device, trust_remote_code=trust)
+    return EagleProposer(EagleRunner(head, int(config.kv_cache_gb * 2**30)), config.max_batch)

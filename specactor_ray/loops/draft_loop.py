@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from specactor_ray.drafters.base import Proposer
-from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftResync, DraftTail, ToDrafter
+from specactor_ray.drafters.base import Proposer, ReadsFeatures
+from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftResync, DraftTail, Features, ToDrafter
 from specactor_ray.queues.conflation import for_drafter
 from specactor_ray.queues.mailbox import Mailbox
 from specactor_ray.queues.outbox import Outbox
@@ -140,6 +140,7 @@ class DraftLoop:
                     message.sampling,
                     message.window,
                 )
+                self._add_features(message.request_id, message.features)
             case Commit():
                 self._take_commit(message)
             case DraftClose():
@@ -151,11 +152,16 @@ class DraftLoop:
         self.counters.commits += 1
         known = self._verifier_of.get(message.request_id) == message.verifier_id
         if known and self.proposer.commit(message.request_id, message.start, message.token_ids, message.window):
+            self._add_features(message.request_id, message.features)
             return
         self.counters.resyncs += 1
         outbox = self._outboxes.get(message.verifier_id)
         if outbox is not None:
             outbox.post([DraftResync(message.request_id, self.drafter_id)])
+
+    def _add_features(self, request_id: str, features: Sequence[Features]) -> None:
+        if features and isinstance(self.proposer, ReadsFeatures):
+            self.proposer.add_features(request_id, features)
 
     def _publish(self, request_ids: Sequence[str]) -> None:
         tails: dict[str, list[DraftTail]] = {}

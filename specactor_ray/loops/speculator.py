@@ -14,7 +14,7 @@ from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.loops.assignment import AssignmentChange, DrafterAssignment
 from specactor_ray.loops.step_metrics import StepMetrics
-from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftTail, Mode, ToDrafter, ToVerifier
+from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftTail, Features, Mode, ToDrafter, ToVerifier
 from specactor_ray.queues.conflation import for_verifier
 from specactor_ray.queues.mailbox import Mailbox
 from specactor_ray.queues.outbox import Outbox
@@ -26,6 +26,8 @@ from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
 
 _PROBE_EVERY = 32
 """Every so many steps a decoupled verifier waits as if drafters always answered in time, to see whether they do."""
+_KEPT_POSITIONS = 2048
+"""Hidden states kept per request, at least those of so many of the newest positions, for drafters that join later."""
 _MEMORY = 0.9
 """Weight of the past in moving shares: of waits answered in time, of answers that hold a guess."""
 
@@ -37,6 +39,8 @@ class DrafterLink:
     method: str
     window: int
     outbox: Outbox[ToDrafter]
+    reads_features: bool = False
+    """It is sent the target's hidden states."""
 
 
 @dataclass(slots=True)
@@ -77,6 +81,8 @@ class _Request:
     """Usable tails of its drafters when the step under way began."""
     worthwhile: int = 0
     """Draft tokens that would be verified if they were there; 0: no use in waiting."""
+    features: list[Features] = field(default_factory=list)
+    """Hidden states of the newest positions, for drafters that join later."""
 
 
 class Speculator:
@@ -150,15 +156,17 @@ class Speculator:
             self._open_at(drafter_id, request_id)
 
     def _open_at(self, drafter_id: str, request_id: str) -> None:
-        request = self._requests[request_id].request
+        state, link = self._requests[request_id], self._drafters[drafter_id].link
+        request = state.request
         message = DraftOpen(
             request_id,
             self._verifier_id,
             request.prompt_token_ids,
             self._book.committed(request_id),
             request.sampling,
-            self._drafters[drafter_id].link.window,
+            link.window,
             self._mode,
+            tuple(state.features) if link.reads_features else (),
         )
         self._post(drafter_id, message)
 
@@ -333,9 +341,24 @@ class Speculator:
             pair[1] += output.num_accepted
         state.usable, state.chosen = {}, None
         self._book.commit(request_id, fresh)
+        features = self._keep_features(state, output)
         for drafter_id in self._assignment.of(request_id):
-            window = self._window(drafter_id)
-            self._post(drafter_id, Commit(request_id, self._verifier_id, output.start, fresh, window, self._mode))
+            link = self._drafters[drafter_id].link
+            sent = features if link.reads_features else ()
+            self._post(
+                drafter_id,
+                Commit(request_id, self._verifier_id, output.start, fresh, link.window, self._mode, sent),
+            )
+
+    def _keep_features(self, state: _Request, output: RowOutput) -> tuple[Features, ...]:
+        """What the step exported of this request, as it travels; also kept for drafters that join later."""
+        if output.hidden_states is None:
+            return ()
+        features = Features(output.hidden_start, output.hidden_states)
+        state.features.append(features)
+        while features.end - state.features[0].end >= _KEPT_POSITIONS:
+            state.features.pop(0)
+        return (features,)
 
     def observe_step(self, result: StepResult) -> None:
         """Learn from a whole step: its cost, and how each drafter did in it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftTail, ToDrafter, ToRollout, ToVerifier
 
@@ -104,8 +104,8 @@ def for_drafter() -> Rules[ToDrafter]:
     - `DraftOpen` replaces whatever waits, also a `DraftClose`: opening starts the mirror afresh anyway.
     - `Commit`s that touch or overlap become one. With a gap between them the one that reaches further stays; the
       drafter either knows the tokens before it or notices the gap and asks for a `DraftOpen`.
-    - A `Commit` behind a waiting `DraftOpen` is folded into its committed tokens. If it leaves a gap, or carries
-      features (which an open cannot), it waits beside the open.
+    - A `Commit` behind a waiting `DraftOpen` is folded into its committed tokens and features. If it leaves a gap, it
+      waits beside the open.
     - `DraftClose` replaces whatever waits. A finished output may be learned from, so its last `Commit` stays in front.
     - A `Commit` behind a `DraftClose` is late and is dropped.
 
@@ -143,18 +143,19 @@ def _fold(opening: DraftOpen, commit: Commit) -> tuple[ToDrafter, ...]:
     agrees = known[commit.start : commit.end] == commit.token_ids[: max(0, len(known) - commit.start)]
     if commit.end < len(known) and agrees:
         return (opening,)
-    if commit.start > len(known) or not agrees or commit.features is not None:
+    if commit.start > len(known) or not agrees:
         return opening, commit
-    rest = commit.token_ids[len(known) - commit.start :]
-    return (replace(opening, committed_token_ids=known + rest, window=commit.window, mode=commit.mode),)
+    rest, features = commit.token_ids[len(known) - commit.start :], opening.features + commit.features
+    return (
+        replace(opening, committed_token_ids=known + rest, window=commit.window, mode=commit.mode, features=features),
+    )
 
 
 def merge_commits(old: Commit, new: Commit) -> Commit:
     """Two commits of one request as one.
 
-    Window and mode are those of the commit that reaches further. Features of commits that touch become one tuple of
-    references in the order of positions; where commits only partly overlap, or one came without, they are left out,
-    because they could no longer be assigned to positions.
+    Window and mode are those of the commit that reaches further. Features say themselves which positions they are of,
+    so those of both are kept, in the order of positions.
 
     Returns:
         The union if they touch or overlap and agree; else the one that reaches further (`new` if neither does).
@@ -164,19 +165,9 @@ def merge_commits(old: Commit, new: Commit) -> Commit:
     overlap = low.end - high.start
     if overlap < 0 or low.token_ids[high.start - low.start :][: len(high.token_ids)] != high.token_ids[:overlap]:
         return last
+    features = low.features + high.features
     if high.end <= low.end:
-        return replace(low, window=last.window, mode=last.mode)
+        return replace(low, window=last.window, mode=last.mode, features=low.features)
     if high.start == low.start:
         return high
-    features = _join(low.features, high.features) if overlap == 0 else None
     return replace(last, start=low.start, token_ids=low.token_ids + high.token_ids[overlap:], features=features)
-
-
-def _join(first: Any, second: Any) -> tuple[Any, ...] | None:
-    if first is None or second is None:
-        return None
-    return (*_as_tuple(first), *_as_tuple(second))
-
-
-def _as_tuple(features: Any) -> tuple[Any, ...]:
-    return features if isinstance(features, tuple) else (features,)

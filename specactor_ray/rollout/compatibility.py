@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
-from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.config.schema import Config, ModeName, reads_features
 from specactor_ray.errors import ConfigError, ModelLoadError
 from specactor_ray.modeling.loading import load_model_config, load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+def export_what_drafters_read(config: Config) -> Config:
+    """The configuration with `target.hidden_layers` set to what its EAGLE head reads; unchanged without one.
+
+    Raises:
+        ConfigError: `target.hidden_layers` is set to something else.
+        ModelLoadError: The head cannot be found, or was made for another target.
+    """
+    drafter = next((drafter for drafter in config.drafters if reads_features(drafter)), None)
+    if drafter is None or drafter.model is None or config.mode is ModeName.plain:
+        return config
+    from specactor_ray.modeling.eagle_checkpoint import read_head_config
+
+    trust = config.target.trust_remote_code
+    layers = list(read_head_config(drafter.model, config.target.model, trust_remote_code=trust).exported_layers)
+    if config.target.hidden_layers not in ([], layers):
+        problem = f"{config.target.hidden_layers} is set, but the EAGLE head {drafter.model} reads {layers}."
+        raise ConfigError("target.hidden_layers", problem, "leave it out.")
+    resolved = copy.deepcopy(config)
+    resolved.target.hidden_layers = layers
+    return resolved
 
 
 def check_drafters_fit_target(config: Config) -> Any:
@@ -25,7 +48,7 @@ def check_drafters_fit_target(config: Config) -> Any:
     target = load_model_config(config.target.model, trust_remote_code=config.target.trust_remote_code)
     if config.mode is not ModeName.plain:
         for index, drafter in enumerate(config.drafters):
-            if drafter.model is None:
+            if drafter.model is None or reads_features(drafter):  # a head is checked on its own
                 continue
             draft = load_model_config(drafter.model, trust_remote_code=drafter.trust_remote_code)
             if draft.vocab_size != target.vocab_size:

@@ -18,7 +18,7 @@ from specactor_ray.config.schema import ModeName
 from specactor_ray.controller.controller import start_controller
 from specactor_ray.errors import InputError
 from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
-from specactor_ray.rollout.compatibility import check_drafters_fit_target
+from specactor_ray.rollout.compatibility import check_drafters_fit_target, export_what_drafters_read
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
@@ -45,6 +45,7 @@ class Rollout:
     """
 
     def __init__(self, config: Config) -> None:
+        config = export_what_drafters_read(config)
         self.config = config
         self._closed = False
         self._streams = 0

@@ -42,9 +42,9 @@ class RowOutput:
     margins: list[float] | None = None
     """Perturbed top-2 margin of each token, when the engine was asked to record it."""
     hidden_states: Any = None
-    """`(n, layers * hidden)`, if exported: the target's states of the sequence positions `[hidden_start, hidden_start + n)`,
-    position 0 being the first token of the prompt. The outputs of a request hand out every position once, in order, up
-    to the one that predicted the newest token."""
+    """numpy `(n, layers * hidden)` (see `messages.Features`), if exported: the target's states of the sequence
+    positions `[hidden_start, hidden_start + n)`, position 0 being the first token of the prompt. The outputs of a
+    request hand out every position once, in order, up to the one that predicted the newest token."""
     hidden_start: int = 0
     finish_reason: str | None = None
     """`stop`, `length`, `error`, or None while the request goes on."""

@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import InputError
 from specactor_ray.modeling.ragged_cache import CacheRow
 from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
+from specactor_ray.modeling.wire import to_wire
 from specactor_ray.sampling import SamplingError, Verified, verify_tails, warm_up
 from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
 
@@ -34,7 +36,7 @@ class _Row:
     context: list[int]
     stop_ids: frozenset[int]
     cache: CacheRow | None = None
-    states: list[torch.Tensor] = field(default_factory=list)
+    states: list[np.ndarray] = field(default_factory=list)
     """Exported hidden states of prefilled positions that no output has handed out yet."""
     handed_out: int = 0
     """Sequence positions whose hidden states an output has handed out."""
@@ -199,7 +201,7 @@ class HfEngine:
         result.num_tokens = sum(planned.num_context + len(planned.tail) for planned in plan)
         result.num_prefill_tokens = sum(planned.num_context for planned in plan if planned.num_context > 1)
         if output.hidden_states is not None:
-            _keep_states(plan, output.hidden_states)
+            _keep_states(plan, to_wire(output.hidden_states))
         for planned, row_verified in zip(sampling, verified, strict=True):
             result.outputs.append(self._commit(planned, row_verified))
         return result
@@ -346,7 +348,7 @@ def _keep_first(output: RowOutput, count: int) -> None:
         output.margins = output.margins[:count]
 
 
-def _keep_states(plan: Sequence[_Planned], states: torch.Tensor) -> None:
+def _keep_states(plan: Sequence[_Planned], states: np.ndarray) -> None:
     """Each row takes over the states of its positions in this forward; `states` are in the order of the plan.
 
     After a preemption positions are computed again whose states were handed out before: those are passed over.
@@ -366,7 +368,7 @@ def _hand_out_states(row: _Row, output: RowOutput) -> None:
         return
     end = len(row.context) + len(output.token_ids) - 1
     output.hidden_start = row.handed_out
-    output.hidden_states = torch.cat(row.states)[: end - row.handed_out]
+    output.hidden_states = np.concatenate(row.states)[: end - row.handed_out]
     row.handed_out, row.states = end, []
 
 

@@ -11,6 +11,7 @@ import torch
 from specactor_ray.errors import InputError, ModelLoadError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.modeling.wire import from_wire
 from specactor_ray.targets.base import TargetEngine, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests.tiny import tiny_target
@@ -142,7 +143,7 @@ def test_hidden_states_cover_every_position_once(limits: dict[str, Any]) -> None
         ends = [o.hidden_start + len(o.hidden_states) for o in outputs]
         assert [o.hidden_start for o in outputs] == [0, *ends[:-1]]
         assert ends == [len(request.prompt_token_ids) + o.start + len(o.token_ids) - 1 for o in outputs]
-        ours = torch.cat([o.hidden_states for o in outputs])
+        ours = torch.cat([from_wire(o.hidden_states) for o in outputs])
         tokens = collected.tokens[request.request_id]
         assert ours.shape == (len(request.prompt_token_ids) + len(tokens) - 1, 2 * model.config.hidden_size)
         context = torch.tensor([[*request.prompt_token_ids, *tokens]])

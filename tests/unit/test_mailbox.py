@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from specactor_ray.messages import (
     DraftOpen,
     DraftResync,
     DraftTail,
+    Features,
     Finished,
     Progress,
     RequestStats,
@@ -33,7 +35,7 @@ def opening(committed: int = 0, request: str = "r", verifier: str = "v", window:
     return DraftOpen(request, verifier, (1, 2, 3), TRUTH[:committed], SAMPLING, window)
 
 
-def commit(start: int, end: int, window: int = 4, features: object = None, request: str = "r") -> Commit:
+def commit(start: int, end: int, window: int = 4, features: tuple[Features, ...] = (), request: str = "r") -> Commit:
     return Commit(request, "v", start, TRUTH[start:end], window, features=features)
 
 
@@ -81,16 +83,16 @@ def test_commits_that_contradict_are_not_spliced() -> None:
     assert conflate(commit(0, 3), other) == [other]
 
 
-def test_features_of_touching_commits_stay_in_order_of_positions() -> None:
-    merged = conflate(commit(0, 2, features="a"), commit(2, 3, features="b"), commit(3, 5, features="c"))
-    assert merged == [commit(0, 5, features=("a", "b", "c"))]
-    assert conflate(commit(2, 3, features="b"), commit(0, 2, features="a")) == [commit(0, 3, features=("a", "b"))]
-    assert conflate(commit(0, 2, features="a"), commit(0, 2, features="a")) == [commit(0, 2, features="a")]
+A, B, C = (Features(begin, [0.0] * 2) for begin in (0, 2, 4))
 
 
-def test_features_that_cannot_be_assigned_are_left_out() -> None:
-    assert conflate(commit(0, 3, features="a"), commit(2, 5, features="b")) == [commit(0, 5)]
-    assert conflate(commit(0, 3, features="a"), commit(3, 5)) == [commit(0, 5)]
+def test_features_stay_in_order_of_positions() -> None:
+    merged = conflate(commit(0, 2, features=(A,)), commit(2, 3, features=(B,)), commit(3, 5, features=(C,)))
+    assert merged == [commit(0, 5, features=(A, B, C))]
+    assert conflate(commit(2, 3, features=(B,)), commit(0, 2, features=(A,))) == [commit(0, 3, features=(A, B))]
+    assert conflate(commit(0, 2, features=(A,)), commit(0, 2, features=(A,))) == [commit(0, 2, features=(A,))]
+    assert conflate(commit(0, 3, features=(A,)), commit(2, 5, features=(B,))) == [commit(0, 5, features=(A, B))]
+    assert conflate(commit(0, 3, features=(A,)), commit(3, 5)) == [commit(0, 5, features=(A,))]
 
 
 def test_open_replaces_all_and_takes_up_commits() -> None:
@@ -100,12 +102,8 @@ def test_open_replaces_all_and_takes_up_commits() -> None:
     assert conflate(opening(4), commit(1, 3, window=9)) == [opening(4)]
     assert conflate(opening(2), commit(3, 5)) == [opening(2), commit(3, 5)]
     assert conflate(opening(2), commit(3, 5), commit(2, 3)) == [opening(5)]
-    with_features = commit(2, 4, features="x")
-    assert conflate(opening(2), with_features) == [opening(2), with_features]
-    assert conflate(opening(2), with_features, commit(4, 5, features="y")) == [
-        opening(2),
-        commit(2, 5, features=("x", "y")),
-    ]
+    folded = conflate(replace(opening(2), features=(A,)), commit(2, 4, features=(B,)), commit(4, 5, features=(C,)))
+    assert folded == [replace(opening(5), features=(A, B, C))]
     contradiction = Commit("r", "v", 0, (7, 7, 7), 4)
     assert conflate(opening(2), contradiction) == [opening(2), contradiction]
     assert conflate(opening(9), contradiction) == [opening(9), contradiction]

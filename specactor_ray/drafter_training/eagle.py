@@ -1,0 +1,181 @@
+"""What an EAGLE head learns from: the target's hidden states along its own rollouts, as batches for
+`eagle_unroll.py`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from specactor_ray.drafter_training.eagle_unroll import EagleBatch
+from specactor_ray.modeling.eagle_head import EagleHead, EagleHeadConfig, default_aux_layers, most_frequent_ids
+from specactor_ray.modeling.wire import from_wire
+
+INIT_SCALE = 0.05
+"""Scale of what is not copied from the target: small, so that the head starts close to the target's own last layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagleExample:
+    """One rollout of the target."""
+
+    token_ids: tuple[int, ...]
+    """Prompt and output, `L` tokens."""
+    num_prompt: int
+    states: np.ndarray
+    """`(n, feature_size)`: auxiliary hidden states of the positions from `first` on, `n = L - 1 - first`."""
+    final: np.ndarray | None = None
+    """`(n, target hidden)`: output of the target's last layer at the same positions; without it the sampled tokens
+    stand in for the target's distribution."""
+    temperature: float = 1.0
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+
+class Teacher:
+    """The target's distribution over the draft vocabulary, from the output of its last layer.
+
+    Args:
+        model: The target, a transformers model.
+        draft_ids: `(draft_vocab,)`: the target's id of each draft token.
+    """
+
+    def __init__(self, model: Any, draft_ids: torch.Tensor) -> None:
+        self.norm: nn.Module = model.get_decoder().norm
+        head = model.get_output_embeddings()
+        self.weight = head.weight.detach()[draft_ids].clone()
+        self.bias = None if head.bias is None else head.bias.detach()[draft_ids].clone()
+
+    @torch.no_grad()
+    def log_probs(self, final: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        """`(M, draft_vocab)` of `final` `(M, hidden)` and `temperature` `(M,)`, above 0."""
+        logits = nn.functional.linear(self.norm(final.to(self.weight.dtype)), self.weight, self.bias)
+        return torch.log_softmax(logits / temperature[:, None], dim=-1)
+
+
+def make_batch(examples: Sequence[EagleExample], head: EagleHead, teacher: Teacher | None) -> EagleBatch:
+    """A padded batch. Without a teacher, or without `final` states, the sampled tokens are the targets; those outside
+    the draft vocabulary do not count then."""
+    size, longest = len(examples), max(map(len, examples))
+    states = torch.zeros(size, longest, head.config.feature_size)
+    next_ids = torch.zeros(size, longest, dtype=torch.long)
+    counts = torch.zeros(size, longest, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        n = len(example)
+        states[row, :n] = from_wire(example.states).float()
+        next_ids[row, :n] = torch.tensor(example.token_ids[example.first + 1 : example.first + 1 + n])
+        counts[row, max(example.num_prompt - 1 - example.first, 0) : n] = True
+    if teacher is not None and all(example.final is not None for example in examples):
+        return EagleBatch(states, next_ids, counts, _taught(examples, counts, teacher))
+    draft_of = torch.full((head.config.vocab_size,), -1, dtype=torch.long)
+    draft_of[head.draft_token_ids()] = torch.arange(head.config.draft_vocab_size)
+    counts &= draft_of[next_ids] >= 0
+    wanted = draft_of[next_ids[counts]]
+    sampled = torch.full((len(wanted), head.config.draft_vocab_size), float("-inf"))
+    sampled.scatter_(1, wanted.unsqueeze(1), 0.0)
+    return EagleBatch(states, next_ids, counts, sampled)
+
+
+def _taught(examples: Sequence[EagleExample], counts: torch.Tensor, teacher: Teacher) -> torch.Tensor:
+    final, temperatures = [], []
+    for example, row in zip(examples, counts, strict=True):
+        assert example.final is not None  # callers have looked
+        counted = row[: len(example)]
+        final.append(from_wire(example.final)[counted].float())
+        temperatures.append(torch.full((int(counted.sum()),), example.temperature or 1.0))
+    return teacher.log_probs(torch.cat(final), torch.cat(temperatures))
+
+
+def batches_by_length(
+    examples: Sequence[EagleExample], max_positions: int, rng: random.Random
+) -> Iterator[list[EagleExample]]:
+    """Batches of similar lengths in random order, each of at most `max_positions` padded positions (or one example)."""
+    ranked = sorted(examples, key=lambda example: len(example) + rng.uniform(0, 32))
+    batches, current, longest = list[list[EagleExample]](), list[EagleExample](), 0
+    for example in ranked:
+        if current and max(longest, len(example)) * (len(current) + 1) > max_positions:
+            batches.append(current)
+            current, longest = [], 0
+        current.append(example)
+        longest = max(longest, len(example))
+    if current:
+        batches.append(current)
+    rng.shuffle(batches)
+    yield from batches
+
+
+def new_head(model: Any, name: str, examples: Sequence[EagleExample], draft_vocab_size: int) -> EagleHead:
+    """A head for this target that starts from the target's own last layer.
+
+    The feature starts as the high layer's state alone, and attention, MLP, norms and output layer are those of the
+    target's last layer and head; only the parts that read the embedding, and those of the lower layers, start small.
+
+    Args:
+        model: The target, a transformers model of the Llama family (RMS norms, gated MLP, rotary positions).
+        name: Its name, for the checkpoint.
+        examples: Where token frequencies are counted, for the draft vocabulary.
+        draft_vocab_size: Size of the draft vocabulary; at most the target's.
+    """
+    settings = model.config.get_text_config()
+    counts = torch.zeros(int(settings.vocab_size), dtype=torch.long)
+    for example in examples:
+        counts += torch.bincount(torch.tensor(example.token_ids[example.num_prompt :]), minlength=len(counts))
+    eos = settings.eos_token_id
+    always = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    draft_ids = most_frequent_ids(counts, draft_vocab_size, always)
+    head = EagleHead(_config_of(settings, name, len(draft_ids)))
+    head.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
+    with torch.no_grad():
+        _copy_last_layer(head, model, draft_ids)
+    head.embed_tokens.weight.requires_grad_(False)
+    return head
+
+
+def _config_of(settings: Any, name: str, draft_vocab_size: int) -> EagleHeadConfig:
+    heads = int(settings.num_attention_heads)
+    layer = {
+        "hidden_size": int(settings.hidden_size),
+        "intermediate_size": int(settings.intermediate_size),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(getattr(settings, "num_key_value_heads", None) or heads),
+        "head_dim": int(getattr(settings, "head_dim", None) or settings.hidden_size // heads),
+        "rms_norm_eps": float(settings.rms_norm_eps),
+        "vocab_size": int(settings.vocab_size),
+        "max_position_embeddings": int(settings.max_position_embeddings),
+        "rope_parameters": dict(settings.rope_parameters),
+    }
+    layers = int(settings.num_hidden_layers)
+    return EagleHeadConfig(
+        layer,
+        draft_vocab_size,
+        int(settings.hidden_size),
+        default_aux_layers(layers),
+        verifier=name,
+        verifier_layers=layers,
+    )
+
+
+def _copy_last_layer(head: EagleHead, model: Any, draft_ids: torch.Tensor) -> None:
+    last: Any = model.get_decoder().layers[-1]
+    layer: Any = head.layers[0]
+    size = head.config.hidden_size
+    head.embed_tokens.weight.copy_(model.get_input_embeddings().weight)
+    head.lm_head.weight.copy_(model.get_output_embeddings().weight[draft_ids])
+    head.norm.weight.copy_(model.get_decoder().norm.weight)
+    head.fc.weight.mul_(INIT_SCALE)
+    head.fc.weight[:, -head.config.target_hidden_size :] += torch.eye(size)
+    layer.mlp.load_state_dict(last.mlp.state_dict())
+    layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
+    layer.hidden_norm.weight.copy_(last.input_layernorm.weight)
+    layer.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = getattr(layer.self_attn, name).weight
+        weight.mul_(INIT_SCALE * 6)
+        weight[:, size:] = getattr(last.self_attn, name).weight

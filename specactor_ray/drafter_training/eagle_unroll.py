@@ -1,0 +1,109 @@
+"""The head unrolled over its own predictions, all positions at once: EAGLE-3's training-time test (arXiv 2503.01840).
+
+At inference the head starts from a true feature at an *anchor* `a` and then feeds on its own outputs: at depth `k` it
+sits at sequence position `a + k` and attends to the true features up to the anchor and to its own of depths 1..k. In
+training every position is an anchor. Keys of depth 0 are shared by all anchors (causal attention); those of deeper
+steps belong to one anchor only, so each adds one column to the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from specactor_ray.modeling.eagle_head import EagleHead
+
+
+@dataclass(frozen=True, slots=True)
+class EagleBatch:
+    """Sequences of different lengths, padded on the right to `T` positions.
+
+    Position `i` of a sequence `x` of `L` tokens holds the target's states of `x_i` and, as `next_ids`, `x_{i+1}`; so
+    there are `L - 1` of them.
+    """
+
+    states: torch.Tensor
+    """`(B, T, feature_size)`: auxiliary hidden states of the target."""
+    next_ids: torch.Tensor
+    """`(B, T)` int64."""
+    predicts_output: torch.Tensor
+    """`(B, T)` bool: position `i` predicts, as the target does, a token `x_{i+1}` that counts: one of the output."""
+    teacher: torch.Tensor
+    """`(M, draft_vocab)`: the target's log-probabilities for `x_{i+1}` over the draft vocabulary, at the `M` positions
+    where `predicts_output` holds, in its order."""
+
+
+@dataclass(slots=True)
+class _Unroll:
+    """Keys and values of all depths; `attend` is the head's attention."""
+
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+
+    def attend(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """`q` `(B, heads, N, dim)` of the newest depth, for the first N anchors."""
+        self.keys.append(k)
+        self.values.append(v)
+        if len(self.keys) == 1:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            return out.transpose(1, 2).flatten(2)
+        batch, heads, count, dim = q.shape
+        kv_heads = k.shape[1]
+        grouped = q.view(batch, kv_heads, heads // kv_heads, count, dim) * dim**-0.5
+        shared = grouped @ self.keys[0][:, :, None, :count].transpose(-1, -2)
+        future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+        own = [(grouped * key[:, :, None, :count]).sum(-1, keepdim=True) for key in self.keys[1:]]
+        weights = torch.softmax(torch.cat([shared.masked_fill(future, float("-inf")), *own], dim=-1), dim=-1)
+        out = weights[..., :count] @ self.values[0][:, :, None, :count]
+        for depth, value in enumerate(self.values[1:]):
+            out = out + weights[..., count + depth, None] * value[:, :, None, :count]
+        return out.reshape(batch, heads, count, dim).transpose(1, 2).flatten(2)
+
+
+def unroll(head: EagleHead, batch: EagleBatch, depths: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Predictions at depth 0, 1, ..., `depths - 1`, of the anchors that have a target at that depth and count.
+
+    Yields:
+        `(log_probs, teacher)`, `(N, draft_vocab)` each: of the head and of the target for the same tokens.
+    """
+    total = batch.next_ids.shape[1]
+    inputs, attention = head.fuse(batch.states), _Unroll()
+    positions = torch.arange(total, device=inputs.device)
+    row_of = torch.full_like(batch.next_ids, -1)
+    row_of[batch.predicts_output] = torch.arange(len(batch.teacher), device=inputs.device)
+    for depth in range(depths):
+        count = total - depth - 1  # anchor a predicts x_{a + depth + 2}, as the target does at position a + depth + 1
+        if count <= 0:
+            return
+        # At depth 0 the last anchor predicts nothing here, but it has a key; later depths only lose anchors.
+        kept = count + 1 if depth == 0 else count
+        at = positions[depth : depth + kept].expand(len(inputs), -1)
+        outputs = head(inputs[:, :kept], batch.next_ids[:, depth : depth + kept], at, attention.attend)
+        # The output layer costs as much as the rest: only where the prediction counts.
+        rows = row_of[:, depth + 1 :]
+        yield torch.log_softmax(head.logits(outputs[:, :count][rows >= 0]), dim=-1), batch.teacher[rows[rows >= 0]]
+        inputs = outputs
+
+
+def unroll_loss(
+    head: EagleHead, batch: EagleBatch, depths: int, decay: float = 0.8
+) -> tuple[torch.Tensor, list[float]]:
+    """Cross entropy against the target's distribution, summed over depths with weights `decay ** depth`.
+
+    Returns:
+        The loss per position; and per depth the mean overlap `1 - TV` (total variation) of the two distributions: two
+        samples with the same noise agree with probability at least `(1 - TV) / (1 + TV)`.
+    """
+    loss = batch.states.new_zeros(())
+    overlaps = []
+    for depth, (log_probs, teacher) in enumerate(unroll(head, batch, depths)):
+        if len(teacher):
+            probs = teacher.exp()
+            loss = loss - decay**depth * (probs * log_probs).sum(-1).mean()
+            with torch.no_grad():
+                overlaps.append(float(torch.minimum(probs, log_probs.exp()).sum(-1).mean()))
+    return loss, overlaps

@@ -1,0 +1,237 @@
+"""EAGLE-3 heads on disk, in the formats others use.
+
+Written is the `speculators` format: `config.json` with `speculators_model_type: eagle3` beside `model.safetensors`;
+vLLM loads it as it is. Read are that one and the format of the EAGLE authors (a Llama `config.json` with
+`draft_vocab_size`, weights under `midlayer.`). Embeddings that a checkpoint leaves out are the target's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specactor_ray.errors import ModelLoadError
+from specactor_ray.modeling.eagle_head import EagleHead, EagleHeadConfig, default_aux_layers
+from specactor_ray.modeling.loading import load_model, load_model_config, parse_dtype, resolve_model
+
+_OWN_KEY = "specactor_ray"
+"""Facts of ours in `config.json` that the format has no place for."""
+_EMBEDDING = "embed_tokens.weight"
+_EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+_FROZEN = (_EMBEDDING, "d2t", "t2d")
+
+
+def read_head_config(name: str, target: str, *, trust_remote_code: bool = False) -> EagleHeadConfig:
+    """The shape of the head in a directory, checked against the target it shall draft for.
+
+    Args:
+        name: Directory of the head.
+        target: Directory, id or built-in name of the target.
+
+    Raises:
+        ModelLoadError: There is no head, it is of another kind, or it was made for another target; both are named.
+    """
+    folder = Path(name).expanduser()
+    facts = _read_json(folder)
+    model = load_model_config(target, trust_remote_code=trust_remote_code).get_text_config()
+    layers = int(model.num_hidden_layers)
+    config = _parse(folder, facts, layers, int(model.hidden_size))
+    _reject_other_target(config, name, target, model)
+    return config
+
+
+def load_head(
+    name: str, target: str, *, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False
+) -> EagleHead:
+    """The head with its weights; its embedding is the target's where the checkpoint has none.
+
+    Raises:
+        ModelLoadError: As `read_head_config`; or weights are missing, unknown or of another shape.
+    """
+    config = read_head_config(name, target, trust_remote_code=trust_remote_code)
+    weights = {_our_name(key): tensor for key, tensor in _read_weights(Path(name).expanduser()).items()}
+    weights.pop("t2d", None)
+    if _EMBEDDING not in weights:
+        weights[_EMBEDDING] = target_embedding(target, trust_remote_code=trust_remote_code)
+    if "d2t" not in weights and config.draft_vocab_size == config.vocab_size:
+        weights["d2t"] = torch.zeros(config.vocab_size, dtype=torch.long)
+    head = EagleHead(config)
+    _reject_misfits(head, weights, name)
+    head.load_state_dict(weights)
+    _reject_bad_mapping(head, name)
+    return head.to(device, parse_dtype(dtype)).eval().requires_grad_(False)
+
+
+def save_head(head: EagleHead, folder: Path) -> None:
+    """Write `config.json` and `model.safetensors` into an existing folder. The embedding is left out: it is the
+    target's."""
+    from safetensors.torch import save_file
+
+    config = head.config
+    facts = {
+        "architectures": ["Eagle3Speculator"],
+        "model_type": "speculator_model",
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.1.0",
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
+        "transformer_layer_config": {"model_type": "llama", **config.layer, "num_hidden_layers": 1},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.window}],
+            "verifier": {"name_or_path": config.verifier, "architectures": []},
+        },
+        _OWN_KEY: {"verifier_layers": config.verifier_layers, **config.extra},
+    }
+    target_has_draft = torch.zeros(config.vocab_size, dtype=torch.bool)
+    target_has_draft[head.draft_token_ids().cpu()] = True
+    weights = {**trained_weights(head), "d2t": head.d2t, "t2d": target_has_draft}
+    save_file(
+        {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(facts, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def trained_weights(head: EagleHead) -> dict[str, torch.Tensor]:
+    """Name → tensor of everything that training changes: what an update of a running head carries."""
+    return {key: tensor for key, tensor in head.state_dict().items() if key not in _FROZEN}
+
+
+def target_embedding(target: str, *, trust_remote_code: bool = False) -> torch.Tensor:
+    """`(vocab, hidden)`: the target's input embedding, read alone where its files allow that."""
+    from safetensors import safe_open
+
+    source = resolve_model(target)
+    for path in sorted(source.glob("*.safetensors")) if isinstance(source, Path) else ():
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                if key.endswith(_EMBEDDING_NAMES):
+                    return file.get_tensor(key)
+    model: Any = load_model(target, trust_remote_code=trust_remote_code)
+    return model.get_input_embeddings().weight.detach()
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelLoadError(f"There is no EAGLE head at {str(folder)!r} (no config.json). Fix: name its directory.")
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}. Fix: copy the head again.") from error
+    return facts if isinstance(facts, dict) else {}
+
+
+def _parse(folder: Path, facts: Mapping[str, Any], target_layers: int, target_hidden: int) -> EagleHeadConfig:
+    kind = facts.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise ModelLoadError(f"{folder} holds a {kind!r} head. Fix: use one of the kind eagle3.")
+    layer = dict(facts.get("transformer_layer_config") or facts)
+    if "draft_vocab_size" not in facts or "hidden_size" not in layer:
+        raise ModelLoadError(f"{folder}/config.json does not describe an EAGLE-3 head (no draft_vocab_size).")
+    if int(layer.get("num_hidden_layers", 1)) != 1:
+        raise ModelLoadError(f"{folder} has {layer['num_hidden_layers']} layers; heads of one layer are supported.")
+    nested = facts.get("eagle_config") or {}
+    aux = facts.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+    own = dict(facts.get(_OWN_KEY) or {})
+    about = facts.get("speculators_config") or {}
+    methods = about.get("proposal_methods") or [{}]
+    return EagleHeadConfig(
+        layer={key: value for key, value in layer.items() if key in _LAYER_KEYS and value is not None},
+        draft_vocab_size=int(facts["draft_vocab_size"]),
+        target_hidden_size=int(facts.get("target_hidden_size") or layer.get("target_hidden_size") or target_hidden),
+        aux_layers=tuple(int(index) for index in aux or default_aux_layers(target_layers)),
+        norm_before_residual=bool(facts.get("norm_before_residual", False)),
+        verifier=str((about.get("verifier") or {}).get("name_or_path") or ""),
+        verifier_layers=own.pop("verifier_layers", None),
+        window=int(methods[0].get("speculative_tokens") or 5),
+        extra=own,
+    )
+
+
+_LAYER_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "rms_norm_eps",
+    "vocab_size",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "max_position_embeddings",
+    "attention_bias",
+    "mlp_bias",
+)
+
+
+def _reject_other_target(config: EagleHeadConfig, name: str, target: str, model: Any) -> None:
+    """Names what the head was made for and what the target is."""
+    made_for = f" (made for {config.verifier})" if config.verifier else ""
+    layers = config.verifier_layers if config.verifier_layers is not None else int(model.num_hidden_layers)
+    if max(config.aux_layers) > int(model.num_hidden_layers):
+        layers = max(config.aux_layers)  # more than there are, whatever the checkpoint says
+    for what, wanted, is_ in (
+        ("a vocabulary of {} tokens", config.vocab_size, int(model.vocab_size)),
+        ("hidden states of {} numbers", config.target_hidden_size, int(model.hidden_size)),
+        ("{} decoder layers", layers, int(model.num_hidden_layers)),
+    ):
+        if wanted != is_:
+            raise ModelLoadError(
+                f"The EAGLE head {name!r}{made_for} wants a target with {what.format(wanted)}; the target {target!r} "
+                f"has {is_}. Fix: use a head trained for this target (specactor drafter train --method eagle)."
+            )
+
+
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        if files:
+            return {key: tensor for file in files for key, tensor in load_file(file).items()}
+        path = folder / "pytorch_model.bin"
+        if path.is_file():
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        raise ModelLoadError(f"The weights of the EAGLE head {str(folder)!r} cannot be read: {error}.") from error
+    raise ModelLoadError(f"The EAGLE head {str(folder)!r} has no weights (model.safetensors).")
+
+
+def _our_name(key: str) -> str:
+    """`midlayer.` is the one layer; some checkpoints put `model.` or `draft_model.` in front."""
+    for prefix in ("model.", "draft_model."):
+        key = key.removeprefix(prefix)
+    return f"layers.0.{key.removeprefix('midlayer.')}" if key.startswith("midlayer.") else key
+
+
+def _reject_misfits(head: EagleHead, weights: Mapping[str, torch.Tensor], name: str) -> None:
+    wanted = {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}
+    missing, unknown = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    if missing or unknown:
+        raise ModelLoadError(
+            f"The weights of the EAGLE head {name!r} do not fit its configuration: {len(missing)} missing (first: "
+            f"{missing[:3]}), {len(unknown)} unknown (first: {unknown[:3]})."
+        )
+    for key, shape in wanted.items():
+        if tuple(weights[key].shape) != shape:
+            raise ModelLoadError(
+                f"Weight {key} of the EAGLE head {name!r} has the shape {tuple(weights[key].shape)}; its "
+                f"configuration says {shape}."
+            )
+
+
+def _reject_bad_mapping(head: EagleHead, name: str) -> None:
+    ids = head.draft_token_ids()
+    if ids.min() < 0 or ids.max() >= head.config.vocab_size or len(ids.unique()) < len(ids):
+        raise ModelLoadError(f"The mapping d2t of the EAGLE head {name!r} does not fit the target's vocabulary.")

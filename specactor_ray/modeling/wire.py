@@ -1,0 +1,19 @@
+"""Tensors as numpy arrays, which Ray hands over without copying; numpy knows no bfloat16, so its bits travel as
+int16."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def to_wire(tensor: torch.Tensor) -> np.ndarray:
+    """`(n, width)` float32, float16 or bfloat16, on any device → an array of its own."""
+    tensor = tensor.detach().to("cpu").contiguous()
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def from_wire(array: np.ndarray) -> torch.Tensor:
+    """The tensor again; read-only where the array is."""
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor

@@ -1,0 +1,317 @@
+"""The EAGLE head and its proposer, against plain dense computations of the same head."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specactor_ray.drafter_training.eagle import EagleExample, Teacher, make_batch
+from specactor_ray.drafter_training.eagle_unroll import unroll
+from specactor_ray.drafters.eagle import EagleProposer
+from specactor_ray.errors import ModelLoadError
+from specactor_ray.messages import Features, SamplingParams
+from specactor_ray.modeling.eagle_checkpoint import load_head, read_head_config, save_head, trained_weights
+from specactor_ray.modeling.eagle_head import EagleHead, most_frequent_ids
+from specactor_ray.modeling.eagle_runner import EagleRunner
+from specactor_ray.sampling import own_noise, sample_rows
+from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
+
+WINDOW = 4
+
+
+def head() -> EagleHead:
+    return load_head(str(tiny_eagle()), str(tiny_target()))
+
+
+def states_of(count: int, seed: int, width: int = 192) -> np.ndarray:
+    """Some states; what the head makes of them is all that is compared."""
+    return np.random.default_rng(seed).standard_normal((count, width)).astype(np.float32)
+
+
+def dense_outputs(head: EagleHead, inputs: torch.Tensor, next_ids: list[int], first: int) -> torch.Tensor:
+    """All outputs of one sequence of entries by one causal attention, without a cache."""
+
+    def attend(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+
+    positions = torch.arange(first, first + len(next_ids)).unsqueeze(0)
+    return head(inputs.unsqueeze(0), torch.tensor([next_ids]), positions, attend)[0]
+
+
+@torch.no_grad()
+def expected_tail(
+    head: EagleHead, states: np.ndarray, tokens: list[int], num_prompt: int, sampling: SamplingParams, first: int = 0
+) -> tuple[int, ...]:
+    """What the head guesses after `tokens`, from nothing at every step; states of `[first, L - 1)` are known."""
+    inputs, guessed = head.fuse(torch.from_numpy(states[first : len(tokens) - 1])), list[int]()
+    while len(guessed) < WINDOW:
+        outputs = dense_outputs(head, inputs, [*tokens, *guessed][first + 1 :], first)
+        logits = torch.full((1, head.config.vocab_size), float("-inf"))
+        logits[:, head.draft_token_ids()] = head.logits(outputs[-1:])
+        guessed += sample_rows(logits, [sampling], [len(tokens) - num_prompt + len(guessed)]).token_ids
+        inputs = torch.cat([inputs, outputs[-1:]])
+    return tuple(guessed)
+
+
+def extend_fully(drafter: EagleProposer) -> list[str]:
+    reported = []
+    for _ in range(200):
+        changed = drafter.extend()
+        reported += changed
+        if not changed:
+            return reported
+    raise AssertionError("extend never came to rest")
+
+
+class Sequence:
+    """A request whose true states are drawn beforehand, committed piece by piece."""
+
+    def __init__(self, number: int, temperature: float) -> None:
+        self.name = f"r{number}"
+        self.prompt = tiny_prompt_ids(4)[number]
+        self.sampling = SamplingParams(temperature=temperature, max_tokens=200, seed=50 + number)
+        self.states = states_of(400, number)
+        self.output: list[int] = []
+        self.sent = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt, *self.output]
+
+    def new_features(self, repeat: int = 0) -> list[Features]:
+        begin, end = max(self.sent - repeat, 0), len(self.tokens) - 1
+        self.sent = end
+        return [Features(begin, self.states[begin:end])]
+
+    def commit(self, drafter: EagleProposer, fresh: list[int], repeat: int = 0) -> None:
+        start = len(self.output)
+        self.output += fresh
+        assert drafter.commit(self.name, start, fresh, WINDOW)
+        drafter.add_features(self.name, self.new_features(repeat))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tails_after_any_history_are_those_of_a_fresh_computation(seed: int) -> None:
+    rng, reference = random.Random(seed), head()
+    drafter = EagleProposer(EagleRunner(head(), 4 << 20))
+    requests = [Sequence(number, rng.choice([0.0, 1.0])) for number in range(4)]
+    for request in requests:
+        drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+        request.commit(drafter, [rng.randrange(400)])
+    for _ in range(8):
+        for _ in range(rng.randint(0, 6)):
+            drafter.extend()
+        for request in rng.sample(requests, rng.randint(1, 4)):
+            _, tail = drafter.tail(request.name)
+            right = list(tail[: rng.randint(0, len(tail))])
+            request.commit(drafter, [*right, rng.randrange(400)], repeat=rng.randint(0, 3))
+    extend_fully(drafter)
+    for request in requests:
+        expected = expected_tail(reference, request.states, request.tokens, len(request.prompt), request.sampling)
+        assert drafter.tail(request.name) == (len(request.output), expected)
+        assert not drafter.pending(request.name)
+        drafter.close(request.name)
+    assert drafter._runner.cache.allocator.free_slots == drafter._runner.cache.slots, "cache was leaked"
+
+
+def test_a_surviving_tail_is_gone_through_again_and_kept_where_it_still_fits() -> None:
+    drafter = EagleProposer(EagleRunner(head(), 4 << 20))
+    request = Sequence(0, 1.0)
+    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    request.commit(drafter, [7])
+    extend_fully(drafter)
+    _, before = drafter.tail(request.name)
+    request.commit(drafter, [before[0]])
+    assert drafter.tail(request.name) == (2, before[1:]), "what survives stays on offer until it is refuted"
+    assert drafter.pending(request.name)
+    assert extend_fully(drafter)[-1:] == [request.name]
+    expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
+    assert drafter.tail(request.name) == (2, expected)
+
+
+def test_a_gap_in_the_states_means_less_context() -> None:
+    drafter = EagleProposer(EagleRunner(head(), 4 << 20))
+    request = Sequence(1, 1.0)
+    drafter.open(request.name, request.prompt, (3, 4, 5), request.sampling, WINDOW)
+    request.output = [3, 4, 5]
+    assert extend_fully(drafter) == [request.name], "without states there is no guess, and that is said once"
+    assert drafter.tail(request.name) == (3, ())
+    request.sent = first = len(request.prompt) + 1
+    request.commit(drafter, [6, 7])
+    extend_fully(drafter)
+    expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling, first)
+    assert drafter.tail(request.name) == (5, expected)
+
+
+def test_a_long_prompt_is_read_in_parts() -> None:
+    drafter = EagleProposer(EagleRunner(head(), 4 << 20))
+    request = Sequence(2, 1.0)
+    request.prompt, request.states = tuple(request.prompt * 40)[:900], states_of(1000, 9)
+    drafter.max_len = 1000
+    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    request.commit(drafter, [8])
+    extend_fully(drafter)
+    expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
+    assert drafter.tail(request.name) == (1, expected)
+
+
+def test_limits_are_answered_quietly() -> None:
+    drafter = EagleProposer(EagleRunner(head(), 4 << 20), max_batch=1)
+    first, second = Sequence(0, 0.0), Sequence(1, 0.0)
+    for request in (first, second):
+        drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+        request.commit(drafter, [9])
+    extend_fully(drafter)
+    assert len(drafter.tail(first.name)[1]) == WINDOW and drafter.tail(second.name) == (1, ())
+    assert not drafter.commit("nobody", 0, [1], WINDOW)
+    assert not drafter.commit(first.name, 5, [1], WINDOW), "a gap asks for a fresh open"
+    with pytest.raises(ValueError, match="the head reads 192"):
+        drafter.add_features(first.name, [Features(0, states_of(50, 0, width=64))])
+
+
+def test_own_noise_changes_the_samples() -> None:
+    request = Sequence(0, 1.0)
+    tails = []
+    for shared in (True, False):
+        drafter = EagleProposer(EagleRunner(head(), 4 << 20), shared_noise=shared)
+        drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+        request.sent, request.output = 0, []
+        request.commit(drafter, [9])
+        extend_fully(drafter)
+        tails.append(drafter.tail(request.name)[1])
+    expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), own_noise(request.sampling))
+    assert tails[1] == expected != tails[0]
+
+
+def test_the_unroll_of_training_equals_running_ahead() -> None:
+    """At every depth and anchor, with the true tokens fed in: the same log-probabilities as one entry after the
+    other."""
+    model, depths, length = head(), 3, 14
+    tokens = tuple(random.Random(0).randrange(400) for _ in range(length))
+    example = EagleExample(tokens, 1, states_of(length - 1, 3))
+    batch = make_batch([example, EagleExample(tokens[:9], 1, example.states[:8])], model, None)
+    batch.predicts_output[:] = True
+    everything = torch.zeros(batch.next_ids.numel(), model.config.draft_vocab_size)
+    batch = type(batch)(batch.states, batch.next_ids, batch.predicts_output, everything)
+    with torch.no_grad():
+        for depth, (log_probs, _) in enumerate(unroll(model, batch, depths)):
+            count = length - 1 - depth - 1
+            for anchor in range(count):
+                inputs = model.fuse(torch.from_numpy(example.states[: anchor + 1]))
+                for k in range(depth + 1):
+                    outputs = dense_outputs(model, inputs, list(tokens[1 : anchor + k + 2]), 0)
+                    inputs = torch.cat([inputs, outputs[-1:]])
+                expected = torch.log_softmax(model.logits(outputs[-1]), dim=-1)
+                assert torch.allclose(log_probs[anchor], expected, atol=1e-4)
+
+
+def test_the_teacher_is_the_targets_distribution() -> None:
+    from transformers import AutoModelForCausalLM
+
+    target: Any = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32)
+    ids = torch.tensor([2, 5, 9, 40])
+    tokens = torch.tensor([tiny_prompt_ids(1)[0]])
+    kept: list[torch.Tensor] = []
+    target.model.layers[-1].register_forward_hook(lambda *args: kept.append(args[2]))
+    with torch.no_grad():
+        logits = target(tokens).logits[0] / 0.7
+    ours = Teacher(target, ids).log_probs(kept[0].reshape(-1, 64), torch.full((tokens.shape[1],), 0.7))
+    assert torch.allclose(ours, torch.log_softmax(logits[:, ids], dim=-1), atol=1e-5)
+
+
+def test_the_draft_vocabulary_holds_the_most_frequent_ids() -> None:
+    counts = torch.tensor([0, 5, 1, 5, 0, 9])
+    assert most_frequent_ids(counts, 3).tolist() == [1, 3, 5]
+    assert most_frequent_ids(counts, 3, always=[4]).tolist() == [1, 4, 5]
+    assert most_frequent_ids(counts, 5).tolist() == [0, 1, 2, 3, 5], "of equal counts the lower id"
+    assert most_frequent_ids(counts, 99).tolist() == list(range(6))
+
+
+class TestCheckpoint:
+    def test_a_head_survives_the_disk(self, tmp_path: Path) -> None:
+        first = head()
+        save_head(first, tmp_path)
+        second = load_head(str(tmp_path), str(tiny_target()))
+        assert second.config == first.config
+        assert all(torch.equal(tensor, second.state_dict()[key]) for key, tensor in first.state_dict().items())
+
+    def test_the_files_follow_the_format_of_speculators(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file
+
+        save_head(head(), tmp_path)
+        facts, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+        assert facts["speculators_model_type"] == "eagle3" and facts["draft_vocab_size"] == len(weights["d2t"])
+        assert facts["speculators_config"]["proposal_methods"][0]["speculative_tokens"] > 0
+        assert weights["t2d"].sum() == facts["draft_vocab_size"]
+        hidden = facts["transformer_layer_config"]["hidden_size"]
+        assert weights["layers.0.self_attn.q_proj.weight"].shape[1] == 2 * hidden
+
+    def test_the_format_of_the_authors_loads(self, tmp_path: Path) -> None:
+        first = head()
+        config = first.config
+        facts = {**config.layer, "draft_vocab_size": config.draft_vocab_size}
+        facts["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.aux_layers)}
+        (tmp_path / "config.json").write_text(json.dumps(facts))
+        weights = {key.replace("layers.0.", "midlayer."): value for key, value in trained_weights(first).items()}
+        mapping = {"d2t": first.d2t, "t2d": torch.zeros(512, dtype=torch.bool)}
+        torch.save({**weights, **mapping}, tmp_path / "pytorch_model.bin")
+        second = load_head(str(tmp_path), str(tiny_target()))
+        assert all(torch.equal(tensor, second.state_dict()[key]) for key, tensor in first.state_dict().items())
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"target_hidden_size": 4096}, ["4096 numbers", "has 64"]),
+            ({"transformer_layer_config.vocab_size": 32000}, ["32000 tokens", "has 512"]),
+            ({"specactor_ray": {"verifier_layers": 30}}, ["30 decoder layers", "has 4"]),
+            ({"eagle_aux_hidden_state_layer_ids": [2, 15, 27]}, ["27 decoder layers", "has 4"]),
+            ({"speculators_model_type": "mlp"}, ["mlp", "eagle3"]),
+            ({"draft_vocab_size": 77}, ["77"]),
+        ],
+    )
+    def test_a_head_for_another_target_is_refused(
+        self, tmp_path: Path, change: dict[str, Any], words: list[str]
+    ) -> None:
+        save_head(head(), tmp_path)
+        path = tmp_path / "config.json"
+        facts = json.loads(path.read_text())
+        for key, value in change.items():
+            *parents, last = key.split(".")
+            place = facts
+            for parent in parents:
+                place = place[parent]
+            place[last] = value
+        path.write_text(json.dumps(facts))
+        with pytest.raises(ModelLoadError) as caught:
+            load_head(str(tmp_path), str(tiny_target()))
+        assert all(word in str(caught.value) for word in words), caught.value
+
+    def test_what_is_not_there_is_said(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelLoadError, match=r"no config\.json"):
+            read_head_config(str(tmp_path), str(tiny_target()))
+        save_head(head(), tmp_path)
+        whole = (tmp_path / "model.safetensors").read_bytes()
+        (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ModelLoadError, match="cannot be read"):
+            load_head(str(tmp_path), str(tiny_target()))
+
+
+def test_new_weights_take_effect_in_a_running_head() -> None:
+    drafter = EagleProposer(EagleRunner(head(), 4 << 20))
+    request, other = Sequence(0, 1.0), head()
+    with torch.no_grad():
+        other.lm_head.weight.copy_(other.lm_head.weight.flip(0))
+    drafter.load_weights(3, trained_weights(other))
+    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    request.commit(drafter, [9])
+    extend_fully(drafter)
+    expected = expected_tail(other, request.states, request.tokens, len(request.prompt), request.sampling)
+    assert drafter.tail(request.name)[1] == expected and drafter.weight_version == 3
