@@ -13,33 +13,41 @@ import pytest
 import torch
 
 from specactor_ray.config.schema import BreakerConfig, SpeculationConfig, VerifyPolicy
-from specactor_ray.drafters.base import Proposer
+from specactor_ray.drafters.base import Proposer, ReadsFeatures
 from specactor_ray.drafters.draft_model import DraftModelProposer
+from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.speculator import DrafterLink, Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import Finished, Mode, Progress, SamplingParams
+from specactor_ray.modeling.eagle_checkpoint import load_head
+from specactor_ray.modeling.eagle_runner import EagleRunner
 from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.queues.conflation import for_drafter, for_verifier
 from specactor_ray.queues.outbox import Outbox
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests.misbehaving import Crasher, Liar
-from tests.tiny import tiny_draft, tiny_target
+from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 from tests.unit.engine_conformance import requests, run
 
 torch.set_num_threads(1)
+EAGLE_LAYERS = (0, 1, 2)
 
 
-def ragged(folder: Any) -> RaggedModel:
+def ragged(folder: Any, hidden_layers: Sequence[int] = ()) -> RaggedModel:
     from transformers import AutoModelForCausalLM
 
-    return RaggedModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 16 << 20)
+    return RaggedModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 16 << 20, hidden_layers)
 
 
-def engine() -> HfEngine:
-    return HfEngine(ragged(tiny_target()), [eos_id()])
+def engine(hidden_layers: Sequence[int] = ()) -> HfEngine:
+    return HfEngine(ragged(tiny_target(), hidden_layers), [eos_id()])
+
+
+def eagle() -> EagleProposer:
+    return EagleProposer(EagleRunner(load_head(str(tiny_eagle()), str(tiny_target())), 4 << 20))
 
 
 def eos_id() -> int:
@@ -86,13 +94,14 @@ class Bench:
         **speculation: Any,
     ) -> None:
         config = SpeculationConfig(window=window, **{"verify": VerifyPolicy.all, **speculation})
-        target = engine()
+        reading = [proposer for proposer in proposers.values() if isinstance(proposer, ReadsFeatures)]
+        target = engine(EAGLE_LAYERS if reading else ())
         self.verifier = VerifyLoop(target, Speculator("v0", mode, config, target.vocab_size))
         self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
         links = {}
         for name, loop in self.drafts.items():
             outbox = Outbox(Channel(loop.deliver, faults), for_drafter())
-            links[name] = DrafterLink(loop.proposer.method, window, outbox)
+            links[name] = DrafterLink(loop.proposer.method, window, outbox, loop.proposer in reading)
             loop.set_verifiers({"v0": Outbox(Channel(self.verifier.deliver, faults), for_verifier())})
         self.verifier.set_drafters(links)
         self._threads = [threading.Thread(target=loop.run, daemon=True) for loop in self.drafts.values()]
@@ -137,12 +146,14 @@ def proposers(kind: str) -> dict[str, Proposer]:
         return {"ngram-0": NgramProposer(2, 6, 4096, 64), "ngram-1": NgramProposer(2, 6, 4096, 64)}
     if kind == "draft_model":
         return {"small-0": DraftModelProposer(ragged(tiny_draft()))}
-    return {**proposers("ngram"), **proposers("draft_model")}
+    if kind == "eagle":
+        return {"eagle-0": eagle()}
+    return {**proposers("ngram"), **proposers("draft_model"), **proposers("eagle")}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.DECOUPLED])
-@pytest.mark.parametrize("kind", ["ngram", "draft_model", "both"])
+@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle", "all"])
 def test_drafted_equals_plain(kind: str, mode: Mode, temperature: float) -> None:
     batch = requests(10, temperature)
     bench = Bench(proposers(kind), mode, draft_wait_s=0.05)
@@ -161,7 +172,7 @@ def test_drafted_equals_plain(kind: str, mode: Mode, temperature: float) -> None
 @pytest.mark.parametrize("seed", range(4))
 def test_a_faulty_channel_changes_no_token_and_drafts_recover(seed: int) -> None:
     batch = requests(8, 1.0)
-    bench = Bench(proposers("ngram"), Mode.DECOUPLED, random.Random(seed), draft_wait_s=0.01)
+    bench = Bench(proposers("eagle" if seed % 2 else "ngram"), Mode.DECOUPLED, random.Random(seed), draft_wait_s=0.01)
     try:
         assert bench.run(batch) == truth_of(batch)
         assert bench.verifier.snapshot()["drafted_tokens"] > 0
@@ -218,7 +229,7 @@ def test_a_silent_drafter_delays_a_bounded_number_of_steps() -> None:
 
 def test_drafters_come_and_go_while_requests_run() -> None:
     batch = requests(8, 1.0, max_tokens=64)
-    bench = Bench(proposers("both"), Mode.DECOUPLED, draft_wait_s=0.02)
+    bench = Bench(proposers("all"), Mode.DECOUPLED, draft_wait_s=0.02)
     all_links = dict(bench.verifier.drafter_links)
     stop = threading.Event()
 
