@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
@@ -112,6 +112,13 @@ def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
             raise InputError(f"{name} is {value!r}; it must be between 0 and 2**64 - 1")
     message = struct.pack("<QQQ", *numbers.values())
     return int.from_bytes(hashlib.blake2b(message, digest_size=8, person=b"specactor-seed").digest(), "little")
+
+
+def own_noise(sampling: SamplingParams) -> SamplingParams:
+    """The same request with noise of the drafter's own: another seed, derived from the request's (BLAKE2b under the
+    personalisation `specactor-draft`), so that draws are independent of the target's and still the same every time."""
+    digest = hashlib.blake2b(struct.pack("<Q", sampling.seed), digest_size=8, person=b"specactor-draft").digest()
+    return replace(sampling, seed=int.from_bytes(digest, "little"))
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:

@@ -48,4 +48,5 @@ def _build_draft_model(config: DrafterConfig, device: str) -> Proposer:
     if config.model is None:
         raise ConfigError("drafters.model", "the method draft_model needs a model.", "name a model directory or id")
     model = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
-    return DraftModelProposer(RaggedModel(model, int(config.kv_cache_gb * 2**30)), config.max_batch)
+    ragged = RaggedModel(model, int(config.kv_cache_gb * 2**30))
+    return DraftModelProposer(ragged, config.max_batch, config.shared_noise)

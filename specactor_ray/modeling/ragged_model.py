@@ -22,6 +22,8 @@ from specactor_ray.modeling.packed_linear import (
 from specactor_ray.modeling.ragged_attention import RaggedBatch, register
 from specactor_ray.modeling.ragged_cache import CacheRow, RaggedCache
 
+HEAD_INPUT = -1
+"""In `hidden_layers`: the states that enter the output layer (after the last norm), from which the logits are made."""
 _CHECK_TOLERANCE = 0.05
 """Largest difference, relative to the largest logit, between one forward and the same in two parts."""
 
@@ -49,7 +51,8 @@ class RaggedModel:
     Args:
         model: A causal language model in evaluation mode; its attention and linears are replaced.
         cache_bytes: Memory budget of the key/value cache.
-        hidden_layers: Decoder layers (0-based) whose output states are exported, concatenated in this order.
+        hidden_layers: Decoder layers (0-based) whose output states are exported, concatenated in this order;
+            `HEAD_INPUT` stands for the states that enter the output layer.
         batched_attention: One padded attention call for all short rows. Default: on for GPUs.
 
     Raises:
@@ -162,6 +165,9 @@ class RaggedModel:
             return
         layers = self.model.get_decoder().layers
         for index in self._hidden_layers:
+            if index == HEAD_INPUT:
+                self.model.get_output_embeddings().register_forward_pre_hook(self._keep_head_input)
+                continue
             if not 0 <= index < len(layers):
                 raise ModelLoadError(
                     f"hidden layer {index} does not exist: the model has layers 0 to {len(layers) - 1}"
@@ -174,10 +180,17 @@ class RaggedModel:
 
         return hook
 
+    def _keep_head_input(self, module: Any, args: Any) -> None:
+        self._exported[HEAD_INPUT] = args[0]
+
     def _take_exported(self, keep: torch.Tensor) -> torch.Tensor | None:
         if not self._hidden_layers:
             return None
-        states = [self._exported[i].reshape(-1, self._exported[i].shape[-1])[keep] for i in self._hidden_layers]
+        states = []
+        for i in self._hidden_layers:
+            exported = self._exported[i].reshape(-1, self._exported[i].shape[-1])
+            # The output layer sees the wanted positions only, with its padding behind them.
+            states.append(exported[: len(keep)] if i == HEAD_INPUT else exported[keep])
         self._exported.clear()
         return torch.cat(states, dim=-1)
 

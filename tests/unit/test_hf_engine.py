@@ -10,7 +10,7 @@ import torch
 
 from specactor_ray.errors import InputError, ModelLoadError
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.modeling.ragged_model import HEAD_INPUT, RaggedModel
 from specactor_ray.targets.base import TargetEngine, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests.tiny import tiny_target
@@ -124,7 +124,7 @@ def test_unsampleable_logits_fail_that_request_alone() -> None:
 
 
 def test_hidden_states_are_those_of_the_predicting_positions() -> None:
-    engine = make(hidden_layers=[0, 3])
+    engine = make(hidden_layers=[0, 3, HEAD_INPUT])
     batch = requests(3, 1.0, max_tokens=20)
     for request in batch:
         engine.add(request)
@@ -137,17 +137,19 @@ def test_hidden_states_are_those_of_the_predicting_positions() -> None:
         states = [o.hidden_states for o in collected.outputs if o.request_id == request.request_id]
         ours = torch.cat(states)
         tokens = collected.tokens[request.request_id]
-        assert ours.shape == (len(tokens), 2 * model.config.hidden_size)
+        width = model.config.hidden_size
+        assert ours.shape == (len(tokens), 3 * width)
         context = torch.tensor([[*request.prompt_token_ids, *tokens]])
         with torch.no_grad():
             layers = model(context, output_hidden_states=True).hidden_states
         begin = len(request.prompt_token_ids) - 1
         # The last entry of `hidden_states` is normalised; the raw output of the last layer is checked by its norm.
         expected = layers[1][0, begin:-1]
-        assert torch.allclose(ours[:, : model.config.hidden_size], expected, atol=1e-4)
+        assert torch.allclose(ours[:, :width], expected, atol=1e-4)
         with torch.no_grad():
-            normed = model.model.norm(ours[:, model.config.hidden_size :])
+            normed = model.model.norm(ours[:, width : 2 * width])
         assert torch.allclose(normed, layers[-1][0, begin:-1], atol=1e-3)
+        assert torch.allclose(ours[:, 2 * width :], normed, atol=1e-4)
 
 
 def test_load_weights_replaces_and_restores() -> None:
