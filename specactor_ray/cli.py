@@ -15,10 +15,11 @@ from typing import Annotated
 
 import typer
 
+from specactor_ray.drafter_cli import drafter
 from specactor_ray.errors import EXIT_USER_ERROR, InputError, SpecActorError, UserError
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
-SUBMITTABLE = {"train": "train", "rollout": "rollout", "bench": "bench rollout"}
+SUBMITTABLE = {"train": "train", "rollout": "rollout", "bench": "bench rollout", "train-drafter": "drafter train"}
 JOB_RUNS = "~/specactor-runs"
 """Default of `run.dir` inside a Ray job, on the node where the job's driver runs."""
 
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(drafter, name="drafter")
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML file. Default: the built-in defaults.", show_default=False)
@@ -113,7 +115,7 @@ def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def submit(
     context: typer.Context,
-    command: Annotated[str, typer.Argument(metavar="COMMAND", help="train, rollout or bench.")],
+    command: Annotated[str, typer.Argument(metavar="COMMAND", help="train, rollout, bench or train-drafter.")],
     address: Annotated[
         str | None, typer.Option(help="Dashboard. Default: RAY_API_SERVER_ADDRESS or http://127.0.0.1:8265.")
     ] = None,
@@ -310,7 +312,10 @@ def run_as_job(command: Sequence[str], arguments: Sequence[str]) -> None:
 
     `cluster.address=auto`, and inside a job `run.dir`, come before the arguments, so those among the arguments win;
     what the configuration file says does not: a file made for one machine can be submitted to a cluster.
+    `drafter` commands take no such keys: they use no cluster.
     """
+    if command[0] == "drafter":
+        main([*command, *arguments])
     in_job = bool(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"))
     defaults = ["cluster.address=auto"] if in_job or os.environ.get("RAY_ADDRESS") else []
     if in_job:  # the job's own folder is a copy that Ray removes

@@ -114,9 +114,11 @@ def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(message, digest_size=8, person=b"specactor-seed").digest(), "little")
 
 
-def own_noise(params: SamplingParams) -> SamplingParams:
-    """The same parameters with noise that is independent of the target's: what a drafter without shared noise uses."""
-    return replace(params, seed=derive_seed(params.seed, 2**64 - 1, 0))
+def own_noise(sampling: SamplingParams) -> SamplingParams:
+    """The same request with noise of the drafter's own: another seed, derived from the request's (BLAKE2b under the
+    personalisation `specactor-draft`), so that draws are independent of the target's and still the same every time."""
+    digest = hashlib.blake2b(struct.pack("<Q", sampling.seed), digest_size=8, person=b"specactor-draft").digest()
+    return replace(sampling, seed=int.from_bytes(digest, "little"))
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:

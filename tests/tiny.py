@@ -207,7 +207,7 @@ def _rows(tokenizer: Any, length: int) -> list[list[int]]:
 def _build_eagle(folder: Path) -> None:
     import torch
 
-    from specactor_ray.drafter_training.eagle import Teacher, batches_by_length, make_batch, new_head
+    from specactor_ray.drafter_training.eagle import batches_by_length, expected_counts, make_batch, new_head
     from specactor_ray.drafter_training.eagle_unroll import unroll_loss
     from specactor_ray.modeling.eagle_checkpoint import save_head
     from specactor_ray.modeling.loading import load_model
@@ -216,13 +216,13 @@ def _build_eagle(folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         examples = _eagle_examples()
-        head = new_head(target, "tiny-target", examples, 300).train()
-        teacher = Teacher(target, head.draft_token_ids())
+        counts = sum(expected_counts(target, example) for example in examples)
+        head = new_head(target, "tiny-target", counts, 300).train()
         trained = [weight for weight in head.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=2e-3)
-        for epoch in range(4):
+        for epoch in range(3):
             for batch in batches_by_length(examples, 1500, random.Random(epoch)):
-                loss, _ = unroll_loss(head, make_batch(batch, head, teacher), 3)
+                loss, _ = unroll_loss(head, make_batch(batch, head), 3)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -231,32 +231,31 @@ def _build_eagle(folder: Path) -> None:
 
 def _eagle_examples() -> list[Any]:
     """Rollouts of the tiny target with the states of all its layers."""
-    import numpy as np
+    import torch
 
     from specactor_ray.drafter_training.eagle import EagleExample
     from specactor_ray.messages import SamplingParams
     from specactor_ray.modeling.loading import load_model
-    from specactor_ray.modeling.ragged_model import RaggedModel
+    from specactor_ray.modeling.ragged_model import HEAD_INPUT, RaggedModel
+    from specactor_ray.modeling.wire import from_wire
     from specactor_ray.targets.base import TargetRequest
     from specactor_ray.targets.hf import HfEngine
 
     model = load_model(str(tiny_target()))
     eos = model.generation_config.eos_token_id
-    engine = HfEngine(RaggedModel(model, 64 << 20, range(4)), [eos], max_batch=32)
-    prompts = tiny_prompt_ids(160, seed=77)
+    engine = HfEngine(RaggedModel(model, 64 << 20, (0, 1, 2, HEAD_INPUT)), [eos], max_batch=32)
+    prompts = tiny_prompt_ids(96, seed=77)
     for index, prompt in enumerate(prompts):
-        sampling = SamplingParams(temperature=1.0, max_tokens=60, seed=index)
+        sampling = SamplingParams(temperature=1.0, max_tokens=48, seed=index)
         engine.add(TargetRequest(str(index), prompt, sampling))
     tokens: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
     states: dict[int, list[Any]] = {index: [] for index in range(len(prompts))}
     while engine.has_work():
         for output in engine.step({}).outputs:
             tokens[int(output.request_id)] += output.token_ids
-            states[int(output.request_id)].append(output.hidden_states)
+            states[int(output.request_id)].append(from_wire(output.hidden_states))
     examples = []
     for index, prompt in enumerate(prompts):
-        whole = np.concatenate(states[index])
-        examples.append(
-            EagleExample((*prompt, *tokens[index]), len(prompt), whole[:, :192], np.ascontiguousarray(whole[:, 192:]))
-        )
+        whole = torch.cat(states[index])
+        examples.append(EagleExample((*prompt, *tokens[index]), len(prompt), whole[:, :192], whole[:, 192:]))
     return examples

@@ -129,6 +129,9 @@ class DrafterConfig:
     """For `draft_model`: run model code that a checkpoint brings along."""
     kv_cache_gb: float = 0.5
     """For `draft_model` and `eagle`: memory budget of the key/value cache, in 2**30 bytes."""
+    shared_noise: bool = True
+    """For `draft_model` and `eagle`: sample with the target's noise, which makes drafts right far more often at
+    temperatures above 0; false draws independently, to measure the difference."""
     follow_policy: bool = False
     """For `draft_model`: in training, take over every new version of the target's weights (its model must be the
     target's own)."""

@@ -219,6 +219,12 @@ def reject_model_for_ngram(drafter: DrafterConfig, key: str) -> None:
         raise ConfigError(f"{key}.model", problem, f"leave it out, or set {key}.method=draft_model.")
 
 
+def reject_noise_for_ngram(drafter: DrafterConfig, key: str) -> None:
+    if drafter.method == "ngram" and not drafter.shared_noise:
+        problem = "method ngram draws no noise, so there is none to share or not."
+        raise ConfigError(f"{key}.shared_noise", problem, "leave it out.")
+
+
 def reject_gpus_for_ngram(drafter: DrafterConfig, key: str) -> None:
     if drafter.method == "ngram" and drafter.gpus:
         raise ConfigError(f"{key}.gpus", "method ngram runs on the CPU and would leave the GPU idle.", "use 0.")
@@ -261,6 +267,7 @@ DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
     reject_drafter_cache_not_positive,
     reject_method_without_its_model,
     reject_model_for_ngram,
+    reject_noise_for_ngram,
     reject_gpus_for_ngram,
     reject_device_the_drafter_cannot_use,
     reject_match_range_upside_down,

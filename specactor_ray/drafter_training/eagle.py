@@ -8,13 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
 from specactor_ray.drafter_training.eagle_unroll import EagleBatch
 from specactor_ray.modeling.eagle_head import EagleHead, EagleHeadConfig, default_aux_layers, most_frequent_ids
-from specactor_ray.modeling.wire import from_wire
 
 INIT_SCALE = 0.05
 """Scale of what is not copied from the target: small, so that the head starts close to the target's own last layer."""
@@ -27,55 +24,36 @@ class EagleExample:
     token_ids: tuple[int, ...]
     """Prompt and output, `L` tokens."""
     num_prompt: int
-    states: np.ndarray
+    states: torch.Tensor
     """`(n, feature_size)`: auxiliary hidden states of the positions from `first` on, `n = L - 1 - first`."""
-    final: np.ndarray | None = None
-    """`(n, target hidden)`: output of the target's last layer at the same positions; without it the sampled tokens
-    stand in for the target's distribution."""
+    final: torch.Tensor | None = None
+    """`(n, target hidden)`: what entered the target's output layer at the same positions. Without it the sampled tokens
+    stand in for the target's distributions."""
     temperature: float = 1.0
+    """Of the target's distribution, above 0."""
     first: int = 0
 
     def __len__(self) -> int:
         return len(self.states)
 
 
-class Teacher:
-    """The target's distribution over the draft vocabulary, from the output of its last layer.
-
-    Args:
-        model: The target, a transformers model.
-        draft_ids: `(draft_vocab,)`: the target's id of each draft token.
-    """
-
-    def __init__(self, model: Any, draft_ids: torch.Tensor) -> None:
-        self.norm: nn.Module = model.get_decoder().norm
-        head = model.get_output_embeddings()
-        self.weight = head.weight.detach()[draft_ids].clone()
-        self.bias = None if head.bias is None else head.bias.detach()[draft_ids].clone()
-
-    @torch.no_grad()
-    def log_probs(self, final: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-        """`(M, draft_vocab)` of `final` `(M, hidden)` and `temperature` `(M,)`, above 0."""
-        logits = nn.functional.linear(self.norm(final.to(self.weight.dtype)), self.weight, self.bias)
-        return torch.log_softmax(logits / temperature[:, None], dim=-1)
-
-
-def make_batch(examples: Sequence[EagleExample], head: EagleHead, teacher: Teacher | None) -> EagleBatch:
-    """A padded batch. Without a teacher, or without `final` states, the sampled tokens are the targets; those outside
-    the draft vocabulary do not count then."""
+def make_batch(examples: Sequence[EagleExample], head: EagleHead) -> EagleBatch:
+    """A padded batch on the CPU. The target's distributions are made by the head's output layer, which is the target's,
+    from what entered it; tokens outside the draft vocabulary do not count where sampled tokens stand in."""
     size, longest = len(examples), max(map(len, examples))
     states = torch.zeros(size, longest, head.config.feature_size)
     next_ids = torch.zeros(size, longest, dtype=torch.long)
     counts = torch.zeros(size, longest, dtype=torch.bool)
     for row, example in enumerate(examples):
         n = len(example)
-        states[row, :n] = from_wire(example.states).float()
+        states[row, :n] = example.states.float()
         next_ids[row, :n] = torch.tensor(example.token_ids[example.first + 1 : example.first + 1 + n])
         counts[row, max(example.num_prompt - 1 - example.first, 0) : n] = True
-    if teacher is not None and all(example.final is not None for example in examples):
-        return EagleBatch(states, next_ids, counts, _taught(examples, counts, teacher))
+    if all(example.final is not None for example in examples):
+        final, teacher = _taught(examples, counts, head)
+        return EagleBatch(states, next_ids, counts, teacher, final)
     draft_of = torch.full((head.config.vocab_size,), -1, dtype=torch.long)
-    draft_of[head.draft_token_ids()] = torch.arange(head.config.draft_vocab_size)
+    draft_of[head.draft_token_ids().cpu()] = torch.arange(head.config.draft_vocab_size)
     counts &= draft_of[next_ids] >= 0
     wanted = draft_of[next_ids[counts]]
     sampled = torch.full((len(wanted), head.config.draft_vocab_size), float("-inf"))
@@ -83,14 +61,29 @@ def make_batch(examples: Sequence[EagleExample], head: EagleHead, teacher: Teach
     return EagleBatch(states, next_ids, counts, sampled)
 
 
-def _taught(examples: Sequence[EagleExample], counts: torch.Tensor, teacher: Teacher) -> torch.Tensor:
-    final, temperatures = [], []
+@torch.no_grad()
+def _taught(
+    examples: Sequence[EagleExample], counts: torch.Tensor, head: EagleHead
+) -> tuple[torch.Tensor, torch.Tensor]:
+    states, temperatures = [], []
     for example, row in zip(examples, counts, strict=True):
         assert example.final is not None  # callers have looked
         counted = row[: len(example)]
-        final.append(from_wire(example.final)[counted].float())
-        temperatures.append(torch.full((int(counted.sum()),), example.temperature or 1.0))
-    return teacher.log_probs(torch.cat(final), torch.cat(temperatures))
+        states.append(example.final[counted].float())
+        temperatures.append(torch.full((int(counted.sum()), 1), example.temperature))
+    final, device = torch.cat(states), head.lm_head.weight.device
+    logits = head.lm_head(final.to(device)).float().cpu()
+    return final, torch.log_softmax(logits / torch.cat(temperatures), dim=-1)
+
+
+@torch.no_grad()
+def expected_counts(model: Any, example: EagleExample) -> torch.Tensor:
+    """`(vocab,)`: how often the target would say each token at the positions of the output, summed over them. Needs far
+    fewer rollouts than counting what it said."""
+    assert example.final is not None
+    final = example.final[example.num_prompt - 1 - example.first :].to(model.dtype)
+    logits = model.get_output_embeddings()(final).float() / example.temperature
+    return torch.softmax(logits, dim=-1).sum(0)
 
 
 def batches_by_length(
@@ -111,22 +104,21 @@ def batches_by_length(
     yield from batches
 
 
-def new_head(model: Any, name: str, examples: Sequence[EagleExample], draft_vocab_size: int) -> EagleHead:
+def new_head(model: Any, name: str, counts: torch.Tensor, draft_vocab_size: int) -> EagleHead:
     """A head for this target that starts from the target's own last layer.
 
     The feature starts as the high layer's state alone, and attention, MLP, norms and output layer are those of the
     target's last layer and head; only the parts that read the embedding, and those of the lower layers, start small.
+    Embedding and output layer stay the target's: they are most of the weights, and the output layer is also what turns
+    the target's states into the distributions to learn.
 
     Args:
         model: The target, a transformers model of the Llama family (RMS norms, gated MLP, rotary positions).
         name: Its name, for the checkpoint.
-        examples: Where token frequencies are counted, for the draft vocabulary.
+        counts: `(vocab,)`: how often each token is said; chooses the draft vocabulary.
         draft_vocab_size: Size of the draft vocabulary; at most the target's.
     """
     settings = model.config.get_text_config()
-    counts = torch.zeros(int(settings.vocab_size), dtype=torch.long)
-    for example in examples:
-        counts += torch.bincount(torch.tensor(example.token_ids[example.num_prompt :]), minlength=len(counts))
     eos = settings.eos_token_id
     always = eos if isinstance(eos, list) else [] if eos is None else [eos]
     draft_ids = most_frequent_ids(counts, draft_vocab_size, always)
@@ -135,6 +127,7 @@ def new_head(model: Any, name: str, examples: Sequence[EagleExample], draft_voca
     with torch.no_grad():
         _copy_last_layer(head, model, draft_ids)
     head.embed_tokens.weight.requires_grad_(False)
+    head.lm_head.weight.requires_grad_(False)
     return head
 
 

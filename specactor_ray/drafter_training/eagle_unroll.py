@@ -35,6 +35,15 @@ class EagleBatch:
     teacher: torch.Tensor
     """`(M, draft_vocab)`: the target's log-probabilities for `x_{i+1}` over the draft vocabulary, at the `M` positions
     where `predicts_output` holds, in its order."""
+    final: torch.Tensor | None = None
+    """`(M, hidden)`: what entered the target's output layer there."""
+
+    def to(self, device: torch.device) -> EagleBatch:
+        """The same batch on a device."""
+        final = None if self.final is None else self.final.to(device)
+        parts = (self.states, self.next_ids, self.predicts_output, self.teacher)
+        states, next_ids, counts, teacher = (part.to(device) for part in parts)
+        return EagleBatch(states, next_ids, counts, teacher, final)
 
 
 @dataclass(slots=True)
@@ -68,7 +77,8 @@ def unroll(head: EagleHead, batch: EagleBatch, depths: int) -> Iterator[tuple[to
     """Predictions at depth 0, 1, ..., `depths - 1`, of the anchors that have a target at that depth and count.
 
     Yields:
-        `(log_probs, teacher)`, `(N, draft_vocab)` each: of the head and of the target for the same tokens.
+        `(outputs, rows)`: what enters the head's output layer, `(N, hidden)`, and `(N,)` where in `batch.teacher` and
+        `batch.final` the target's side of the same prediction is.
     """
     total = batch.next_ids.shape[1]
     inputs, attention = head.fuse(batch.states), _Unroll()
@@ -83,27 +93,32 @@ def unroll(head: EagleHead, batch: EagleBatch, depths: int) -> Iterator[tuple[to
         kept = count + 1 if depth == 0 else count
         at = positions[depth : depth + kept].expand(len(inputs), -1)
         outputs = head(inputs[:, :kept], batch.next_ids[:, depth : depth + kept], at, attention.attend)
-        # The output layer costs as much as the rest: only where the prediction counts.
         rows = row_of[:, depth + 1 :]
-        yield torch.log_softmax(head.logits(outputs[:, :count][rows >= 0]), dim=-1), batch.teacher[rows[rows >= 0]]
+        # The output layer costs as much as the rest, so only what counts goes on.
+        yield head.norm(outputs[:, :count][rows >= 0]), rows[rows >= 0]
         inputs = outputs
 
 
 def unroll_loss(
-    head: EagleHead, batch: EagleBatch, depths: int, decay: float = 0.8
+    head: EagleHead, batch: EagleBatch, depths: int, decay: float = 0.8, regression: float = 2.0
 ) -> tuple[torch.Tensor, list[float]]:
-    """Cross entropy against the target's distribution, summed over depths with weights `decay ** depth`.
+    """Cross entropy against the target's distribution, and the distance of what enters the two output layers (smooth
+    L1, where the batch has it), summed over depths with weights `decay ** depth`.
 
     Returns:
         The loss per position; and per depth the mean overlap `1 - TV` (total variation) of the two distributions: two
         samples with the same noise agree with probability at least `(1 - TV) / (1 + TV)`.
     """
     loss = batch.states.new_zeros(())
-    overlaps = []
-    for depth, (log_probs, teacher) in enumerate(unroll(head, batch, depths)):
-        if len(teacher):
-            probs = teacher.exp()
-            loss = loss - decay**depth * (probs * log_probs).sum(-1).mean()
-            with torch.no_grad():
-                overlaps.append(float(torch.minimum(probs, log_probs.exp()).sum(-1).mean()))
+    overlaps = [0.0] * depths
+    for depth, (outputs, rows) in enumerate(unroll(head, batch, depths)):
+        if not len(rows):
+            continue
+        log_probs, probs = torch.log_softmax(head.lm_head(outputs).float(), dim=-1), batch.teacher[rows].exp()
+        lost = -(probs * log_probs).sum(-1).mean()
+        if batch.final is not None:
+            lost = lost + regression * F.smooth_l1_loss(outputs.float(), batch.final[rows])
+        loss = loss + decay**depth * lost
+        with torch.no_grad():
+            overlaps[depth] = float(torch.minimum(probs, log_probs.exp()).sum(-1).mean())
     return loss, overlaps

@@ -2,7 +2,7 @@
 
 It samples with the target's own keyed noise (same seed, same position), so it agrees with the target far more
 often than a drafter with draws of its own: P[match] >= (1 - TV) / (1 + TV) for total variation TV between the
-two distributions (Daliri, Musco, Suresh, arXiv 2408.07978).
+two distributions (Daliri, Musco, Suresh, arXiv 2408.07978). Independent draws match with sum_v p(v) q(v) only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specactor_ray.drafters.mirror import RequestMirror
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.ragged_cache import CacheRow
 from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
-from specactor_ray.sampling import SamplingError, sample_rows, warm_up
+from specactor_ray.sampling import SamplingError, own_noise, sample_rows, warm_up
 
 _MAX_STEP_TOKENS = 512
 """Most positions in one forward; a long prompt is read in chunks of this size."""
@@ -53,12 +53,14 @@ class DraftModelProposer:
     Args:
         model: The small model with its cache; owned by the proposer from now on.
         max_batch: Most requests mirrored at once; those beyond it are answered with "no guess".
+        shared_noise: Sample with the target's noise; without it with independent noise, to measure what sharing gains.
     """
 
     method = "draft_model"
 
-    def __init__(self, model: RaggedModel, max_batch: int = 64) -> None:
+    def __init__(self, model: RaggedModel, max_batch: int = 64, shared_noise: bool = True) -> None:
         self._model = model
+        self._shared_noise = shared_noise
         self._max_batch = max_batch
         self._requests: dict[str, _Mirrored] = {}
         self.vocab_size: int | None = model.vocab_size
@@ -75,7 +77,8 @@ class DraftModelProposer:
         window: int,
     ) -> None:
         self.close(request_id)
-        mirror = RequestMirror(prompt_token_ids, committed_token_ids, sampling, window)
+        noise = sampling if self._shared_noise else own_noise(sampling)
+        mirror = RequestMirror(prompt_token_ids, committed_token_ids, noise, window)
         crowded = sum(entry.cache is not None for entry in self._requests.values()) >= self._max_batch
         wanted = min(len(prompt_token_ids) + len(committed_token_ids) + _FIRST_RESERVATION, self.max_len)
         cache = None if crowded else self._model.cache.open(wanted)

@@ -50,7 +50,8 @@ def _build_draft_model(config: DrafterConfig, device: str) -> Proposer:
     if config.model is None:
         raise ConfigError("drafters.model", "the method draft_model needs a model.", "name a model directory or id")
     model = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
-    return DraftModelProposer(RaggedModel(model, int(config.kv_cache_gb * 2**30)), config.max_batch)
+    ragged = RaggedModel(model, int(config.kv_cache_gb * 2**30))
+    return DraftModelProposer(ragged, config.max_batch, config.shared_noise)
 
 
 def _build_eagle(config: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
@@ -62,4 +63,4 @@ def _build_eagle(config: DrafterConfig, target: TargetConfig, device: str) -> Pr
         raise ConfigError("drafters.model", "the method eagle needs a head.", "name its directory")
     trust = target.trust_remote_code
     head = load_head(config.model, target.model, dtype=config.dtype, device=device, trust_remote_code=trust)
-    return EagleProposer(EagleRunner(head, int(config.kv_cache_gb * 2**30)), config.max_batch)
+    return EagleProposer(EagleRunner(head, int(config.kv_cache_gb * 2**30)), config.max_batch, config.shared_noise)

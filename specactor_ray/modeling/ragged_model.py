@@ -22,6 +22,8 @@ from specactor_ray.modeling.packed_linear import (
 from specactor_ray.modeling.ragged_attention import RaggedBatch, register
 from specactor_ray.modeling.ragged_cache import CacheRow, RaggedCache
 
+HEAD_INPUT = -1
+"""In `hidden_layers`: the states that enter the output layer (after the last norm), from which the logits are made."""
 _CHECK_TOLERANCE = 0.05
 """Largest difference, relative to the largest logit, between one forward and the same in two parts."""
 
@@ -52,7 +54,8 @@ class RaggedModel:
     Args:
         model: A causal language model in evaluation mode; its attention and linears are replaced.
         cache_bytes: Memory budget of the key/value cache.
-        hidden_layers: Decoder layers (0-based) whose output states are exported, concatenated in this order.
+        hidden_layers: Decoder layers (0-based) whose output states are exported, concatenated in this order;
+            `HEAD_INPUT` stands for the states that enter the output layer.
         batched_attention: One padded attention call for all short rows. Default: on for GPUs.
 
     Raises:
@@ -165,6 +168,9 @@ class RaggedModel:
             return
         layers = self.model.get_decoder().layers
         for index in self._hidden_layers:
+            if index == HEAD_INPUT:
+                self.model.get_decoder().register_forward_hook(self._keep_decoder_output)
+                continue
             if not 0 <= index < len(layers):
                 raise ModelLoadError(
                     f"hidden layer {index} does not exist: the model has layers 0 to {len(layers) - 1}"
@@ -176,6 +182,9 @@ class RaggedModel:
             self._exported[index] = output[0] if isinstance(output, tuple) else output
 
         return hook
+
+    def _keep_decoder_output(self, module: Any, args: Any, output: Any) -> None:
+        self._exported[HEAD_INPUT] = output[0]
 
     def _take_exported(self, count: int) -> torch.Tensor | None:
         if not self._hidden_layers:

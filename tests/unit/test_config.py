@@ -289,6 +289,7 @@ class TestRangesAndContradictions:
             (["data.path=a.jsonl", "data.output=a.jsonl"], "data.output", "another file"),
             (["run.log_level=LOUD"], "run.log_level", "DEBUG, INFO, WARNING, ERROR"),
             (["run.name=a/b"], "run.name", "letters"),
+            ([NGRAM, "drafters.0.shared_noise=false"], "drafters.0.shared_noise", "leave it out"),
             ([NGRAM, "drafters.0.method=medusa"], "drafters.0.method", "ngram, draft_model"),
             ([NGRAM, "drafters.0.replicas=-1"], "drafters.0.replicas", "0 or more"),
             ([NGRAM, "drafters.0.window=0"], "drafters.0.window", "1 to 128"),

@@ -10,7 +10,7 @@ import torch
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.ragged_model import RaggedModel
-from specactor_ray.sampling import sample_rows
+from specactor_ray.sampling import own_noise, sample_rows
 from tests.tiny import tiny_draft, tiny_prompt_ids
 
 
@@ -25,8 +25,8 @@ def reference() -> torch.nn.Module:
     return load()
 
 
-def proposer(cache_bytes: int = 16 << 20, max_batch: int = 64) -> DraftModelProposer:
-    return DraftModelProposer(RaggedModel(load(), cache_bytes), max_batch)
+def proposer(cache_bytes: int = 16 << 20, max_batch: int = 64, shared_noise: bool = True) -> DraftModelProposer:
+    return DraftModelProposer(RaggedModel(load(), cache_bytes), max_batch, shared_noise)
 
 
 def expected_tail(
@@ -129,3 +129,18 @@ def test_new_weights_drop_tails_of_the_old_ones(reference: torch.nn.Module) -> N
     assert drafter.weight_version == 3 and drafter.tail("r")[1] == ()
     extend_fully(drafter)
     assert drafter.tail("r")[1] == expected_tail(changed, prompt, [], sampling, 4)
+
+
+def test_own_noise_is_another_seed_and_the_same_every_time(reference: torch.nn.Module) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=4, max_tokens=30)
+    own = own_noise(sampling)
+    assert own.seed != sampling.seed and own == own_noise(sampling) and own.max_tokens == 30
+    prompt = tiny_prompt_ids(1)[0]
+    tails = {}
+    for shared in (True, False):
+        drafter = proposer(shared_noise=shared)
+        drafter.open("r", prompt, (), sampling, 6)
+        extend_fully(drafter)
+        tails[shared] = drafter.tail("r")[1]
+    assert tails[True] == expected_tail(reference, prompt, [], sampling, 6)
+    assert tails[False] == expected_tail(reference, prompt, [], own, 6)

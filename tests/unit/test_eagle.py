@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specactor_ray.drafter_training.eagle import EagleExample, Teacher, make_batch
-from specactor_ray.drafter_training.eagle_unroll import unroll
+from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch
+from specactor_ray.drafter_training.eagle_unroll import EagleBatch, unroll
 from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.messages import Features, SamplingParams
@@ -196,35 +196,49 @@ def test_the_unroll_of_training_equals_running_ahead() -> None:
     other."""
     model, depths, length = head(), 3, 14
     tokens = tuple(random.Random(0).randrange(400) for _ in range(length))
-    example = EagleExample(tokens, 1, states_of(length - 1, 3))
-    batch = make_batch([example, EagleExample(tokens[:9], 1, example.states[:8])], model, None)
-    batch.predicts_output[:] = True
-    everything = torch.zeros(batch.next_ids.numel(), model.config.draft_vocab_size)
-    batch = type(batch)(batch.states, batch.next_ids, batch.predicts_output, everything)
+    example = EagleExample(tokens, 1, torch.from_numpy(states_of(length - 1, 3)))
+    batch = make_batch([example, EagleExample(tokens[:9], 1, example.states[:8])], model)
+    everything = torch.ones_like(batch.predicts_output)
+    teacher = torch.zeros(everything.numel(), model.config.draft_vocab_size)
+    batch = EagleBatch(batch.states, batch.next_ids, everything, teacher)
     with torch.no_grad():
-        for depth, (log_probs, _) in enumerate(unroll(model, batch, depths)):
+        for depth, (entering, _) in enumerate(unroll(model, batch, depths)):
             count = length - 1 - depth - 1
             for anchor in range(count):
-                inputs = model.fuse(torch.from_numpy(example.states[: anchor + 1]))
+                inputs = model.fuse(example.states[: anchor + 1])
                 for k in range(depth + 1):
                     outputs = dense_outputs(model, inputs, list(tokens[1 : anchor + k + 2]), 0)
                     inputs = torch.cat([inputs, outputs[-1:]])
-                expected = torch.log_softmax(model.logits(outputs[-1]), dim=-1)
-                assert torch.allclose(log_probs[anchor], expected, atol=1e-4)
+                assert torch.allclose(entering[anchor], model.norm(outputs[-1]), atol=1e-4)
 
 
 def test_the_teacher_is_the_targets_distribution() -> None:
     from transformers import AutoModelForCausalLM
 
+    model = head()
     target: Any = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32)
-    ids = torch.tensor([2, 5, 9, 40])
-    tokens = torch.tensor([tiny_prompt_ids(1)[0]])
-    kept: list[torch.Tensor] = []
-    target.model.layers[-1].register_forward_hook(lambda *args: kept.append(args[2]))
+    tokens = tiny_prompt_ids(1)[0]
     with torch.no_grad():
-        logits = target(tokens).logits[0] / 0.7
-    ours = Teacher(target, ids).log_probs(kept[0].reshape(-1, 64), torch.full((tokens.shape[1],), 0.7))
-    assert torch.allclose(ours, torch.log_softmax(logits[:, ids], dim=-1), atol=1e-5)
+        final = target.model(torch.tensor([tokens])).last_hidden_state[0, :-1]
+        logits = target(torch.tensor([tokens])).logits[0, :-1] / 0.7
+    states = torch.from_numpy(states_of(len(final), 0))
+    example = EagleExample(tokens, 3, states, final, temperature=0.7)
+    batch = make_batch([example], model)
+    expected = torch.log_softmax(logits[2:, model.draft_token_ids()], dim=-1)
+    assert torch.allclose(batch.teacher, expected, atol=1e-5) and torch.equal(batch.final, final[2:])
+    assert batch.predicts_output[0].tolist() == [False] * 2 + [True] * (len(final) - 2)
+    expected_mass = torch.softmax(logits[2:], dim=-1).sum(0)
+    assert torch.allclose(expected_counts(target, example), expected_mass, atol=1e-4)
+
+
+def test_sampled_tokens_stand_in_for_the_teacher() -> None:
+    model = head()
+    ids = model.draft_token_ids().tolist()
+    foreign = next(token for token in range(512) if token not in ids)
+    tokens = (ids[5], ids[6], ids[7], foreign, ids[9])
+    batch = make_batch([EagleExample(tokens, 2, torch.from_numpy(states_of(4, 0)))], model)
+    assert batch.predicts_output.tolist() == [[False, True, False, True]], "what the head cannot say does not count"
+    assert batch.teacher.exp().argmax(-1).tolist() == [7, 9] and batch.teacher.exp().sum(-1).tolist() == [1, 1]
 
 
 def test_the_draft_vocabulary_holds_the_most_frequent_ids() -> None:

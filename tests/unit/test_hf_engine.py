@@ -10,7 +10,7 @@ import torch
 
 from specactor_ray.errors import InputError, ModelLoadError
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.modeling.ragged_model import HEAD_INPUT, RaggedModel
 from specactor_ray.modeling.wire import from_wire
 from specactor_ray.targets.base import TargetEngine, TargetRequest
 from specactor_ray.targets.hf import HfEngine
@@ -127,7 +127,7 @@ def test_unsampleable_logits_fail_that_request_alone() -> None:
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 9, "max_batch": 3}, {"cache_bytes": 128 * 5 * 1024}])
 def test_hidden_states_cover_every_position_once(limits: dict[str, Any]) -> None:
     """Also with a prefill in small chunks, and when requests are preempted and computed again."""
-    engine = make(hidden_layers=[0, 3], **limits)
+    engine = make(hidden_layers=[0, 3, HEAD_INPUT], **limits)
     tight = "cache_bytes" in limits
     batch = requests(3, 1.0, max_tokens=300 if tight else 20, ignore_eos=tight)
     for request in batch:
@@ -145,15 +145,17 @@ def test_hidden_states_cover_every_position_once(limits: dict[str, Any]) -> None
         assert ends == [len(request.prompt_token_ids) + o.start + len(o.token_ids) - 1 for o in outputs]
         ours = torch.cat([from_wire(o.hidden_states) for o in outputs])
         tokens = collected.tokens[request.request_id]
-        assert ours.shape == (len(request.prompt_token_ids) + len(tokens) - 1, 2 * model.config.hidden_size)
+        width = model.config.hidden_size
+        assert ours.shape == (len(request.prompt_token_ids) + len(tokens) - 1, 3 * width)
         context = torch.tensor([[*request.prompt_token_ids, *tokens]])
         with torch.no_grad():
             layers = model(context, output_hidden_states=True).hidden_states
         # The last entry of `hidden_states` is normalised; the raw output of the last layer is checked by its norm.
-        assert torch.allclose(ours[:, : model.config.hidden_size], layers[1][0, :-1], atol=1e-4)
+        assert torch.allclose(ours[:, :width], layers[1][0, :-1], atol=1e-4)
         with torch.no_grad():
-            normed = model.model.norm(ours[:, model.config.hidden_size :])
+            normed = model.model.norm(ours[:, width : 2 * width])
         assert torch.allclose(normed, layers[-1][0, :-1], atol=1e-3)
+        assert torch.allclose(ours[:, 2 * width :], normed, atol=1e-4)
 
 
 def test_load_weights_replaces_and_restores() -> None:

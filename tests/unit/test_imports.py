@@ -36,7 +36,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("controller",),
     ("rollout",),
     ("training",),
-    ("simulation", "benchmarks", "submission"),
+    ("simulation", "benchmarks", "submission", "drafter_training.command"),
+    ("drafter_cli",),
     ("cli",),
     ("job",),
 )
@@ -55,7 +56,7 @@ MAY_IMPORT = {
     ),
     "vllm": ("targets/vllm.py", "targets/vllm_proposer.py"),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
-    "transformers": ("modeling/", "training/"),
+    "transformers": ("modeling/", "training/", "drafter_training/"),
     "torch": (
         "_sampling_torch.py",
         "sampling.py",
@@ -64,6 +65,7 @@ MAY_IMPORT = {
         "drafter_training/",
         "targets/",
         "learner/",
+        "drafter_training/",
         "actors/",
         "training/",
     ),
@@ -181,9 +183,10 @@ def specactor(*arguments: str) -> str:
         "from specactor_ray.config import load_config; load_config('conf/local_cpu.yaml')",
         specactor("--help"),
         specactor("bench", "rollout", "--help"),
+        specactor("drafter", "train", "--help"),
         specactor("config", "--config", "conf/local_cpu.yaml"),
     ],
-    ids=["import", "public name", "load_config", "--help", "bench rollout --help", "config"],
+    ids=["import", "public name", "load_config", "--help", "bench rollout --help", "drafter train --help", "config"],
 )
 def test_nothing_heavy_is_loaded(code: str) -> None:
     assert loaded_by(code) == ""

@@ -99,7 +99,7 @@ def make_optimizer(policy: Policy, config: TrainerConfig) -> torch.optim.AdamW:
     )
 
 
-def parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(policy: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameters in two groups: matrices, which decay, and norms and biases, which do not."""
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     dims = [getattr(parameter, "ds_shape", parameter.shape) for parameter in trained]

@@ -1,0 +1,185 @@
+"""`specactor drafter`: training and measuring drafters. What loads torch is imported inside the commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specactor_ray.drafter_training.recipe import METHODS, CorpusRecipe, TrainRecipe
+from specactor_ray.errors import InputError
+
+EXIT_INTERRUPTED = 130
+_CORPUS = CorpusRecipe(target="")
+_RECIPE = TrainRecipe(_CORPUS)
+
+drafter = typer.Typer(help="Train drafters offline, and measure them.", no_args_is_help=True)
+
+Target = Annotated[str, typer.Option(help="A local directory, a Hugging Face id or a built-in name.")]
+Data = Annotated[Path, typer.Option(help="Prompts: .jsonl with `prompt` or `messages`, or a text file.")]
+Temperature = Annotated[float, typer.Option(help="Of the target's rollouts.")]
+MaxTokens = Annotated[int, typer.Option(help="Most output tokens of a rollout.")]
+Seed = Annotated[int, typer.Option(help="Of the rollouts, and of the order of training.")]
+Window = Annotated[int, typer.Option(help="Draft tokens per step in the measurement.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+MaxBatch = Annotated[int, typer.Option(help="Most rollouts at once.")]
+KvCache = Annotated[float, typer.Option("--kv-cache-gb", help="Memory of the target's cache, in 2**30 bytes.")]
+Chat = Annotated[bool, typer.Option(help="Wrap prompts in the target's chat template.")]
+Trust = Annotated[bool, typer.Option(help="Run model code that a checkpoint brings along.")]
+Corpus = Annotated[
+    Path | None, typer.Option(help="Folder of recorded rollouts, made on first use.", show_default=False)
+]
+LogLevel = Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")]
+
+
+@drafter.command()
+def train(
+    target: Target,
+    data: Data,
+    output: Annotated[Path, typer.Option(help="The drafter's folder; the same command again goes on in it.")],
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = _RECIPE.method,
+    layers: Annotated[
+        str, typer.Option(help="draft_model: how many of the target's layers to keep, or which: 0,1,15,28,29.")
+    ] = _RECIPE.layers,
+    draft_vocab: Annotated[
+        int, typer.Option(help="eagle: token ids the head can say, the most frequent ones.")
+    ] = _RECIPE.draft_vocab,
+    depths: Annotated[
+        int, typer.Option(help="eagle: tokens ahead that it is trained on its own predictions.")
+    ] = _RECIPE.depths,
+    minutes: Annotated[
+        float | None, typer.Option(help="Time for training, rollouts not included. Default: 15, without --epochs.")
+    ] = None,
+    epochs: Annotated[
+        float | None, typer.Option(help="Passes over the rollouts, instead of a time or beside it.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Output tokens to train on.")] = _RECIPE.tokens,
+    samples: Annotated[int, typer.Option(help="Rollouts of every prompt, while more tokens are wanted.")] = 4,
+    temperature: Temperature = _CORPUS.temperature,
+    max_tokens: MaxTokens = _CORPUS.max_tokens,
+    heldout: Annotated[
+        Path | None, typer.Option(help="Prompts to measure on. Default: a tenth of --data.", show_default=False)
+    ] = None,
+    corpus: Corpus = None,
+    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = _RECIPE.learning_rate,
+    batch_tokens: Annotated[int, typer.Option(help="Most positions of a training batch.")] = _RECIPE.batch_tokens,
+    dtype: Annotated[str, typer.Option(help="Arithmetic of training.")] = _RECIPE.dtype,
+    seed: Seed = 0,
+    window: Window = 5,
+    device: Device = "cpu",
+    max_batch: MaxBatch = 64,
+    kv_cache_gb: KvCache = 1.0,
+    chat: Chat = True,
+    trust_remote_code: Trust = False,
+    log_level: LogLevel = "WARNING",
+) -> None:
+    """Record the target's rollouts of the prompts in --data, train a drafter on them, and measure it.
+
+    Ctrl-C keeps what was done. Use it afterwards with: 'drafters=[{method: draft_model, model: OUTPUT}]'
+    """
+    _refuse_folder_that_a_job_loses(output)
+    console = _console(log_level)
+    from specactor_ray.drafter_training.command import TrainPaths, train_drafter
+    from specactor_ray.drafter_training.rollouts import EngineLimits
+
+    recipe = TrainRecipe(
+        CorpusRecipe(target, temperature, samples, max_tokens, seed, chat, trust_remote_code),
+        method=method,
+        tokens=tokens,
+        layers=layers,
+        draft_vocab=draft_vocab,
+        depths=depths,
+        minutes=_RECIPE.minutes if minutes is None and epochs is None else minutes,
+        epochs=epochs,
+        learning_rate=learning_rate,
+        batch_tokens=batch_tokens,
+        dtype=dtype,
+    )
+    limits = EngineLimits(device, max_batch, kv_cache_gb)
+    outcome = train_drafter(recipe, TrainPaths(data, output, heldout, corpus), limits, window, console)
+    _show(outcome, f"{output}: acceptance on held-out rollouts")
+    if outcome.status == "interrupted":
+        raise typer.Exit(EXIT_INTERRUPTED)
+    _say(f"drafter: drafters=[{{method: {method}, model: {output.resolve()}}}]")
+
+
+@drafter.command("eval")
+def evaluate(
+    target: Target,
+    data: Data,
+    folder: Annotated[
+        Path | None, typer.Option("--drafter", help="Folder of a drafter or of a draft model.", show_default=False)
+    ] = None,
+    method: Annotated[str | None, typer.Option(help="ngram, or module:Class.", show_default=False)] = None,
+    temperature: Temperature = _CORPUS.temperature,
+    max_tokens: MaxTokens = _CORPUS.max_tokens,
+    corpus: Corpus = None,
+    output: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.", show_default=False)] = None,
+    seed: Seed = 0,
+    window: Window = 5,
+    device: Device = "cpu",
+    max_batch: MaxBatch = 64,
+    kv_cache_gb: KvCache = 1.0,
+    chat: Chat = True,
+    trust_remote_code: Trust = False,
+    log_level: LogLevel = "WARNING",
+) -> None:
+    """Measure a drafter on the target's rollouts of the prompts in --data, at --temperature and at 0."""
+    if (folder is None) == (method is None):
+        raise InputError("name either --drafter FOLDER or --method, such as --method ngram")
+    if output is not None and output.exists():
+        raise InputError(f"--output: {output} exists and is never overwritten; name another file")
+    console = _console(log_level)
+    from specactor_ray.drafter_training.command import EvalPaths, eval_drafter
+    from specactor_ray.drafter_training.measuring import drafter_of, method_alone
+    from specactor_ray.drafter_training.rollouts import EngineLimits
+
+    config = drafter_of(folder) if folder is not None else method_alone(str(method))
+    config.trust_remote_code = trust_remote_code
+    recipe = CorpusRecipe(target, temperature, 1, max_tokens, seed, chat, trust_remote_code)
+    limits = EngineLimits(device, max_batch, kv_cache_gb)
+    with tempfile.TemporaryDirectory() as temporary:
+        paths = EvalPaths(data, corpus or Path(temporary) / "corpus", output)
+        outcome = eval_drafter(recipe, paths, config, limits, window, console)
+    _show(outcome, f"{folder or method}: acceptance on {data}")
+    if outcome.status == "interrupted":
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _console(log_level: str) -> Any:
+    from specactor_ray.config.validate import LOG_LEVELS
+    from specactor_ray.observability.console import log_through, make_console
+
+    if log_level not in LOG_LEVELS:
+        raise InputError(f"--log-level: {log_level!r} is not known; use one of {', '.join(LOG_LEVELS)}")
+    console = make_console(sys.stderr)
+    log_through(console, log_level)
+    return console
+
+
+def _show(outcome: Any, title: str) -> None:
+    from specactor_ray.observability.console import make_console
+    from specactor_ray.observability.drafter_report import acceptance_table
+
+    if outcome.acceptance:
+        make_console().print(acceptance_table(title, outcome.acceptance))
+    if outcome.note:
+        _say(outcome.note)
+
+
+def _say(text: str) -> None:
+    from specactor_ray.observability.console import make_console, say
+
+    say(make_console(), text)
+
+
+def _refuse_folder_that_a_job_loses(output: Path) -> None:
+    if os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") and not output.is_absolute():
+        raise InputError(
+            f"--output: {output} would be in the job's copy of the folder, which Ray removes. Fix: an absolute path "
+            "on a disk that stays"
+        )

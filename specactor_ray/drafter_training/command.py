@@ -1,0 +1,307 @@
+"""`specactor drafter train` and `specactor drafter eval`, from options to files: collect, train, save, measure."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from specactor_ray.config.schema import DrafterConfig
+from specactor_ray.drafter_training.card import (
+    TargetIdentity,
+    check_vocabulary,
+    identify,
+    read_card,
+    write_card,
+)
+from specactor_ray.drafter_training.corpus import claim_corpus, differences, write_json
+from specactor_ray.drafter_training.loop import CHECKPOINT_FILE, LoopProgress, TrainLoop
+from specactor_ray.drafter_training.measuring import head_config, measure
+from specactor_ray.drafter_training.recipe import (
+    DEVICES,
+    CorpusRecipe,
+    TrainRecipe,
+    check,
+    check_corpus,
+    choose_layers,
+    parse_layers,
+)
+from specactor_ray.drafter_training.rollouts import (
+    HELD_OUT,
+    TRAIN,
+    Corpus,
+    EngineLimits,
+    Prompts,
+    TokenIds,
+    corpus_facts,
+    split_prompts,
+    target_config,
+)
+from specactor_ray.drafter_training.student import Student, student_maker
+from specactor_ray.errors import InputError
+from specactor_ray.modeling.loading import load_model_config, load_tokenizer
+from specactor_ray.observability.console import say
+from specactor_ray.observability.drafter_report import plot_training
+from specactor_ray.observability.environment import hardware, versions
+from specactor_ray.observability.phase_progress import PhaseProgress
+from specactor_ray.rollout.prompts import encode_prompt, read_prompts
+from specactor_ray.training.stop_signal import StopSignal
+
+WORK_FOLDER, CORPUS_FOLDER, RECIPE_FILE, PLOT_FILE = "training", "corpus", "recipe.json", "training.png"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPaths:
+    """Where the prompts are, and where things go."""
+
+    data: Path
+    output: Path
+    held_out: Path | None = None
+    """Prompts to measure on. Default: a tenth of `data`."""
+    corpus: Path | None = None
+    """Folder of the recorded rollouts, to share it between drafters. Default: inside `output`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPaths:
+    """Where the prompts are, and where things go."""
+
+    data: Path
+    corpus: Path
+    """Folder of the recorded rollouts; those that it holds already are used."""
+    output: Path | None = None
+    """JSON file for the figures."""
+
+
+@dataclass(slots=True)
+class DrafterOutcome:
+    """What a command did."""
+
+    status: str
+    """`finished` or `interrupted`."""
+    acceptance: list[dict[str, Any]] = field(default_factory=list)
+    note: str = ""
+
+
+def train_drafter(
+    recipe: TrainRecipe, paths: TrainPaths, limits: EngineLimits, window: int, console: Console
+) -> DrafterOutcome:
+    """Record the target's rollouts, train a drafter on them, save it and measure it.
+
+    Everything that can be checked beforehand is. A second call with the same recipe goes on where the first one was
+    interrupted, or shows what it made.
+
+    Args:
+        window: Draft tokens per step when it is measured.
+        console: Where progress is shown.
+
+    Raises:
+        UserError: An option, the prompts, the target or the output folder cannot be used; nothing is left behind.
+    """
+    check(recipe)
+    _check_options(limits, window)
+    target = identify(recipe.corpus.target, recipe.corpus.trust_remote_code)
+    if recipe.method == "draft_model":
+        choose_layers(target.num_layers, parse_layers(recipe.layers))
+    prompts = _read_split(paths, recipe.corpus, target)
+    work = paths.output / WORK_FOLDER
+    _claim_output(paths.output, {**recipe.facts(), "prompts": prompts.digest(), "config": target.config_hash})
+    done = read_card(paths.output)
+    if done is not None:
+        return DrafterOutcome("finished", done["acceptance"], f"{paths.output} was finished before; nothing was done")
+    with StopSignal() as stop:
+        try:
+            student = student_maker(recipe.method)(recipe, limits.device)
+            folder = paths.corpus or work / CORPUS_FOLDER
+            claim_corpus(folder, corpus_facts(recipe.corpus, target, prompts, student.hidden_layers))
+            corpus = Corpus(recipe.corpus, prompts, folder, limits, console)
+            corpus.collect(student.hidden_layers, recipe.tokens)
+            loop, seconds = _train(student, recipe, corpus, work, stop, console)
+            return _finish(loop, recipe, paths, limits, window, target, corpus, seconds, console)
+        except KeyboardInterrupt:
+            note = f"interrupted; what was done is kept in {work}. Go on with the same command"
+            return DrafterOutcome("interrupted", note=note)
+
+
+def eval_drafter(
+    recipe: CorpusRecipe, paths: EvalPaths, drafter: DrafterConfig, limits: EngineLimits, window: int, console: Console
+) -> DrafterOutcome:
+    """Measure a drafter on the target's rollouts of the prompts.
+
+    Args:
+        drafter: The method and its model.
+        window: Draft tokens per step.
+        console: Where progress is shown.
+
+    Raises:
+        UserError: As for `train_drafter`.
+    """
+    check_corpus(recipe)
+    _check_options(limits, window)
+    target = identify(recipe.target, recipe.trust_remote_code)
+    head = head_config(drafter, recipe.target)
+    if drafter.model is not None and head is None:
+        check_vocabulary(drafter.model, target, drafter.trust_remote_code)
+    layers = () if head is None else head.exported_layers
+    encoded = _encode(paths.data, recipe, target)
+    longest = _longest_prompt(recipe)
+    usable = tuple(prompt for prompt in dict.fromkeys(encoded) if len(prompt) <= longest)
+    if not usable:
+        raise InputError(
+            f"--data: each prompt of {paths.data} is longer than {longest} tokens. Fix: a lower --max-tokens"
+        )
+    prompts = Prompts((), usable)
+    claim_corpus(paths.corpus, corpus_facts(recipe, target, prompts, layers))
+    with StopSignal():
+        try:
+            corpus = Corpus(recipe, prompts, paths.corpus, limits, console)
+            corpus.collect(layers, None)
+            rows = measure(drafter, target_config(recipe, limits, layers), corpus, window, console)
+        except KeyboardInterrupt:
+            return DrafterOutcome("interrupted", note="interrupted")
+    if paths.output is not None:
+        facts = {"method": drafter.method, "model": drafter.model, "target": asdict(target), "corpus": asdict(recipe)}
+        write_json(paths.output, {**facts, "acceptance": rows, "hardware": hardware(), "versions": versions()})
+    return DrafterOutcome("finished", rows)
+
+
+def _train(
+    student: Student, recipe: TrainRecipe, corpus: Corpus, work: Path, stop: StopSignal, console: Console
+) -> tuple[TrainLoop, float]:
+    """The trained loop, and the seconds that training took in this process."""
+    train, held_out = ((corpus.records[part], corpus.stores[part]) for part in (TRAIN, HELD_OUT))
+    student.prepare(train[0], train[1].states)
+    with PhaseProgress(console, f"training {recipe.method}", 1.0) as progress:
+        loop = TrainLoop(
+            student, recipe, train, held_out, work, time.monotonic, stop.shielded, on_progress=_show_step(progress)
+        )
+        if loop.resume():
+            say(console, f"going on from step {loop.state.step} ({loop.state.seconds:.0f} s)")
+        loop.run()
+        return loop, progress.seconds
+
+
+def _finish(
+    loop: TrainLoop,
+    recipe: TrainRecipe,
+    paths: TrainPaths,
+    limits: EngineLimits,
+    window: int,
+    target: TargetIdentity,
+    corpus: Corpus,
+    seconds: float,
+    console: Console,
+) -> DrafterOutcome:
+    """Save the drafter, measure it, and only then write `drafter.json`: it says that all of it is there."""
+    corpus_recipe, state = recipe.corpus, loop.state
+    tokenizer = load_tokenizer(corpus_recipe.target, trust_remote_code=corpus_recipe.trust_remote_code)
+    facts = loop.student.save(paths.output)
+    tokenizer.save_pretrained(paths.output)
+    drafter = DrafterConfig(
+        method=recipe.method, model=str(paths.output), trust_remote_code=corpus_recipe.trust_remote_code
+    )
+    rows = measure(drafter, target_config(corpus_recipe, limits, ()), corpus, window, console)
+    training = {
+        "recipe": recipe.facts(),
+        **facts,
+        "corpus_tokens": sum(len(record.output_token_ids) for record in corpus.records[TRAIN]),
+        "held_out_rollouts": len(corpus.records[HELD_OUT]),
+        "steps": state.step,
+        "epochs": state.epoch,
+        "tokens": state.tokens,
+        "seconds": state.seconds,
+        "tokens_per_s": {**corpus.speed, "training": state.tokens / max(state.seconds, 1e-9)},
+        "history": state.history,
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+    plot_training(paths.output / PLOT_FILE, state.history, rows)
+    write_card(paths.output, recipe.method, target, training, rows)
+    (paths.output / WORK_FOLDER / CHECKPOINT_FILE).unlink(missing_ok=True)
+    first, last = state.history[0], state.history[-1]
+    speeds = ", ".join(f"{part} {speed:.0f}" for part, speed in training["tokens_per_s"].items())
+    return DrafterOutcome(
+        "finished",
+        rows,
+        f"{state.step} steps, {state.tokens:,} tokens in {state.seconds:.0f} s; held-out loss {first['loss']:.3f} → "
+        f"{last['loss']:.3f}, match rate {first['matches']:.1%} → {last['matches']:.1%}; output tokens/s: {speeds}",
+    )
+
+
+def _check_options(limits: EngineLimits, window: int) -> None:
+    if limits.device not in DEVICES:
+        raise InputError(f"--device: {limits.device!r} is not known; use one of {', '.join(DEVICES)}")
+    if window < 1:
+        raise InputError(f"--window: {window} is too small; use 1 or more")
+    if limits.max_batch < 1 or not limits.kv_cache_gb > 0.0:
+        raise InputError("--max-batch must be 1 or more, and --kv-cache-gb above 0")
+    import torch
+
+    if limits.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device: there is no GPU that torch can use. Fix: --device cpu")
+    if limits.device == "cpu":  # DeepSpeed, where it is installed, is imported by others and looks for a GPU aloud
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+def _claim_output(output: Path, facts: dict[str, Any]) -> None:
+    """Make the output folder, or see that it is one of this very recipe."""
+    path = output / WORK_FOLDER / RECIPE_FILE
+    if path.is_file():
+        differing = differences(json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(facts)))
+        if differing:
+            raise InputError(
+                f"--output: {output} holds a drafter of another recipe ({differing}). Fix: name another folder, or "
+                "repeat its own options to go on with it"
+            )
+        return
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise InputError(f"--output: {output} exists and is no folder of `drafter train`. Fix: name another folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, facts)
+    except OSError as error:
+        raise InputError(f"--output: {output} cannot be written to ({error.strerror})") from None
+
+
+def _read_split(paths: TrainPaths, recipe: CorpusRecipe, target: TargetIdentity) -> Prompts:
+    held_out = None if paths.held_out is None else _encode(paths.held_out, recipe, target)
+    return split_prompts(_encode(paths.data, recipe, target), held_out, _longest_prompt(recipe))
+
+
+def _longest_prompt(recipe: CorpusRecipe) -> int:
+    """Tokens that a prompt may have so that a whole output still fits the context."""
+    config = load_model_config(recipe.target, trust_remote_code=recipe.trust_remote_code).get_text_config()
+    context = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
+    if recipe.max_tokens >= context:
+        raise InputError(f"--max-tokens: {recipe.max_tokens} leaves no room for a prompt; the context is {context}")
+    return context - recipe.max_tokens
+
+
+def _encode(path: Path, recipe: CorpusRecipe, target: TargetIdentity) -> list[TokenIds]:
+    prompts = read_prompts(path)
+    tokenizer = load_tokenizer(recipe.target, trust_remote_code=recipe.trust_remote_code)
+    encoded = [encode_prompt(tokenizer, prompt, recipe.chat) for prompt in prompts]
+    largest = max(max(prompt) for prompt in encoded)
+    if largest >= target.vocab_size:
+        raise InputError(
+            f"--target: its tokenizer gives the token id {largest}, and the model's vocabulary has {target.vocab_size} "
+            "tokens. Fix: use the tokenizer that belongs to the model"
+        )
+    return encoded
+
+
+def _show_step(progress: PhaseProgress) -> Callable[[LoopProgress], None]:
+    def show(step: LoopProgress) -> None:
+        progress.update(
+            step.fraction,
+            f"step {step.step}, loss {step.loss:.3f}, {step.tokens_per_s:.0f} tokens/s, "
+            f"held-out match rate {step.match_rate:.1%}",
+        )
+
+    return show

@@ -1,0 +1,279 @@
+"""The corpus: the target's own rollouts, recorded on disk so that a collection that was killed goes on.
+
+A drafter is trained on what the target really says. Rollouts come from the engine itself with keyed seeds, so the
+corpus is a function of its recipe; a part of it that exists already is never made again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specactor_ray.errors import InputError
+from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.cache import flush_entry
+from specactor_ray.modeling.wire import from_wire
+from specactor_ray.targets.base import RowOutput, TargetEngine, TargetRequest
+
+logger = logging.getLogger(__name__)
+
+_SHARD_RECORDS = 16
+"""Finished rollouts that are written together; those that a kill loses are made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One rollout to record. `index` names it within its part of the corpus."""
+
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One recorded rollout."""
+
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    finish_reason: str
+    """`stop` or `length`."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+class RecordStore:
+    """One part of a corpus (`train`, `heldout`): safetensors shards, each complete or not there.
+
+    A shard holds per record the token ids, and the target's hidden states if they were recorded: `(tokens - 1, width)`,
+    row i of position i, prompt included, up to the one that predicted the last token. States stay on disk until they
+    are asked for.
+
+    Args:
+        folder: Made when the first shard is written.
+        part: Name of the part.
+    """
+
+    def __init__(self, folder: Path, part: str) -> None:
+        self._folder, self._part = folder, part
+        self._pending: list[tuple[Record, torch.Tensor | None]] = []
+        self._where: dict[int, Path] = {}
+        self._records: dict[int, Record] = {}
+        for path in sorted(folder.glob(f"{part}-*.safetensors")):
+            self._read(path)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._records
+
+    def records(self) -> list[Record]:
+        """All of them, by index."""
+        return [self._records[index] for index in sorted(self._records)]
+
+    def add(self, record: Record, states: torch.Tensor | None = None) -> None:
+        """Keep a record; it is on disk after the next `flush`, which comes by itself every few records."""
+        self._records[record.index] = record
+        self._pending.append((record, states))
+        if len(self._pending) >= _SHARD_RECORDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is not on disk yet. Raises OSError; nothing is lost then."""
+        if not self._pending:
+            return
+        from safetensors.torch import save_file
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        tensors: dict[str, torch.Tensor] = {}
+        for record, states in self._pending:
+            tensors[f"{record.index}.prompt"] = torch.tensor(record.prompt_token_ids, dtype=torch.int32)
+            tensors[f"{record.index}.output"] = torch.tensor(record.output_token_ids, dtype=torch.int32)
+            if states is not None:
+                tensors[f"{record.index}.states"] = states.contiguous()
+        facts = [
+            {"index": record.index, "finish_reason": record.finish_reason, "sampling": asdict(record.sampling)}
+            for record, _ in self._pending
+        ]
+        final = self._folder / f"{self._part}-{self._pending[0][0].index:06d}.safetensors"
+        partial = final.with_suffix(".partial")
+        save_file(tensors, partial, metadata={"records": json.dumps(facts)})
+        flush_entry(partial)
+        os.replace(partial, final)
+        flush_entry(self._folder)
+        self._where |= {record.index: final for record, _ in self._pending}
+        self._pending = []
+
+    def states(self, index: int) -> torch.Tensor:
+        """Hidden states of a flushed record. Raises KeyError if none were recorded."""
+        from safetensors import safe_open
+
+        with safe_open(self._where[index], framework="pt") as shard:
+            name = f"{index}.states"
+            if name not in shard.keys():  # noqa: SIM118 - a shard is no mapping
+                raise KeyError(name)
+            return shard.get_tensor(name)
+
+    def _read(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as shard:
+                for facts in json.loads((shard.metadata() or {})["records"]):
+                    self._take(path, shard, facts)
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s is damaged (%s); its rollouts are made again", path, error)
+            for index in [index for index, where in self._where.items() if where == path]:
+                del self._records[index], self._where[index]
+            path.rename(path.with_suffix(".damaged"))
+
+    def _take(self, path: Path, shard: Any, facts: dict[str, Any]) -> None:
+        index, sampling = int(facts["index"]), dict(facts["sampling"])
+        sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        prompt, output = (tuple(shard.get_tensor(f"{index}.{name}").tolist()) for name in ("prompt", "output"))
+        self._where[index] = path
+        self._records[index] = Record(index, prompt, output, SamplingParams(**sampling), str(facts["finish_reason"]))
+
+
+@dataclass(slots=True)
+class _Open:
+    request: RolloutRequest
+    tokens: list[int] = field(default_factory=list)
+    states: list[torch.Tensor] = field(default_factory=list)
+
+
+def collect(
+    engine: TargetEngine,
+    requests: Sequence[RolloutRequest],
+    store: RecordStore,
+    token_budget: int | None = None,
+    max_open: int = 64,
+    on_progress: Callable[[int], None] | None = None,
+) -> list[Record]:
+    """Roll out requests in their order until `token_budget` output tokens are recorded, and return them.
+
+    What the store holds already is not made again. The result depends on requests and budget alone, not on where a
+    collection was interrupted: it is the shortest beginning of the requests that fills the budget (or all of them).
+
+    Args:
+        engine: Fresh; hidden states that it exports are recorded too.
+        requests: With different indices.
+        store: Where finished rollouts go.
+        token_budget: None records all requests.
+        max_open: Most requests in the engine at once.
+        on_progress: Called with the number of output tokens so far.
+
+    Raises:
+        InputError: A prompt cannot be run.
+    """
+    known = {record.index: record for record in store.records()}
+    have = sum(len(known[r.index].output_token_ids) for r in requests if r.index in known)
+    waiting = deque(request for request in requests if request.index not in known)
+    budget = float("inf") if token_budget is None else token_budget
+    running: dict[str, _Open] = {}
+    try:
+        while True:
+            underway = have + sum(len(entry.tokens) for entry in running.values())
+            while waiting and len(running) < max_open and underway < budget:
+                request = waiting.popleft()
+                engine.add(TargetRequest(str(request.index), request.prompt_token_ids, request.sampling))
+                running[str(request.index)] = _Open(request)
+            if not running:
+                break
+            for output in engine.step({}).outputs:
+                have += _take_output(output, running, store)
+            if on_progress is not None:
+                on_progress(have + sum(len(entry.tokens) for entry in running.values()))
+    finally:
+        store.flush()
+    return shortest_beginning(requests, store, token_budget)
+
+
+def _take_output(output: RowOutput, running: dict[str, _Open], store: RecordStore) -> int:
+    """Output tokens of the request if this was its last output, else 0."""
+    entry = running[output.request_id]
+    entry.tokens += output.token_ids
+    if output.hidden_states is not None:
+        entry.states.append(from_wire(output.hidden_states))
+    if output.finish_reason is None:
+        return 0
+    del running[output.request_id]
+    if output.finish_reason == "error":
+        logger.warning("rollout %s failed and is left out: %s", output.request_id, output.error)
+        return 0
+    request, states = entry.request, _as_stored(entry.states) if entry.states else None
+    store.add(
+        Record(request.index, request.prompt_token_ids, tuple(entry.tokens), request.sampling, output.finish_reason),
+        states,
+    )
+    return len(entry.tokens)
+
+
+def _as_stored(states: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In half precision, which halves the corpus and changes logits by less than a thousandth; in full where a state is
+    beyond its range."""
+    whole = torch.cat(list(states))
+    half = whole.half()
+    return half if bool(half.isfinite().all()) else whole.float()
+
+
+def shortest_beginning(
+    requests: Sequence[RolloutRequest], store: RecordStore, token_budget: int | None
+) -> list[Record]:
+    """Records of the first requests, as many as fill the budget (None: all); failed ones are passed over."""
+    known, tokens, found = {record.index: record for record in store.records()}, 0, list[Record]()
+    for request in requests:
+        if token_budget is not None and tokens >= token_budget:
+            break
+        if request.index in known:
+            found.append(known[request.index])
+            tokens += len(found[-1].output_token_ids)
+    return found
+
+
+def claim_corpus(folder: Path, facts: dict[str, Any]) -> None:
+    """Note what a corpus folder holds, or see that it holds just that.
+
+    Raises:
+        InputError: It holds rollouts of another recipe (what differs is named), or other files.
+    """
+    path = folder / "corpus.json"
+    if path.is_file():
+        differing = differences(json.loads(path.read_text(encoding="utf-8")), facts)
+        if differing:
+            raise InputError(f"the corpus in {folder} was made differently ({differing}). Fix: name another folder")
+        return
+    if folder.is_dir() and any(folder.iterdir()):
+        raise InputError(f"{folder} exists and is no corpus. Fix: name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, facts)
+
+
+def differences(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str:
+    """`temperature 0.5 there, 1.0 wanted; ...`: what two sets of facts disagree about."""
+    found = []
+    for key in sorted({*there, *wanted}):
+        left, right = there.get(key), wanted.get(key)
+        if isinstance(left, dict) and isinstance(right, dict):
+            found.append(differences(left, right, f"{prefix}{key}."))
+        elif left != right:
+            found.append(f"{prefix}{key} {left!r} there, {right!r} wanted")
+    return "; ".join(text for text in found if text)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A JSON file, complete or as it was before."""
+    partial = path.with_suffix(".json.partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    flush_entry(partial)
+    os.replace(partial, path)

@@ -1,0 +1,161 @@
+"""`eagle`: a head trained to say, several tokens ahead, what the target says.
+
+Loss per depth: cross entropy against the target's own distribution over the draft vocabulary, plus the distance between
+what enters the head's output layer and what enters the target's. The second term is what makes little data go far:
+every position teaches `hidden` numbers instead of one distribution (EAGLE, arXiv 2401.15077, regresses features;
+EAGLE-3, arXiv 2503.01840, drops it for large corpora and unrolls the head over its own predictions, as done here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specactor_ray.drafter_training.corpus import Record
+from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch, new_head
+from specactor_ray.drafter_training.eagle_unroll import EagleBatch, unroll, unroll_loss
+from specactor_ray.drafter_training.recipe import TrainRecipe
+from specactor_ray.drafter_training.student import Batch
+from specactor_ray.errors import InputError
+from specactor_ray.learner.engines.torch_engine import autocast
+from specactor_ray.modeling.eagle_checkpoint import save_head, trained_weights
+from specactor_ray.modeling.eagle_head import EagleHead, default_aux_layers
+from specactor_ray.modeling.loading import load_model
+from specactor_ray.modeling.ragged_model import HEAD_INPUT
+from specactor_ray.sampling import sample_rows
+
+_COUNTED_ROLLOUTS = 128
+"""Rollouts whose distributions choose the draft vocabulary."""
+
+
+class EagleStudent:
+    """`Student` over a new head for the recipe's target.
+
+    Args:
+        target: The target, a transformers model of the Llama family; only what the head starts from is kept.
+        recipe: Draft vocabulary, depths and seed.
+        device: `cpu` or `cuda`.
+    """
+
+    method = "eagle"
+
+    def __init__(self, target: Any, recipe: TrainRecipe, device: str) -> None:
+        layers = int(target.config.get_text_config().num_hidden_layers)
+        self.hidden_layers: tuple[int, ...] = (*(layer - 1 for layer in default_aux_layers(layers)), HEAD_INPUT)
+        self._target: Any = target
+        self._recipe, self._device = recipe, torch.device(device)
+        self._head: EagleHead | None = None
+
+    @classmethod
+    def from_recipe(cls, recipe: TrainRecipe, device: str) -> EagleStudent:
+        """For the recipe's target.
+
+        Raises:
+            InputError: The target's layers are not of the Llama kind.
+            ModelLoadError: It cannot be loaded.
+        """
+        target = load_model(recipe.corpus.target, trust_remote_code=recipe.corpus.trust_remote_code)
+        reject_foreign_layers(target, recipe.corpus.target)
+        return cls(target, recipe, device)
+
+    @property
+    def module(self) -> EagleHead:
+        if self._head is None:
+            raise RuntimeError("prepare() comes first")
+        return self._head
+
+    def prepare(self, records: Sequence[Record], states: Callable[[int], torch.Tensor]) -> None:
+        """Choose the draft vocabulary from the target's distributions along the rollouts, and make the head."""
+        counts = torch.zeros(int(self._target.config.get_text_config().vocab_size))
+        for record in records[:_COUNTED_ROLLOUTS]:
+            counts += expected_counts(self._target, _example(record, states(record.index)))
+        for record in records:
+            counts += torch.bincount(torch.tensor(record.output_token_ids), minlength=len(counts))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._recipe.corpus.seed)
+            head = new_head(self._target, self._recipe.corpus.target, counts, self._recipe.draft_vocab)
+        self._head, self._target = head.to(self._device), None
+
+    def backward(self, batch: Batch) -> dict[str, float]:
+        examples = self._examples(batch)
+        with autocast(self._device, self._recipe.dtype):
+            loss, overlaps = unroll_loss(self.module, examples, self._recipe.depths)
+        loss.backward()
+        count = float(len(examples.teacher))
+        return {"tokens": count, "loss": float(loss.detach()) * count, "overlap": overlaps[0] * count}
+
+    @torch.no_grad()
+    def held_out(self, batch: Batch) -> dict[str, float]:
+        examples, head = self._examples(batch), self.module
+        loss, overlaps = unroll_loss(head, examples, self._recipe.depths)
+        outputs, rows = next(unroll(head, examples, 1))
+        logits = torch.full((len(rows), head.config.vocab_size), float("-inf"))
+        logits[:, head.draft_token_ids().cpu()] = head.lm_head(outputs).float().cpu()
+        tokens = [token for record in batch.records for token in record.output_token_ids]
+        samplings = [record.sampling for record in batch.records for _ in record.output_token_ids]
+        places = [place for record in batch.records for place in range(len(record.output_token_ids))]
+        chosen = rows.tolist()
+        sampled = sample_rows(logits, [samplings[i] for i in chosen], [places[i] for i in chosen]).token_ids
+        matches = sum(token == tokens[i] for token, i in zip(sampled, chosen, strict=True))
+        count = float(len(chosen))
+        return {
+            "tokens": count,
+            "loss": float(loss) * count,
+            "matches": float(matches),
+            "overlap": overlaps[0] * count,
+        }
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        return trained_weights(self.module)
+
+    def load_trained(self, weights: Mapping[str, torch.Tensor]) -> None:
+        own = self.trained()
+        if own.keys() != weights.keys():
+            raise ValueError(f"the weights are those of {len(weights)} parameters, and {len(own)} are trained")
+        self.module.load_state_dict(dict(weights), strict=False)
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        save_head(self.module, folder)
+        config = self.module.config
+        trained = sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
+        return {
+            "draft_vocab": config.draft_vocab_size,
+            "layers_read": list(config.exported_layers),
+            "parameters": sum(weight.numel() for weight in self.trained().values()),
+            "parameters_trained": trained,
+        }
+
+    def _examples(self, batch: Batch) -> EagleBatch:
+        examples = [_example(record, states) for record, states in zip(batch.records, batch.states, strict=True)]
+        return make_batch(examples, self.module).to(self._device)
+
+
+def _example(record: Record, states: torch.Tensor) -> EagleExample:
+    """A recorded rollout; its states are those of `EagleStudent.hidden_layers`, what enters the output layer last."""
+    hidden = states.shape[1] // 4
+    tokens = (*record.prompt_token_ids, *record.output_token_ids)
+    temperature = record.sampling.temperature or 1.0
+    return EagleExample(tokens, len(record.prompt_token_ids), states[:, :-hidden], states[:, -hidden:], temperature)
+
+
+def reject_foreign_layers(model: Any, name: str) -> None:
+    """A head begins as a copy of the target's last layer, so that must be built alike. Raises InputError."""
+    last: nn.Module = model.get_decoder().layers[-1]
+    for wanted in (
+        "self_attn.q_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "input_layernorm",
+        "post_attention_layernorm",
+    ):
+        try:
+            last.get_submodule(wanted)
+        except AttributeError:
+            raise InputError(
+                f"--target: a head cannot be made for {name} ({type(model).__name__}): its layers have no {wanted}. "
+                "Fix: a target of the Llama family (Llama, Qwen, Mistral, SmolLM), or --method draft_model"
+            ) from None

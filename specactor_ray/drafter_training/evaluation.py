@@ -1,0 +1,159 @@
+"""How far a drafter's guesses hold: recorded rollouts of the target, replayed through a proposer.
+
+The replay is coupled speculation without the target: from the last commit the proposer drafts its whole window, the
+guess is held against what the target really said, the agreeing part and one token of the target's own are committed,
+and so on. With keyed sampling what the target says does not depend on drafts, so the figures are exactly those of
+verifying every draft token in coupled mode.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specactor_ray.drafter_training.corpus import Record
+from specactor_ray.drafters.base import Proposer, ReadsFeatures
+from specactor_ray.drafters.mirror import common_prefix
+from specactor_ray.messages import Features
+
+
+@dataclass(slots=True)
+class AcceptanceCounts:
+    """What became of the drafts. The step that reads the prompt and yields the first token, before anything could be
+    drafted, is not counted."""
+
+    window: int
+    steps: int = 0
+    """Verify steps."""
+    committed: int = 0
+    """Output tokens they committed: accepted ones and one of the target's own each (none after a stop)."""
+    drafted: int = 0
+    accepted: int = 0
+    reached: list[int] = field(default_factory=list)
+    """Per draft position: how often there was a draft token there and all before it were right."""
+    right: list[int] = field(default_factory=list)
+    """Per draft position: how often that token was right too."""
+
+    def __post_init__(self) -> None:
+        self.reached = self.reached or [0] * self.window
+        self.right = self.right or [0] * self.window
+
+    def add_step(self, tail: Sequence[int], truth: Sequence[int]) -> int:
+        """Hold a tail against the output tokens that are still to come; returns how many of them are committed."""
+        accepted = common_prefix(tail, truth)
+        committed = min(accepted + 1, len(truth))
+        self.steps += 1
+        self.committed += committed
+        self.drafted += len(tail)
+        self.accepted += accepted
+        for position in range(min(accepted + 1, len(tail), len(truth))):
+            self.reached[position] += 1
+            self.right[position] += position < accepted
+        return committed
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verify step, the target's own included."""
+        return self.committed / self.steps if self.steps else 0.0
+
+    @property
+    def by_position(self) -> list[float | None]:
+        """P(token i is right | all before it were), i = 1 to the window; None where that never came up."""
+        return [right / reached if reached else None for right, reached in zip(self.right, self.reached, strict=True)]
+
+    def facts(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "window": self.window,
+            "steps": self.steps,
+            "tokens": self.committed,
+            "acceptance_length": self.acceptance_length,
+            "acceptance_rate": self.accepted / self.drafted if self.drafted else 0.0,
+            "supply": self.drafted / self.steps if self.steps else 0.0,
+            "by_position": self.by_position,
+        }
+
+
+class _Replay:
+    """One record on its way through a proposer."""
+
+    def __init__(
+        self, record: Record, proposer: Proposer, window: int, counts: AcceptanceCounts, states: Any = None
+    ) -> None:
+        self._states, self._handed_out = states, 0
+        self._record, self._proposer, self._window, self._counts = record, proposer, window, counts
+        self.request_id = f"replay-{record.index}"
+        # A prompt of several tokens is prefilled, and its last position yields the first token, undrafted.
+        self._committed = 1 if len(record.prompt_token_ids) > 1 else 0
+        first = record.output_token_ids[: self._committed]
+        proposer.open(self.request_id, record.prompt_token_ids, first, record.sampling, window)
+        self._add_features()
+
+    @property
+    def done(self) -> bool:
+        return self._committed >= len(self._record.output_token_ids)
+
+    @property
+    def pending(self) -> bool:
+        """Its tail can still grow."""
+        return self._proposer.pending(self.request_id) and len(self._proposer.tail(self.request_id)[1]) < self._window
+
+    def verify(self) -> None:
+        """Compare, commit, and close at the end of the output."""
+        output, begin = self._record.output_token_ids, self._committed
+        room = max(self._record.sampling.max_tokens - begin - 1, 0)
+        base, tail = self._proposer.tail(self.request_id)
+        usable = tail[: min(room, self._window)] if base == begin else ()
+        self._committed += self._counts.add_step(usable, output[begin:])
+        self._proposer.commit(self.request_id, begin, output[begin : self._committed], self._window)
+        self._add_features()
+
+    def _add_features(self) -> None:
+        """Those of the positions up to the one that predicted the newest token, as a verifier streams them."""
+        if self._states is None or not isinstance(self._proposer, ReadsFeatures):
+            return
+        end = len(self._record.prompt_token_ids) + self._committed - 1
+        self._proposer.add_features(self.request_id, [Features(self._handed_out, self._states[self._handed_out : end])])
+        self._handed_out = end
+
+    def close(self) -> None:
+        self._proposer.close(self.request_id, finished=True)
+
+
+def replay(
+    proposer: Proposer,
+    records: Iterable[Record],
+    window: int,
+    batch: int = 16,
+    on_progress: Callable[[int], None] | None = None,
+    features: Callable[[Record], Any] | None = None,
+) -> AcceptanceCounts:
+    """Replay recorded rollouts through a proposer.
+
+    Args:
+        proposer: With room for `batch` requests.
+        records: Of one temperature, or of several if that does not matter.
+        window: Draft tokens per step.
+        batch: Records under way at once.
+        on_progress: Called with the number of output tokens committed so far.
+        features: The target's states of a record, numpy `(tokens - 1, width)`, for proposers that read them.
+    """
+    counts, waiting, running = AcceptanceCounts(window), deque(records), list[_Replay]()
+    while waiting or running:
+        while waiting and len(running) < batch:
+            record = waiting.popleft()
+            states = None if features is None else features(record)
+            running.append(_Replay(record, proposer, window, counts, states))
+        while any(entry.pending for entry in running if not entry.done) and proposer.extend():
+            pass
+        for entry in running:
+            if not entry.done:
+                entry.verify()
+            if entry.done:
+                entry.close()
+        running = [entry for entry in running if not entry.done]
+        if on_progress is not None:
+            on_progress(counts.committed)
+    return counts

@@ -1,0 +1,107 @@
+"""A drafter's acceptance table: recorded rollouts, replayed at each temperature and with each kind of noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from specactor_ray.config.schema import DrafterConfig, TargetConfig, reads_features
+from specactor_ray.config.validate import DRAFTER_CHECKS
+from specactor_ray.drafter_training.card import read_card
+from specactor_ray.drafter_training.corpus import Record
+from specactor_ray.drafter_training.evaluation import replay
+from specactor_ray.drafter_training.rollouts import Corpus
+from specactor_ray.drafters.registry import build_proposer
+from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.observability.phase_progress import PhaseProgress, show_tokens
+
+if TYPE_CHECKING:
+    from specactor_ray.modeling.eagle_head import EagleHeadConfig
+
+NOISY_METHODS = ("draft_model", "eagle")
+"""Methods that sample, so that it matters whose noise they use."""
+_REPLAY_BATCH = 16
+
+
+def drafter_of(folder: Path) -> DrafterConfig:
+    """The drafter in a folder: of the method that its `drafter.json` names; any other model is a `draft_model`.
+
+    Raises:
+        InputError: There is no such folder, or its `drafter.json` cannot be read.
+    """
+    if not folder.is_dir():
+        raise InputError(f"--drafter: there is no folder {folder}. Fix: name the folder that `drafter train` wrote")
+    card = read_card(folder)
+    return DrafterConfig(method="draft_model" if card is None else card["method"], model=str(folder))
+
+
+def method_alone(method: str) -> DrafterConfig:
+    """A method that needs no trained model.
+
+    Raises:
+        InputError: It is unknown, or needs a model.
+    """
+    config = DrafterConfig(method=method)
+    try:
+        for check in DRAFTER_CHECKS:
+            check(config, "--method")
+    except ConfigError as error:
+        raise InputError(f"--method: {method!r} cannot be measured alone: {error.problem} {error.fix}") from None
+    return config
+
+
+def head_config(drafter: DrafterConfig, target: str) -> EagleHeadConfig | None:
+    """What the drafter reads of the target; None for methods that need no states.
+
+    Raises:
+        ModelLoadError: There is no head, or it was made for another target.
+    """
+    if not reads_features(drafter) or drafter.model is None:
+        return None
+    from specactor_ray.modeling.eagle_checkpoint import read_head_config
+
+    return read_head_config(drafter.model, target, trust_remote_code=drafter.trust_remote_code)
+
+
+def measure(
+    drafter: DrafterConfig,
+    target: TargetConfig,
+    corpus: Corpus,
+    window: int,
+    console: Console,
+) -> list[dict[str, Any]]:
+    """Replay every held-out part through the drafter: with the target's noise, and with its own where that makes a
+    difference.
+
+    Args:
+        drafter: The method and its model.
+        target: What it drafts for.
+        corpus: Recorded with the states that the drafter reads, before others.
+        window: Draft tokens per step.
+        console: Where progress is shown.
+    """
+    rows, head = [], head_config(drafter, target.model)
+    device = corpus.limits.device
+    for part, records in corpus.held_out().items():
+        temperature = records[0].sampling.temperature
+        noisy = temperature > 0.0 and drafter.method in NOISY_METHODS
+        for shared in (True, False) if noisy else (True,):
+            proposer = build_proposer(replace(drafter, shared_noise=shared), target, device)
+            noise = ("shared" if shared else "own") if noisy else "-"
+            total = sum(len(record.output_token_ids) for record in records)
+            title = f"replay, T={temperature:g}" + (f", {noise} noise" if noisy else "")
+            with PhaseProgress(console, title, total) as progress:
+                features = None if head is None else _features_of(corpus, part, head.feature_size)
+                counts = replay(proposer, records, window, _REPLAY_BATCH, show_tokens(progress), features)
+            rows.append({"part": part, "temperature": temperature, "noise": noise, **counts.facts()})
+    return rows
+
+
+def _features_of(corpus: Corpus, part: str, width: int) -> Callable[[Record], Any]:
+    """The first `width` numbers of the recorded states of a record."""
+    store = corpus.stores[part]
+    return lambda record: store.states(record.index)[:, :width].float().numpy()

@@ -1,0 +1,105 @@
+"""Progress of one phase of a longer job: a bar with the time left on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from specactor_ray.observability.console import say
+
+
+class PhaseProgress:
+    """Shows how far a phase is; drive it with `update` while the `with` block runs.
+
+    Args:
+        console: A bar if it is a terminal, else plain lines.
+        title: What runs.
+        total: What `done` counts up to.
+        line_interval_s: Seconds between plain lines.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        title: str,
+        total: float,
+        line_interval_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._title, self._total = console, title, max(total, 1e-9)
+        self._interval_s, self._clock = line_interval_s, clock
+        self._begin = self._last_line = clock()
+        self._first: float | None = None
+        self._done, self._figures = 0.0, ""
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def __enter__(self) -> PhaseProgress:
+        self._begin = self._last_line = self._clock()
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[figures]}", markup=False),
+                TimeElapsedColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task(self._title, total=self._total, figures="")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._first is not None:
+            say(self._console, self._line())
+
+    @property
+    def seconds(self) -> float:
+        """Since the phase began."""
+        return self._clock() - self._begin
+
+    @property
+    def rate(self) -> float:
+        """`done` per second, what was there at the first update left out: a resumed phase begins in the middle."""
+        return 0.0 if self._first is None else (self._done - self._first) / max(self.seconds, 1e-9)
+
+    def update(self, done: float, figures: str) -> None:
+        """So much of `total` is done; `figures` say how it goes."""
+        if self._first is None:
+            self._first = 0.0 if done < self._total / 100 else done
+        self._done, self._figures = min(done, self._total), figures
+        if self._bar is not None:
+            shown = f"{figures}, {self._left()} left" if self._left() else figures
+            self._bar.update(self._task, completed=self._done, figures=shown)
+        elif self._clock() - self._last_line >= self._interval_s:
+            self._last_line = self._clock()
+            say(self._console, self._line())
+
+    def _left(self) -> str:
+        """Estimate of the time that is left; empty while there is none."""
+        if self.rate <= 0.0 or self._done >= self._total:
+            return ""
+        seconds = round((self._total - self._done) / self.rate)
+        return f"{seconds // 60}:{seconds % 60:02d}"
+
+    def _line(self) -> str:
+        left = f", {self._left()} left" if self._left() else ""
+        return f"{self._title}: {self._done / self._total:.0%}, {self._figures}{left}"
+
+
+def show_tokens(progress: PhaseProgress) -> Callable[[int], None]:
+    """What a phase that makes tokens calls with their number so far."""
+
+    def show(tokens: int) -> None:
+        progress.update(tokens, f"{tokens:,} tokens, {progress.rate:.1f} tokens/s")
+
+    return show
