@@ -48,28 +48,32 @@ class EagleBatch:
 
 @dataclass(slots=True)
 class _Unroll:
-    """Keys and values of all depths; `attend` is the head's attention."""
+    """Keys and values of all depths; `attend` is the head's attention.
 
+    Depth 0 has those of every position; deeper ones have them for the anchors from `begin` on, some fewer each time.
+    """
+
+    begin: int
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
 
     def attend(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """`q` `(B, heads, N, dim)` of the newest depth, for the first N anchors."""
+        """`q` `(B, heads, N, dim)` of the next depth."""
         self.keys.append(k)
         self.values.append(v)
         if len(self.keys) == 1:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
             return out.transpose(1, 2).flatten(2)
         batch, heads, count, dim = q.shape
-        kv_heads = k.shape[1]
+        kv_heads, end = k.shape[1], self.begin + count
         grouped = q.view(batch, kv_heads, heads // kv_heads, count, dim) * dim**-0.5
-        shared = grouped @ self.keys[0][:, :, None, :count].transpose(-1, -2)
-        future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu(1)
+        shared = grouped @ self.keys[0][:, :, None, :end].transpose(-1, -2)
+        future = torch.ones(count, end, dtype=torch.bool, device=q.device).triu(self.begin + 1)
         own = [(grouped * key[:, :, None, :count]).sum(-1, keepdim=True) for key in self.keys[1:]]
         weights = torch.softmax(torch.cat([shared.masked_fill(future, float("-inf")), *own], dim=-1), dim=-1)
-        out = weights[..., :count] @ self.values[0][:, :, None, :count]
+        out = weights[..., :end] @ self.values[0][:, :, None, :end]
         for depth, value in enumerate(self.values[1:]):
-            out = out + weights[..., count + depth, None] * value[:, :, None, :count]
+            out = out + weights[..., end + depth, None] * value[:, :, None, :count]
         return out.reshape(batch, heads, count, dim).transpose(1, 2).flatten(2)
 
 
@@ -80,22 +84,26 @@ def unroll(head: EagleHead, batch: EagleBatch, depths: int) -> Iterator[tuple[to
         `(outputs, rows)`: what enters the head's output layer, `(N, hidden)`, and `(N,)` where in `batch.teacher` and
         `batch.final` the target's side of the same prediction is.
     """
-    total = batch.next_ids.shape[1]
-    inputs, attention = head.fuse(batch.states), _Unroll()
-    positions = torch.arange(total, device=inputs.device)
+    total, device = batch.next_ids.shape[1], batch.next_ids.device
     row_of = torch.full_like(batch.next_ids, -1)
-    row_of[batch.predicts_output] = torch.arange(len(batch.teacher), device=inputs.device)
+    row_of[batch.predicts_output] = torch.arange(len(batch.teacher), device=device)
+    counting = batch.predicts_output.any(dim=0).nonzero()
+    # Most of a prompt is never predicted: beyond depth 0, which has its keys, it takes no part.
+    begin = max(int(counting[0]) - depths, 0) if len(counting) else 0
+    positions = torch.arange(total, device=device)
+    inputs, attention = head.fuse(batch.states), _Unroll(begin)
     for depth in range(depths):
-        count = total - depth - 1  # anchor a predicts x_{a + depth + 2}, as the target does at position a + depth + 1
-        if count <= 0:
+        # Anchor a predicts x_{a + depth + 2}, as the target does at position a + depth + 1.
+        last = total - depth - 1
+        if last <= begin:
             return
-        # At depth 0 the last anchor predicts nothing here, but it has a key; later depths only lose anchors.
-        kept = count + 1 if depth == 0 else count
-        at = positions[depth : depth + kept].expand(len(inputs), -1)
-        outputs = head(inputs[:, :kept], batch.next_ids[:, depth : depth + kept], at, attention.attend)
-        rows = row_of[:, depth + 1 :]
+        first, end = (0, last + 1) if depth == 0 else (begin, last)
+        at = positions[first + depth : end + depth].expand(len(inputs), -1)
+        outputs = head(inputs[:, : end - first], batch.next_ids[:, first + depth : end + depth], at, attention.attend)
+        outputs = outputs[:, begin - first : last - first]
+        rows = row_of[:, begin + depth + 1 :]
         # The output layer costs as much as the rest, so only what counts goes on.
-        yield head.norm(outputs[:, :count][rows >= 0]), rows[rows >= 0]
+        yield head.norm(outputs[rows >= 0]), rows[rows >= 0]
         inputs = outputs
 
 

@@ -212,6 +212,25 @@ def test_the_unroll_of_training_equals_running_ahead() -> None:
                 assert torch.allclose(entering[anchor], model.norm(outputs[-1]), atol=1e-4)
 
 
+def test_prompts_take_no_part_in_the_unroll_but_as_context() -> None:
+    """Where only the end counts, the outputs are those that unrolling everything gives there."""
+    model, length = head(), 20
+    tokens = tuple(random.Random(1).randrange(400) for _ in range(length))
+    example = EagleExample(tokens, 1, torch.from_numpy(states_of(length - 1, 4)))
+    batch = make_batch([example], model)
+    late = torch.zeros_like(batch.predicts_output)
+    late[:, 12:] = True
+    size = model.config.draft_vocab_size
+    whole = EagleBatch(batch.states, batch.next_ids, torch.ones_like(late), torch.zeros(length - 1, size))
+    part = EagleBatch(batch.states, batch.next_ids, late, torch.zeros(length - 1 - 12, size))
+    with torch.no_grad():
+        for depth, ((all_of, _), (some, rows)) in enumerate(
+            zip(unroll(model, whole, 4), unroll(model, part, 4), strict=False)
+        ):
+            assert rows.tolist() == list(range(max(depth + 1 - 12, 0), length - 1 - 12))
+            assert torch.allclose(some, all_of[12 - depth - 1 :], atol=1e-5)
+
+
 def test_the_teacher_is_the_targets_distribution() -> None:
     from transformers import AutoModelForCausalLM
 
