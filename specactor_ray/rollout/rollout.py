@@ -169,8 +169,8 @@ class Rollout:
         get_or_raise([getattr(handle, method).remote() for handle in self._all_verifiers()])
 
     def _all_verifiers(self) -> list[Any]:
-        """Handles of the verifiers that serve, those that were lent at the last tail included."""
-        if not self._dispatcher.await_spares():
+        """Handles of the verifiers that serve; between two streams those that were lent at the last tail as well."""
+        if not self._streaming and not self._dispatcher.await_spares():
             raise SpecActorError("verifiers whose seats were lent to draft actors did not come back in time")
         return list(get_or_raise(self._controller.view.remote()).verifiers.values())
 

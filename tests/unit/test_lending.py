@@ -35,7 +35,7 @@ AWAKE = (Phase.STARTING, Phase.READY, Phase.WAKING)
 
 
 class Fleet(World):
-    """The world of `decide`, with seats: falling asleep and waking take a step, a removed process lingers for one."""
+    """The world of `decide`, with seats: falling asleep and waking take a step, a removed process lingers for three."""
 
     def __init__(self, verifiers: int, drafters: dict[str, int]) -> None:
         super().__init__([ready(name, VERIFIER) for name in NAMES[:verifiers]])
@@ -85,7 +85,7 @@ class Fleet(World):
             case Remove():
                 gone = self.actors[action.actor_id]
                 if gone.host:
-                    self.lingering[self.seat_of[gone.host]] = self.now + TICK_S
+                    self.lingering[self.seat_of[gone.host]] = self.now + 3 * TICK_S
                 super().apply(action)
             case CreateVerifier():
                 super().apply(action)
