@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from specactor_ray.cluster.cores import cores_needed
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError, InputError
@@ -36,8 +37,8 @@ class Variant:
 
 
 def draft_cores(config: Config) -> int:
-    """CPU cores of all draft actors."""
-    return sum(drafter.replicas * drafter.cores for drafter in config.drafters)
+    """Whole CPU cores that all draft actors take; shares of a core are put together."""
+    return cores_needed(drafter.cores for drafter in config.drafters for _ in range(drafter.replicas))
 
 
 def plan_variants(config: Config, modes: Sequence[ModeName], batches: Sequence[int]) -> list[Variant]:

@@ -6,23 +6,30 @@ itself to them (`bind_to_cores`). Pure bookkeeping, no Ray; not thread-safe.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
 
 from specactor_ray.errors import ClusterError
 
+_ROUNDING = 1e-6
+"""Ten shares of 0.1 fill a core, whatever floats make of their sum."""
+
 
 class CoreLedger:
     """The usable core ids of every node, and who holds which.
 
-    Nodes on the same `machine` share one pool: two Ray nodes on one host see the same physical cores.
+    Nodes on the same `machine` share one pool: two Ray nodes on one host see the same physical cores. Whole cores
+    have one holder each. A share below one core is put on a core together with other shares, never on one that
+    somebody holds as a whole.
     """
 
     def __init__(self) -> None:
         self._machine_of: dict[str, str] = {}
         self._usable: dict[str, tuple[int, ...]] = {}
-        self._held: dict[str, dict[int, str]] = {}
+        self._held: dict[str, dict[int, dict[str, float]]] = {}
+        """Machine → core → owner → share; an owner of whole cores has a share of 1 of each."""
 
     def add_node(self, node: str, cores: Iterable[int], machine: str = "") -> None:
         """Make known which cores processes on `node` may use. Known nodes are left as they are.
@@ -42,51 +49,82 @@ class CoreLedger:
     def knows(self, node: str) -> bool:
         return node in self._machine_of
 
-    def take(self, node: str, count: int, owner: str) -> tuple[int, ...]:
-        """Give `count` free cores of `node` to `owner`, who holds none yet.
+    def take(self, node: str, count: float, owner: str) -> tuple[int, ...]:
+        """Give cores of `node` to `owner`, who holds none yet.
+
+        Args:
+            node: Ray node id.
+            count: A whole number of cores of its own, or a share below 1 of a core that others may share; 0 is nothing.
+            owner: Who takes them.
 
         Returns:
-            Core ids, ascending.
+            Core ids, ascending; for a share the one core it is of.
 
         Raises:
-            ClusterError: Fewer are free; the message lists who holds the others. Nothing was taken.
+            ClusterError: There is no room; the message lists who holds the cores. Nothing was taken.
+            ValueError: The owner holds cores already, or `count` is neither whole nor below 1.
             KeyError: The node was never added.
         """
         machine = self._machine_of[node]
         if self.held_by(owner):
             raise ValueError(f"{owner} holds cores already")
+        if count < 0 or (count > 1 and count != int(count)):
+            raise ValueError(f"{count} is neither a whole number of cores nor a share of one")
         held = self._held[machine]
         free = [core for core in self._usable[machine] if core not in held]
+        if 0 < count < 1:
+            roomy = [core for core, shares in held.items() if sum(shares.values()) + count <= 1 + _ROUNDING]
+            # The fullest that still has room, so that whole cores stay free.
+            core = min(roomy, key=lambda core: (-sum(held[core].values()), core), default=min(free, default=None))
+            if core is None:
+                raise ClusterError(self._refusal(node, count, owner, free))
+            held.setdefault(core, {})[owner] = count
+            return (core,)
         if len(free) < count:
             raise ClusterError(self._refusal(node, count, owner, free))
-        cores = tuple(free[:count])
-        held.update(dict.fromkeys(cores, owner))
+        cores = tuple(free[: int(count)])
+        held.update({core: {owner: 1.0} for core in cores})
         return cores
 
     def held_by(self, owner: str) -> tuple[int, ...]:
-        """The cores that `owner` holds, ascending; empty when it holds none."""
-        return tuple(sorted(core for held in self._held.values() for core, who in held.items() if who == owner))
+        """The cores that `owner` holds or has a share of, ascending; empty when there are none."""
+        return tuple(sorted(core for held in self._held.values() for core, shares in held.items() if owner in shares))
 
     def release(self, owner: str) -> None:
         """Take back all cores of `owner`; harmless when it holds none."""
         for held in self._held.values():
-            for core in [core for core, who in held.items() if who == owner]:
-                del held[core]
+            for core in [core for core, shares in held.items() if owner in shares]:
+                del held[core][owner]
+                if not held[core]:
+                    del held[core]
 
     def holders(self, node: str) -> dict[str, tuple[int, ...]]:
         """Owner → core ids on the machine of `node`."""
         held = self._held[self._machine_of[node]]
-        return {owner: tuple(sorted(c for c, who in held.items() if who == owner)) for owner in set(held.values())}
+        owners = {owner for shares in held.values() for owner in shares}
+        return {owner: tuple(sorted(c for c, shares in held.items() if owner in shares)) for owner in owners}
 
-    def _refusal(self, node: str, count: int, owner: str, free: Sequence[int]) -> str:
-        usable = self._usable[self._machine_of[node]]
-        holders = ", ".join(f"{who} holds {_ids(cores)}" for who, cores in sorted(self.holders(node).items()))
+    def _refusal(self, node: str, count: float, owner: str, free: Sequence[int]) -> str:
+        machine = self._machine_of[node]
+        holders = ", ".join(self._holding(machine, who, cores) for who, cores in sorted(self.holders(node).items()))
+        whose = "CPU core(s) of its own" if count >= 1 else "of a CPU core without a verifier"
         return (
-            f"{owner} needs {count} CPU core(s) of its own on node {node[:8]}, and {len(free)} of {len(usable)} "
-            f"are free ({holders or 'none is held'}; free: {_ids(free)}). Fix: ask for fewer cores or replicas, use a "
-            "machine with more cores, mode=coupled (drafters share the verifier's cores), or, for development only, "
-            "cluster.pin_cores=false."
+            f"{owner} needs {count:g} {whose} on node {node[:8]}, and {len(free)} of {len(self._usable[machine])} "
+            f"are free ({holders or 'none is held'}; free: {_ids(free)}). Fix: ask for fewer cores or replicas, let "
+            "draft actors share a core (drafters.N.cores=0.25), use a machine with more cores, mode=coupled (drafters "
+            "share the verifier's cores), or, for development only, cluster.pin_cores=false."
         )
+
+    def _holding(self, machine: str, owner: str, cores: Sequence[int]) -> str:
+        share = self._held[machine][cores[0]][owner]
+        return f"{owner} holds {'' if share == 1 else f'{share:g} of '}{_ids(cores)}"
+
+
+def cores_needed(sizes: Iterable[float]) -> int:
+    """Whole cores that actors of these sizes take on one machine, shares put together as the ledger does."""
+    ledger, sizes = CoreLedger(), list(sizes)
+    ledger.add_node("all", range(sum(math.ceil(size) for size in sizes)))
+    return len({core for number, size in enumerate(sizes) for core in ledger.take("all", size, str(number))})
 
 
 def usable_cores() -> tuple[str, tuple[int, ...]]:

@@ -108,6 +108,10 @@ class Undertaker:
         else:
             self._remote[self._end_remotely.options(**on_node(facts.node_id)).remote(facts)] = facts
 
+    def follows(self, facts: ProcessFacts) -> bool:
+        """Whether this process was buried and is not known to be gone, as of the last `poll`."""
+        return facts in self._local or facts in self._remote.values()
+
     def poll(self) -> int:
         """Look after the dying. Returns how many are not known to be gone."""
         for facts, since in list(self._local.items()):

@@ -113,9 +113,11 @@ class DrafterConfig:
     the target's hidden states), or a proposer of your own as `package.module:Class`; the class is made with this
     section as its only argument."""
     replicas: int = 1
-    """Number of draft actors of this method; may be changed while the run goes on."""
-    cores: int = 1
-    """CPU cores of each draft actor."""
+    """Number of draft actors of this method; may be changed while the run goes on. 0: none, or only at the tail of a
+    rollout, on the seat of a verifier that has no requests left (`speculation.lend`)."""
+    cores: float = 1.0
+    """CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that it shares with
+    other draft actors of the run, never with a verifier."""
     gpus: int = 0
     """GPUs of each draft actor; 0 runs on the CPU."""
     window: int | None = None
@@ -177,6 +179,9 @@ class SpeculationConfig:
     measured step time that the expected gain pays for, at most 20 ms."""
     coupled_wait_s: float = 1.0
     """`coupled`: longest wait per step for the tails of the newest commit."""
+    lend: bool | None = None
+    """`decoupled`: at the tail of a rollout, when verifiers run out of requests, put them to sleep and run draft actors
+    on their cores and GPUs until they are needed again. Default: yes, where there are two verifiers or more."""
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     """When to stop asking a drafter that does not help."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
@@ -17,6 +18,8 @@ DRAFT_METHODS = ("ngram", "draft_model", "eagle")
 DTYPES = ("float32", "bfloat16", "float16")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 MAX_WINDOW = 128
+SMALLEST_SHARE = 0.01
+"""Of a core. Ray counts in ten-thousandths; less than a hundredth is no share one could mean."""
 
 # Dotted key → smallest allowed integer; None (not set) is always allowed where the type allows it.
 SMALLEST = {
@@ -35,7 +38,6 @@ SMALLEST = {
 }
 SMALLEST_OF_A_DRAFTER = {
     "replicas": 0,  # none now; more can be added while the run goes on
-    "cores": 1,
     "gpus": 0,
     "max_batch": 1,
     "min_match": 1,
@@ -172,6 +174,18 @@ def reject_speculation_without_drafters(config: Config) -> None:
         raise ConfigError("mode", problem, "use mode=plain, or add one: 'drafters=[{method: ngram}]'.")
 
 
+def reject_lending_that_cannot_be(config: Config) -> None:
+    if config.speculation.lend is not True or config.mode is not ModeName.decoupled:
+        return
+    if config.target.replicas == 1:
+        problem = "true, but the only verifier can never be spared (target.replicas=1)."
+        raise ConfigError("speculation.lend", problem, "raise target.replicas, or leave speculation.lend out.")
+    if not lendable_methods(config):
+        target = config.target
+        problem = f"true, but no drafter fits a verifier's {target.cores} cores and {target.gpus} GPUs."
+        raise ConfigError("speculation.lend", problem, "lower drafters.N.cores or drafters.N.gpus, or leave it out.")
+
+
 def reject_method_twice(config: Config) -> None:
     first: dict[str, int] = {}
     for index, drafter in enumerate(config.drafters):
@@ -184,6 +198,13 @@ def reject_method_twice(config: Config) -> None:
 def reject_too_small_drafter_counts(drafter: DrafterConfig, key: str) -> None:
     for name, smallest in SMALLEST_OF_A_DRAFTER.items():
         reject_below(f"{key}.{name}", getattr(drafter, name), smallest)
+
+
+def reject_drafter_cores_between_whole_numbers(drafter: DrafterConfig, key: str) -> None:
+    cores = drafter.cores
+    if not SMALLEST_SHARE <= cores < math.inf or (cores > 1 and cores != int(cores)):
+        problem = f"{cores:g} is neither a whole number of cores nor a share of one."
+        raise ConfigError(f"{key}.cores", problem, f"use 1, 2, ..., or {SMALLEST_SHARE:g} up to below 1.")
 
 
 def reject_unknown_drafter_names(drafter: DrafterConfig, key: str) -> None:
@@ -257,12 +278,14 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_device_the_target_cannot_use,
     reject_output_over_input,
     reject_speculation_without_drafters,
+    reject_lending_that_cannot_be,
     reject_method_twice,
 )
 
 DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
     reject_unknown_drafter_names,
     reject_too_small_drafter_counts,
+    reject_drafter_cores_between_whole_numbers,
     reject_drafter_window_out_of_range,
     reject_drafter_cache_not_positive,
     reject_method_without_its_model,

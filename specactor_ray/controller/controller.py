@@ -24,8 +24,9 @@ from specactor_ray.cluster.processes import Undertaker
 from specactor_ray.cluster.supervised import SupervisedActor, launch, stop_in_order
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.controller.decide import decide, has_lasted, record_failure
+from specactor_ray.controller.lender import Lender
 from specactor_ray.controller.members import ActorClasses, Member, PeerNews, build_spec, next_view
-from specactor_ray.controller.seats import Seating, scale_refusal
+from specactor_ray.controller.seats import Seat, Seating, scale_refusal
 from specactor_ray.controller.state import (
     VERIFIER,
     Action,
@@ -35,10 +36,14 @@ from specactor_ray.controller.state import (
     Drain,
     FailureRecord,
     GiveUp,
+    Lend,
     ObservedState,
+    Offer,
     Phase,
     Policy,
     Remove,
+    Sleep,
+    Wake,
 )
 from specactor_ray.controller.weights import WeightNews
 from specactor_ray.errors import ClusterError, ConfigError, SpecActorError
@@ -51,6 +56,8 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.2
 _SYNC_TICK_S = 0.005
 """While weights are on their way."""
+_LENDING_TICK_S = 0.02
+"""While verifiers fall asleep or wake, and draft actors on their seats come or go."""
 _STOP_TIMEOUT_S = 12.0
 _GONE_TIMEOUT_S = 15.0
 _SLOW_STEP_S = 1.0
@@ -92,6 +99,7 @@ class Controller:
         self._view = ClusterView()
         self._status: list[dict[str, Any]] = []
         self._wake, self._stopping = threading.Event(), threading.Event()
+        self._lender = Lender(config, self._policy, self._undertaker, self._wake.set)
         self._shutdown_lock, self._is_shut = threading.Lock(), False
         self._thread: threading.Thread | None = None
         self._last_step = time.monotonic()
@@ -156,6 +164,18 @@ class Controller:
             if not self._in_place.wait_for(lambda: self._version_in_place >= weights.version, timeout_s):
                 raise SpecActorError(f"weights of version {weights.version} were not taken within {timeout_s:g} s")
 
+    def release_verifiers(self, offer: Offer) -> tuple[str, ...]:
+        """The rollout can do without these verifiers, and no others, until `take_back_verifiers`.
+
+        Returns:
+            Those that were taken: they left the view, and draft actors may sit on their seats. The others serve on.
+        """
+        return self._lender.offer(offer)
+
+    def take_back_verifiers(self, timeout_s: float) -> bool:
+        """End what runs on the seats of verifiers and wake them. Returns whether all serve within `timeout_s`."""
+        return self._lender.take_back(timeout_s)
+
     def shutdown(self) -> bool:
         """Stop the loops in order, end all processes, give the room back. Bounded; harmless when repeated.
 
@@ -164,6 +184,7 @@ class Controller:
         """
         self._stopping.set()
         self._wake.set()
+        self._lender.close()
         if self._thread is not None:
             self._thread.join(_STOP_TIMEOUT_S)
         return self._teardown()
@@ -214,7 +235,8 @@ class Controller:
             self._guarded("publish", self._publish)
             self._guarded("tell peers", self._tell_peers)
             self._guarded("bury", self._undertaker.poll)
-            self._wake.wait(_TICK_S if self._weights_in_place() else _SYNC_TICK_S)
+            lending = self._lender.answer(self._members.values())
+            self._wake.wait(_LENDING_TICK_S if lending else _TICK_S if self._weights_in_place() else _SYNC_TICK_S)
             self._wake.clear()
 
     def _guarded(self, name: str, step: Callable[[], Any]) -> None:
@@ -233,6 +255,8 @@ class Controller:
         with self._lock:
             desired = self._desired
         self._apply(decide(desired, self._observe(), time.monotonic(), self._policy))
+        now, members = time.monotonic(), list(self._members.values())
+        self._apply(self._lender.decide(members, self._failures, desired, now))
         self._seating.trim({key: desired.wanted(key) for key in desired.all_keys()})
 
     def _forget_failures(self) -> None:
@@ -248,6 +272,7 @@ class Controller:
                 if member.actor is not None:
                     member.actor.forgive(now)
         self._last_step = now
+        self._lender.look(self._members.values(), now)
         actors = []
         for member in self._members.values():
             if member.look(now, self._config.cluster.health_interval_s):
@@ -262,7 +287,8 @@ class Controller:
     def _refuse_shared_gpus(self, member: Member) -> None:
         if self._config.mode is ModeName.coupled:
             return
-        facts = {m.actor_id: m.actor.facts for m in self._members.values() if m.actor and m.actor.facts}
+        awake = [m for m in self._members.values() if m.phase is not Phase.ASLEEP]
+        facts = {m.actor_id: m.actor.facts for m in awake if m.actor and m.actor.facts}
         mine = facts.pop(member.actor_id)
         try:
             for other, theirs in facts.items():
@@ -282,21 +308,33 @@ class Controller:
             elif isinstance(action, GiveUp):
                 self._failures[action.key] = replace(self._failures[action.key], given_up=True)
                 logger.error("no more draft actors of %s are started: %s", action.key, action.error)
+            elif isinstance(action, Sleep):
+                self._lender.send_to_sleep(self._members[action.actor_id], now)
+            elif isinstance(action, Wake):
+                self._lender.wake(self._members[action.actor_id], now)
+            elif isinstance(action, Lend):
+                host = self._members[action.actor_id]
+                guest = self._create(action.method, self._seating.lend(host.seat, action.method), now)
+                guest.host_id, host.note = host.actor_id, f"lent to {guest.actor_id}"
+                logger.info("%s sleeps, its seat is %s", host.actor_id, host.note)
             else:
-                self._create(action.method if isinstance(action, CreateDrafter) else VERIFIER, now)
+                key = action.method if isinstance(action, CreateDrafter) else VERIFIER
+                self._create(key, self._seating.claim(key), now)
 
-    def _create(self, key: str, now: float) -> None:
-        seat = self._seating.claim(key)
+    def _create(self, key: str, seat: Seat, now: float) -> Member:
         actor_id = new_actor_id(seat.stem, self._used_ids)
         self._used_ids.add(actor_id)
         seat.occupant = actor_id
-        self._members[actor_id] = Member(actor_id, key, seat, created_at=now, since=now)
+        self._members[actor_id] = member = Member(actor_id, key, seat, created_at=now, since=now)
+        return member
 
     def _settle_pending(self) -> None:
         now = time.monotonic()
         for member in self._members.values():
             if member.phase is not Phase.PENDING:
                 continue
+            if member.key == VERIFIER and not self._lender.is_free(member.seat, self._members.values()):
+                continue  # the seat was lent when its verifier died; the draft actor goes first
             try:
                 if self._seating.settle(member.seat):
                     self._launch(member, now)
@@ -333,6 +371,7 @@ class Controller:
             self._failures[member.key] = record
         if member.actor is not None:
             self._undertaker.bury(member.actor.handle, member.actor.facts)
+        self._lender.left(member)
         self._seating.vacate(member.seat)
 
     # ---- tell the others ----

@@ -65,6 +65,12 @@ class Member:
     """Version that it has or that is on its way to it."""
     serves: bool = False
     """Others may use it: it has been ready, with the weights that were current then."""
+    host_id: str = ""
+    """For a draft actor on the seat of a verifier that sleeps: the id of that verifier."""
+    slept: bool = False
+    """While asleep: it has given up its memory."""
+    start_s: float = 0.0
+    """Seconds from its launch until it was ready; 0 until then."""
 
     @property
     def error(self) -> SpecActorError | None:
@@ -79,11 +85,12 @@ class Member:
             return False
         self.actor.poll(now, health_interval_s)
         if self.actor.error is not None:
-            if self.phase in (Phase.STARTING, Phase.READY):
+            if self.phase in (Phase.STARTING, Phase.READY, Phase.ASLEEP, Phase.WAKING):
                 self.enter(Phase.DEAD, now)
             return False
         if self.phase is not Phase.STARTING or self.actor.started is None or self.actor.facts is None:
             return False
+        self.start_s = now - self.since
         self.enter(Phase.READY, now)
         self.was_ready = True
         return True
@@ -101,6 +108,7 @@ class Member:
             silent_s=actor.silent_s(now) if actor is not None else 0.0,
             drained=self.phase is Phase.DRAINING and actor is not None and (actor.drained() or actor.error is not None),
             error=str(self.error or ""),
+            host=self.host_id,
         )
 
     def endpoint(self, config: Config) -> DraftEndpoint:
@@ -126,10 +134,14 @@ class Member:
             "cores": self.seat.cores,
             "gpus": facts.gpus if facts else (),
             "silent_s": round(actor.silent_s(now), 1) if actor is not None else 0.0,
-            "note": (self.note or str(self.error or "")).partition("\n")[0],
+            "note": (self.note or str(self.error or "") or self._where()).partition("\n")[0],
+            "host": self.host_id,
             "weight_version": self.weight_version,
             "counters": actor.counters if actor is not None else {},
         }
+
+    def _where(self) -> str:
+        return f"on the seat of {self.host_id}, which sleeps" if self.host_id else ""
 
 
 def drafter_of(config: Config, method: str) -> DrafterConfig:

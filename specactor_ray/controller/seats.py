@@ -17,15 +17,17 @@ from specactor_ray.cluster.names import actor_name
 from specactor_ray.cluster.placement import Demand, Placement
 from specactor_ray.cluster.processes import CoreSurvey
 from specactor_ray.cluster.supervised import Share
+from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.controller.state import VERIFIER
 from specactor_ray.errors import ClusterError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-_COUPLED_DRAFTER_GPU = 0.01
-_COUPLED_VERIFIER_GPU = 0.5
-"""In coupled mode a verifier and its drafters take turns on one GPU: Ray then gives them the same one."""
+_SHARED_DRAFTER_GPU = 0.01
+_SHARED_VERIFIER_GPU = 0.5
+"""Where a verifier and its drafters take turns on one GPU (coupled mode, lending), Ray then gives them the same one.
+Their group still holds the whole of it."""
 
 
 @dataclass(eq=False)
@@ -40,12 +42,14 @@ class Seat:
     demand: Demand | None
     """None in a seat that shares the group of `host`."""
     host: Seat | None = None
-    """Coupled mode: the verifier's seat whose group and cores this one shares."""
+    """The verifier's seat whose group and cores this one shares: in coupled mode, or while that verifier sleeps."""
     group: Any = None
     placement: Placement | None = None
     cores: tuple[int, ...] = ()
     occupant: str | None = None
     """Actor id."""
+    lent: bool = False
+    """Here only while the verifier of `host` sleeps."""
 
 
 class Seating:
@@ -68,10 +72,18 @@ class Seating:
     def claim(self, key: str) -> Seat:
         """A vacant seat for an actor of `key`, else a new one whose placement group is asked for now."""
         for seat in self.seats:
-            if seat.key == key and seat.occupant is None:
+            if seat.key == key and seat.occupant is None and not seat.lent:
                 seat.placement = None  # the group may have moved: look again
                 return seat
         seat = self._new_seat(key)
+        self.seats.append(seat)
+        return seat
+
+    def lend(self, host: Seat, key: str) -> Seat:
+        """A seat for a draft actor of `key` on the group and cores of a verifier that sleeps."""
+        index = self._free_index(key)
+        gpus = _SHARED_DRAFTER_GPU if self._drafters[key].gpus else 0.0
+        seat = Seat(f"{key}-{index}", key, index, Share(0.0, gpus), None, host=host, lent=True)
         self.seats.append(seat)
         return seat
 
@@ -85,7 +97,7 @@ class Seating:
             ClusterError: The node has too few free cores.
         """
         if seat.host is not None:
-            if seat.host not in self.seats:
+            if seat.host not in self.seats and not seat.lent:
                 seat.host = self._host(seat.index)
             if seat.host.placement is None:
                 return False
@@ -100,13 +112,15 @@ class Seating:
         return True
 
     def vacate(self, seat: Seat) -> None:
-        """The actor left; the seat stays for the next one until `trim`."""
+        """The actor left; the seat stays for the next one until `trim`. A lent one goes with its actor."""
         seat.occupant = None
+        if seat.lent:
+            self.seats.remove(seat)
 
     def trim(self, wanted: Mapping[str, int]) -> None:
         """Take away the vacant seats beyond the wanted number of each key."""
         for seat in [seat for seat in self.seats if seat.occupant is None]:
-            if sum(other.key == seat.key for other in self.seats) > wanted.get(seat.key, 0):
+            if sum(other.key == seat.key and not other.lent for other in self.seats) > wanted.get(seat.key, 0):
                 self._discard(seat)
 
     def close(self) -> None:
@@ -119,20 +133,24 @@ class Seating:
         return [seat.demand for seat in self.seats if seat.demand is not None]
 
     def _new_seat(self, key: str) -> Seat:
-        taken = {seat.index for seat in self.seats if seat.key == key}
-        index = next(number for number in range(len(taken) + 1) if number not in taken)
+        index = self._free_index(key)
         stem = f"{key}-{index}"
         size = self._config.target if key == VERIFIER else self._drafters[key]
         if self._coupled and isinstance(size, DrafterConfig):
-            share = Share(0.0, _COUPLED_DRAFTER_GPU if size.gpus else 0.0)
+            share = Share(0.0, _SHARED_DRAFTER_GPU if size.gpus else 0.0)
             return Seat(stem, key, index, share, None, host=self._host(index))
         demand = Demand(stem, size.cores, size.gpus)
         group = placing.request(actor_name(self._run, stem), demand)
-        return Seat(stem, key, index, Share(size.cores, self._whole_or_shared(size.gpus)), demand, group=group)
+        gpus = self._whole_or_shared(size.gpus) if key == VERIFIER else float(size.gpus)
+        return Seat(stem, key, index, Share(size.cores, gpus), demand, group=group)
 
     def _whole_or_shared(self, gpus: int) -> float:
-        shared = self._coupled and any(drafter.gpus for drafter in self._drafters.values())
-        return _COUPLED_VERIFIER_GPU if gpus and shared else float(gpus)
+        shared = self._drafters if self._coupled else lendable_methods(self._config)
+        return _SHARED_VERIFIER_GPU if gpus and any(self._drafters[key].gpus for key in shared) else float(gpus)
+
+    def _free_index(self, key: str) -> int:
+        taken = {seat.index for seat in self.seats if seat.key == key}
+        return next(number for number in range(len(taken) + 1) if number not in taken)
 
     def _host(self, index: int) -> Seat:
         hosts = sorted((seat for seat in self.seats if seat.key == VERIFIER), key=lambda seat: seat.index)
@@ -149,7 +167,7 @@ class Seating:
             return True  # a replacement on the same machine goes on with the same cores
         self._ledger.release(seat.stem)
         assert seat.demand is not None  # seats without one never come here
-        seat.cores = self._ledger.take(node_id, int(seat.demand.cpus), seat.stem)
+        seat.cores = self._ledger.take(node_id, seat.demand.cpus, seat.stem)
         return True
 
     def _discard(self, seat: Seat) -> None:

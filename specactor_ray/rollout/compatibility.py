@@ -6,6 +6,7 @@ import copy
 import logging
 from typing import Any
 
+from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import Config, ModeName, reads_features
 from specactor_ray.errors import ConfigError, ModelLoadError
 from specactor_ray.modeling.loading import load_model_config, load_tokenizer
@@ -33,6 +34,22 @@ def export_what_drafters_read(config: Config) -> Config:
     resolved = copy.deepcopy(config)
     resolved.target.hidden_layers = layers
     return resolved
+
+
+def warn_without_drafters(config: Config) -> None:
+    """Say so when a mode with drafts starts with none, and none can come by lending.
+
+    Not an error: drafters are elastic, and they may be added while the run goes on (`specactor scale`).
+    """
+    if config.mode is ModeName.plain or any(drafter.replicas for drafter in config.drafters):
+        return
+    if not lendable_methods(config):
+        method = config.drafters[0].method
+        logger.warning(
+            "drafters.*.replicas are all 0: the run decodes without drafts until `specactor scale %s=1`. Fix: "
+            "drafters.0.replicas=1, or mode=plain if that is what you want.",
+            method,
+        )
 
 
 def check_drafters_fit_target(config: Config) -> Any:

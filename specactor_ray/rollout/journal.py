@@ -22,7 +22,11 @@ class JournalEntry:
     owner: str | None = None
     """Verifier that is authoritative for it now; None while it waits to be handed out."""
     issues: int = 0
-    """How often it was handed to a verifier."""
+    """How often it was handed to a verifier because it was new or its verifier had died."""
+    moves: int = 0
+    """How often it was moved from one healthy verifier to another."""
+    owners: set[str] = field(default_factory=set)
+    """Every verifier that it was handed to."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     margins: list[float] | None = None
@@ -48,9 +52,22 @@ class Journal:
 
     def assign(self, request_id: str, verifier_id: str) -> TargetRequest:
         """Make this verifier the owner; returns what to hand it."""
+        self.entries[request_id].issues += 1
+        return self._hand_to(request_id, verifier_id)
+
+    def move(self, request_id: str, verifier_id: str) -> TargetRequest:
+        """Make this verifier the owner in place of one that is alive; returns what to hand it.
+
+        What the old owner still says is ignored, so tokens that it committed and that are not journaled yet are
+        computed again.
+        """
+        self.entries[request_id].moves += 1
+        return self._hand_to(request_id, verifier_id)
+
+    def _hand_to(self, request_id: str, verifier_id: str) -> TargetRequest:
         entry = self.entries[request_id]
         entry.owner = verifier_id
-        entry.issues += 1
+        entry.owners.add(verifier_id)
         return entry.to_request()
 
     def release(self, verifier_id: str) -> list[JournalEntry]:

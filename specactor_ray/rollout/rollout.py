@@ -14,15 +14,21 @@ import ray
 
 from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.config import Config, load_config
+from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import ModeName
 from specactor_ray.controller.controller import start_controller
-from specactor_ray.errors import InputError
+from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
-from specactor_ray.rollout.compatibility import check_drafters_fit_target, export_what_drafters_read
+from specactor_ray.rollout.compatibility import (
+    check_drafters_fit_target,
+    export_what_drafters_read,
+    warn_without_drafters,
+)
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
+from specactor_ray.rollout.spares import Spares
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling import derive_seed
 
@@ -52,6 +58,7 @@ class Rollout:
         self._streaming = False
         self._weight_version = 0
         self._tokenizer = check_drafters_fit_target(config)
+        warn_without_drafters(config)
         self._connection: Connection = connect(config.cluster)
         try:
             self._controller, self.run_name = start_controller(config)
@@ -59,6 +66,7 @@ class Rollout:
                 fetch_view=self._controller.view.remote,
                 outstanding_per_verifier=2 * config.target.max_batch,
                 no_verifier_timeout_s=config.cluster.start_timeout_s + config.cluster.placement_timeout_s,
+                spares=Spares(self._controller, config.cluster.start_timeout_s) if lendable_methods(config) else None,
             )
         except BaseException:
             self._connection.close()
@@ -163,8 +171,13 @@ class Rollout:
     def _call_verifiers(self, method: str) -> None:
         if self._streaming:
             raise InputError(f"{method}: a stream is open; exhaust or close it first")
-        view = get_or_raise(self._controller.view.remote())
-        get_or_raise([getattr(handle, method).remote() for handle in view.verifiers.values()])
+        get_or_raise([getattr(handle, method).remote() for handle in self._all_verifiers()])
+
+    def _all_verifiers(self) -> list[Any]:
+        """Handles of the verifiers that serve; between two streams those that were lent at the last tail as well."""
+        if not self._streaming and not self._dispatcher.await_spares():
+            raise SpecActorError("verifiers whose seats were lent to draft actors did not come back in time")
+        return list(get_or_raise(self._controller.view.remote()).verifiers.values())
 
     def status(self) -> list[dict[str, Any]]:
         """One row per actor: id, kind, phase, placement and counters."""
@@ -177,14 +190,18 @@ class Rollout:
 
     def reset_metrics(self) -> None:
         """Set the verifiers' counters to zero (after a warm-up)."""
-        view = get_or_raise(self._controller.view.remote())
-        ray.get([handle.reset_metrics.remote() for handle in view.verifiers.values()])
+        ray.get([handle.reset_metrics.remote() for handle in self._all_verifiers()])
         self._dispatcher.counters.clear()
 
     @property
     def address(self) -> str:
         """`host:port` of the Ray cluster, for `cluster.address` of another process."""
         return self._connection.address
+
+    @property
+    def moved_requests(self) -> int:
+        """How often a request was moved from one healthy verifier to another since the start."""
+        return self._dispatcher.moves
 
     @property
     def committed_tokens(self) -> int:

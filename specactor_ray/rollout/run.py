@@ -199,6 +199,7 @@ def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict
             "failures": dict(tally.reasons),
             "failed_prompts": sorted(tally.failed_prompts),
         },
+        "moved_requests": rollout.moved_requests,
         "metrics": rollout.metrics().to_dict(),
     }
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.errors import ConfigError
 from specactor_ray.modeling.loading import load_model_config, parse_dtype
@@ -44,6 +45,7 @@ def plan_memory(config: Config) -> list[MemoryItem]:
     plan = [MemoryItem("verifiers", f"{target.replicas} x (weights + cache)", target.replicas * verifier)]
     if config.mode is not ModeName.plain:
         plan += [_drafter_item(drafter) for drafter in config.drafters if drafter.replicas]
+        plan += _lent_items(config)
     # Weights, gradients and two moments in float32; ZeRO spreads them (stage 3 all, below only the moments).
     states = 4 * size * _FLOAT32 * 1.0 + trainer.ranks * _PROCESS
     if trainer.ranks > 1 and trainer.zero_stage < 3:
@@ -58,11 +60,24 @@ def plan_memory(config: Config) -> list[MemoryItem]:
 
 
 def _drafter_item(drafter: DrafterConfig) -> MemoryItem:
-    held = _PROCESS
-    if drafter.model:
-        size, _ = count_parameters(drafter.model, drafter.trust_remote_code)
-        held += size * parse_dtype(drafter.dtype).itemsize + drafter.kv_cache_gb * 2**30
-    return MemoryItem("draft actors", f"{drafter.replicas} x {drafter.method}", drafter.replicas * held)
+    return MemoryItem("draft actors", f"{drafter.replicas} x {drafter.method}", drafter.replicas * _held_by(drafter))
+
+
+def _lent_items(config: Config) -> list[MemoryItem]:
+    """At the tail all verifiers but one may sleep, without their caches, with a draft actor each on their seats."""
+    methods = lendable_methods(config)
+    held = [_held_by(drafter) for drafter in config.drafters if drafter.method in methods]
+    more = max(held, default=0.0) - config.target.kv_cache_gb * 2**30
+    lent = config.target.replicas - 1
+    return [MemoryItem("draft actors", f"{lent} x on seats of verifiers", lent * more)] if held and more > 0 else []
+
+
+def _held_by(drafter: DrafterConfig) -> float:
+    """Bytes of one draft actor."""
+    if not drafter.model:
+        return _PROCESS
+    size, _ = count_parameters(drafter.model, drafter.trust_remote_code)
+    return _PROCESS + size * parse_dtype(drafter.dtype).itemsize + drafter.kv_cache_gb * 2**30
 
 
 def _activation_bytes(config: Config, text: Any) -> float:

@@ -39,6 +39,21 @@ class FakeVerifier(FakeActor):
     def set_drafters(self, endpoints: list[Any]) -> None:
         self._told = [endpoint.actor_id for endpoint in endpoints]
 
+    def sleep(self) -> None:
+        self._calls.append("sleep")
+        if self.spec.target.model == "sleepless":
+            raise RuntimeError("requests are running")
+
+    def wake(self) -> None:
+        self._calls.append("wake")
+
+    def load_weights(self, weights: Any) -> None:
+        self._calls.append(f"version {weights.version}")
+
+    def calls(self) -> list[str]:
+        """What it was told to do, in order."""
+        return self._calls
+
 
 class FakeDrafter(FakeActor):
     def set_verifiers(self, handles: dict[str, Any]) -> None:

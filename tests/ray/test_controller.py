@@ -17,8 +17,9 @@ from ray.util.placement_group import placement_group_table
 import tests.ray.fake_actors as fake_actors
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName, TargetConfig
 from specactor_ray.controller.controller import ActorClasses, find_controller, list_runs, start_controller
-from specactor_ray.controller.state import Phase, Policy
+from specactor_ray.controller.state import Offer, Phase, Policy
 from specactor_ray.errors import ClusterError, ConfigError, ModelLoadError, SpecActorError
+from specactor_ray.messages import WeightSet
 from tests.ray.fake_actors import FakeDrafter, FakeVerifier
 
 pytestmark = pytest.mark.ray
@@ -242,6 +243,18 @@ def test_too_few_cores_for_decoupling_are_refused(cluster: Cluster) -> None:
     wait_until(lambda: not groups_left(), "placement groups removed")
 
 
+def test_draft_actors_share_a_core_among_themselves(run: Callable[..., Any]) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("the verifier needs one core, and the draft actors another")
+    config = make_config(verifiers=1, ngram=2, pin_cores=True)
+    config.drafters[1].replicas = 1
+    config.drafters[0].cores, config.drafters[1].cores = 0.25, 0.5
+    handle = run(config)
+    ((verifier,),) = (row["cores"] for row in rows(handle, "verifier"))
+    cores = [row["cores"] for row in rows(handle, "drafter")]
+    assert len(cores) == 3 and len(set(cores)) == 1 and verifier not in cores[0]
+
+
 def test_coupled_drafters_share_the_cores_of_their_verifier(run: Callable[..., Any]) -> None:
     config = make_config(verifiers=1, ngram=2, pin_cores=True)
     config.mode = ModeName.coupled
@@ -267,6 +280,62 @@ def test_coupled_drafters_share_the_gpu_of_their_verifier(cluster: Cluster, run:
     config.target.gpus = 0
     with pytest.raises((ConfigError, SpecActorError), match="target has no GPU"):
         start_controller(config, FAKES, QUICK)
+
+
+def test_seats_of_verifiers_are_lent_with_their_gpus_and_given_back(cluster: Cluster, run: Callable[..., Any]) -> None:
+    """Beside it all: weights come while one sleeps, people scale, and the sleeping one is killed."""
+    node = cluster.add_node(num_cpus=2, num_gpus=2)
+    config = make_config(verifiers=2, ngram=0)
+    config.target.gpus = config.drafters[1].gpus = 1
+    config.drafters.reverse()  # draft_model, which wants a GPU, comes first
+    handle = run(config)
+    verifiers = ray.get(handle.view.remote()).verifiers
+    serving, spare = verifiers
+    by_id = {row["id"]: row for row in rows(handle)}
+
+    assert ray.get(handle.release_verifiers.remote(Offer((spare,), 1, 1.0))) == (), "it is not worth it"
+    assert ray.get(handle.release_verifiers.remote(Offer((spare,), 0, 1e6))) == (), "there is nothing to draft for"
+    assert ray.get(handle.release_verifiers.remote(Offer((spare,), 1, 1e6))) == (spare,)
+    assert list(ray.get(handle.view.remote()).verifiers) == [serving]
+    (guest,) = wait_until(lambda: rows(handle, "drafter", "ready"), "a draft actor on the seat")
+    assert (guest["method"], guest["host"], guest["gpus"]) == ("draft_model", spare, by_id[spare]["gpus"])
+    assert rows(handle, "verifier", "asleep")[0]["note"] == f"lent to {guest['id']}"
+    wait_until(lambda: drafters_told(handle) == {serving: [guest["id"]]}, "the other verifier knows it")
+    ray.get(handle.set_weights.remote(WeightSet(1, ()), 30.0), timeout=DEADLINE_S)  # the sleeping one holds up nobody
+
+    ray.get(handle.scale.remote({"ngram": 1}))
+    wait_until(lambda: len(rows(handle, "drafter", "ready")) == 2, "another method on a seat of its own")
+    ray.get(handle.scale.remote({"ngram": 0}))
+    assert wait_for_drafters(handle, 1) == [guest["id"]]
+
+    assert ray.get(handle.take_back_verifiers.remote(DEADLINE_S), timeout=DEADLINE_S)
+    assert set(ray.get(handle.view.remote()).verifiers) == {serving, spare}
+    assert not rows(handle, "drafter") and not alive(guest["pid"])
+    assert ray.get(verifiers[spare].calls.remote()) == ["sleep", "wake", "version 1"]
+
+    assert ray.get(handle.release_verifiers.remote(Offer((spare,), 1, 1e6))) == (spare,)
+    (guest,) = wait_until(lambda: rows(handle, "drafter", "ready"), "lent again")
+    os.kill(by_id[spare]["pid"], signal.SIGKILL)
+    wait_until(lambda: len(rows(handle, "verifier", "ready")) == 2, "a replacement on the same seat")
+    assert not alive(guest["pid"]) and not rows(handle, "drafter")
+    (new,) = (row for row in rows(handle, "verifier") if row["id"] not in verifiers)
+    assert new["gpus"] == by_id[spare]["gpus"] and new["weight_version"] == 1
+    assert ray.get(handle.take_back_verifiers.remote(DEADLINE_S), timeout=DEADLINE_S)
+    assert ray.get(handle.shutdown.remote(), timeout=DEADLINE_S)
+    cluster.remove_node(node)
+
+
+def test_a_verifier_that_does_not_sleep_serves_on(run: Callable[..., Any]) -> None:
+    config = make_config(verifiers=2, ngram=0)
+    config.target.model = "sleepless"
+    handle = run(config)
+    verifiers = list(ray.get(handle.view.remote()).verifiers)
+    ray.get(handle.release_verifiers.remote(Offer((verifiers[1],), 1, 1e6)))
+    wait_until(lambda: sorted(ray.get(handle.view.remote()).verifiers) == sorted(verifiers), "it is back in the view")
+    time.sleep(0.5)  # it is not tried again and again
+    calls = ray.get(ray.get(handle.view.remote()).verifiers[verifiers[1]].calls.remote())
+    assert calls == ["sleep"] and not rows(handle, "drafter")
+    assert ray.get(handle.take_back_verifiers.remote(DEADLINE_S), timeout=DEADLINE_S)
 
 
 def test_runs_are_found_by_name(run: Callable[..., Any]) -> None:

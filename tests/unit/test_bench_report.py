@@ -88,6 +88,13 @@ class TestVariants:
         rooms = [variant.config.target.replicas * variant.config.target.max_batch for variant in variants]
         assert set(rooms) == {batch * replicas}
 
+    def test_shares_of_a_core_count_as_the_cores_they_take(self) -> None:
+        base = config(2, 1, drafters=4)
+        base.drafters[0].cores = 0.3  # three to a core, and a second core for the fourth
+        variants = plan_variants(base, ALL, [4])
+        assert variants[-1].label == "decoupled 2x1 + 2" and variants[-1].total_cores == 4
+        assert layouts(variants, ModeName.plain)[0] == (2, 2, 4)
+
     @pytest.mark.parametrize(
         ("modes", "batches", "problem"),
         [

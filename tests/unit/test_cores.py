@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.cluster.cores import CoreLedger, bind_to_cores
+from specactor_ray.cluster.cores import CoreLedger, bind_to_cores, cores_needed
 from specactor_ray.errors import ClusterError
 
 
@@ -81,6 +82,69 @@ def test_no_core_has_two_holders_and_none_is_lost(steps: list[tuple[str, int, bo
         everyone = [core for cores in held.values() for core in cores]
         assert len(everyone) == len(set(everyone)) <= 6
         assert book.holders("n") == {name: cores for name, cores in held.items() if cores}
+
+
+def test_shares_are_put_together_and_never_beside_a_whole() -> None:
+    book = ledger(a=[0, 1, 2])
+    book.take("a", 1, "verifier-0")
+    assert book.take("a", 0.5, "ngram-0") == (1,)
+    assert book.take("a", 0.25, "suffix-0") == (1,)
+    assert book.take("a", 0.5, "eagle-0") == (2,)
+    assert book.take("a", 0.25, "ngram-1") == (1,)  # the fullest that has room
+    with pytest.raises(ClusterError, match=r"eagle-0 holds 0.5 of 2.*verifier-0 holds 0;") as caught:
+        book.take("a", 0.75, "ngram-2")
+    assert "ngram-2 needs 0.75 of a CPU core without a verifier" in str(caught.value)
+    with pytest.raises(ClusterError, match=r"0 of 3 are free"):
+        book.take("a", 1, "verifier-1")
+    book.release("eagle-0")
+    assert book.take("a", 1, "verifier-1") == (2,)
+
+
+def test_ten_tenths_fill_a_core() -> None:
+    book = ledger(a=[0, 1])
+    assert {book.take("a", 0.1, str(number)) for number in range(10)} == {(0,)}
+    assert book.take("a", 0.1, "one more") == (1,)
+
+
+@pytest.mark.parametrize("count", [1.5, -1, -0.5])
+def test_neither_whole_nor_a_share(count: float) -> None:
+    with pytest.raises(ValueError, match="neither"):
+        ledger(a=[0, 1]).take("a", count, "x")
+
+
+SIZES = st.sampled_from([0.1, 0.25, 0.3, 0.5, 0.6, 0.75, 0.9, 1.0, 2.0, 3.0])
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), SIZES, st.booleans()), max_size=40))
+def test_no_core_is_overfull_and_wholes_are_alone(steps: list[tuple[str, float, bool]]) -> None:
+    book = ledger(n=list(range(5)))
+    held: dict[str, tuple[float, tuple[int, ...]]] = {}
+    for owner, size, release in steps:
+        if release:
+            book.release(owner)
+            held.pop(owner, None)
+        elif owner not in held:
+            filled = [sum(min(s, 1.0) for s, cores in held.values() if core in cores) for core in range(5)]
+            free = sum(share == 0 for share in filled)
+            fits = free >= size if size >= 1 else min(filled) + size <= 1 + 1e-6
+            if fits:
+                held[owner] = (size, book.take("n", size, owner))
+            else:
+                with pytest.raises(ClusterError):
+                    book.take("n", size, owner)
+        for core in range(5):
+            shares = [min(s, 1.0) for s, cores in held.values() if core in cores]
+            assert sum(shares) <= 1 + 1e-6
+            assert 1.0 not in shares or len(shares) == 1
+        assert book.holders("n") == {name: cores for name, (_, cores) in held.items()}
+
+
+@given(st.lists(SIZES, max_size=12))
+def test_cores_needed(sizes: list[float]) -> None:
+    needed = cores_needed(sizes)
+    assert sum(sizes) - 1e-6 <= needed <= sum(math.ceil(size) for size in sizes)
+    if all(size >= 1 for size in sizes):
+        assert needed == sum(sizes)
 
 
 BIND = """

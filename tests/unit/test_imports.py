@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cluster",),
     ("controller.state",),
     ("controller.decide",),
+    ("controller.lending",),
     ("loops",),
     ("actors",),
     ("controller",),

@@ -131,6 +131,22 @@ class TestMoving:
         journal.release("v-1#a")
         assert (journal.load("v-1#a"), journal.load("v-2#c")) == (0, 1)
 
+    def test_after_a_move_the_old_owner_is_a_stranger(self) -> None:
+        journal = owned("v-1#a")
+        journal.progress("v-1#a", progress(0, 3))
+        request = journal.move("r", "v-2#c")
+        assert request.committed_token_ids == OUTPUT[:3]
+        assert not journal.progress("v-1#a", progress(3, 2))
+        assert journal.finish("v-1#a", finished(3)) is None
+        assert journal.progress("v-2#c", progress(3, 1))
+
+    def test_a_move_does_not_count_as_a_death(self) -> None:
+        journal = owned("v-1#a")
+        for verifier in ("v-2#c", "v-1#b"):
+            journal.move("r", verifier)
+        entry = journal.entries["r"]
+        assert (entry.issues, entry.moves, entry.owners) == (1, 2, {"v-1#a", "v-2#c", "v-1#b"})
+
     @given(st.integers(0, 30), st.integers(0, 30))
     def test_what_is_handed_over_does_not_change_afterwards(self, before: int, after: int) -> None:
         journal = owned("v-1#a")
@@ -176,6 +192,15 @@ class JournalMachine(RuleBasedStateMachine):
         if name in self.model.requests:
             request = self.journal.assign(name, verifier)
             assert request.committed_token_ids == OUTPUT[: self.model.requests[name].length]
+            self.model.requests[name].owner = verifier
+
+    @rule(name=requests, verifier=st.sampled_from(VERIFIERS))
+    def move(self, name: str, verifier: str) -> None:
+        if name in self.model.requests:
+            issues = self.journal.entries[name].issues
+            request = self.journal.move(name, verifier)
+            assert request.committed_token_ids == OUTPUT[: self.model.requests[name].length]
+            assert self.journal.entries[name].issues == issues
             self.model.requests[name].owner = verifier
 
     @rule(verifier=st.sampled_from(VERIFIERS))

@@ -1,0 +1,19 @@
+"""Which draft methods may run on the seat of a verifier that has no requests left; derived from other keys."""
+
+from __future__ import annotations
+
+from specactor_ray.config.schema import Config, ModeName
+
+
+def lendable_methods(config: Config) -> tuple[str, ...]:
+    """Methods, in the order of the configuration, whose draft actors a verifier's cores and GPUs can hold.
+
+    Empty where nothing is ever lent: in other modes than `decoupled` (coupled drafters are on their verifier's cores
+    already), with one verifier only, or with `speculation.lend: false`.
+    """
+    target = config.target
+    if config.mode is not ModeName.decoupled or target.replicas < 2 or config.speculation.lend is False:
+        return ()
+    return tuple(
+        drafter.method for drafter in config.drafters if drafter.cores <= target.cores and drafter.gpus <= target.gpus
+    )
