@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.config.schema import Candidates, Config, DrafterConfig, ModeName
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 
 BACKENDS = ("hf",)
+TREE_BACKENDS = ("hf",)
 DRAFT_METHODS = ("ngram", "draft_model")
 DTYPES = ("float32", "bfloat16", "float16")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -172,6 +173,14 @@ def reject_speculation_without_drafters(config: Config) -> None:
         raise ConfigError("mode", problem, "use mode=plain, or add one: 'drafters=[{method: ngram}]'.")
 
 
+def reject_trees_the_backend_cannot_verify(config: Config) -> None:
+    backend = config.target.backend
+    if config.speculation.candidates is Candidates.tree and backend not in TREE_BACKENDS:
+        problem = f"'tree' is not possible with target.backend={backend}."
+        fix = f"use best_tail, or target.backend={TREE_BACKENDS[0]}."
+        raise ConfigError("speculation.candidates", problem, fix)
+
+
 def reject_method_twice(config: Config) -> None:
     first: dict[str, int] = {}
     for index, drafter in enumerate(config.drafters):
@@ -247,6 +256,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_device_the_target_cannot_use,
     reject_output_over_input,
     reject_speculation_without_drafters,
+    reject_trees_the_backend_cannot_verify,
     reject_method_twice,
 )
 

@@ -1,4 +1,4 @@
-"""Draft trees: the prefix tree against a set of prefixes, the choice of nodes and the probabilities against brute force."""
+"""Draft trees against brute force: merging, the probabilities of nodes, the choice of those to verify."""
 
 from __future__ import annotations
 
