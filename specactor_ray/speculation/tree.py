@@ -82,6 +82,8 @@ class DraftTree:
 
     def keep(self, nodes: Sequence[int]) -> DraftTree:
         """The tree of these nodes, in their order here. `nodes` ascend and hold the parent of each of them."""
+        if len(nodes) == len(self):
+            return self
         place = {-1: -1} | {node: i for i, node in enumerate(nodes)}
         return DraftTree(
             tuple(self.token_ids[node] for node in nodes), tuple(place[self.parents[node]] for node in nodes)
@@ -97,7 +99,7 @@ class DraftTree:
             if parent in kept and kept[parent] + 1 < max_depth and 0 <= token < vocab_size:
                 kept[node] = kept[parent] + 1
         del kept[-1]
-        return self if len(kept) == len(self) else self.keep(list(kept))
+        return self.keep(list(kept))
 
 
 def merge_tails(tails: Mapping[str, Sequence[int]]) -> tuple[DraftTree, list[frozenset[str]]]:

@@ -109,6 +109,8 @@ def _descend(
     results: list[VerifiedRow],
 ) -> None:
     """All trees go down together: one call of the sampler per depth, over the rows that are still on a node."""
+    if logits.device.type == "cpu":
+        logits = logits.float()  # once, or the sampler would convert all rows at every depth
     children = {i: tree.children for i, tree in trees.items()}
     paths: dict[int, list[int]] = {i: [] for i in trees}
     for i, path in paths.items():
@@ -117,8 +119,8 @@ def _descend(
     def sample(sound: Sequence[int]) -> list[Verified]:
         places = [offsets[i] + 1 + paths[i][-1] if paths[i] else offsets[i] for i in sound]
         return verify_tails(
-            logits[torch.tensor(places, device=logits.device)],
-            range(len(sound)),
+            logits,
+            places,
             [()] * len(sound),  # nothing to compare with yet: one token each
             [rows[i].sampling for i in sound],
             [rows[i].position + len(paths[i]) for i in sound],
