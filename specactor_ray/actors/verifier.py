@@ -33,7 +33,10 @@ class VerifierActor:
 
         spec = self._spec
         engine = build_engine(spec.target, "cuda" if spec.gpus else "cpu")
-        return VerifyLoop(engine, Speculator(spec.actor_id, spec.mode, spec.speculation, engine.vocab_size))
+        speculator = Speculator(
+            spec.actor_id, spec.mode, spec.speculation, engine.vocab_size, trees=engine.supports_trees
+        )
+        return VerifyLoop(engine, speculator)
 
     def ping(self) -> dict[str, Any]:
         """Counters. Raises when the loop has ended by an error: the controller then replaces this actor."""

@@ -9,11 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 from specactor_ray.config.lending import lendable_methods
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.config.schema import Candidates, Config, DrafterConfig, ModeName
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 
 BACKENDS = ("hf",)
+TREE_BACKENDS = ("hf",)
 DRAFT_METHODS = ("ngram", "draft_model", "eagle")
 DTYPES = ("float32", "bfloat16", "float16")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -186,6 +187,14 @@ def reject_lending_that_cannot_be(config: Config) -> None:
         raise ConfigError("speculation.lend", problem, "lower drafters.N.cores or drafters.N.gpus, or leave it out.")
 
 
+def reject_trees_the_backend_cannot_verify(config: Config) -> None:
+    backend = config.target.backend
+    if config.speculation.candidates is Candidates.tree and backend not in TREE_BACKENDS:
+        problem = f"'tree' is not possible with target.backend={backend}."
+        fix = f"use best_tail, or target.backend={TREE_BACKENDS[0]}."
+        raise ConfigError("speculation.candidates", problem, fix)
+
+
 def reject_method_twice(config: Config) -> None:
     first: dict[str, int] = {}
     for index, drafter in enumerate(config.drafters):
@@ -279,6 +288,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_output_over_input,
     reject_speculation_without_drafters,
     reject_lending_that_cannot_be,
+    reject_trees_the_backend_cannot_verify,
     reject_method_twice,
 )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
+from specactor_ray.config.schema import Candidates, SpeculationConfig, VerifyPolicy
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.loops.assignment import AssignmentChange, DrafterAssignment
 from specactor_ray.loops.step_metrics import StepMetrics
@@ -21,8 +21,9 @@ from specactor_ray.queues.outbox import Outbox
 from specactor_ray.speculation.acceptance import AcceptanceTable, CircuitBreaker, expected_accepted
 from specactor_ray.speculation.step_cost import StepCostModel
 from specactor_ray.speculation.tails import TailBook
+from specactor_ray.speculation.tree import choose_tree_nodes, tree_candidate
 from specactor_ray.speculation.window import VerifyCandidate, choose_verify_lengths, choose_wait_s
-from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
+from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetRequest
 
 _PROBE_EVERY = 32
 """Every so many steps a decoupled verifier waits as if drafters always answered in time, to see whether they do."""
@@ -76,7 +77,9 @@ class _Request:
     by_drafter: dict[str, list[int]] = field(default_factory=dict)
     """Drafter id → [drafted, accepted], of tails that were verified."""
     chosen: str | None = None
-    """Drafter whose tail is in the step under way."""
+    """Drafter whose tail is in the step under way; of a tree, one with the longest tail."""
+    branches: dict[str, int] = field(default_factory=dict)
+    """If a tree is in the step under way: drafter id → how many tokens of its tail the tree holds."""
     usable: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Usable tails of its drafters when the step under way began."""
     worthwhile: int = 0
@@ -94,6 +97,7 @@ class Speculator:
         config: Windows, waits and the circuit breaker.
         vocab_size: Draft tokens outside `[0, vocab_size)` are dropped.
         clock: Monotonic seconds.
+        trees: The engine can verify draft trees.
     """
 
     def __init__(
@@ -103,9 +107,11 @@ class Speculator:
         config: SpeculationConfig,
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
+        trees: bool = False,
     ) -> None:
         self.inbox: Mailbox[ToVerifier] = Mailbox(for_verifier())
         self._verifier_id, self._mode, self._config, self._clock = verifier_id, mode, config, clock
+        self._trees = trees and config.candidates is Candidates.tree
         self._book = TailBook(vocab_size)
         self._assignment = DrafterAssignment()
         self._acceptance = AcceptanceTable()
@@ -293,15 +299,22 @@ class Speculator:
                 drafter.breaker.record_silence()
             drafter.heard = False
 
-    def choose_tails(self, decoding: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """The tail to verify for each request that has a usable one: the one with the most expected accepted tokens."""
+    def choose_tails(self, decoding: Sequence[str]) -> dict[str, Tail]:
+        """What to verify for each request that has a usable tail: the one with the most expected accepted tokens, or
+        a tree of all of them."""
         if not self._drafters:
             return {}
-        now, tails, candidates = self._clock(), {}, []
+        now = self._clock()
+        for request_id in decoding:
+            usable, healthy = self._book.usable(request_id), self._healthy(request_id, now)
+            state = self._requests[request_id]
+            state.usable = {drafter_id: usable[drafter_id] for drafter_id in healthy if drafter_id in usable}
+        return self._choose_trees(decoding) if self._trees else self._choose_best_tails(decoding)
+
+    def _choose_best_tails(self, decoding: Sequence[str]) -> dict[str, Tail]:
+        tails, candidates = {}, []
         for request_id in decoding:
             state = self._requests[request_id]
-            usable, healthy = self._book.usable(request_id), self._healthy(request_id, now)
-            state.usable = {drafter_id: usable[drafter_id] for drafter_id in healthy if drafter_id in usable}
             state.chosen = self._best(request_id, state.usable)
             tail = state.usable.get(state.chosen, ()) if state.chosen else ()
             probability = self._acceptance.probability(request_id, state.chosen) if state.chosen else 0.0
@@ -309,6 +322,25 @@ class Speculator:
             candidates.append(VerifyCandidate(request_id, probability, len(tail)))
         lengths = self._lengths(candidates)
         return {request_id: tail[: lengths[request_id]] for request_id, tail in tails.items() if lengths[request_id]}
+
+    def _choose_trees(self, decoding: Sequence[str]) -> dict[str, Tail]:
+        """All usable tails of a request as one tree, cut to what pays; a tree of a single branch is a tail again."""
+        candidates = []
+        for request_id in decoding:
+            usable = self._requests[request_id].usable
+            probabilities = {drafter_id: self._acceptance.probability(request_id, drafter_id) for drafter_id in usable}
+            candidates.append(tree_candidate(request_id, usable, probabilities))
+        if self._config.verify == VerifyPolicy.all:
+            trees = {candidate.request_id: candidate.tree for candidate in candidates}
+        else:
+            trees = choose_tree_nodes(candidates, self._cost.seconds)
+        for request_id, tree in trees.items():
+            state = self._requests[request_id]
+            state.chosen = max(state.usable, key=lambda d: len(state.usable[d]), default=None)
+            state.branches = {drafter_id: len(tree.walk(tail)) for drafter_id, tail in state.usable.items()}
+        return {
+            request_id: tree.token_ids if tree.is_chain else tree for request_id, tree in trees.items() if len(tree)
+        }
 
     def _best(self, request_id: str, usable: Mapping[str, tuple[int, ...]]) -> str | None:
         if len(usable) <= 1:
@@ -334,12 +366,8 @@ class Speculator:
             if drafter is not None:
                 drafter.step_drafted += drafted
                 drafter.step_accepted += accepted
-        if state.chosen and output.num_drafted:
-            self._metrics.record_drafter(state.chosen, output.num_drafted, output.num_accepted)
-            pair = state.by_drafter.setdefault(state.chosen, [0, 0])
-            pair[0] += output.num_drafted
-            pair[1] += output.num_accepted
-        state.usable, state.chosen = {}, None
+        self._credit(state, output)
+        state.usable, state.chosen, state.branches = {}, None, {}
         self._book.commit(request_id, fresh)
         features = self._keep_features(state, output)
         for drafter_id in self._assignment.of(request_id):
@@ -359,6 +387,21 @@ class Speculator:
         while features.end - state.features[0].end >= _KEPT_POSITIONS:
             state.features.pop(0)
         return (features,)
+
+    def _credit(self, state: _Request, output: RowOutput) -> None:
+        """Count what was verified for those who drafted it. A node of a tree counts for each drafter it came from, so
+        these counts may add up to more than those of the request."""
+        if not state.chosen or not output.num_drafted:
+            return
+        accepted = output.token_ids[: output.num_accepted]
+        for drafter_id, length in (state.branches or {state.chosen: output.num_drafted}).items():
+            tail = state.usable[drafter_id][: min(length, output.num_drafted)]
+            if tail:
+                right = common_prefix(tail, accepted)
+                self._metrics.record_drafter(drafter_id, len(tail), right)
+                pair = state.by_drafter.setdefault(drafter_id, [0, 0])
+                pair[0] += len(tail)
+                pair[1] += right
 
     def observe_step(self, result: StepResult) -> None:
         """Learn from a whole step: its cost, and how each drafter did in it."""

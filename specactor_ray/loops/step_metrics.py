@@ -36,7 +36,7 @@ class StepCounters:
     """Median of the protocol time over recent steps; over several verifiers the largest of theirs."""
     failed_requests: int = 0
     by_drafter: dict[str, list[int]] = field(default_factory=dict)
-    """Drafter id → [drafted, accepted]."""
+    """Drafter id → [drafted, accepted]. A token of a draft tree counts for each drafter that proposed it."""
 
     def record_drafter(self, drafter_id: str, drafted: int, accepted: int) -> None:
         """`accepted` of `drafted` verified tokens of this drafter were right."""

@@ -2,13 +2,15 @@
 
 All rows share one pool per layer; a row owns a contiguous region of token slots in it (the same slots in every
 layer). Writing the new positions of all rows is one indexed copy per layer, reading a row is a view. Rolling back
-is setting the row's length: what lies behind it is overwritten later.
+is setting the row's length: what lies behind it is overwritten later. After a tree was verified the accepted path is
+moved together first.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,15 +93,46 @@ class RaggedCache:
 
     def allocate(self) -> None:
         """Make the pool's tensors, after `release`."""
-        self.keys = [self._make_pool(s.heads, s.key_dim) for s in self._shapes]
-        self.values = [self._make_pool(s.heads, s.value_dim) for s in self._shapes]
+        self._pools: list[torch.Tensor] = []
+        self.keys = self._make_pools([(s.heads, s.key_dim) for s in self._shapes])
+        self.values = self._make_pools([(s.heads, s.value_dim) for s in self._shapes])
 
-    def _make_pool(self, heads: int, dim: int) -> torch.Tensor:
-        return torch.empty(heads, self.slots, dim, dtype=self._dtype, device=self._device)
+    def _make_pools(self, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Layers of one shape are slices of one tensor: moving tokens in all of them is then one operation."""
+        slices: dict[tuple[int, int], Iterator[torch.Tensor]] = {}
+        for (heads, dim), layers in Counter(shapes).items():
+            pool = torch.empty(layers, heads, self.slots, dim, dtype=self._dtype, device=self._device)
+            self._pools.append(pool)
+            slices[heads, dim] = iter([pool[layer] for layer in range(layers)])
+        return [next(slices[shape]) for shape in shapes]
 
     def release(self) -> None:
         """Free the pool's memory; what rows held is lost, so they must be truncated to 0."""
-        self.keys, self.values = [], []
+        self.keys, self.values, self._pools = [], [], []
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Copy `count` slots in all layers; the ranges must not overlap."""
+        for pool in self._pools:
+            pool[:, :, target : target + count] = pool[:, :, source : source + count]
+
+    def compact(self, kept: Sequence[tuple[CacheRow, int, Sequence[int]]]) -> None:
+        """Close the gaps between tokens that stay, for all rows at once.
+
+        Args:
+            kept: (row, begin, places): of the row's tokens from `begin` on, those at `begin + place` stay and come to
+                lie at `begin`, `begin + 1`, ... `places` ascend. The row is to be truncated behind them.
+        """
+        moves = [
+            (row.offset + begin + place, row.offset + begin + i)
+            for row, begin, places in kept
+            for i, place in enumerate(places)
+            if place != i
+        ]
+        if not moves:
+            return
+        source, target = torch.tensor(moves, dtype=torch.long, device=self._device).unbind(1)
+        for pool in self._pools:
+            pool.index_copy_(2, target, pool.index_select(2, source))
 
     @property
     def slots(self) -> int:
@@ -140,8 +173,7 @@ class CacheRow:
             offset = self._cache.allocator.take(capacity)
         if offset is None:
             return False
-        for pool in (*self._cache.keys, *self._cache.values):
-            pool[:, offset : offset + self.length] = pool[:, self.offset : self.offset + self.length]
+        self._cache.copy(self.offset, offset, self.length)
         self.free()
         self.offset, self.capacity = offset, capacity
         return True

@@ -35,6 +35,8 @@ class RowChunk:
     row: CacheRow
     token_ids: Sequence[int]
     num_logits: int
+    parents: Sequence[int] = ()
+    """If the last tokens form a tree: each one's parent as an index in the tree (-1: the token before the tree)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,15 @@ class RaggedModel:
         """Append each chunk to its row and run all of them as one packed sequence.
 
         Every row must have room (`CacheRow.reserve`) for its tokens. Afterwards `row.length` counts them; the
-        caller truncates what it rejects.
+        caller truncates what it rejects (of a tree: after `RaggedCache.compact`).
         """
         counts = [len(chunk.token_ids) for chunk in chunks]
         tokens = [token for chunk in chunks for token in chunk.token_ids]
-        positions = [chunk.row.length + i for chunk in chunks for i in range(len(chunk.token_ids))]
         padding = self._padding(len(tokens))
-        batch = RaggedBatch(self.cache, [chunk.row for chunk in chunks], counts, padding, self.device, self.batched)
+        trees = {i: chunk.parents for i, chunk in enumerate(chunks) if chunk.parents}
+        rows = [chunk.row for chunk in chunks]
+        batch = RaggedBatch(self.cache, rows, counts, padding, self.device, self.batched, trees)
+        positions = [position for i in range(len(chunks)) for position in batch.positions(i)]
         wanted = [
             start + count - chunk.num_logits + i
             for start, count, chunk in zip(batch.starts, counts, chunks, strict=True)
@@ -112,6 +116,11 @@ class RaggedModel:
         for chunk, count in zip(chunks, counts, strict=True):
             chunk.row.length += count
         return RaggedOutput(logits[: len(wanted)], self._take_exported(len(tokens)))
+
+    @property
+    def exports_states(self) -> bool:
+        """Whether forwards return hidden states."""
+        return bool(self._hidden_layers)
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights; rows keep stale keys and must be truncated to 0 by the caller.

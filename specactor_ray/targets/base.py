@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specactor_ray.messages import SamplingParams
+from specactor_ray.speculation.tree import DraftTree
+
+Tail = Sequence[int] | DraftTree
+"""Draft tokens of one request: one guess, or several that share prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +40,9 @@ class RowOutput:
     logprobs: list[float]
     """Log-probability of each token under softmax(logits / T), before top-k/top-p (T = 1 when temperature is 0)."""
     num_drafted: int = 0
-    """Draft tokens verified."""
+    """Draft tokens verified; of a tree, its nodes."""
     num_accepted: int = 0
-    """Draft tokens that equalled what the target sampled."""
+    """Draft tokens that equalled what the target sampled; of a tree, the length of the accepted path."""
     margins: list[float] | None = None
     """Perturbed top-2 margin of each token, when the engine was asked to record it."""
     hidden_states: Any = None
@@ -71,6 +75,8 @@ class TargetEngine(Protocol):
     max_model_len: int
     """Most prompt + output tokens of one request."""
     weight_version: int
+    supports_trees: bool
+    """Whether `step` takes draft trees."""
 
     def add(self, request: TargetRequest) -> None:
         """Queue a request for admission.
@@ -92,9 +98,10 @@ class TargetEngine(Protocol):
     def has_work(self) -> bool:
         """True while any request is running or waiting."""
 
-    def step(self, tails: Mapping[str, Sequence[int]]) -> StepResult:
-        """One forward. `tails[request_id]`: draft tokens for output positions from the committed length on,
-        any length including 0; ids that are not decoding are ignored."""
+    def step(self, tails: Mapping[str, Tail]) -> StepResult:
+        """One forward. `tails[request_id]`: draft tokens for output positions from the committed length on, any
+        length including 0, or, if the engine `supports_trees`, a tree of them; ids that are not decoding are ignored.
+        """
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         """Replace the weights (Hugging Face names → tensors) and forget caches of the old ones.

@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import InputError
 from specactor_ray.modeling.ragged_cache import CacheRow
 from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
 from specactor_ray.modeling.wire import to_wire
-from specactor_ray.sampling import SamplingError, Verified, verify_tails, warm_up
-from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
+from specactor_ray.sampling import warm_up
+from specactor_ray.speculation.tree import DraftTree
+from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetRequest
+from specactor_ray.targets.states import StateExport
+from specactor_ray.targets.verification import DraftedRow, VerifiedRow, cut_tail, verify
 
 _FIRST_RESERVATION = 128
 """Output tokens for which cache is reserved when a request is admitted; it grows from there."""
@@ -36,10 +38,7 @@ class _Row:
     context: list[int]
     stop_ids: frozenset[int]
     cache: CacheRow | None = None
-    states: list[np.ndarray] = field(default_factory=list)
-    """Exported hidden states of prefilled positions that no output has handed out yet."""
-    handed_out: int = 0
-    """Sequence positions whose hidden states an output has handed out."""
+    states: StateExport = field(default_factory=StateExport)
 
     @property
     def committed(self) -> int:
@@ -58,14 +57,19 @@ class _Planned:
     row: _Row
     cache: CacheRow
     num_context: int
-    tail: Sequence[int] = field(default_factory=tuple)
+    tail: Tail = ()
     samples: bool = False
     """Its pending tokens are all in, so this step samples for it."""
 
     def chunk(self) -> RowChunk:
         begin = self.cache.length
-        tokens = self.row.context[begin : begin + self.num_context] + list(self.tail)
-        return RowChunk(self.cache, tokens, 1 + len(self.tail) if self.samples else 0)
+        context, num_logits = self.row.context[begin : begin + self.num_context], 1 + len(self.tail)
+        if isinstance(self.tail, DraftTree):
+            return RowChunk(self.cache, [*context, *self.tail.token_ids], num_logits, self.tail.parents)
+        return RowChunk(self.cache, [*context, *self.tail], num_logits if self.samples else 0)
+
+    def drafted(self) -> DraftedRow:
+        return DraftedRow(self.tail, self.row.request.sampling, self.row.committed)
 
 
 class HfEngine:
@@ -79,6 +83,8 @@ class HfEngine:
         max_step_tokens: Most positions in one forward, at least `max_batch`.
         record_margins: Record perturbed top-2 margins.
     """
+
+    supports_trees = True
 
     def __init__(
         self,
@@ -185,7 +191,7 @@ class HfEngine:
 
     # ---- the step ----
 
-    def step(self, tails: Mapping[str, Sequence[int]]) -> StepResult:
+    def step(self, tails: Mapping[str, Tail]) -> StepResult:
         self._admit()
         plan = self._plan(tails)
         result = StepResult(num_rows=len(plan))
@@ -196,12 +202,13 @@ class HfEngine:
         result.forward_s = time.perf_counter() - begin
         begin = time.perf_counter()
         sampling = [planned for planned in plan if planned.samples]
-        verified = self._verify(sampling, output.logits)
+        verified = verify(output.logits, [planned.drafted() for planned in sampling], self.record_margins)
+        self._compact(sampling, verified)
         result.sampling_s = time.perf_counter() - begin
         result.num_tokens = sum(planned.num_context + len(planned.tail) for planned in plan)
         result.num_prefill_tokens = sum(planned.num_context for planned in plan if planned.num_context > 1)
         if output.hidden_states is not None:
-            _keep_states(plan, to_wire(output.hidden_states))
+            _keep_states(plan, verified, to_wire(output.hidden_states))
         for planned, row_verified in zip(sampling, verified, strict=True):
             result.outputs.append(self._commit(planned, row_verified))
         return result
@@ -217,7 +224,7 @@ class HfEngine:
             row.cache = cache
             self._running.append(self._waiting.popleft())
 
-    def _plan(self, tails: Mapping[str, Sequence[int]]) -> list[_Planned]:
+    def _plan(self, tails: Mapping[str, Tail]) -> list[_Planned]:
         """Decoding rows first, with one token each; then their tails; prefill chunks fill what is left."""
         decoding = [row for row in self._running if row.pending == 1]
         budget = self.max_step_tokens - len(decoding)
@@ -237,19 +244,12 @@ class HfEngine:
                 budget -= planned.num_context
         return [planned for planned in plan if planned.row.cache is not None]
 
-    def _usable_tail(self, row: _Row, tails: Mapping[str, Sequence[int]], budget: int) -> Sequence[int]:
+    def _usable_tail(self, row: _Row, tails: Mapping[str, Tail], budget: int) -> Tail:
         """The tail, cut so that its tokens and the one the target adds still fit max_tokens and the context."""
-        tail = tails.get(row.request.request_id, ())
-        room = min(
-            row.request.sampling.max_tokens - row.committed - 1, self.max_model_len - len(row.context) - 1, budget
-        )
-        tail = tail[: max(room, 0)]
-        for i, token in enumerate(tail):
-            if not 0 <= token < self.vocab_size:
-                return tail[:i]
-        return tail
+        room = min(row.request.sampling.max_tokens - row.committed - 1, self.max_model_len - len(row.context) - 1)
+        return cut_tail(tails.get(row.request.request_id, ()), room, budget, self.vocab_size)
 
-    def _reserve(self, row: _Row, num_context: int, tail: Sequence[int]) -> _Planned | None:
+    def _reserve(self, row: _Row, num_context: int, tail: Tail) -> _Planned | None:
         """Make room in the cache: drop the tail, then preempt the newest requests, before giving up the step."""
         cache = row.cache
         if cache is None:  # preempted earlier in this very plan
@@ -274,50 +274,34 @@ class HfEngine:
         self.preemptions += 1
         return row is not keep
 
-    def _verify(self, sampling: Sequence[_Planned], logits: torch.Tensor) -> list[Verified | str]:
-        """Per request what the target commits, or why its logits cannot be sampled from."""
-        offsets, begin = [], 0
-        for planned in sampling:
-            offsets.append(begin)
-            begin += 1 + len(planned.tail)
-        results: list[Verified | str] = [""] * len(sampling)
-        sound = list(range(len(sampling)))
-        while sound:
-            try:
-                verified = verify_tails(
-                    logits,
-                    [offsets[i] for i in sound],
-                    [sampling[i].tail for i in sound],
-                    [sampling[i].row.request.sampling for i in sound],
-                    [sampling[i].row.committed for i in sound],
-                    record_margins=self.record_margins,
-                )
-            except SamplingError as error:
-                for index, problem in error.problems.items():
-                    results[sound[index]] = problem
-                sound = [i for index, i in enumerate(sound) if index not in error.problems]
-                continue
-            for i, row in zip(sound, verified, strict=True):
-                results[i] = row
-            break
-        return results
+    def _compact(self, sampling: Sequence[_Planned], verified: Sequence[VerifiedRow]) -> None:
+        """Move the keys and values of accepted paths together; what lies behind is truncated by the commit."""
+        self._model.cache.compact(
+            [
+                (planned.cache, len(planned.row.context), result.path)
+                for planned, result in zip(sampling, verified, strict=True)
+                if isinstance(planned.tail, DraftTree)
+            ]
+        )
 
-    def _commit(self, planned: _Planned, verified: Verified | str) -> RowOutput:
+    def _commit(self, planned: _Planned, verified: VerifiedRow) -> RowOutput:
         row, cache = planned.row, planned.cache
-        if isinstance(verified, str):
-            return self._fail(row, verified)
+        if verified.problem:
+            return self._fail(row, verified.problem)
         output = RowOutput(
             request_id=row.request.request_id,
             start=row.committed,
             token_ids=verified.token_ids,
             logprobs=verified.logprobs,
             num_drafted=len(planned.tail),
-            num_accepted=verified.num_accepted,
+            num_accepted=len(verified.path),
             margins=verified.margins,
         )
         self._cut_at_stop(row, output)
-        _hand_out_states(row, output)
-        cache.truncate(len(row.context) + verified.num_accepted)
+        if self._model.exports_states:
+            end = len(row.context) + len(output.token_ids) - 1
+            output.hidden_start, output.hidden_states = row.states.hand_out(end)
+        cache.truncate(len(row.context) + len(verified.path))
         row.context.extend(output.token_ids)
         if output.finish_reason is not None:
             self.remove(output.request_id)
@@ -348,28 +332,15 @@ def _keep_first(output: RowOutput, count: int) -> None:
         output.margins = output.margins[:count]
 
 
-def _keep_states(plan: Sequence[_Planned], states: np.ndarray) -> None:
-    """Each row takes over the states of its positions in this forward; `states` are in the order of the plan.
-
-    After a preemption positions are computed again whose states were handed out before: those are passed over.
-    """
-    begin = 0
+def _keep_states(plan: Sequence[_Planned], verified: Sequence[VerifiedRow], states: np.ndarray) -> None:
+    """Each row takes over the states of its positions in this forward; `states` are in the order of the plan."""
+    begin, results = 0, iter(verified)
     for planned in plan:
-        row, count = planned.row, planned.num_context + len(planned.tail)
-        first = planned.cache.length - count  # the forward has lengthened the cache
-        known = row.handed_out + sum(len(kept) for kept in row.states) - first
-        row.states.append(states[begin + known : begin + count])
-        begin += count
-
-
-def _hand_out_states(row: _Row, output: RowOutput) -> None:
-    """States up to the position that predicted the newest token; those of rejected draft tokens are dropped."""
-    if not row.states:
-        return
-    end = len(row.context) + len(output.token_ids) - 1
-    output.hidden_start = row.handed_out
-    output.hidden_states = np.concatenate(row.states)[: end - row.handed_out]
-    row.handed_out, row.states = end, []
+        end = begin + planned.num_context + len(planned.tail)
+        path = next(results).path if planned.samples else ()
+        first = planned.cache.length - (end - begin)  # the forward has lengthened the cache
+        planned.row.states.keep(first, states[begin:end], planned.num_context, path)
+        begin = end
 
 
 def _eos_token_ids(model: Any) -> tuple[int, ...]:

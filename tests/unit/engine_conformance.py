@@ -12,14 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
-from specactor_ray.targets.base import RowOutput, TargetEngine, TargetRequest
+from specactor_ray.speculation.tree import DraftTree, merge_tails
+from specactor_ray.targets.base import RowOutput, Tail, TargetEngine, TargetRequest
 from tests.tiny import tiny_prompt_ids
 
-Drafts = Callable[[str, int], Sequence[int]]
-"""(request id, committed length) → draft tokens."""
+Drafts = Callable[[str, int], Tail]
+"""(request id, committed length) → draft tokens or a tree of them."""
+
+seeds = st.integers(0, 2**32)
+# Every backend inherits these tests, so an example that failed for one is tried with the next: that is wanted.
+few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
 
 
 class Collected:
@@ -52,7 +59,7 @@ def run(engine: TargetEngine, drafts: Drafts | None = None, max_steps: int = 500
     for _ in range(max_steps):
         if not engine.has_work():
             return collected
-        tails: Mapping[str, Sequence[int]] = {}
+        tails: Mapping[str, Tail] = {}
         if drafts is not None:
             tails = {rid: drafts(rid, engine.committed_len(rid)) for rid in engine.decoding()}
         for output in engine.step(tails).outputs:
@@ -82,6 +89,42 @@ def noisy_oracle(truth: Mapping[str, Sequence[int]], seed: int, vocab_size: int,
         return tail
 
     return drafts
+
+
+def noisy_trees(truth: Mapping[str, Sequence[int]], rng: random.Random, vocab_size: int) -> Drafts:
+    """Trees of every shape, with the right path somewhere in them or not, among them chains and rows without drafts."""
+
+    def tail(right: Sequence[int]) -> list[int]:
+        tokens = list(right[: rng.randint(0, 6)])
+        if tokens and rng.random() < 0.6:
+            tokens[rng.randrange(len(tokens))] = rng.randrange(vocab_size)
+        if rng.random() < 0.5:
+            tokens += [rng.randrange(vocab_size) for _ in range(rng.randint(1, 3))]
+        if rng.random() < 0.1:
+            tokens.insert(rng.randint(0, len(tokens)), rng.choice([-1, vocab_size, 10**9]))
+        if rng.random() < 0.02:
+            tokens += [rng.randrange(vocab_size) for _ in range(70)]
+        return tokens
+
+    def drafts(request_id: str, committed: int) -> Tail:
+        right = truth[request_id][committed:]
+        if rng.random() < 0.3:
+            return tail(right)
+        tree, _ = merge_tails({str(i): tail(right) for i in range(rng.randint(1, 5))})
+        return tree
+
+    return drafts
+
+
+def branches_of(tree: DraftTree) -> list[list[int]]:
+    """The tokens from the root to each leaf."""
+    branches = []
+    for leaf in set(range(len(tree))) - set(tree.parents):
+        path = [leaf]
+        while tree.parents[path[-1]] >= 0:
+            path.append(tree.parents[path[-1]])
+        branches.append([tree.token_ids[node] for node in reversed(path)])
+    return branches
 
 
 class EngineConformance:
@@ -230,3 +273,74 @@ class EngineConformance:
         for request in batch:
             engine.add(request)
         assert run(engine, lambda rid, done: [-1, 10**9]).tokens == truth
+
+    @few
+    @given(seed=seeds, temperature=st.sampled_from([0.0, 1.0]), filtered=st.booleans())
+    def test_trees_of_any_quality_change_no_token(
+        self, engine: TargetEngine, seed: int, temperature: float, filtered: bool
+    ) -> None:
+        """Step after step, so that a path that was put together wrongly in the cache shows in what follows."""
+        self.needs_trees(engine)
+        filters = {"top_k": 20, "top_p": 0.9} if filtered else {}
+        batch = {request.request_id: request for request in requests(5, temperature, max_tokens=32, **filters)}
+        truth = self.plain(engine, list(batch.values()))
+        drafts = noisy_trees(truth.tokens, random.Random(seed), engine.vocab_size)
+        handed: dict[tuple[str, int], Tail] = {}
+
+        def noted(request_id: str, committed: int) -> Tail:
+            return handed.setdefault((request_id, committed), drafts(request_id, committed))
+
+        for request in batch.values():
+            engine.add(request)
+        drafted = run(engine, noted)
+        assert drafted.tokens == truth.tokens and drafted.reasons == truth.reasons
+        for request_id, expected in truth.logprobs.items():
+            assert drafted.logprobs[request_id] == pytest.approx(expected, abs=1e-5, rel=1e-5)
+        for output in drafted.outputs:
+            tail = handed.get((output.request_id, output.start), ())
+            tree = tail if isinstance(tail, DraftTree) else DraftTree.chain(tail)
+            room = batch[output.request_id].sampling.max_tokens - output.start - 1
+            usable = tree.cut(room, len(tree), engine.vocab_size)
+            assert output.num_drafted == len(usable)
+            assert output.num_accepted == len(usable.walk(truth.tokens[output.request_id][output.start :]))
+
+    @few
+    @given(seed=seeds)
+    def test_a_tree_accepts_what_its_best_branch_would_alone(self, engine: TargetEngine, seed: int) -> None:
+        self.needs_trees(engine)
+        rng = random.Random(seed)
+        request = requests(8, 1.0, max_tokens=24, ignore_eos=True)[rng.randrange(8)]
+        truth = self.plain(engine, [request]).tokens[request.request_id]
+        committed = rng.randint(0, 12)
+
+        def accepted(tail: Tail) -> int:
+            sampling, ids = request.sampling, request.prompt_token_ids
+            engine.add(TargetRequest("branch", ids, sampling, tuple(truth[:committed])))
+            while not engine.decoding():
+                for output in engine.step({}).outputs:
+                    assert not output.token_ids or output.token_ids == [truth[output.start]]
+            begin = engine.committed_len("branch")
+            outputs = engine.step({"branch": tail}).outputs
+            engine.remove("branch")
+            assert outputs[0].token_ids == truth[begin : begin + len(outputs[0].token_ids)]
+            return outputs[0].num_accepted
+
+        # The step that ends the prefill commits a token, so drafts are for the one behind it.
+        tree = noisy_trees({"branch": truth}, rng, engine.vocab_size)("branch", committed + 1)
+        if isinstance(tree, DraftTree) and len(tree):
+            assert accepted(tree) == max(accepted(branch) for branch in branches_of(tree))
+
+    def test_trees_within_the_budget_of_a_step(self, engine: TargetEngine) -> None:
+        self.needs_trees(engine)
+        batch = requests(6, 1.0)
+        truth = self.plain(engine, batch).tokens
+        chunked = self.make_engine(max_batch=4, max_step_tokens=9)
+        for request in batch:
+            chunked.add(request)
+        drafted = run(chunked, noisy_trees(truth, random.Random(2), engine.vocab_size))
+        assert drafted.tokens == truth
+        assert max(output.num_drafted for output in drafted.outputs) == 8
+
+    def needs_trees(self, engine: TargetEngine) -> None:
+        if not engine.supports_trees:
+            pytest.skip("this engine verifies no trees")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from specactor_ray.modeling.wire import from_wire
 from specactor_ray.targets.base import TargetEngine, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests.tiny import tiny_target
-from tests.unit.engine_conformance import EngineConformance, noisy_oracle, requests, run
+from tests.unit.engine_conformance import EngineConformance, noisy_oracle, noisy_trees, requests, run
 
 
 def load(folder: Path | None = None) -> Any:
@@ -85,6 +86,9 @@ def test_memory_pressure_preempts_without_changing_tokens() -> None:
     for request in batch:
         tight.add(request)
     assert run(tight, noisy_oracle(truth.tokens, 3, tight.vocab_size)).tokens == truth.tokens
+    for request in batch:
+        tight.add(request)
+    assert run(tight, noisy_trees(truth.tokens, random.Random(3), tight.vocab_size)).tokens == truth.tokens
     assert tight.preemptions > 0
     assert tight._model.cache.allocator.free_slots == tight._model.cache.slots, "cache was leaked"
 
@@ -124,8 +128,9 @@ def test_unsampleable_logits_fail_that_request_alone() -> None:
     assert {rid: collected.tokens[rid] for rid in ("r0", "r2")} == {rid: truth[rid] for rid in ("r0", "r2")}
 
 
+@pytest.mark.parametrize("drafted_as", ["tails", "trees"])
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 9, "max_batch": 3}, {"cache_bytes": 128 * 5 * 1024}])
-def test_hidden_states_cover_every_position_once(limits: dict[str, Any]) -> None:
+def test_hidden_states_cover_every_position_once(limits: dict[str, Any], drafted_as: str) -> None:
     """Also with a prefill in small chunks, and when requests are preempted and computed again."""
     engine = make(hidden_layers=[0, 3, HEAD_INPUT], **limits)
     tight = "cache_bytes" in limits
@@ -135,7 +140,8 @@ def test_hidden_states_cover_every_position_once(limits: dict[str, Any]) -> None
     truth = run(engine)
     for request in batch:
         engine.add(request)
-    collected = run(engine, noisy_oracle(truth.tokens, 2, engine.vocab_size))
+    tails, trees = (noisy_oracle(truth.tokens, 2, 512), noisy_trees(truth.tokens, random.Random(2), 512))
+    collected = run(engine, tails if drafted_as == "tails" else trees)
     assert (engine.preemptions > 0) == tight
     model = load()
     for request in batch:
@@ -239,7 +245,12 @@ def test_other_architectures_match_their_own_forward(
     engine = HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20, batched_attention=batched))
     for i, prompt in enumerate(prompts):
         engine.add(TargetRequest(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=16)))
-    assert run(engine, noisy_oracle(expected, 4, 256)).tokens == expected
+        engine.add(TargetRequest(f"tree {i}", prompt, SamplingParams(temperature=0.0, max_tokens=16)))
+    expected |= {f"tree {name}": tokens for name, tokens in expected.items()}
+    tails, trees = noisy_oracle(expected, 4, 256), noisy_trees(expected, random.Random(4), 256)
+    drafted = run(engine, lambda name, done: (trees if name.startswith("tree") else tails)(name, done))
+    assert drafted.tokens == expected
+    assert any(o.num_accepted for o in drafted.outputs if o.request_id.startswith("tree"))
 
 
 def test_recurrent_models_are_refused() -> None:

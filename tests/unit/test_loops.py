@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from specactor_ray.config.schema import BreakerConfig, SpeculationConfig, VerifyPolicy
+from specactor_ray.config.schema import BreakerConfig, Candidates, SpeculationConfig, VerifyPolicy
 from specactor_ray.drafters.base import Proposer, ReadsFeatures
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.drafters.eagle import EagleProposer
@@ -26,6 +26,7 @@ from specactor_ray.modeling.eagle_runner import EagleRunner
 from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.queues.conflation import for_drafter, for_verifier
 from specactor_ray.queues.outbox import Outbox
+from specactor_ray.speculation.tree import DraftTree
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests.misbehaving import Crasher, Liar
@@ -95,8 +96,9 @@ class Bench:
     ) -> None:
         config = SpeculationConfig(window=window, **{"verify": VerifyPolicy.all, **speculation})
         reading = [proposer for proposer in proposers.values() if isinstance(proposer, ReadsFeatures)]
-        target = engine(EAGLE_LAYERS if reading else ())
-        self.verifier = VerifyLoop(target, Speculator("v0", mode, config, target.vocab_size))
+        target = self.engine = engine(EAGLE_LAYERS if reading else ())
+        speculator = Speculator("v0", mode, config, target.vocab_size, trees=target.supports_trees)
+        self.verifier = VerifyLoop(target, speculator)
         self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
         links = {}
         for name, loop in self.drafts.items():
@@ -178,6 +180,40 @@ def test_a_faulty_channel_changes_no_token_and_drafts_recover(seed: int) -> None
         assert bench.verifier.snapshot()["drafted_tokens"] > 0
     finally:
         bench.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "verify", "seed"),
+    [
+        (Mode.COUPLED, VerifyPolicy.all, None),
+        (Mode.DECOUPLED, VerifyPolicy.all, 1),
+        (Mode.DECOUPLED, VerifyPolicy.all, 2),
+        (Mode.DECOUPLED, VerifyPolicy.auto, 3),
+    ],
+)
+def test_racing_drafters_share_a_tree(mode: Mode, verify: VerifyPolicy, seed: int | None) -> None:
+    """Drafters that agree, contradict each other or lie, also over faulty channels: all of their guesses at once."""
+    batch = requests(8, 1.0)
+    faults = None if seed is None else random.Random(seed)
+    racers = {**proposers("both"), "liar": Liar()}
+    bench = Bench(
+        racers, mode, faults, candidates=Candidates.tree, verify=verify, coupled_wait_s=0.03, draft_wait_s=0.03
+    )
+    handed: list[Any] = []
+    step = bench.engine.step
+    bench.engine.step = lambda tails: handed.extend(tails.values()) or step(tails)  # type: ignore[method-assign, func-returns-value]
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    trees = [tail for tail in handed if isinstance(tail, DraftTree)]
+    assert not any(tree.is_chain for tree in trees)
+    assert trees or verify is VerifyPolicy.auto, "no two drafters ever disagreed, so nothing was tested"
+    assert snapshot["accepted_tokens"] > 0
+    credit = {name: accepted for name, (_, accepted) in snapshot["by_drafter"].items()}
+    assert max(credit.values()) <= snapshot["accepted_tokens"] <= sum(credit.values())
+    assert sum(drafted for drafted, _ in snapshot["by_drafter"].values()) >= snapshot["drafted_tokens"]
 
 
 def test_the_self_drafter_is_always_right() -> None:
