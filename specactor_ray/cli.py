@@ -176,8 +176,15 @@ def status(run: Run = None, address: Address = "auto") -> None:
 def bench_rollout(
     config_file: ConfigFile = None,
     overrides: Overrides = None,
-    modes: Annotated[str, typer.Option(help="Modes to compare, plain among them.")] = "plain,coupled,decoupled",
-    prompts: Annotated[Path | None, typer.Option(help="Prompts. Default: data.path.", show_default=False)] = None,
+    modes: Annotated[
+        str, typer.Option(help="What to compare: plain, coupled and decoupled with each method, fon with all of them.")
+    ] = "plain,coupled,decoupled",
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="Prompts; may be repeated. Default: data.path.", show_default=False)
+    ] = None,
+    temperatures: Annotated[
+        str | None, typer.Option(help="As in 0,1. Default: sampling.temperature.", show_default=False)
+    ] = None,
     batch: Annotated[
         str | None, typer.Option(help="Batch sizes, as in 1,4,16. Default: target.max_batch.", show_default=False)
     ] = None,
@@ -193,17 +200,16 @@ def bench_rollout(
     from specactor_ray.observability.console import log_through, make_console
 
     settings = load_config(config_file, [*(overrides or ()), "target.record_margins=true"])
-    if prompts is not None:
-        settings.data.path = str(prompts)
     if max_tokens is not None:
         settings.sampling.max_tokens = max_tokens
     chosen, batches = parse_modes(modes), parse_batches(batch, settings.target.max_batch)
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
     _use_token(settings.cluster.address)
-    from specactor_ray.benchmarks.rollout_modes import all_identical, run_bench
+    from specactor_ray.benchmarks.rollout_modes import all_identical, plan_workloads, run_bench
 
-    report = run_bench(settings, chosen, batches, output, progress)
+    workloads = plan_workloads(settings, prompts or (), parse_temperatures(temperatures))
+    report = run_bench(settings, chosen, batches, workloads, output, progress)
     _show_bench(report)
     if report["status"] == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -239,7 +245,7 @@ def _show_bench(report: dict) -> None:
         say(console, f"interrupted: the {len(results)} variants above were measured")
     for result in results:
         for line in [*reason_lines(result["failures"]), *breaker_lines(result["actors"])]:
-            say(console, f"{result['variant']}, batch {result['batch']}:{line}")
+            say(console, f"{result['variant']}, batch {result['batch']}, {result['workload']}:{line}")
     for line in difference_lines(results):
         say(console, line)
     say(console, f"report: {Path(report['output']).resolve()}")
@@ -261,18 +267,36 @@ def parse_scale(items: Sequence[str]) -> dict[str, int]:
 
 
 def parse_modes(text: str) -> list:
-    """`plain,decoupled` → the modes.
+    """`plain,decoupled` → what the benchmark compares.
 
     Raises:
         InputError: A name is not a mode.
     """
-    from specactor_ray.config.schema import ModeName
+    from specactor_ray.benchmarks.variants import BenchMode
 
     names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in ModeName.__members__]
+    unknown = [name for name in names if name not in BenchMode.__members__]
     if unknown:
-        raise InputError(f"--modes: {unknown[0]!r} is not a mode; the modes are {', '.join(ModeName.__members__)}")
-    return [ModeName[name] for name in names]
+        raise InputError(f"--modes: {unknown[0]!r} is not a mode; the modes are {', '.join(BenchMode.__members__)}")
+    return [BenchMode[name] for name in names]
+
+
+def parse_temperatures(text: str | None) -> list[float]:
+    """`0,1` → the numbers; nothing for None.
+
+    Raises:
+        InputError: One of them is not a number of 0 or more.
+    """
+    numbers = []
+    for item in (text or "").split(",") if text else []:
+        try:
+            number = float(item)
+        except ValueError:
+            number = -1.0
+        if not 0.0 <= number < float("inf"):
+            raise InputError(f"--temperatures: {item.strip()!r} is not a temperature; give numbers of 0 or more: 0,1")
+        numbers.append(number)
+    return list(dict.fromkeys(numbers))
 
 
 def parse_batches(text: str | None, default: int) -> list[int]:

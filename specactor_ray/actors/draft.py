@@ -56,6 +56,10 @@ class DraftActor:
         """Take over a version of the policy's weights."""
         self._running().load_weights(weights.version, fetch_weights(weights)).result(COMMAND_TIMEOUT_S)
 
+    def forget_history(self) -> None:
+        """Forget earlier outputs."""
+        self._running().forget_history().result(COMMAND_TIMEOUT_S)
+
     def drain(self) -> None:
         """Before removal: verifiers have been told to use others, so what is still open may be forgotten."""
         self._running().set_verifiers({})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.benchmarks.comparison import Output, Place, differences
-from specactor_ray.benchmarks.variants import Variant, plan_variants
+from specactor_ray.benchmarks.variants import BenchMode, Variant, plan_variants
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.schema import ModeName
@@ -27,7 +28,7 @@ from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.output import remove_if_empty, write_json
-from specactor_ray.rollout.prompts import Prompt, read_prompts
+from specactor_ray.rollout.prompts import Prompt, read_prompts, sampling_from_config
 from specactor_ray.rollout.run import sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -38,14 +39,56 @@ WARM_UP = SamplingParams(temperature=0.0, max_tokens=8)
 TIME_PARTS = ("forward", "sampling", "protocol", "waiting")
 
 
-def run_bench(
-    config: Config, modes: Sequence[ModeName], batches: Sequence[int], output: Path | None, console: Console
-) -> dict[str, Any]:
-    """Measure all variants and write the report as JSON.
+@dataclass(frozen=True)
+class Workload:
+    """Prompts and how they are sampled."""
+
+    name: str
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+
+
+def plan_workloads(config: Config, paths: Sequence[Path], temperatures: Sequence[float]) -> list[Workload]:
+    """Every file of prompts at every temperature.
 
     Args:
-        config: The decoupled configuration; `data.path` names the prompts.
+        config: Gives the sampling, and the prompts where `paths` is empty.
+        paths: Files of prompts; a workload is named after its file.
+        temperatures: Default: that of the configuration.
+
+    Raises:
+        ConfigError: There are no prompts.
+        InputError: A file cannot be read, two have the same name, or a temperature is out of range.
+    """
+    if not paths and config.data.path is None:
+        raise ConfigError("data.path", "is not set.", "name a file of prompts: --prompts prompts.jsonl")
+    paths = paths or [Path(str(config.data.path))]
+    names = [path.stem for path in paths]
+    if len(set(names)) < len(names):
+        raise InputError("--prompts: two files have the same name; workloads are told apart by it")
+    prompts = {path.stem: tuple(read_prompts(str(path), config.data.limit)) for path in paths}
+    base = sampling_from_config(config)
+    return [
+        Workload(f"{name} T={temperature:g}", prompts[name], replace(base, temperature=temperature))
+        for name in names
+        for temperature in temperatures or [base.temperature]
+    ]
+
+
+def run_bench(
+    config: Config,
+    modes: Sequence[BenchMode],
+    batches: Sequence[int],
+    workloads: Sequence[Workload],
+    output: Path | None,
+    console: Console,
+) -> dict[str, Any]:
+    """Measure all variants on all workloads and write the report as JSON.
+
+    Args:
+        config: The decoupled configuration.
         modes: Modes to compare; plain must be among them.
+        workloads: What to roll out; `plan_workloads` makes them.
         batches: Values of `target.max_batch`, each measured in every mode.
         output: The JSON file; default `bench.json` in a new folder under `run.dir`. Never overwritten.
         console: Where progress is shown.
@@ -57,15 +100,12 @@ def run_bench(
     Raises:
         UserError: Something in the configuration, the prompts or the cluster is wrong.
     """
-    if config.data.path is None:
-        raise ConfigError("data.path", "is not set.", "name a file of prompts: --prompts prompts.jsonl")
     output = output or Path(config.run.dir).expanduser() / f"bench-{new_run_name()}" / "bench.json"
     _reject_existing(output)
-    prompts = read_prompts(config.data.path, config.data.limit)
     variants = plan_variants(config, modes, batches)
     made = _make_folder(output.parent)
-    report = _head(config, len(prompts), output)
-    bench = Bench(prompts, console)
+    report = _head(config, workloads, output)
+    bench = Bench(workloads, console)
     from specactor_ray.cluster.connection import connect  # takes seconds, so only after the checks
 
     try:
@@ -86,15 +126,15 @@ def run_bench(
 
 
 class Bench:
-    """Measures variants, keeps what each gave, and compares it with plain decoding of the same batch size."""
+    """Measures variants, keeps what each gave, and compares it with plain decoding of the same workload and batch."""
 
-    def __init__(self, prompts: Sequence[Prompt], console: Console) -> None:
-        self._prompts, self._console = list(prompts), console
+    def __init__(self, workloads: Sequence[Workload], console: Console) -> None:
+        self._workloads, self._console = list(workloads), console
         self._measured: list[dict[str, Any]] = []
-        self._references: dict[int, Mapping[Place, Output]] = {}
+        self._references: dict[tuple[str, int], Mapping[Place, Output]] = {}
 
     def measure(self, variant: Variant, title: str) -> None:
-        """Start the variant's actors, warm up, time the rollout, compare its tokens, end the actors."""
+        """Start the variant's actors, warm up, time each workload, compare its tokens, end the actors."""
         from specactor_ray.rollout.rollout import Rollout
 
         name = f"{title} batch {variant.batch}, {variant.label}"
@@ -102,14 +142,23 @@ class Bench:
         begin = time.monotonic()
         with Rollout(variant.config) as rollout:
             rollout.generate(WARM_UP_PROMPTS, WARM_UP, n=1)
-            rollout.reset_metrics()
-            start_seconds, begin = time.monotonic() - begin, time.monotonic()
-            outputs, failures = self._roll_out(rollout, name)
-            seconds, metrics, actors = time.monotonic() - begin, rollout.metrics(), rollout.status()
-        reference = self._references.setdefault(variant.batch, outputs)
+            start_seconds = time.monotonic() - begin
+            for workload in self._workloads:
+                self._measure(rollout, variant, workload, start_seconds, f"{name}, {workload.name}")
+
+    def _measure(
+        self, rollout: Rollout, variant: Variant, workload: Workload, start_seconds: float, title: str
+    ) -> None:
+        rollout.forget_history()  # what drafters remember of the same prompts at another temperature
+        rollout.reset_metrics()
+        begin = time.monotonic()
+        outputs, failures = self._roll_out(rollout, workload, title)
+        seconds, metrics, actors = time.monotonic() - begin, rollout.metrics(), rollout.status()
+        reference = self._references.setdefault((workload.name, variant.batch), outputs)
         self._measured.append(
             {
                 **describe_variant(variant),
+                "workload": workload.name,
                 "start_seconds": round(start_seconds, 2),
                 **measured_figures(outputs, seconds, metrics),
                 "failures": dict(failures),
@@ -119,10 +168,11 @@ class Bench:
         )
 
     def results(self) -> list[dict[str, Any]]:
-        """All figures so far, with the ratio to the fastest plain variant of the same batch size."""
-        return with_ratios(self._measured)
+        """All figures so far, by batch and workload, with the ratio to the fastest plain variant of both."""
+        order = [workload.name for workload in self._workloads]
+        return with_ratios(sorted(self._measured, key=lambda m: (m["batch"], order.index(m["workload"]))))
 
-    def _roll_out(self, rollout: Rollout, title: str) -> tuple[dict[Place, Output], Counter[str]]:
+    def _roll_out(self, rollout: Rollout, workload: Workload, title: str) -> tuple[dict[Place, Output], Counter[str]]:
         outputs: dict[Place, Output] = {}
         failures: Counter[str] = Counter()
         before = rollout.committed_tokens  # of the warm-up
@@ -132,8 +182,8 @@ class Bench:
             tokens = rollout.committed_tokens - before
             return ProgressState(len(outputs), failures.total(), tokens, metrics.acceptance_length, metrics.supply)
 
-        with RolloutProgress(self._console, title, len(self._prompts) * rollout.config.data.n, read):
-            for one in rollout.stream(self._prompts):
+        with RolloutProgress(self._console, title, len(workload.prompts) * rollout.config.data.n, read):
+            for one in rollout.stream(workload.prompts, workload.sampling):
                 place = (one.prompt_index, one.sample_index)
                 outputs[place] = Output(one.token_ids, one.finish_reason, one.error, one.margins)
                 if one.finish_reason == "error":
@@ -173,25 +223,30 @@ def measured_figures(outputs: Mapping[Place, Output], seconds: float, metrics: R
 
 
 def with_ratios(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The results with `identical`, `ratio`, `baseline` (the fastest plain variant of its batch size) added."""
-    best: dict[int, Mapping[str, Any]] = {}
+    """The results with `identical`, `ratio`, `baseline` (the fastest plain variant of its batch size and workload) and
+    `last_of_group` added."""
+    best: dict[Any, Mapping[str, Any]] = {}
     for result in measured:
-        batch = result["batch"]
-        faster = batch not in best or result["tokens_per_s"] > best[batch]["tokens_per_s"]
+        group = _group(result)
+        faster = group not in best or result["tokens_per_s"] > best[group]["tokens_per_s"]
         if result["mode"] == ModeName.plain.value and faster:
-            best[batch] = result
+            best[group] = result
     results = []
     for number, result in enumerate(measured):
-        base = best[result["batch"]]
-        following = measured[number + 1]["batch"] if number + 1 < len(measured) else None
+        base = best[_group(result)]
+        following = _group(measured[number + 1]) if number + 1 < len(measured) else None
         added = {
             "identical": result["requests"] - len(result["differences"]),
             "ratio": round(result["tokens_per_s"] / max(base["tokens_per_s"], 1e-9), 4),
             "baseline": result is base,
-            "last_of_batch": following != result["batch"],
+            "last_of_group": following != _group(result),
         }
         results.append({**result, **added})
     return results
+
+
+def _group(result: Mapping[str, Any]) -> tuple[int, str]:
+    return result["batch"], result["workload"]
 
 
 def all_identical(report: Mapping[str, Any]) -> bool:
@@ -214,13 +269,16 @@ def _make_folder(folder: Path) -> list[Path]:
     return made
 
 
-def _head(config: Config, prompts: int, output: Path) -> dict[str, Any]:
+def _head(config: Config, workloads: Sequence[Workload], output: Path) -> dict[str, Any]:
     return {
         "benchmark": "rollout modes",
         "status": "failed",
         "output": str(output),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "prompts": {"path": config.data.path, "count": prompts, "samples_each": config.data.n},
+        "workloads": [
+            {"name": w.name, "prompts": len(w.prompts), "samples_each": config.data.n, "sampling": asdict(w.sampling)}
+            for w in workloads
+        ],
         "config": yaml.safe_load(to_yaml(config)),
         "versions": versions(),
         "hardware": hardware(),

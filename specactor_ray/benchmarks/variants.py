@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from specactor_ray.cluster.cores import cores_needed
-from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError, InputError
 
@@ -21,6 +22,8 @@ class Variant:
     batch: int
     """Requests that run at once for each verifier of the configuration as it was given."""
     config: Config
+    method: str = ""
+    """The one draft method, where several are compared; empty for plain decoding and for all of them together."""
 
     @property
     def mode(self) -> ModeName:
@@ -41,42 +44,91 @@ def draft_cores(config: Config) -> int:
     return cores_needed(drafter.cores for drafter in config.drafters for _ in range(drafter.replicas))
 
 
-def plan_variants(config: Config, modes: Sequence[ModeName], batches: Sequence[int]) -> list[Variant]:
+class BenchMode(StrEnum):
+    """What is compared."""
+
+    plain = "plain"
+    coupled = "coupled"
+    decoupled = "decoupled"
+    fon = "fon"
+    """Fastest-of-N: all draft methods race for every request, decoupled and coupled."""
+
+
+def plan_variants(config: Config, modes: Sequence[BenchMode], batches: Sequence[int]) -> list[Variant]:
     """The variants in the order they run: batch by batch, plain first.
 
-    `decoupled` is the configuration as given. Plain and coupled verifiers get the drafters' cores on top of their
-    own. Plain decoding may use the cores in the layout that suits it best: all cores in the given verifiers, as
-    many verifiers more as the drafters' cores can hold (the batch is then shared out), or one core per verifier.
+    `decoupled` is the configuration as given, with each draft method alone on all the draft cores; `fon` is the one
+    with all of them. Plain and coupled verifiers get the drafters' cores on top of their own. Plain decoding may use
+    the cores in the layout that suits it best: all cores in the given verifiers, as many verifiers more as the
+    drafters' cores can hold (the batch is then shared out), or one core per verifier.
 
     Raises:
-        InputError: `modes` lacks plain, which the others are compared with, or a batch is below 1.
+        InputError: `modes` lacks plain, which the others are compared with, or a batch is below 1; or `fon` has only
+        one
+            method to race.
         ConfigError: The drafters' cores cannot be shared out evenly, or a batch contradicts another key.
     """
-    if ModeName.plain not in modes:
+    if BenchMode.plain not in modes:
         raise InputError("--modes must contain plain: the other modes are compared with it")
+    if BenchMode.fon in modes and len(config.drafters) < 2:
+        raise InputError("--modes: fon races draft methods, and fewer than two are in `drafters`")
     if not batches or min(batches) < 1:
         raise InputError("--batch must name one batch size or more, each 1 or more")
     _reject_drafters_on_gpus(config)
     variants = [
-        variant for batch in batches for mode in ModeName if mode in modes for variant in _variants(config, mode, batch)
+        variant
+        for batch in batches
+        for mode in BenchMode
+        if mode in modes
+        for variant in _variants(config, mode, batch)
     ]
     for variant in variants:
         validate(variant.config)
     return variants
 
 
-def _variants(config: Config, mode: ModeName, batch: int) -> Iterator[Variant]:
+def _variants(config: Config, mode: BenchMode, batch: int) -> Iterator[Variant]:
+    if mode is BenchMode.plain:
+        yield from _plain(config, batch)
+    elif mode is BenchMode.fon:
+        yield _decoupled(config, batch, "fon")
+        yield _coupled(config, batch, "fon coupled")
+    else:
+        lay_out = _coupled if mode is BenchMode.coupled else _decoupled
+        for drafter in config.drafters:
+            alone = config if len(config.drafters) == 1 else _method_alone(config, drafter)
+            name = mode.value if len(config.drafters) == 1 else f"{mode.value} {drafter.method}"
+            yield replace(lay_out(alone, batch, name), method=drafter.method)
+
+
+def _plain(config: Config, batch: int) -> Iterator[Variant]:
     target = config.target
-    if mode is ModeName.decoupled:
-        label = f"decoupled {target.replicas}x{target.cores} + {draft_cores(config)}"
-        yield _variant(config, mode, batch, label, target.replicas, target.cores, batch)
-        return
-    layouts = [(target.replicas, target.cores + _extra_cores(config))]
-    if mode is ModeName.plain:
-        layouts += _other_plain_layouts(config, batch)
+    layouts = [(target.replicas, target.cores + _extra_cores(config)), *_other_plain_layouts(config, batch)]
     for replicas, cores in dict.fromkeys(layouts):
         rows = -(-batch * target.replicas // replicas)
-        yield _variant(config, mode, batch, f"{mode.value} {replicas}x{cores}", replicas, cores, rows)
+        yield _variant(config, ModeName.plain, batch, f"plain {replicas}x{cores}", replicas, cores, rows)
+
+
+def _coupled(config: Config, batch: int, name: str) -> Variant:
+    replicas, cores = config.target.replicas, config.target.cores + _extra_cores(config)
+    return _variant(config, ModeName.coupled, batch, f"{name} {replicas}x{cores}", replicas, cores, batch)
+
+
+def _decoupled(config: Config, batch: int, name: str) -> Variant:
+    target = config.target
+    label = f"{name} {target.replicas}x{target.cores} + {draft_cores(config)}"
+    return _variant(config, ModeName.decoupled, batch, label, target.replicas, target.cores, batch)
+
+
+def _method_alone(config: Config, drafter: DrafterConfig) -> Config:
+    """One method with all the draft cores to itself: as many draft actors as there are cores, or as it has."""
+    chosen = copy.deepcopy(config)
+    alone = copy.deepcopy(drafter)
+    cores = draft_cores(config)
+    alone.replicas = max(1, min(drafter.replicas, cores))
+    alone.cores = float(max(1, cores // alone.replicas)) if cores else drafter.cores
+    chosen.drafters = [alone]
+    return chosen
 
 
 def _reject_drafters_on_gpus(config: Config) -> None:

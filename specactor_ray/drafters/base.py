@@ -74,3 +74,11 @@ class ReadsFeatures(Protocol):
     def add_features(self, request_id: str, features: Sequence[Features]) -> None:
         """States of consecutive sequence positions came along with the last `open` or `commit`. They may overlap with
         earlier ones or leave gaps; unknown requests are ignored."""
+
+
+@runtime_checkable
+class KeepsHistory(Protocol):
+    """A proposer that learns from finished outputs."""
+
+    def forget_history(self) -> None:
+        """Forget all of them; open requests stay."""

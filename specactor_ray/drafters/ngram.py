@@ -139,6 +139,13 @@ class NgramProposer:
         """There are none: notes the version. Earlier outputs stay, the new policy resembles the old one."""
         self.weight_version = version
 
+    def forget_history(self) -> None:
+        """Forget earlier outputs. Requests that are open do not learn from new ones either."""
+        if self._history is not None:
+            self._history = History(self._history.max_tokens, self._min, self._max)
+            for request in self._requests.values():
+                request.history = None
+
     @property
     def num_requests(self) -> int:
         """Requests that are mirrored, without the refused ones."""

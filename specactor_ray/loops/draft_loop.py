@@ -6,15 +6,16 @@ verifiers; one thread calls `run`. It knows no Ray: a verifier is an outbox.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from specactor_ray.drafters.base import Proposer, ReadsFeatures
+from specactor_ray.drafters.base import KeepsHistory, Proposer, ReadsFeatures
 from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftResync, DraftTail, Features, ToDrafter
 from specactor_ray.queues.conflation import for_drafter
 from specactor_ray.queues.mailbox import Mailbox
@@ -51,7 +52,7 @@ class DraftLoop:
         self.proposer = proposer
         self.counters = DraftCounters()
         self._inbox: Mailbox[ToDrafter] = Mailbox(for_drafter())
-        self._new_weights: SimpleQueue[tuple[int, Mapping[str, Any], Future[None]]] = SimpleQueue()
+        self._commands: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._outboxes: dict[str, Outbox[Any]] = {}
@@ -74,10 +75,12 @@ class DraftLoop:
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
         """Replace the proposer's weights between two steps; the future raises what it raises."""
-        future: Future[None] = Future()
-        self._new_weights.put((version, state_dict, future))
-        self._wake.set()
-        return future
+        return self._call(functools.partial(self.proposer.load_weights, version, state_dict))
+
+    def forget_history(self) -> Future[None]:
+        """Let the proposer forget earlier outputs, if it keeps any."""
+        forget = self.proposer.forget_history if isinstance(self.proposer, KeepsHistory) else lambda: None
+        return self._call(forget)
 
     def stop(self) -> None:
         self._stopping.set()
@@ -105,7 +108,7 @@ class DraftLoop:
     def run_once(self) -> bool:
         """Drain, extend, publish. Returns False when there was nothing to do."""
         self._wake.clear()
-        self._take_weights()
+        self._run_commands()
         messages = self._inbox.drain()
         for message in messages:
             self._take(message)
@@ -118,11 +121,18 @@ class DraftLoop:
             outbox.flush()
         return bool(messages or changed)
 
-    def _take_weights(self) -> None:
-        while not self._new_weights.empty():
-            version, state_dict, future = self._new_weights.get()
+    def _call(self, command: Callable[[], None]) -> Future[None]:
+        """Run something in the loop's thread between two steps; the future has its outcome."""
+        future: Future[None] = Future()
+        self._commands.put((command, future))
+        self._wake.set()
+        return future
+
+    def _run_commands(self) -> None:
+        while not self._commands.empty():
+            command, future = self._commands.get()
             try:
-                self.proposer.load_weights(version, state_dict)
+                command()
             except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
                 future.set_exception(error)
             else:

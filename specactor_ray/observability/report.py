@@ -68,11 +68,11 @@ def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
             f"{metrics['supply']:.2f}",
             _share(metrics["supply_share"], metrics["row_steps"]),
             f"{result['identical']}/{result['requests']}",
-            end_section=result["last_of_batch"],
+            end_section=result["last_of_group"],
         )
     table.caption = (
-        "* baseline: the fastest plain variant of that batch. supply: usable draft tokens per request and step.\n"
-        "variant: verifiers x cores of each, + draft actors."
+        "* baseline: the fastest plain variant of that batch and workload. supply: usable draft tokens per request and\n"
+        "step. variant: verifiers x cores of each, + cores of draft actors. fon: all draft methods race."
     )
     return table
 
@@ -88,7 +88,7 @@ def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
             *_variant_cells(result),
             str(result["metrics"]["steps"]),
             *(f"{split[name]:.2f}" for name in ("forward", "sampling", "protocol", "waiting", "protocol_median")),
-            end_section=result["last_of_batch"],
+            end_section=result["last_of_group"],
         )
     return table
 
@@ -96,7 +96,7 @@ def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
 def difference_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Where tokens differ from plain decoding: request, position, tokens and how near the tie was."""
     lines = [
-        f"  {result['variant']}, batch {result['batch']}: {_difference(difference)}"
+        f"  {result['variant']}, batch {result['batch']}, {result['workload']}: {_difference(difference)}"
         for result in results
         for difference in result["differences"]
     ]
@@ -152,12 +152,13 @@ def _work(row: Mapping[str, Any]) -> str:
 def _bench_table(title: str) -> Table:
     table = Table(title=title, box=SIMPLE_HEAD)
     table.add_column("batch", justify="right")
+    table.add_column("workload", no_wrap=True)
     table.add_column("variant", no_wrap=True)
     return table
 
 
-def _variant_cells(result: Mapping[str, Any]) -> tuple[str, str]:
-    return str(result["batch"]), result["variant"]
+def _variant_cells(result: Mapping[str, Any]) -> tuple[str, str, str]:
+    return str(result["batch"]), result["workload"], result["variant"]
 
 
 def _difference(difference: Mapping[str, Any]) -> str:

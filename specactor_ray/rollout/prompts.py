@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from specactor_ray.config.schema import Config
 from specactor_ray.errors import InputError
+from specactor_ray.messages import SamplingParams
 
 Prompt = str | list[dict[str, Any]] | list[int]
 """Text, chat messages (`{"role": ..., "content": ...}`), or token ids."""
@@ -140,3 +142,17 @@ def _apply_template(tokenizer: Any, messages: Any) -> list[int]:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # templates are code of the checkpoint's and raise what they like
         raise InputError(f"the model's chat template refuses these messages: {error}") from error
+
+
+def sampling_from_config(config: Config) -> SamplingParams:
+    """The `sampling` section as parameters of a request."""
+    section = config.sampling
+    return SamplingParams(
+        temperature=section.temperature,
+        top_k=section.top_k,
+        top_p=section.top_p,
+        max_tokens=section.max_tokens,
+        seed=section.seed,
+        stop_token_ids=tuple(section.stop_token_ids),
+        ignore_eos=section.ignore_eos,
+    )

@@ -17,6 +17,7 @@ from specactor_ray.config import Config, load_config
 from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import ModeName
 from specactor_ray.controller.controller import start_controller
+from specactor_ray.controller.state import Phase
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
 from specactor_ray.rollout.compatibility import (
@@ -27,7 +28,7 @@ from specactor_ray.rollout.compatibility import (
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.prompts import Prompt, encode_prompt
+from specactor_ray.rollout.prompts import Prompt, encode_prompt, sampling_from_config
 from specactor_ray.rollout.spares import Spares
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling import derive_seed
@@ -193,6 +194,12 @@ class Rollout:
         ray.get([handle.reset_metrics.remote() for handle in self._all_verifiers()])
         self._dispatcher.counters.clear()
 
+    def forget_history(self) -> None:
+        """Let drafters forget earlier outputs, as if they had just been started; for benchmarks."""
+        view = get_or_raise(self._controller.view.remote())
+        ready = [endpoint.handle for endpoint in view.drafters if endpoint.phase is Phase.READY]
+        get_or_raise([handle.forget_history.remote() for handle in ready])
+
     @property
     def address(self) -> str:
         """`host:port` of the Ray cluster, for `cluster.address` of another process."""
@@ -253,20 +260,6 @@ class Rollout:
             prompt=prompts[place[0]],
             weight_version=self._weight_version,
         )
-
-
-def sampling_from_config(config: Config) -> SamplingParams:
-    """The `sampling` section as parameters of a request."""
-    section = config.sampling
-    return SamplingParams(
-        temperature=section.temperature,
-        top_k=section.top_k,
-        top_p=section.top_p,
-        max_tokens=section.max_tokens,
-        seed=section.seed,
-        stop_token_ids=tuple(section.stop_token_ids),
-        ignore_eos=section.ignore_eos,
-    )
 
 
 def get_or_raise(ref: Any, timeout_s: float = 60.0) -> Any:

@@ -15,14 +15,14 @@ from rich.console import Console
 from specactor_ray.benchmarks import rollout_modes
 from specactor_ray.benchmarks.comparison import Output, Place, differences
 from specactor_ray.benchmarks.rollout_modes import all_identical, describe_variant, measured_figures, with_ratios
-from specactor_ray.benchmarks.variants import Variant, plan_variants
+from specactor_ray.benchmarks.variants import BenchMode, Variant, plan_variants
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName, RacePolicy
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.observability.report import breaker_lines, difference_lines, speed_table, status_table, time_table
 from specactor_ray.rollout.metrics import RolloutMetrics
 
-ALL = list(ModeName)
+ALL = [BenchMode.plain, BenchMode.coupled, BenchMode.decoupled]
 
 
 def config(replicas: int = 1, cores: int = 1, drafters: int = 1, **target: Any) -> Config:
@@ -58,7 +58,7 @@ class TestVariants:
         assert layouts(plan_variants(config(), ALL, [1]), ModeName.plain) == [(1, 2, 1), (1, 1, 1)]
 
     def test_batch_by_batch_plain_first(self) -> None:
-        variants = plan_variants(config(), [ModeName.decoupled, ModeName.plain], [1, 8])
+        variants = plan_variants(config(), [BenchMode.decoupled, BenchMode.plain], [1, 8])
         assert [variant.batch for variant in variants] == sorted(variant.batch for variant in variants)
         for batch in (1, 8):
             modes = [variant.mode for variant in variants if variant.batch == batch]
@@ -95,15 +95,35 @@ class TestVariants:
         assert variants[-1].label == "decoupled 2x1 + 2" and variants[-1].total_cores == 4
         assert layouts(variants, ModeName.plain)[0] == (2, 2, 4)
 
+    def test_each_method_alone_and_all_of_them_together(self) -> None:
+        base = config()
+        base.drafters = [DrafterConfig(method="ngram", cores=0.5), DrafterConfig(method="suffix", cores=0.25)]
+        variants = plan_variants(base, list(BenchMode), [2])
+        assert [variant.label for variant in variants][3:] == [
+            "coupled ngram 1x2",
+            "coupled suffix 1x2",
+            "decoupled ngram 1x1 + 1",
+            "decoupled suffix 1x1 + 1",
+            "fon 1x1 + 1",
+            "fon coupled 1x2",
+        ]
+        for variant in variants[3:7]:
+            (alone,) = variant.config.drafters
+            assert (alone.method, alone.cores, alone.replicas) == (variant.method, 1.0, 1)
+        assert all([d.method for d in v.config.drafters] == ["ngram", "suffix"] for v in variants[7:])
+        assert all(variant.config.speculation.race is RacePolicy.always for variant in variants[7:])
+        assert {variant.total_cores for variant in variants[3:]} == {2}
+
     @pytest.mark.parametrize(
         ("modes", "batches", "problem"),
         [
-            ([ModeName.decoupled], [4], "--modes must contain plain"),
+            ([BenchMode.decoupled], [4], "--modes must contain plain"),
+            ([*ALL, BenchMode.fon], [4], "fewer than two"),
             (ALL, [], "--batch"),
             (ALL, [4, 0], "--batch"),
         ],
     )
-    def test_refusals(self, modes: list[ModeName], batches: list[int], problem: str) -> None:
+    def test_refusals(self, modes: list[BenchMode], batches: list[int], problem: str) -> None:
         with pytest.raises(InputError, match=problem):
             plan_variants(config(), modes, batches)
 
@@ -173,7 +193,9 @@ class TestComparison:
         assert [one["position"] for one in found] == [len(changed[place]) - 1 for place in sorted(changed)]
 
 
-def measured(label: str, batch: int, tokens_per_s: float, differing: int = 0) -> dict[str, Any]:
+def measured(
+    label: str, batch: int, tokens_per_s: float, differing: int = 0, workload: str = "chat T=1"
+) -> dict[str, Any]:
     found = [
         {**differences({(n, 0): output(1, 2)}, {(n, 0): output(1, 3)})[0], "prompt_index": n} for n in range(differing)
     ]
@@ -182,6 +204,7 @@ def measured(label: str, batch: int, tokens_per_s: float, differing: int = 0) ->
     return {
         **describe_variant(variant),
         "mode": label.partition(" ")[0],
+        "workload": workload,
         **measured_figures({(n, 0): output(1, 2) for n in range(16)}, 1.0, metrics),
         "tokens_per_s": tokens_per_s,
         "failures": {},
@@ -199,11 +222,14 @@ class TestReport:
                 measured("plain 1x2", 4, 40.0),
                 measured("plain 2x1", 4, 50.0),
                 measured("decoupled", 4, 45.0),
+                measured("plain 1x2", 4, 10.0, workload="chat T=0"),
+                measured("decoupled", 4, 20.0, workload="chat T=0"),
             ]
         )
-        assert [result["ratio"] for result in results] == [1.0, 0.5, 1.5, 0.8, 1.0, 0.9]
-        assert [result["baseline"] for result in results] == [True, False, False, False, True, False]
-        assert [result["last_of_batch"] for result in results] == [False, False, True, False, False, True]
+        assert [result["ratio"] for result in results] == [1.0, 0.5, 1.5, 0.8, 1.0, 0.9, 1.0, 2.0]
+        assert [result["baseline"] for result in results] == [True, False, False, False, True, False, True, False]
+        ends = [number for number, result in enumerate(results) if result["last_of_group"]]
+        assert ends == [2, 5, 7]
 
     def test_one_differing_request_is_enough(self) -> None:
         same = [measured("plain 1x2", 4, 1.0), measured("decoupled", 4, 1.0)]
@@ -232,7 +258,7 @@ class TestReport:
             assert expected in text
         lines = difference_lines(results)
         assert lines[1].strip() == (
-            "decoupled 1x1 + 1, batch 4: prompt 1, sample 0, position 1: token 3 in place of 2, "
+            "decoupled 1x1 + 1, batch 4, chat T=1: prompt 1, sample 0, position 1: token 3 in place of 2, "
             "margin of the reference 0.2"
         )
 
@@ -287,12 +313,23 @@ class TestStatus:
 
 
 class TestFiles:
-    def test_an_existing_report_is_refused_before_anything_is_read(self, tmp_path: Path) -> None:
+    def test_an_existing_report_is_refused_before_anything_starts(self, tmp_path: Path) -> None:
         (tmp_path / "bench.json").write_text("{}")
-        base = config()
-        base.data.path = str(tmp_path / "no such file")
         with pytest.raises(InputError, match=r"bench\.json exists"):
-            rollout_modes.run_bench(base, ALL, [4], tmp_path / "bench.json", Console(file=io.StringIO()))
+            rollout_modes.run_bench(config(), ALL, [4], [], tmp_path / "bench.json", Console(file=io.StringIO()))
+
+    def test_every_file_at_every_temperature_is_a_workload(self, tmp_path: Path) -> None:
+        for name in ("chat", "code"):
+            (tmp_path / f"{name}.txt").write_text("one\ntwo\n")
+        paths = [tmp_path / "chat.txt", tmp_path / "code.txt"]
+        workloads = rollout_modes.plan_workloads(config(), paths, [0.0, 1.0])
+        assert [w.name for w in workloads] == ["chat T=0", "chat T=1", "code T=0", "code T=1"]
+        assert [w.sampling.temperature for w in workloads] == [0.0, 1.0, 0.0, 1.0]
+        assert all(w.prompts == ("one", "two") for w in workloads)
+        with pytest.raises(InputError, match="same name"):
+            rollout_modes.plan_workloads(config(), [paths[0], paths[0]], [])
+        with pytest.raises(ConfigError, match=r"data\.path"):
+            rollout_modes.plan_workloads(config(), [], [])
 
     def test_the_report_is_plain_data(self) -> None:
         results = with_ratios([measured("plain 1x2", 4, 40.0, differing=1)])
