@@ -143,10 +143,10 @@ class DraftModelStudent:
 class _PassOn(nn.Module):
     """Stands where a model's layers were: what enters comes out as the last states."""
 
-    def forward(self, inputs_embeds: torch.Tensor, **ignored: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
+    def forward(self, *ignored: Any, inputs_embeds: torch.Tensor, **also_ignored: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-        output: Any = BaseModelOutputWithPast
+        output: Any = BaseModelOutputWithPastAndCrossAttentions
         return output(last_hidden_state=inputs_embeds)
 
 

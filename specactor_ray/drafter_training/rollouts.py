@@ -150,6 +150,8 @@ class Corpus:
             if not found:
                 raise InputError(f"the target {self._recipe.target} failed on every prompt ({part}); see the log")
             self.records[part] = found
+        if engine is not None:
+            engine.close()
 
     def held_out(self) -> dict[str, Sequence[Record]]:
         return {part: self.records[part] for part in (HELD_OUT, GREEDY) if part in self.records}

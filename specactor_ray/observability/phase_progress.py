@@ -60,7 +60,7 @@ class PhaseProgress:
         if self._bar is not None:
             self._bar.stop()
         elif self._first is not None:
-            say(self._console, self._line())
+            say(self._console, f"{self._line()} in {self.seconds:.0f} s")
 
     @property
     def seconds(self) -> float:
@@ -70,7 +70,11 @@ class PhaseProgress:
     @property
     def rate(self) -> float:
         """`done` per second, what was there at the first update left out: a resumed phase begins in the middle."""
-        return 0.0 if self._first is None else (self._done - self._first) / max(self.seconds, 1e-9)
+        return self.rate_at(self._done)
+
+    def rate_at(self, done: float) -> float:
+        """The rate if so much is done now."""
+        return 0.0 if self._first is None else (done - self._first) / max(self.seconds, 1e-9)
 
     def update(self, done: float, figures: str) -> None:
         """So much of `total` is done; `figures` say how it goes."""
@@ -82,7 +86,8 @@ class PhaseProgress:
             self._bar.update(self._task, completed=self._done, figures=shown)
         elif self._clock() - self._last_line >= self._interval_s:
             self._last_line = self._clock()
-            say(self._console, self._line())
+            left = f", {self._left()} left" if self._left() else ""
+            say(self._console, self._line() + left)
 
     def _left(self) -> str:
         """Estimate of the time that is left; empty while there is none."""
@@ -92,14 +97,13 @@ class PhaseProgress:
         return f"{seconds // 60}:{seconds % 60:02d}"
 
     def _line(self) -> str:
-        left = f", {self._left()} left" if self._left() else ""
-        return f"{self._title}: {self._done / self._total:.0%}, {self._figures}{left}"
+        return f"{self._title}: {self._done / self._total:.0%}, {self._figures}"
 
 
 def show_tokens(progress: PhaseProgress) -> Callable[[int], None]:
     """What a phase that makes tokens calls with their number so far."""
 
     def show(tokens: int) -> None:
-        progress.update(tokens, f"{tokens:,} tokens, {progress.rate:.1f} tokens/s")
+        progress.update(tokens, f"{tokens:,} tokens, {progress.rate_at(tokens):.1f} tokens/s")
 
     return show

@@ -1,0 +1,39 @@
+"""Recorded rollouts of the tiny target, made once per session."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from specactor_ray.drafter_training.corpus import Record, RecordStore, RolloutRequest, collect
+from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.loading import load_model
+from specactor_ray.modeling.ragged_model import HEAD_INPUT, RaggedModel
+from specactor_ray.targets.hf import HfEngine
+from tests.tiny import tiny_prompt_ids, tiny_target
+
+EOS = 1
+
+
+def make_engine(**limits: Any) -> HfEngine:
+    model = load_model(str(tiny_target()))
+    hidden = limits.pop("hidden_layers", (HEAD_INPUT,))
+    return HfEngine(RaggedModel(model, 64 << 20, hidden), [EOS], **limits)
+
+
+def requests(n: int, seed: int, temperature: float = 1.0, max_tokens: int = 40) -> list[RolloutRequest]:
+    return [
+        RolloutRequest(i, ids, SamplingParams(temperature, max_tokens=max_tokens, seed=1000 * seed + i))
+        for i, ids in enumerate(tiny_prompt_ids(n, seed))
+    ]
+
+
+@functools.cache
+def recorded(part: str) -> tuple[list[Record], RecordStore]:
+    """`train` (80 rollouts), `heldout` (20) and `greedy` (8)."""
+    folder = Path(tempfile.mkdtemp(prefix="specactor-test-corpus-"))
+    wanted = {"train": requests(80, 5), "heldout": requests(20, 6), "greedy": requests(8, 6, 0.0)}[part]
+    store = RecordStore(folder, part)
+    return collect(make_engine(max_batch=32), wanted, store), store

@@ -1,0 +1,243 @@
+"""`specactor drafter`: what it writes, what it refuses, and that a killed training goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from specactor_ray import cli
+from specactor_ray.config.schema import DrafterConfig
+from specactor_ray.drafter_training.command import TrainPaths, train_drafter
+from specactor_ray.drafter_training.measuring import drafter_of
+from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe
+from specactor_ray.drafter_training.rollouts import EngineLimits, split_prompts
+from specactor_ray.drafters.draft_model import DraftModelProposer
+from specactor_ray.drafters.registry import build_proposer
+from specactor_ray.errors import InputError
+from specactor_ray.modeling.loading import load_model, load_tokenizer
+from tests.tiny import tiny_draft, tiny_prompts, tiny_target
+
+RECIPE = TrainRecipe(
+    CorpusRecipe(str(tiny_target()), max_tokens=32),
+    layers="2",
+    tokens=300,
+    minutes=None,
+    epochs=3.0,
+    learning_rate=3e-3,
+)
+LIMITS = EngineLimits(max_batch=32, kv_cache_gb=0.05)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    prompts = dict.fromkeys(tiny_prompts(30, 4))
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def drafter(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("drafter") / "out"
+    outcome = train(data, output)
+    assert outcome.status == "finished"
+    return output
+
+
+def train(data: Path, output: Path) -> Any:
+    return train_drafter(RECIPE, TrainPaths(data, output), LIMITS, 4, Console(file=io.StringIO()))
+
+
+def specactor(*arguments: str | Path, code: int = 2) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(argument) for argument in arguments])
+    assert (ended.value.code or 0) == code
+
+
+def train_options(prompts: Path, folder: Path, **changes: str | Path) -> list[str | Path]:
+    options: dict[str, Any] = {"target": tiny_target(), "data": prompts, "output": folder, "layers": 2, "epochs": 1}
+    options |= changes
+    return ["drafter", "train", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+
+
+def _few(data: Path, folder: Path) -> Path:
+    few = folder / "few.jsonl"
+    few.write_text("".join(data.read_text().splitlines(keepends=True)[:10]))
+    return few
+
+
+class TestWhatIsWritten:
+    def test_a_drafter_that_a_configuration_takes_as_it_is(self, drafter: Path) -> None:
+        proposer = build_proposer(DrafterConfig(method="draft_model", model=str(drafter), kv_cache_gb=0.05), "cpu")
+        assert isinstance(proposer, DraftModelProposer) and proposer.vocab_size == 512
+        assert load_tokenizer(str(drafter)).chat_template == load_tokenizer(str(tiny_target())).chat_template
+        model = load_model(str(drafter))
+        assert model.config.num_hidden_layers == 2 and model.generation_config.eos_token_id == 1
+        assert not list(drafter.rglob("checkpoint*"))
+
+    def test_its_card(self, drafter: Path) -> None:
+        card = json.loads((drafter / "drafter.json").read_text())
+        target, training = card["target"], card["training"]
+        assert (card["method"], target["hidden_size"], target["num_layers"], target["vocab_size"]) == (
+            "draft_model", 64, 4, 512,
+        )  # fmt: skip
+        assert training["layers_kept"] == [0, 3] and training["corpus_tokens"] >= 300
+        assert training["history"][-1]["loss"] < training["history"][0]["loss"]
+        assert [(row["temperature"], row["noise"]) for row in card["acceptance"]] == [
+            (1.0, "shared"), (1.0, "own"), (0.0, "-"),
+        ]  # fmt: skip
+        shared, own, _ = card["acceptance"]
+        assert shared["acceptance_length"] > own["acceptance_length"]
+        assert all(len(row["by_position"]) == 4 for row in card["acceptance"])
+
+    def test_it_is_shown_and_not_made_again(self, drafter: Path, data: Path) -> None:
+        weights = (drafter / "model.safetensors").stat().st_mtime_ns
+        again = train(data, drafter)
+        assert again.status == "finished" and "finished before" in again.note and len(again.acceptance) == 3
+        assert (drafter / "model.safetensors").stat().st_mtime_ns == weights
+
+    def test_eval_of_a_folder_and_of_a_method(
+        self, drafter: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        data = _few(data, tmp_path)
+        options = ["drafter", "eval", "--target", tiny_target(), "--data", data, "--corpus", tmp_path / "corpus"]
+        options += ["--max-tokens", "24", "--window", "3", "--kv-cache-gb", "0.05"]
+        specactor(*options, "--drafter", drafter, "--output", tmp_path / "figures.json", code=0)
+        figures = json.loads((tmp_path / "figures.json").read_text())
+        assert [row["noise"] for row in figures["acceptance"]] == ["shared", "own", "-"]
+        capsys.readouterr()
+        specactor(*options, "--method", "ngram", code=0)
+        shown = capsys.readouterr()
+        assert "acc. length" in shown.out and "p3" in shown.out
+        assert "rollouts" not in shown.err, "the rollouts are there already"
+        specactor(*options, "--drafter", tiny_draft(), code=0)  # any model of the vocabulary, without a card
+
+
+def test_a_killed_training_goes_on_to_the_same_drafter(drafter: Path, data: Path, tmp_path: Path) -> None:
+    """Killed wherever the signal happens to come: after the rollouts, most likely in training."""
+    output = tmp_path / "out"
+
+    def kill() -> None:
+        until = time.monotonic() + 60.0
+        while time.monotonic() < until and not list(output.glob("training/corpus/heldout-greedy-*")):
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    outcome = train(data, output)
+    killer.join()
+    assert outcome.status == "interrupted" and "same command" in outcome.note
+    assert not (output / "drafter.json").exists()
+    assert train(data, output).status == "finished"
+    ours, expected = load_model(str(output)).state_dict(), load_model(str(drafter)).state_dict()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+class TestMistakes:
+    """Exit code 2, one line with the fix, and nothing left behind."""
+
+    @pytest.mark.parametrize(
+        ("changes", "problem"),
+        [
+            ({"method": "medusa"}, "'medusa' cannot be trained; use one of draft_model"),
+            ({"layers": "1"}, "1 is too few"),
+            ({"layers": "4"}, "4 of the target's 4 layers would draft no faster"),
+            ({"layers": "0,9"}, "there is no layer 9"),
+            ({"target": "/nowhere/model"}, "There is no directory"),
+            ({"data": "/nowhere/data.jsonl"}, "there is no file"),
+            ({"device": "tpu"}, "'tpu' is not known"),
+            ({"window": "0"}, "--window: 0 is too small"),
+            ({"max-tokens": "512"}, "leaves no room for a prompt"),
+            ({"max-tokens": "511"}, "none is left to train on"),
+        ],
+    )
+    def test_options(
+        self, data: Path, tmp_path: Path, changes: dict[str, str], problem: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        specactor(*train_options(data, tmp_path / "out", **changes))
+        error = capsys.readouterr().err
+        assert problem in error and error.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+    def test_a_target_without_a_tokenizer(self, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        bare = tmp_path / "bare"
+        bare.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (bare / name).symlink_to(tiny_target() / name)
+        specactor(*train_options(data, tmp_path / "out", target=bare))
+        assert "has no tokenizer" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+    def test_a_tokenizer_of_another_model(self, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        small = tmp_path / "small"
+        small.mkdir()
+        for path in tiny_target().iterdir():
+            (small / path.name).symlink_to(path)
+        config = json.loads((small / "config.json").read_text()) | {"vocab_size": 100}
+        (small / "config.json").unlink()
+        (small / "config.json").write_text(json.dumps(config))
+        specactor(*train_options(data, tmp_path / "out", target=small))
+        assert "the model's vocabulary has 100 tokens" in capsys.readouterr().err
+
+    def test_output_folders(
+        self, data: Path, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        specactor(*train_options(data, drafter))
+        assert "of another recipe (" in capsys.readouterr().err
+        (tmp_path / "precious").write_text("")
+        specactor(*train_options(data, tmp_path))
+        assert "is no folder of `drafter train`" in capsys.readouterr().err
+        assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+    def test_a_job_cannot_write_into_its_own_copy(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+        with pytest.raises(SystemExit) as ended:
+            cli.run_as_job(["drafter", "train"], [str(o) for o in train_options(data, Path("relative"))[2:]])
+        assert ended.value.code == 2 and not Path("relative").exists()
+
+    def test_eval(self, data: Path, drafter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        options = ["drafter", "eval", "--target", tiny_target(), "--data", data]
+        (tmp_path / "there.json").write_text("precious")
+        (tmp_path / "drafter.json").write_text("{}")
+        for more, problem in (
+            ([], "either --drafter FOLDER or --method"),
+            (["--method", "ngram", "--drafter", drafter], "either --drafter FOLDER or --method"),
+            (["--method", "magic"], "'magic' cannot be measured alone"),
+            (["--method", "draft_model"], "needs a model"),
+            (["--drafter", tmp_path / "none"], "there is no folder"),
+            (["--drafter", tmp_path], "drafter.json cannot be read"),
+            (["--method", "ngram", "--output", tmp_path / "there.json"], "never overwritten"),
+        ):
+            specactor(*options, *more)
+            assert problem in capsys.readouterr().err
+
+    def test_a_drafter_of_another_vocabulary(
+        self, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        config = json.loads((tiny_draft() / "config.json").read_text()) | {"vocab_size": 100}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").symlink_to(tiny_draft() / "model.safetensors")
+        specactor("drafter", "eval", "--target", tiny_target(), "--data", data, "--drafter", tmp_path)
+        assert "has a vocabulary of 100 tokens, the target" in capsys.readouterr().err
+        assert drafter_of(tmp_path).method == "draft_model"
+
+
+def test_no_prompt_is_trained_on_and_measured_on() -> None:
+    prompts = [(i, i) for i in range(40)] + [(3, 3), (1,) * 50]
+    split = split_prompts(prompts, None, 10)
+    assert len(split.train) == 36 and len(split.held_out) == 4
+    named = split_prompts(prompts, [(5, 5), (99,)], 10)
+    assert (5, 5) not in named.train and len(named.train) == 39 and named.held_out == ((5, 5), (99,))
+    for bad, held_out in (([(1, 2)], None), ([(1,) * 50], None), ([(1, 2)], [(1, 2)])):
+        with pytest.raises(InputError, match="none is left"):
+            split_prompts(bad, held_out, 10)
