@@ -30,6 +30,7 @@ from specactor_ray.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
 NGRAM = "drafters=[{method: ngram}]"
+SUFFIX = "drafters=[{method: suffix}]"
 SECTIONS = (
     Config,
     RunConfig,
@@ -289,7 +290,7 @@ class TestRangesAndContradictions:
             (["data.path=a.jsonl", "data.output=a.jsonl"], "data.output", "another file"),
             (["run.log_level=LOUD"], "run.log_level", "DEBUG, INFO, WARNING, ERROR"),
             (["run.name=a/b"], "run.name", "letters"),
-            ([NGRAM, "drafters.0.method=eagle"], "drafters.0.method", "ngram, draft_model"),
+            ([NGRAM, "drafters.0.method=eagle"], "drafters.0.method", "ngram, suffix, draft_model"),
             ([NGRAM, "drafters.0.replicas=-1"], "drafters.0.replicas", "0 or more"),
             ([NGRAM, "drafters.0.window=0"], "drafters.0.window", "1 to 128"),
             ([NGRAM, "drafters.0.min_match=9"], "drafters.0.min_match", "max_match"),
@@ -298,6 +299,15 @@ class TestRangesAndContradictions:
             ([NGRAM, "drafters.0.model=m"], "drafters.0.model", "draft_model"),
             ([NGRAM, "drafters.0.dtype=half"], "drafters.0.dtype", "float32"),
             ([NGRAM, "drafters.0.history_tokens=-1"], "drafters.0.history_tokens", "0 or more"),
+            ([NGRAM, "drafters.0.length_factor=3"], "drafters.0.length_factor", "method=suffix"),
+            ([NGRAM, "drafters.0.min_probability=0.2"], "drafters.0.min_probability", "method=suffix"),
+            ([SUFFIX, "drafters.0.length_factor=0"], "drafters.0.length_factor", "above 0"),
+            ([SUFFIX, "drafters.0.length_factor=.nan"], "drafters.0.length_factor", "above 0"),
+            ([SUFFIX, "drafters.0.min_probability=1"], "drafters.0.min_probability", "0.1 is the default"),
+            ([SUFFIX, "drafters.0.min_probability=-0.1"], "drafters.0.min_probability", "0.1 is the default"),
+            ([SUFFIX, "drafters.0.history_tokens=-1"], "drafters.0.history_tokens", "0 or more"),
+            ([SUFFIX, "drafters.0.model=m"], "drafters.0.model", "draft_model"),
+            ([SUFFIX, "drafters.0.gpus=1"], "drafters.0.gpus", "0"),
             (["drafters=[{method: draft_model}]"], "drafters.0.model", "directory"),
             (["drafters=[{method: draft_model, model: m, dtype: float16}]"], "drafters.0.dtype", "gpus=1"),
             (["drafters=[{method: ngram}, {method: ngram}]"], "drafters.1.method", "drafters.0.replicas"),
@@ -315,6 +325,8 @@ class TestRangesAndContradictions:
             [NGRAM, "drafters.0.replicas=0"],
             [NGRAM, "speculation.window=128", "speculation.draft_wait_s=0"],
             [NGRAM, "mode=plain"],
+            [SUFFIX, "drafters.0.length_factor=4", "drafters.0.min_probability=0", "drafters.0.history_tokens=0"],
+            ["drafters=[{method: ngram}, {method: suffix}]"],
             ["mode=plain", "target.gpus=1", "target.dtype=float16"],
             ["drafters=[{method: ngram}, {method: draft_model, model: m, gpus: 1, dtype: bfloat16}]"],
             ["mode=plain", "sampling.temperature=0", "sampling.seed=18446744073709551615"],

@@ -16,6 +16,7 @@ from specactor_ray.config.schema import BreakerConfig, SpeculationConfig, Verify
 from specactor_ray.drafters.base import Proposer
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.drafters.suffix import SuffixProposer
 from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.speculator import DrafterLink, Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
@@ -135,6 +136,8 @@ def truth_of(batch: Sequence[TargetRequest]) -> dict[str, list[int]]:
 def proposers(kind: str) -> dict[str, Proposer]:
     if kind == "ngram":
         return {"ngram-0": NgramProposer(2, 6, 4096, 64), "ngram-1": NgramProposer(2, 6, 4096, 64)}
+    if kind == "suffix":
+        return {"suffix-0": SuffixProposer(1, 6, 400, 64), "suffix-1": SuffixProposer(1, 6, 4096, 64)}
     if kind == "draft_model":
         return {"small-0": DraftModelProposer(ragged(tiny_draft()))}
     return {**proposers("ngram"), **proposers("draft_model")}
@@ -142,7 +145,7 @@ def proposers(kind: str) -> dict[str, Proposer]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.DECOUPLED])
-@pytest.mark.parametrize("kind", ["ngram", "draft_model", "both"])
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "draft_model", "both"])
 def test_drafted_equals_plain(kind: str, mode: Mode, temperature: float) -> None:
     batch = requests(10, temperature)
     bench = Bench(proposers(kind), mode, draft_wait_s=0.05)
