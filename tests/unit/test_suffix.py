@@ -295,6 +295,27 @@ def test_an_output_that_comes_back_does_not_count_twice() -> None:
     assert proposer.history_tokens == 10, "another output under the same name is an output of its own"
 
 
+def test_an_output_whose_prompt_was_forgotten_begins_anew() -> None:
+    history = RunHistory(20, 2, 4)
+    history.close("a", history.open("a", (1, 2), [5, 6]), finished=False)
+    history.close("b", history.open("b", (3, 4), [7] * 30), finished=True)
+    assert len(history) == 1
+    history.open("c", (1, 2), [])
+    output = history.open("a", (1, 2), [5, 6, 8])
+    assert history.log.draft([1, 2], 3, group=output.text.group).tokens == [5, 6, 8]
+    assert history.log.draft([1, 2], 3, group=history.open("d", (1, 2), []).text.group).tokens == [5, 6, 8]
+
+
+def test_a_tail_that_survives_is_lengthened_as_if_it_were_new() -> None:
+    """Its confirmed part no longer counts against the probability of the whole."""
+    proposer = SuffixProposer(2, 8, history_tokens=0, length_factor=2, min_probability=0.2)
+    text = list(range(10, 40))
+    proposer.open("r", text, text[:8], GREEDY, 20)
+    assert drafted(proposer) == text[8:11], "0.67 ** 4 is below 0.2"
+    proposer.commit("r", 8, text[8:10], 20)
+    assert drafted(proposer) == text[10:13]
+
+
 def test_without_history_only_the_own_text() -> None:
     proposer = SuffixProposer(2, 8, history_tokens=0)
     proposer.open("a", [1, 2], [5, 6, 7], GREEDY, 4)
