@@ -220,7 +220,7 @@ def draft(
         out_tokens, out_odds: (limit,) int32 and float64, filled with the tokens and their share of the votes.
 
     Returns:
-        (match length, tokens drafted, sum of the path probabilities).
+        (match length, tokens drafted, sum of the path probabilities, whether the texts ended before anything else did).
     """
     found = np.empty(MAX_VOTES, np.int32)
     matched, votes = find(rows, heads, levels, scope, group, count, context, found)
@@ -245,4 +245,4 @@ def draft(
                 found[alive] = following
                 alive += 1
         votes = alive
-    return matched, length, score
+    return matched, length, score, votes == 0 and length < limit

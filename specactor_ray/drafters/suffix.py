@@ -21,6 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
+import numpy as np
+
 from specactor_ray.drafters.copying import CopyingProposer
 from specactor_ray.drafters.mirror import CommitOutcome, RequestMirror
 from specactor_ray.drafters.run_history import GROUP, RUN, Output, RunHistory
@@ -96,7 +98,7 @@ class SuffixProposer(CopyingProposer[_Request]):
         return self._history.log.num_tokens if self._history is not None else 0
 
     @property
-    def nbytes(self) -> int:
+    def history_bytes(self) -> int:
         """Bytes set aside for the run's outputs and for the text of the open requests."""
         shared = self._history.log.nbytes if self._history is not None else 0
         return shared + sum(request.own.nbytes for request in list(self._requests.values()))
@@ -135,6 +137,8 @@ class SuffixProposer(CopyingProposer[_Request]):
                 budget = int(self._factor * (draft.matched - guessed))
             tail.extend(draft.tokens)
             request.odds.extend(draft.odds)
+            if not draft.cut_short:
+                return
 
     def _room(self, mirror: RequestMirror) -> int:
         """Tokens the tail may grow by: within the window, and within the length of the output."""
@@ -142,7 +146,8 @@ class SuffixProposer(CopyingProposer[_Request]):
 
     def _best(self, request: _Request, limit: int, factor: float) -> Draft:
         """The guess of the source with the highest score; of equals the own text, then the prompt's outputs."""
-        mirror, context, path = request.mirror, request.context(self._max), prod(request.odds)
+        mirror, path = request.mirror, prod(request.odds)
+        context = np.array(request.context(self._max), np.int32)
         drafted = len(mirror.tail)
         noise = None
         if self._shared_noise and mirror.sampling.temperature > 0.0:

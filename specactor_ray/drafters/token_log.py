@@ -47,6 +47,8 @@ class Draft:
     """Of each token: its share of the votes, given the tokens before it."""
     score: float = 0.0
     """Sum over the tokens of the probability of the path up to there: the accepted length to be expected."""
+    cut_short: bool = False
+    """The texts it follows ended, or there was none; nothing else kept it from going on."""
 
 
 class TokenLog:
@@ -112,7 +114,7 @@ class TokenLog:
 
     def draft(
         self,
-        context: Sequence[int],
+        context: Sequence[int] | Any,
         limit: int,
         factor: float = 0.0,
         drafted: int = 0,
@@ -125,7 +127,7 @@ class TokenLog:
         """What followed the longest match of the end of `context`.
 
         Args:
-            context: End of a text; its last `max_match` tokens count.
+            context: End of a text, a sequence or an int32 array; its last `max_match` tokens count.
             limit: Most tokens.
             factor: At most this many tokens per matched token, `drafted` included; 0 sets no such limit.
             drafted: So many tokens at the end of `context` are guesses; they do not count as matched.
@@ -138,12 +140,12 @@ class TokenLog:
         if limit < 1:
             return Draft()
         tokens, odds = np.empty(limit, np.int32), np.empty(limit, np.float64)
-        matched, length, score = kernels.draft(
+        matched, length, score, cut_short = kernels.draft(
             self._rows, self._heads, self._levels, scope, group, self._count,
-            np.array(context[-self._max :], np.int32), limit, factor, drafted, min_probability, path,
+            np.asarray(context[-self._max :], np.int32), limit, factor, drafted, min_probability, path,
             _NO_NOISE if noise is None else _words(noise), tokens, odds,
         )  # fmt: skip
-        return Draft(matched, tokens[:length].tolist(), odds[:length].tolist(), score)
+        return Draft(matched, tokens[:length].tolist(), odds[:length].tolist(), score, bool(cut_short))
 
     def _write(self, last: int, token_ids: Any, group: int, guess: bool) -> int:
         number = kernels.append(

@@ -62,8 +62,8 @@ class BruteForceLog:
         noise: Noise | None,
         floor: float,
         path: float = 1.0,
-    ) -> tuple[int, list[int], list[float], float]:
-        """(match length, tokens, odds, score)."""
+    ) -> tuple[int, list[int], list[float], float, bool]:
+        """(match length, tokens, odds, score, whether the texts ended)."""
         length, rows = self.occurrences(context, group)
         tokens: list[int] = []
         odds: list[float] = []
@@ -84,4 +84,4 @@ class BruteForceLog:
             tokens.append(winner)
             score += path
             rows = [n for row in rows if row.token == winner and (n := self.following(row)) is not None]
-        return length, tokens, odds, score
+        return length, tokens, odds, score, not rows and len(tokens) < limit

@@ -70,7 +70,7 @@ class Reference:
             room = min(request.window - len(request.tail), request.sampling.max_tokens - position)
             context = [*request.prompt, *request.committed, *request.tail]
             noise = Noise(request.sampling.seed, position) if request.sampling.temperature > 0 else None
-            best = (0, list[int](), list[float](), 0.0)
+            best = (0, list[int](), list[float](), 0.0, False)
             sources = [(own, 0)]
             if self.run is not None:
                 sources += [(self.run, self.groups[request.prompt]), (self.run, None)]
@@ -89,6 +89,8 @@ class Reference:
                 budget = int(self.factor * (best[0] - guessed))
             request.tail += best[1]
             request.odds += best[2]
+            if not best[4]:
+                return
 
 
 tokens = st.integers(0, 2)
@@ -342,12 +344,12 @@ def test_more_requests_than_places_are_refused_quietly() -> None:
 
 def test_bytes_are_reported() -> None:
     proposer = SuffixProposer(2, 8, history_tokens=1000)
-    empty = proposer.nbytes
+    empty = proposer.history_bytes
     assert empty == 1000 * 4 * (4 + 6) + 6 * 1024 * 4
     proposer.open("a", [1] * 500, [2] * 5000, GREEDY, 4)
-    assert proposer.nbytes > empty + 5500 * 4 * 7
+    assert proposer.history_bytes > empty + 5500 * 4 * 7
     proposer.close("a")
-    assert proposer.nbytes == empty
+    assert proposer.history_bytes == empty
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,9 @@ def test_drafts_are_those_of_a_search_by_hand(low, extra, capacity, sequence, as
                 draft = log.draft(
                     context, 5, min_probability=floor, path=0.9, noise=noise, group=group, scope=scope
                 )  # fmt: skip
-                matched, ids, odds, score = brute.draft(context, 5, None if scope else group, noise, floor, 0.9)
+                matched, ids, odds, score, ended = brute.draft(context, 5, None if scope else group, noise, floor, 0.9)
                 assert (draft.matched, draft.tokens) == (matched, ids)
+                assert draft.cut_short == ended
                 assert draft.odds == pytest.approx(odds)
                 assert draft.score == pytest.approx(score)
 
