@@ -118,9 +118,10 @@ class DrafterConfig:
     """One draft method and the draft actors that serve it."""
 
     method: str = "ngram"
-    """`ngram` (suffix match in prompt, output and earlier outputs), `draft_model` (a smaller model), `eagle` (a head on
-    the target's hidden states), or a proposer of your own as `package.module:Class`; the class is made with this
-    section as its only argument."""
+    """`ngram` (copies what followed the last tokens in prompt, output and earlier outputs of the prompt), `suffix`
+    (counts it, also in the samples under way and in other prompts' outputs), `draft_model` (a smaller model), `eagle`
+    (a head on the target's hidden states), or a proposer of your own as `package.module:Class`; the class is made with
+    this section as its only argument."""
     replicas: int = 1
     """Number of draft actors of this method; may be changed while the run goes on. 0: none, or only at the tail of a
     rollout, on the seat of a verifier that has no requests left (`speculation.lend`)."""
@@ -141,19 +142,24 @@ class DrafterConfig:
     kv_cache_gb: float = 0.5
     """For `draft_model` and `eagle`: memory budget of the key/value cache, in 2**30 bytes."""
     shared_noise: bool = True
-    """For `draft_model` and `eagle`: sample with the target's noise, which makes drafts right far more often at
-    temperatures above 0; false draws independently, to measure the difference."""
+    """For `suffix`, `draft_model` and `eagle`: sample with the target's noise, which makes drafts right far more often
+    at temperatures above 0; false draws independently, to measure the difference."""
     follow_policy: bool = False
     """For `draft_model`: in training, take over every new version of the target's weights (its model must be the
     target's own)."""
     max_batch: int = 64
     """Most requests one draft actor mirrors at once; requests beyond it are not drafted for."""
     min_match: int = 2
-    """For `ngram`: shortest suffix that counts as a match."""
+    """For `ngram` and `suffix`: shortest suffix that counts as a match."""
     max_match: int = 8
-    """For `ngram`: longest suffix that is looked up."""
-    history_tokens: int = 65536
-    """For `ngram`: most tokens kept of earlier outputs of the same prompts; 0 keeps none."""
+    """For `ngram` and `suffix`: longest suffix that is looked up."""
+    history_tokens: int | None = None
+    """For `ngram`: most tokens kept of earlier outputs of the same prompts. For `suffix`: of all outputs, those under
+    way included, at 64 to 88 bytes per token. 0 keeps none. Default: 65536 for `ngram`, 1048576 for `suffix`."""
+    length_factor: float = 2.0
+    """For `suffix`: most draft tokens per matched token."""
+    min_probability: float = 0.1
+    """For `suffix`: a guess is lengthened while the estimated probability that all of it is right is at least this."""
 
 
 def reads_features(drafter: DrafterConfig) -> bool:

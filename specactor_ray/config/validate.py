@@ -15,7 +15,8 @@ from specactor_ray.messages import SamplingParams
 
 BACKENDS = ("hf",)
 TREE_BACKENDS = ("hf",)
-DRAFT_METHODS = ("ngram", "draft_model", "eagle")
+DRAFT_METHODS = ("ngram", "suffix", "draft_model", "eagle")
+HISTORY_METHODS = ("ngram", "suffix")
 DTYPES = ("float32", "bfloat16", "float16")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 MAX_WINDOW = 128
@@ -243,9 +244,9 @@ def reject_method_without_its_model(drafter: DrafterConfig, key: str) -> None:
         raise ConfigError(f"{key}.model", f"method {drafter.method} needs a model.", fix)
 
 
-def reject_model_for_ngram(drafter: DrafterConfig, key: str) -> None:
-    if drafter.method == "ngram" and drafter.model is not None:
-        problem = f"method ngram uses no model, but {drafter.model!r} is given."
+def reject_model_for_history(drafter: DrafterConfig, key: str) -> None:
+    if drafter.method in HISTORY_METHODS and drafter.model is not None:
+        problem = f"method {drafter.method} uses no model, but {drafter.model!r} is given."
         raise ConfigError(f"{key}.model", problem, f"leave it out, or set {key}.method=draft_model.")
 
 
@@ -255,9 +256,26 @@ def reject_noise_for_ngram(drafter: DrafterConfig, key: str) -> None:
         raise ConfigError(f"{key}.shared_noise", problem, "leave it out.")
 
 
-def reject_gpus_for_ngram(drafter: DrafterConfig, key: str) -> None:
-    if drafter.method == "ngram" and drafter.gpus:
-        raise ConfigError(f"{key}.gpus", "method ngram runs on the CPU and would leave the GPU idle.", "use 0.")
+def reject_gpus_for_history(drafter: DrafterConfig, key: str) -> None:
+    if drafter.method in HISTORY_METHODS and drafter.gpus:
+        problem = f"method {drafter.method} runs on the CPU and would leave the GPU idle."
+        raise ConfigError(f"{key}.gpus", problem, "use 0.")
+
+
+def reject_suffix_keys_for_others(drafter: DrafterConfig, key: str) -> None:
+    default = DrafterConfig()
+    for name in ("length_factor", "min_probability"):
+        value = getattr(drafter, name)
+        if drafter.method in DRAFT_METHODS and drafter.method != "suffix" and value != getattr(default, name):
+            problem = f"method {drafter.method} does not use it, but {value!r} is given."
+            raise ConfigError(f"{key}.{name}", problem, f"leave it out, or set {key}.method=suffix.")
+
+
+def reject_suffix_keys_out_of_range(drafter: DrafterConfig, key: str) -> None:
+    _reject_not_positive(f"{key}.length_factor", drafter.length_factor)
+    if not 0.0 <= drafter.min_probability < 1.0:
+        problem = f"{drafter.min_probability!r} is not a probability below 1."
+        raise ConfigError(f"{key}.min_probability", problem, "use 0 (no such limit) to below 1; 0.1 is the default.")
 
 
 def reject_device_the_drafter_cannot_use(drafter: DrafterConfig, key: str) -> None:
@@ -299,9 +317,11 @@ DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
     reject_drafter_window_out_of_range,
     reject_drafter_cache_not_positive,
     reject_method_without_its_model,
-    reject_model_for_ngram,
+    reject_model_for_history,
     reject_noise_for_ngram,
-    reject_gpus_for_ngram,
+    reject_gpus_for_history,
+    reject_suffix_keys_for_others,
+    reject_suffix_keys_out_of_range,
     reject_device_the_drafter_cannot_use,
     reject_match_range_upside_down,
 )

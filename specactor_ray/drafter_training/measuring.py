@@ -22,7 +22,7 @@ from specactor_ray.observability.phase_progress import PhaseProgress, show_token
 if TYPE_CHECKING:
     from specactor_ray.modeling.eagle_head import EagleHeadConfig
 
-NOISY_METHODS = ("draft_model", "eagle")
+NOISY_METHODS = ("suffix", "draft_model", "eagle")
 """Methods that sample, so that it matters whose noise they use."""
 _REPLAY_BATCH = 16
 

@@ -8,7 +8,7 @@ from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafters.base import Proposer
 from specactor_ray.errors import ConfigError
 
-METHODS = ("ngram", "draft_model", "eagle")
+METHODS = ("ngram", "suffix", "draft_model", "eagle")
 
 
 def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
@@ -19,9 +19,12 @@ def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> 
         ModelLoadError: Its model cannot be loaded or served.
     """
     if config.method == "ngram":
-        from specactor_ray.drafters.ngram import NgramProposer
+        from specactor_ray.drafters import ngram
 
-        return NgramProposer(config.min_match, config.max_match, config.history_tokens, config.max_batch)
+        kept = ngram.DEFAULT_HISTORY_TOKENS if config.history_tokens is None else config.history_tokens
+        return ngram.NgramProposer(config.min_match, config.max_match, kept, config.max_batch)
+    if config.method == "suffix":
+        return _build_suffix(config)
     if config.method == "draft_model":
         return _build_draft_model(config, device)
     if config.method == "eagle":
@@ -40,6 +43,20 @@ def _build_custom(config: DrafterConfig) -> Proposer:
         raise ConfigError("drafters.method", f"{config.method} cannot be imported ({error}).") from error
     proposer: Proposer = proposer_class(config)
     return proposer
+
+
+def _build_suffix(config: DrafterConfig) -> Proposer:
+    from specactor_ray.drafters import suffix
+
+    return suffix.SuffixProposer(
+        config.min_match,
+        config.max_match,
+        suffix.DEFAULT_HISTORY_TOKENS if config.history_tokens is None else config.history_tokens,
+        config.max_batch,
+        config.length_factor,
+        config.min_probability,
+        shared_noise=config.shared_noise,
+    )
 
 
 def _build_draft_model(config: DrafterConfig, device: str) -> Proposer:

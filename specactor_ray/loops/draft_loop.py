@@ -87,8 +87,13 @@ class DraftLoop:
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters and the number of open requests."""
-        return {**asdict(self.counters), "open_requests": len(self._verifier_of)}
+        """Counters, the number of open requests, and what a proposer that remembers outputs takes for them."""
+        memory = {
+            name: getattr(self.proposer, name)
+            for name in ("history_tokens", "history_bytes")
+            if hasattr(self.proposer, name)
+        }
+        return {**asdict(self.counters), "open_requests": len(self._verifier_of), **memory}
 
     # ---- the loop ----
 

@@ -71,8 +71,8 @@ def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
             end_section=result["last_of_group"],
         )
     table.caption = (
-        "* baseline: the fastest plain variant of that batch and workload. supply: usable draft tokens per request and\n"
-        "step. variant: verifiers x cores of each, + cores of draft actors. fon: all draft methods race."
+        "* baseline: the fastest plain variant of that batch and workload. supply: usable draft tokens per request\n"
+        "and step. variant: verifiers x cores of each, + cores of draft actors. fon: all draft methods race."
     )
     return table
 

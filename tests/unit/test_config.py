@@ -30,6 +30,7 @@ from specactor_ray.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
 NGRAM = "drafters=[{method: ngram}]"
+SUFFIX = "drafters=[{method: suffix}]"
 SECTIONS = (
     Config,
     RunConfig,
@@ -291,7 +292,7 @@ class TestRangesAndContradictions:
             (["run.log_level=LOUD"], "run.log_level", "DEBUG, INFO, WARNING, ERROR"),
             (["run.name=a/b"], "run.name", "letters"),
             ([NGRAM, "drafters.0.shared_noise=false"], "drafters.0.shared_noise", "leave it out"),
-            ([NGRAM, "drafters.0.method=medusa"], "drafters.0.method", "ngram, draft_model"),
+            ([NGRAM, "drafters.0.method=medusa"], "drafters.0.method", "ngram, suffix, draft_model"),
             ([NGRAM, "drafters.0.replicas=-1"], "drafters.0.replicas", "0 or more"),
             ([NGRAM, "drafters.0.cores=0"], "drafters.0.cores", "0.01 up to below 1"),
             ([NGRAM, "drafters.0.cores=-1"], "drafters.0.cores", "1, 2"),
@@ -306,6 +307,15 @@ class TestRangesAndContradictions:
             ([NGRAM, "drafters.0.model=m"], "drafters.0.model", "draft_model"),
             ([NGRAM, "drafters.0.dtype=half"], "drafters.0.dtype", "float32"),
             ([NGRAM, "drafters.0.history_tokens=-1"], "drafters.0.history_tokens", "0 or more"),
+            ([NGRAM, "drafters.0.length_factor=3"], "drafters.0.length_factor", "method=suffix"),
+            ([NGRAM, "drafters.0.min_probability=0.2"], "drafters.0.min_probability", "method=suffix"),
+            ([SUFFIX, "drafters.0.length_factor=0"], "drafters.0.length_factor", "above 0"),
+            ([SUFFIX, "drafters.0.length_factor=.nan"], "drafters.0.length_factor", "above 0"),
+            ([SUFFIX, "drafters.0.min_probability=1"], "drafters.0.min_probability", "0.1 is the default"),
+            ([SUFFIX, "drafters.0.min_probability=-0.1"], "drafters.0.min_probability", "0.1 is the default"),
+            ([SUFFIX, "drafters.0.history_tokens=-1"], "drafters.0.history_tokens", "0 or more"),
+            ([SUFFIX, "drafters.0.model=m"], "drafters.0.model", "draft_model"),
+            ([SUFFIX, "drafters.0.gpus=1"], "drafters.0.gpus", "0"),
             (["drafters=[{method: draft_model}]"], "drafters.0.model", "directory"),
             (["drafters=[{method: draft_model, model: m, dtype: float16}]"], "drafters.0.dtype", "gpus=1"),
             (["drafters=[{method: ngram}, {method: ngram}]"], "drafters.1.method", "drafters.0.replicas"),
@@ -327,6 +337,8 @@ class TestRangesAndContradictions:
             [NGRAM, "drafters.0.cores=2", "speculation.lend=null"],
             [NGRAM, "speculation.lend=true", "target.replicas=2"],
             [NGRAM, "speculation.lend=true", "mode=coupled"],
+            [SUFFIX, "drafters.0.length_factor=4", "drafters.0.min_probability=0", "drafters.0.history_tokens=0"],
+            ["drafters=[{method: ngram}, {method: suffix}]"],
             ["mode=plain", "target.gpus=1", "target.dtype=float16"],
             ["drafters=[{method: ngram}, {method: draft_model, model: m, gpus: 1, dtype: bfloat16}]"],
             ["mode=plain", "sampling.temperature=0", "sampling.seed=18446744073709551615"],

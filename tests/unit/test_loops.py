@@ -17,6 +17,7 @@ from specactor_ray.drafters.base import Proposer, ReadsFeatures
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.drafters.suffix import SuffixProposer
 from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.speculator import DrafterLink, Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
@@ -146,16 +147,20 @@ def truth_of(batch: Sequence[TargetRequest]) -> dict[str, list[int]]:
 def proposers(kind: str) -> dict[str, Proposer]:
     if kind == "ngram":
         return {"ngram-0": NgramProposer(2, 6, 4096, 64), "ngram-1": NgramProposer(2, 6, 4096, 64)}
+    if kind == "suffix":
+        return {"suffix-0": SuffixProposer(1, 6, 400, 64), "suffix-1": SuffixProposer(1, 6, 4096, 64)}
     if kind == "draft_model":
         return {"small-0": DraftModelProposer(ragged(tiny_draft()))}
     if kind == "eagle":
         return {"eagle-0": eagle()}
-    return {**proposers("ngram"), **proposers("draft_model"), **proposers("eagle")}
+    return {
+        name: one for method in ("ngram", "suffix", "draft_model", "eagle") for name, one in proposers(method).items()
+    }
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.DECOUPLED])
-@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle", "all"])
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "draft_model", "eagle", "all"])
 def test_drafted_equals_plain(kind: str, mode: Mode, temperature: float) -> None:
     batch = requests(10, temperature)
     bench = Bench(proposers(kind), mode, draft_wait_s=0.05)
@@ -168,7 +173,10 @@ def test_drafted_equals_plain(kind: str, mode: Mode, temperature: float) -> None
     assert snapshot["committed_tokens"] == sum(f.num_tokens for f in bench.finished.values())
     by_request = [f.stats for f in bench.finished.values()]
     assert sum(stats.accepted for stats in by_request) == snapshot["accepted_tokens"]
-    assert all(not loop.snapshot()["open_requests"] for loop in bench.drafts.values())
+    drafters = [loop.snapshot() for loop in bench.drafts.values()]
+    assert all(not drafter["open_requests"] for drafter in drafters)
+    if kind == "suffix":
+        assert all(drafter["history_bytes"] > drafter["history_tokens"] > 0 for drafter in drafters)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,0 +1,300 @@
+#!/usr/bin/env python3
+"""The history drafters `ngram` and `suffix`: what they cost, and how much they guess right.
+
+`--cost`: CPU microseconds per committed and per drafted token, and bytes per token, over a history of made-up outputs.
+Every answer of `extend` is counted, also one without a guess. With NUMBA_DISABLE_JIT=1 the same without numba.
+
+`--acceptance`: records what a model answers (groups of samples of the same prompts, several epochs, same weights)
+and replays it through the proposers: each step drafts, keeps what agrees with the recording and commits it with the
+token that follows. Keyed sampling makes that exactly what a verifier would have committed.
+
+    python scripts/bench_drafters.py --cost
+    python scripts/bench_drafters.py --acceptance --temperature 1.0 --save outputs.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from specactor_ray.drafters.mirror import common_prefix
+from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.drafters.suffix import SuffixProposer
+from specactor_ray.messages import SamplingParams
+
+HistoryProposer = NgramProposer | SuffixProposer
+WINDOW = 8
+GROUP = 8
+COMMIT = 2
+
+
+# ---- cost ----
+
+
+class Writer:
+    """Made-up outputs: each prompt has sentences of its own, samples say them in their own order."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._phrases = [self._sentence() for _ in range(3000)]
+
+    def _sentence(self) -> list[int]:
+        return [min(49_000, int(self._rng.paretovariate(0.6))) for _ in range(self._rng.randint(4, 20))]
+
+    def group(self, length: int) -> tuple[list[int], list[list[int]]]:
+        """(prompt, outputs)."""
+        known = self._rng.sample(self._phrases, 12) + [self._sentence() for _ in range(12)]
+        outputs = []
+        for _ in range(GROUP):
+            output: list[int] = []
+            while len(output) < length:
+                output += self._rng.choice(known)
+            outputs.append(output[:length])
+        return self._sentence() * 3, outputs
+
+
+@dataclass
+class Spent:
+    """Seconds and tokens."""
+
+    commit_s: float = 0.0
+    committed: int = 0
+    draft_s: float = 0.0
+    drafted: int = 0
+    drafts: int = 0
+
+
+def generate(proposer: HistoryProposer, writer: Writer, tokens: int, length: int) -> Spent:
+    """Groups that grow in turns, two tokens a step, until `tokens` are committed."""
+    spent = Spent()
+    while spent.committed < tokens:
+        prompt, outputs = writer.group(length)
+        for name, _ in enumerate(outputs):
+            proposer.open(str(name), prompt, [], SamplingParams(max_tokens=10**6, seed=name), WINDOW)
+        proposer.extend()
+        for start in range(0, length, COMMIT):
+            begin = time.process_time()
+            for name, output in enumerate(outputs):
+                proposer.commit(str(name), start, output[start : start + COMMIT], WINDOW)
+            middle = time.process_time()
+            before = sum(len(proposer.tail(str(name))[1]) for name in range(GROUP))
+            drafts = len(proposer.extend())
+            spent.draft_s += time.process_time() - middle
+            spent.commit_s += middle - begin
+            spent.drafts += drafts
+            spent.drafted += sum(len(proposer.tail(str(name))[1]) for name in range(GROUP)) - before
+        spent.committed += length * GROUP
+        for name in range(GROUP):
+            proposer.close(str(name))
+    return spent
+
+
+def fill(proposer: HistoryProposer, tokens: int) -> None:
+    """Bring in finished outputs, without drafting."""
+    writer = Writer(1)
+    while proposer.history_tokens < tokens - 5000:
+        prompt, outputs = writer.group(500)
+        for output in outputs:
+            proposer.open("filling", prompt, output, SamplingParams(), WINDOW)
+            proposer.close("filling")
+
+
+def traced_bytes(make: Callable[[], HistoryProposer], tokens: int) -> float:
+    """Bytes that a filled history takes, per token."""
+    make()  # compiling is not part of it
+    tracemalloc.start()
+    proposer = make()
+    fill(proposer, tokens)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return taken / proposer.history_tokens
+
+
+def cost_table(sizes: Sequence[int]) -> Table:
+    table = Table(title=f"cost (windows of {WINDOW}, commits of {COMMIT} tokens, groups of {GROUP})")
+    for column in ("method", "history", "µs / committed token", "µs / drafted token", "µs / answer", "bytes / token"):
+        table.add_column(column, justify="right")
+    for size in sizes:
+        for name, proposer_class in (("ngram", NgramProposer), ("suffix", SuffixProposer)):
+
+            def make(proposer_class: Any = proposer_class, size: int = size) -> HistoryProposer:
+                return proposer_class(history_tokens=size)
+
+            per_token = traced_bytes(make, size)
+            proposer = make()
+            fill(proposer, size)
+            spent = generate(proposer, Writer(2), min(size, 40_000), 500)
+            table.add_row(
+                name, f"{size:,}", f"{spent.commit_s / spent.committed * 1e6:.2f}",
+                f"{spent.draft_s / max(spent.drafted, 1) * 1e6:.2f}", f"{spent.draft_s / spent.drafts * 1e6:.1f}",
+                f"{per_token:.0f}",
+            )  # fmt: skip
+    return table
+
+
+# ---- acceptance ----
+
+
+@dataclass
+class Recorded:
+    """One output of a model."""
+
+    epoch: int
+    prompt: int
+    sample: int
+    seed: int
+    temperature: float
+    prompt_ids: list[int]
+    tokens: list[int]
+
+
+def record(args: argparse.Namespace, console: Console) -> list[Recorded]:
+    """Let the model answer every prompt `GROUP` times in every epoch."""
+    import torch
+
+    from specactor_ray.config.schema import TargetConfig
+    from specactor_ray.modeling.loading import load_tokenizer
+    from specactor_ray.rollout.prompts import encode_prompt, read_prompts
+    from specactor_ray.sampling import derive_seed
+    from specactor_ray.targets.base import TargetRequest
+    from specactor_ray.targets.hf import HfEngine
+
+    torch.set_num_threads(1)
+    tokenizer = load_tokenizer(args.model)
+    prompts = [encode_prompt(tokenizer, prompt, chat=True) for prompt in read_prompts(args.prompts, args.limit)]
+    engine = HfEngine.from_config(TargetConfig(model=args.model))
+    outputs: dict[str, Recorded] = {}
+    for epoch in range(args.epochs):
+        for number, prompt in enumerate(prompts):
+            for sample in range(GROUP):
+                seed, name = derive_seed(100 + epoch, number, sample), f"{epoch}/{number}/{sample}"
+                sampling = SamplingParams(args.temperature, max_tokens=args.tokens, seed=seed)
+                outputs[name] = Recorded(epoch, number, sample, seed, args.temperature, list(prompt), [])
+                engine.add(TargetRequest(name, prompt, sampling))
+    with console.status("recording outputs"):
+        while engine.has_work():
+            for output in engine.step({}).outputs:
+                outputs[output.request_id].tokens += output.token_ids
+    return list(outputs.values())
+
+
+@dataclass
+class Outcome:
+    """Of one epoch."""
+
+    steps: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+def replay(proposer: HistoryProposer, outputs: Sequence[Recorded], batch: int) -> Outcome:
+    """Draft for the recorded outputs, `batch` of them at a time."""
+    waiting, running, outcome = list(reversed(outputs)), dict[str, Recorded](), Outcome()
+    while waiting or running:
+        while waiting and len(running) < batch:
+            one = waiting.pop()
+            name = f"{one.epoch}/{one.prompt}/{one.sample}"
+            running[name] = one
+            sampling = SamplingParams(one.temperature, max_tokens=len(one.tokens), seed=one.seed)
+            proposer.open(name, one.prompt_ids, [], sampling, WINDOW)
+        proposer.extend()
+        for name, one in list(running.items()):
+            base_len, tail = proposer.tail(name)
+            accepted = common_prefix(tail, one.tokens[base_len:])
+            fresh = one.tokens[base_len : base_len + accepted + 1]
+            outcome.steps += 1
+            outcome.tokens += len(fresh)
+            outcome.drafted += len(tail)
+            outcome.accepted += accepted
+            proposer.commit(name, base_len, fresh, WINDOW)
+            if base_len + len(fresh) == len(one.tokens):
+                proposer.close(name)
+                del running[name]
+    return outcome
+
+
+CONTENDERS: dict[str, Callable[[], HistoryProposer]] = {
+    "ngram": NgramProposer,
+    "suffix": SuffixProposer,
+    "suffix, majority instead of noise": lambda: SuffixProposer(shared_noise=False),
+    "suffix, own text only": lambda: SuffixProposer(history_tokens=0),
+    "suffix, min_probability 0.3": lambda: SuffixProposer(min_probability=0.3),
+    "suffix, min_probability 0.05": lambda: SuffixProposer(min_probability=0.05),
+    "suffix, length_factor 4": lambda: SuffixProposer(length_factor=4.0),
+    "suffix, length_factor 1": lambda: SuffixProposer(length_factor=1.0),
+    "suffix, min_match 1": lambda: SuffixProposer(1),
+    "ngram, min_match 1": lambda: NgramProposer(1),
+}
+
+
+def acceptance_table(outputs: Sequence[Recorded], batch: int) -> Table:
+    epochs = sorted({one.epoch for one in outputs})
+    prompts = len({one.prompt for one in outputs})
+    tokens = sum(len(one.tokens) for one in outputs)
+    size = f"{prompts} prompts x {GROUP} samples x {len(epochs)} epochs, {tokens:,} tokens"
+    table = Table(title=f"{size}, T={outputs[0].temperature:g}")
+    table.add_column("method")
+    for epoch in epochs:
+        table.add_column(f"epoch {epoch + 1}: tokens/step", justify="right")
+        table.add_column("drafted/step", justify="right")
+        table.add_column("accepted", justify="right")
+    for name, make in track(CONTENDERS.items(), description="replaying"):
+        proposer, cells = make(), []
+        for epoch in epochs:
+            o = replay(proposer, [one for one in outputs if one.epoch == epoch], batch)
+            cells += [
+                f"{o.tokens / o.steps:.3f}",
+                f"{o.drafted / o.steps:.2f}",
+                f"{o.accepted / max(o.drafted, 1):.0%}",
+            ]
+        table.add_row(name, *cells)
+    return table
+
+
+def main() -> None:
+    numbers = lambda text: [int(float(part)) for part in text.split(",")]  # noqa: E731
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--sizes", type=numbers, default=[100_000, 1_000_000], help="history tokens, default 1e5,1e6")
+    parser.add_argument("--acceptance", action="store_true")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--prompts", default="conf/prompts/demo.jsonl")
+    parser.add_argument("--limit", type=int, default=None, help="use only the first so many prompts")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=96, help="most tokens of an output (default 96)")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--batch", type=int, default=16, help="outputs that grow at once (default 16)")
+    parser.add_argument("--save", type=Path, help="keep the recorded outputs here (JSON)")
+    parser.add_argument("--load", type=Path, help="replay these instead of recording")
+    args = parser.parse_args()
+    if not args.cost and not args.acceptance:
+        parser.error("name what to measure: --cost, --acceptance")
+    console = Console()
+    console.print(f"Python {platform.python_version()}, {platform.processor() or platform.machine()}")
+    if args.cost:
+        console.print(cost_table(args.sizes))
+    if args.acceptance:
+        outputs = [Recorded(**row) for row in json.loads(args.load.read_text())] if args.load else record(args, console)
+        if args.save:
+            args.save.write_text(json.dumps([asdict(one) for one in outputs]))
+        console.print(acceptance_table(outputs, args.batch))
+
+
+if __name__ == "__main__":
+    main()
