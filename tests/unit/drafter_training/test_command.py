@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from specactor_ray import cli
-from specactor_ray.config.schema import DrafterConfig
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafter_training.command import TrainPaths, train_drafter
 from specactor_ray.drafter_training.measuring import drafter_of
 from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe
@@ -78,7 +78,9 @@ def _few(data: Path, folder: Path) -> Path:
 
 class TestWhatIsWritten:
     def test_a_drafter_that_a_configuration_takes_as_it_is(self, drafter: Path) -> None:
-        proposer = build_proposer(DrafterConfig(method="draft_model", model=str(drafter), kv_cache_gb=0.05), "cpu")
+        proposer = build_proposer(
+            DrafterConfig(method="draft_model", model=str(drafter), kv_cache_gb=0.05), TargetConfig(), "cpu"
+        )
         assert isinstance(proposer, DraftModelProposer) and proposer.vocab_size == 512
         assert load_tokenizer(str(drafter)).chat_template == load_tokenizer(str(tiny_target())).chat_template
         model = load_model(str(drafter))

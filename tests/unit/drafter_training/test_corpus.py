@@ -25,8 +25,10 @@ def test_records_are_the_targets_rollouts_with_the_states_its_logits_are_made_fr
         context = torch.tensor([[*record.prompt_token_ids, *record.output_token_ids]])
         with torch.no_grad():
             logits = model(context).logits[0, len(record.prompt_token_ids) - 1 : -1]
-            ours = model.lm_head(store.states(record.index))
-        assert torch.allclose(ours, logits, atol=1e-3)
+            states = store.states(record.index)
+            ours = model.lm_head(states[len(record.prompt_token_ids) - 1 :].float())
+        assert len(states) == record.num_tokens - 1, "one for every position but the last, the prompt's included"
+        assert torch.allclose(ours, logits, atol=2e-2), "states are kept in half precision"
     assert {record.finish_reason for record in records} <= {"stop", "length"}
 
 
