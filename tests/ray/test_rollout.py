@@ -71,7 +71,7 @@ def roll(
         done = rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)
         if meddler:
             meddler.join(60)
-        metrics = rollout.metrics().to_dict()
+        metrics = {**rollout.metrics().to_dict(), "moved_requests": rollout.moved_requests}
     assert len(done) == PROMPTS * SAMPLES
     return done, metrics
 
@@ -87,7 +87,9 @@ def test_modes_are_token_for_token_plain(plain: Any, mode: str, temperature: flo
     done, metrics = roll(config(mode, [NGRAM, small()]), temperature)
     assert tokens_of(done) == plain[temperature]
     assert metrics["accepted_tokens"] > 0
-    assert sum(len(t.token_ids) for t in done) == metrics["committed_tokens"]
+    computed_again = metrics["committed_tokens"] - sum(len(t.token_ids) for t in done)
+    # What a verifier commits between the last journal entry and a move is computed again by the next one.
+    assert computed_again >= 0 if metrics["moved_requests"] else computed_again == 0
     assert all(len(t.logprobs) == len(t.token_ids) and not t.error for t in done)
 
 
