@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 
@@ -32,6 +32,7 @@ SMALLEST = {
     "speculation.breaker.max_silent_waits": 1,
     "data.n": 1,
     "data.limit": 1,
+    "plan_devices": 1,
 }
 SMALLEST_OF_A_DRAFTER = {
     "replicas": 0,  # none now; more can be added while the run goes on
@@ -104,7 +105,7 @@ def reject_run_name_unfit_for_a_folder(config: Config) -> None:
 
 
 def reject_empty_paths(config: Config) -> None:
-    for key in ("run.dir", "cluster.address", "target.model", "data.path", "data.output"):
+    for key in ("run.dir", "cluster.address", "target.model", "data.path", "data.output", "profile"):
         if _value(config, key) is not None and not str(_value(config, key)).strip():
             raise ConfigError(key, "is empty.", "name it, or leave the key out for its default.")
 
@@ -170,6 +171,12 @@ def reject_speculation_without_drafters(config: Config) -> None:
     if config.mode is not ModeName.plain and not config.drafters:
         problem = f"{config.mode.value!r} needs at least one drafter, and `drafters` is empty."
         raise ConfigError("mode", problem, "use mode=plain, or add one: 'drafters=[{method: ngram}]'.")
+
+
+def reject_plan_without_profile(config: Config) -> None:
+    if config.plan is PlanPolicy.auto and config.profile is None:
+        fix = "name the file: profile=profile.json. Make one: specactor profile --output profile.json"
+        raise ConfigError("plan", "'auto' needs a profile of this machine.", fix)
 
 
 def reject_method_twice(config: Config) -> None:
@@ -248,6 +255,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_output_over_input,
     reject_speculation_without_drafters,
     reject_method_twice,
+    reject_plan_without_profile,
 )
 
 DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (

@@ -22,6 +22,7 @@ from specactor_ray.rollout.compatibility import check_drafters_fit_target
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.planning import resolve_plan
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling import derive_seed
@@ -45,6 +46,9 @@ class Rollout:
     """
 
     def __init__(self, config: Config) -> None:
+        config, plan_lines = resolve_plan(config)
+        for line in plan_lines:
+            logger.info("%s", line)
         self.config = config
         self._closed = False
         self._streams = 0

@@ -8,7 +8,7 @@ With w the draft window, p the chance that a draft token is right given those be
     TGS = τ / IL                  tokens per second of one request
 
 A *group* is a verifier on g_v devices and, if decoupled, its drafter on g_d devices of its own. G devices hold
-floor(G / (g_d + g_v)) groups, and a group runs b = ceil((g_d + g_v)·B / G) of the B requests. Candidates of different
+floor(G / (g_d + g_v)) groups (fewer are made where B requests do not fill them), and a group runs b = ceil((g_d + g_v)·B / G) of the B requests. Candidates of different
 layouts are compared by the tokens per second of the whole cluster,
 
     tokens/s = min(B, groups · b) · TGS(b),
@@ -218,7 +218,8 @@ class _Search:
         self, mode: ModeName, method: str | None, draft_devices: int, verify_devices: int, window: int
     ) -> None:
         needed = draft_devices + verify_devices
-        groups, batch = self._devices // needed, self._batch_of(needed)
+        batch = self._batch_of(needed)
+        groups = min(self._devices // needed, -(-self._requests // batch))  # none that would have nothing to do
         verify_s = self._verify.seconds(verify_devices, batch, self._context, window)
         draft_s = p = 0.0
         if method is None:

@@ -97,7 +97,7 @@ class TestRefused:
         points = grid(lambda g, w, c, b: 1.0)
         missing = next(p for p in points if (p.window, p.context, p.batch) == (4, 512, 16))
         points.remove(missing)
-        with pytest.raises(InputError, match="batch 16 at 1 device.s., window 4, context 512 is missing"):
+        with pytest.raises(InputError, match=r"batch 16 at 1 device\(s\), window 4, context 512 is missing"):
             CostTable(points)
 
     @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

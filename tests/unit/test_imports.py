@@ -36,6 +36,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollout",),
     ("training",),
     ("simulation", "benchmarks", "submission"),
+    ("cli_options",),
+    ("cli_plan",),
     ("cli",),
     ("job",),
 )
@@ -179,9 +181,10 @@ def specactor(*arguments: str) -> str:
         "from specactor_ray.config import load_config; load_config('conf/local_cpu.yaml')",
         specactor("--help"),
         specactor("bench", "rollout", "--help"),
+        specactor("plan", "--help"),
         specactor("config", "--config", "conf/local_cpu.yaml"),
     ],
-    ids=["import", "public name", "load_config", "--help", "bench rollout --help", "config"],
+    ids=["import", "public name", "load_config", "--help", "bench rollout --help", "plan --help", "config"],
 )
 def test_nothing_heavy_is_loaded(code: str) -> None:
     assert loaded_by(code) == ""

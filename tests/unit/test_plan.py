@@ -126,7 +126,7 @@ def problems(draw: st.DrawFn) -> dict:
 def brute_force(problem: dict) -> list[tuple[float, tuple]]:
     """Algorithm 1, written down a second time, with none of the code under test but the fitted costs."""
     verify: CostTable = problem["verify"]
-    G, B = problem["devices"], problem["requests"]  # noqa: N806 - the paper's letters
+    G, B = problem["devices"], problem["requests"]
     found = []
     for g_v in verify.devices:
         if g_v <= G:
@@ -145,9 +145,9 @@ def brute_force(problem: dict) -> list[tuple[float, tuple]]:
                 d_line, v_line = costs.table.line(on, CONTEXT), verify.line(g_v, CONTEXT, WINDOWS[-1])
                 ratios = [v / d if d > 0 else (math.inf if v > 0 else 0.0) for v, d in zip(v_line, d_line, strict=True)]
                 w_max = min(math.ceil(min(max(*ratios, 1.0), 1000.0)), WINDOWS[-1])
-                D = costs.table.seconds(on, b, CONTEXT)  # noqa: N806
+                D = costs.table.seconds(on, b, CONTEXT)
                 for w in range(1, w_max + 1):
-                    V = verify.seconds(g_v, b, CONTEXT, w)  # noqa: N806
+                    V = verify.seconds(g_v, b, CONTEXT, w)
                     if mode == "coupled":
                         speed = float(written_sum(p, w, decoupled=False)) / (w * D + V + problem["round_trip_s"])
                     else:
