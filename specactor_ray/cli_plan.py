@@ -34,6 +34,7 @@ def profile(
     from specactor_ray.config import load_config
     from specactor_ray.observability.console import log_through, make_console, say
     from specactor_ray.observability.plan_report import acceptance_table, fit_table
+    from specactor_ray.speculation.profile import disturbed
 
     settings = load_config(config_file, overrides or ())
     axes_wanted = [parse_numbers(name, text) for name, text in _named(batches, windows, contexts)]
@@ -49,6 +50,8 @@ def profile(
     console = make_console()
     console.print(fit_table(data))
     console.print(acceptance_table(data))
+    for problem in disturbed(data):
+        say(console, f"warning: {problem}; measure again on a quiet machine")
     say(console, f"profile: {output.resolve()} ({data['seconds']:.0f} s)")
 
 

@@ -153,9 +153,9 @@ def measure_acceptance(proposer: Proposer, recorded: Sequence[Recorded], window:
     counts = _Counts(window)
     for begin in range(0, len(recorded), batch):
         wave = {f"accept-{begin + row}": one for row, one in enumerate(recorded[begin : begin + batch])}
-        committed = dict.fromkeys(wave, 0)
+        committed = dict.fromkeys(wave, 1)  # reading the prompt gives the first token; no draft is asked for it
         for request_id, one in wave.items():
-            proposer.open(request_id, one.prompt, (), one.sampling, window)
+            proposer.open(request_id, one.prompt, one.output[:1], one.sampling, window)
         while wave:
             draft_all(proposer)
             for request_id, one in list(wave.items()):

@@ -19,6 +19,7 @@ from specactor_ray.errors import ConfigError, InputError, SpecActorError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.steps_progress import StepsProgress
 from specactor_ray.rollout.prompts import read_prompts
+from specactor_ray.rollout.run import sigterm_interrupts
 from specactor_ray.speculation.costs import CostTable, fits_to_dict
 from specactor_ray.speculation.profile import parse_profile, points_to_json, seal, write_profile
 
@@ -67,7 +68,7 @@ def run_profile(
     total = 1 + len(config.drafters) + len(counts) * (axes.verify_points() + len(config.drafters) * axes.draft_points())
     shares: list[Measured] = []
     begin = time.monotonic()
-    with StepsProgress(console, "profile", total) as progress:
+    with sigterm_interrupts(), StepsProgress(console, "profile", total) as progress:
         for count in counts:
             share = Share(
                 copy.deepcopy(config),
@@ -90,6 +91,7 @@ def run_profile(
         "sampling": vars(config.sampling),
         "prompts": {"path": config.data.path, "requests": len(shares[0].recorded)},
         "prompt_tokens": sum(len(one.prompt) for one in shares[0].recorded) / len(shares[0].recorded),
+        "cpu_share": {str(share.devices): round(share.cpu_share, 3) for share in shares},
         "axes": {**vars(axes), "devices": sorted(counts), "draft_window": axes.draft_window},
         **_figures(config, shares, identities),
     }

@@ -8,8 +8,9 @@ With w the draft window, p the chance that a draft token is right given those be
     TGS = τ / IL                  tokens per second of one request
 
 A *group* is a verifier on g_v devices and, if decoupled, its drafter on g_d devices of its own. G devices hold
-floor(G / (g_d + g_v)) groups (fewer are made where B requests do not fill them), and a group runs b = ceil((g_d + g_v)·B / G) of the B requests. Candidates of different
-layouts are compared by the tokens per second of the whole cluster,
+floor(G / (g_d + g_v)) groups (fewer are made where B requests do not fill them), and a group runs
+b = ceil((g_d + g_v)·B / G) of the B requests. Candidates of different layouts are compared by the tokens per second
+of the whole cluster,
 
     tokens/s = min(B, groups · b) · TGS(b),
 

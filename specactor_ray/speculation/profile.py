@@ -24,6 +24,9 @@ SAME_HARDWARE = ("cpu", "vector", "gpu")
 SAME_VERSIONS = ("torch",)
 """Packages whose version must be equal where a profile is used."""
 
+LEAST_CPU_SHARE = 0.75
+"""Below this share of its cores' time a measurement was disturbed by other work."""
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -44,6 +47,17 @@ class Profile:
     def prompt_tokens(self) -> float:
         """Mean length of the prompts it was measured on."""
         return float(self.data["prompt_tokens"])
+
+
+def disturbed(data: Mapping[str, Any]) -> list[str]:
+    """A line per core count whose measurement shared its cores with other work; none on a GPU."""
+    if data["device"] != "cpu":
+        return []
+    return [
+        f"the measurement on {cores} core(s) got {share:.0%} of them: other work ran there, and costs look too high"
+        for cores, share in data["cpu_share"].items()
+        if share < LEAST_CPU_SHARE
+    ]
 
 
 def seal(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +183,7 @@ def reject_foreign_profile(
         raise ConfigError("profile", problem, "measure one here (specactor profile), or force it: plan_force=true.")
     warnings = [f"{where}: {difference}; used because plan_force is set" for difference in foreign]
     changed = _differences("version", ("specactor-ray", "transformers"), profile.data["versions"], versions)
-    return warnings + [f"{where}: {difference}" for difference in changed]
+    return warnings + [f"{where}: {problem}" for problem in (*changed, *disturbed(profile.data))]
 
 
 def _differences(what: str, names: Sequence[str], measured: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
