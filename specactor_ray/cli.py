@@ -15,6 +15,8 @@ from typing import Annotated
 
 import typer
 
+from specactor_ray.cli_options import ConfigFile, Overrides, resolve_and_say
+from specactor_ray.cli_plan import plan, profile
 from specactor_ray.drafter_cli import drafter
 from specactor_ray.errors import EXIT_USER_ERROR, InputError, SpecActorError, UserError
 
@@ -33,14 +35,9 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(drafter, name="drafter")
+app.command()(profile)
+app.command()(plan)
 
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-c", help="YAML file. Default: the built-in defaults.", show_default=False)
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Overrides, such as target.max_batch=8.", show_default=False),
-]
 Run = Annotated[str | None, typer.Option("--run", help="Name of the run. Default: the only one.", show_default=False)]
 Address = Annotated[
     str, typer.Option("--address", envvar="RAY_ADDRESS", help="host:port of the Ray cluster, as the run printed it.")
@@ -79,6 +76,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     settings = load_config(config_file, overrides or ())
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
+    settings = resolve_and_say(settings, progress)
     _use_token(settings.cluster.address)
     from specactor_ray.rollout.run import run_rollout
 
@@ -103,6 +101,7 @@ def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
     settings = load_config(config_file, overrides or ())
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
+    settings = resolve_and_say(settings, progress)
     _use_token(settings.cluster.address)
     from specactor_ray.observability.training_report import REPORT_FILE
     from specactor_ray.training.loop import train as run_training
@@ -205,6 +204,7 @@ def bench_rollout(
     chosen, batches = parse_modes(modes), parse_batches(batch, settings.target.max_batch)
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
+    settings = resolve_and_say(settings, progress, side_by_side=True)
     _use_token(settings.cluster.address)
     from specactor_ray.benchmarks.rollout_modes import all_identical, plan_workloads, run_bench
 

@@ -45,6 +45,15 @@ class Candidates(str, Enum):
     """All of them, as one tree; the longest right branch counts."""
 
 
+class PlanPolicy(str, Enum):
+    """Who decides mode, layout, draft method and window."""
+
+    fixed = "fixed"
+    """The configuration, as it is written."""
+    auto = "auto"
+    """The fastest by the measured costs of `profile`; plain decoding is among the candidates."""
+
+
 @dataclass
 class RunConfig:
     """Where a run writes and what it is called."""
@@ -260,6 +269,16 @@ class Config:
     mode: ModeName = ModeName.decoupled
     """`plain` (no drafters), `coupled` (drafting and verification take turns on the same cores) or `decoupled`
     (drafters run ahead on cores or GPUs of their own)."""
+    plan: PlanPolicy = PlanPolicy.fixed
+    """`fixed`: as written here. `auto`: mode, target.replicas, target.cores, target.max_batch, the draft method with
+    its replicas and cores, and speculation.window are chosen by the profile before anything starts."""
+    profile: str | None = None
+    """For `plan: auto`: the file that `specactor profile` wrote."""
+    plan_force: bool = False
+    """For `plan: auto`: use a profile of other hardware or another version of torch; its costs may be far off."""
+    plan_devices: int | None = None
+    """For `plan: auto`: cores (or GPUs) to plan for. Default: all of a `local` cluster; elsewhere as many as the
+    configuration, as it is written, takes."""
     run: RunConfig = field(default_factory=RunConfig)
     """Where a run writes and what it is called."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

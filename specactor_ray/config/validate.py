@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from specactor_ray.config.lending import lendable_methods
-from specactor_ray.config.schema import Candidates, Config, DrafterConfig, ModeName
+from specactor_ray.config.schema import Candidates, Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 
@@ -37,6 +37,7 @@ SMALLEST = {
     "speculation.breaker.max_silent_waits": 1,
     "data.n": 1,
     "data.limit": 1,
+    "plan_devices": 1,
 }
 SMALLEST_OF_A_DRAFTER = {
     "replicas": 0,  # none now; more can be added while the run goes on
@@ -108,7 +109,7 @@ def reject_run_name_unfit_for_a_folder(config: Config) -> None:
 
 
 def reject_empty_paths(config: Config) -> None:
-    for key in ("run.dir", "cluster.address", "target.model", "data.path", "data.output"):
+    for key in ("run.dir", "cluster.address", "target.model", "data.path", "data.output", "profile"):
         if _value(config, key) is not None and not str(_value(config, key)).strip():
             raise ConfigError(key, "is empty.", "name it, or leave the key out for its default.")
 
@@ -194,6 +195,12 @@ def reject_trees_the_backend_cannot_verify(config: Config) -> None:
         problem = f"'tree' is not possible with target.backend={backend}."
         fix = f"use best_tail, or target.backend={TREE_BACKENDS[0]}."
         raise ConfigError("speculation.candidates", problem, fix)
+
+
+def reject_plan_without_profile(config: Config) -> None:
+    if config.plan is PlanPolicy.auto and config.profile is None:
+        fix = "name the file: profile=profile.json. Make one: specactor profile --output profile.json"
+        raise ConfigError("plan", "'auto' needs a profile of this machine.", fix)
 
 
 def reject_method_twice(config: Config) -> None:
@@ -308,6 +315,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_lending_that_cannot_be,
     reject_trees_the_backend_cannot_verify,
     reject_method_twice,
+    reject_plan_without_profile,
 )
 
 DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (

@@ -144,7 +144,8 @@ def _example(record: Record, states: torch.Tensor) -> EagleExample:
 
 def reject_foreign_layers(model: Any, name: str) -> None:
     """A head begins as a copy of the target's last layer, so that must be built alike. Raises InputError."""
-    last: nn.Module = model.get_decoder().layers[-1]
+    layers = getattr(model.get_decoder(), "layers", None)
+    last = layers[-1] if layers is not None else nn.Module()
     for wanted in (
         "self_attn.q_proj",
         "self_attn.o_proj",

@@ -28,6 +28,7 @@ from specactor_ray.rollout.compatibility import (
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.planning import resolve_plan
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, sampling_from_config
 from specactor_ray.rollout.spares import Spares
 from specactor_ray.rollout.trajectory import Trajectory
@@ -52,6 +53,9 @@ class Rollout:
     """
 
     def __init__(self, config: Config) -> None:
+        config, plan_lines = resolve_plan(config)
+        for line in plan_lines:
+            logger.info("%s", line)
         config = export_what_drafters_read(config)
         self.config = config
         self._closed = False

@@ -38,7 +38,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollout",),
     ("training",),
     ("simulation", "benchmarks", "submission", "drafter_training.command"),
-    ("drafter_cli",),
+    ("cli_options",),
+    ("cli_plan", "drafter_cli"),
     ("cli",),
     ("job",),
 )
@@ -185,9 +186,19 @@ def specactor(*arguments: str) -> str:
         specactor("--help"),
         specactor("bench", "rollout", "--help"),
         specactor("drafter", "train", "--help"),
+        specactor("plan", "--help"),
         specactor("config", "--config", "conf/local_cpu.yaml"),
     ],
-    ids=["import", "public name", "load_config", "--help", "bench rollout --help", "drafter train --help", "config"],
+    ids=[
+        "import",
+        "public name",
+        "load_config",
+        "--help",
+        "bench rollout --help",
+        "drafter train --help",
+        "plan --help",
+        "config",
+    ],
 )
 def test_nothing_heavy_is_loaded(code: str) -> None:
     assert loaded_by(code) == ""

@@ -1,0 +1,217 @@
+"""A proposer at work on outputs that are known: how long it takes per token, and how much of it is right.
+
+Sampling is keyed, so what the target says next does not depend on who drafts. Outputs that plain decoding gave once
+are therefore the truth for every draft method and window, and no target is needed beside the proposer: draft until
+the window is full, compare, commit what a verifier would have committed, again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specactor_ray.drafters.base import Proposer, ReadsFeatures
+from specactor_ray.drafters.mirror import common_prefix
+from specactor_ray.errors import InputError, SpecActorError
+from specactor_ray.messages import Features, SamplingParams
+from specactor_ray.speculation.survival import Survival, survival_from_counts
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A request that plain decoding answered."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    sampling: SamplingParams
+    states: np.ndarray | None = None
+    """`(len(prompt) + len(output) - 1, width)`: the target's hidden states of every position but the last, where it
+    exports them."""
+
+
+class TextStream:
+    """All recorded tokens one after the other, as often as needed; features likewise, where there are any."""
+
+    def __init__(self, recorded: Sequence[Recorded]) -> None:
+        self._tokens = [token for one in recorded for token in (*one.prompt, *one.output)]
+        states = [one.states for one in recorded if one.states is not None]
+        self._states = np.concatenate(states) if states else None
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        return tuple(self._tokens[position % len(self._tokens)] for position in range(start, end))
+
+    def features(self, begin: int, end: int) -> tuple[Features, ...]:
+        """States for the positions `[begin, end)`, or nothing. Real ones, but not those of just these tokens: only their
+        shape matters here."""
+        if self._states is None or end <= begin:
+            return ()
+        return (Features(begin, self._states[np.arange(begin, end) % len(self._states)]),)
+
+
+def hand_over(
+    proposer: Proposer,
+    request_id: str,
+    start: int,
+    tokens: Sequence[int],
+    window: int,
+    features: Sequence[Features] = (),
+) -> None:
+    """Committed tokens, and the states that came with them, reach the proposer as a draft loop brings them."""
+    if not proposer.commit(request_id, start, tokens, window):
+        raise SpecActorError(f"{proposer.method} lost track of a request while it was profiled")
+    add_features(proposer, request_id, features)
+
+
+def add_features(proposer: Proposer, request_id: str, features: Sequence[Features]) -> None:
+    """Nothing for proposers that read no states."""
+    if features and isinstance(proposer, ReadsFeatures):
+        proposer.add_features(request_id, features)
+
+
+def draft_all(proposer: Proposer) -> None:
+    """Extend until there is nothing left to extend."""
+    while proposer.extend():
+        pass
+
+
+def seconds_per_token(
+    proposer: Proposer,
+    text: TextStream,
+    sampling: SamplingParams,
+    *,
+    batch: int,
+    context: int,
+    window: int,
+    repeats: int,
+) -> list[float]:
+    """Seconds to draft one token for each of `batch` requests, once per repeat.
+
+    A repeat is what happens between two verify steps: the commit of what was right and one token more, then drafting
+    until the window is full. Its time is shared out over the window. So the price of taking in a commit is in it, and
+    a method that finds its whole window at once is measured like one that goes token by token.
+
+    Raises:
+        InputError: A method with a model drafts nothing: its cache or its context is too small.
+    """
+    ids = [f"profile-{row}" for row in range(batch)]
+    # Rows are far apart in the text, so that they are no copies of each other.
+    at = {request_id: 9973 * row for row, request_id in enumerate(ids)}
+    committed = dict.fromkeys(ids, 0)
+    for request_id in ids:
+        begin = at[request_id]
+        at[request_id] = begin + context
+        proposer.open(request_id, text.tokens(begin, begin + context), (), sampling, window)
+        add_features(proposer, request_id, text.features(0, context - 1))
+    draft_all(proposer)
+    _reject_silent(proposer, ids, context)
+    seconds = []
+    for _ in range(repeats):
+        commits = []
+        for request_id in ids:
+            tail = proposer.tail(request_id)[1]
+            truth = text.tokens(at[request_id], at[request_id] + len(tail) + 1)
+            count = common_prefix(tail, truth) + 1
+            known = context + committed[request_id] - 1  # the newest token's state comes with the next commit
+            features = text.features(known, known + count)
+            commits.append((request_id, committed[request_id], truth[:count], features))
+            at[request_id] += count
+            committed[request_id] += count
+        begin_s = time.perf_counter()
+        for request_id, start, tokens, features in commits:
+            hand_over(proposer, request_id, start, tokens, window, features)
+        draft_all(proposer)
+        seconds.append((time.perf_counter() - begin_s) / window)
+    for request_id in ids:
+        proposer.close(request_id, finished=False)
+    return seconds
+
+
+def _reject_silent(proposer: Proposer, ids: Sequence[str], context: int) -> None:
+    if proposer.vocab_size is None:  # methods that look up may well find nothing
+        return
+    silent = sum(not proposer.tail(request_id)[1] for request_id in ids)
+    if silent:
+        raise InputError(
+            f"{proposer.method} drafts nothing for {silent} of {len(ids)} requests of {context} tokens: its cache or "
+            "its context is too small. Fix: raise its kv_cache_gb, or profile smaller --batches or --contexts"
+        )
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What came of drafting for all recorded requests."""
+
+    survival: Survival
+    steps: int
+    drafted: int
+    accepted: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "survival": list(self.survival.rates),
+            "steps": self.steps,
+            "supply": self.drafted / max(self.steps, 1),
+            "acceptance_rate": self.accepted / max(self.drafted, 1),
+            "acceptance_length": 1.0 + self.accepted / max(self.steps, 1),
+        }
+
+
+def measure_acceptance(proposer: Proposer, recorded: Sequence[Recorded], window: int, batch: int) -> Acceptance:
+    """Draft for the recorded requests, `batch` at a time, in order: a later one may learn from those that ended.
+
+    A step near the end of an output tells nothing about depths beyond it, and is not counted there.
+
+    Raises:
+        InputError: The outputs are too short to hold any draft against.
+    """
+    counts = _Counts(window)
+    for begin in range(0, len(recorded), batch):
+        wave = {f"accept-{begin + row}": one for row, one in enumerate(recorded[begin : begin + batch])}
+        committed = dict.fromkeys(wave, 1)  # reading the prompt gives the first token; no draft is asked for it
+        for request_id, one in wave.items():
+            proposer.open(request_id, one.prompt, one.output[:1], one.sampling, window)
+            add_features(proposer, request_id, _states_of(one, 0, len(one.prompt)))
+        while wave:
+            draft_all(proposer)
+            for request_id, one in list(wave.items()):
+                start = committed[request_id]
+                if start >= len(one.output):
+                    proposer.close(request_id, finished=True)
+                    del wave[request_id]
+                    continue
+                right = counts.add(proposer.tail(request_id)[1], one.output[start:])
+                end = min(start + right + 1, len(one.output))
+                committed[request_id] = end
+                states = _states_of(one, len(one.prompt) + start - 1, len(one.prompt) + end - 1)
+                hand_over(proposer, request_id, start, one.output[start:end], window, states)
+    return counts.acceptance()
+
+
+def _states_of(one: Recorded, begin: int, end: int) -> tuple[Features, ...]:
+    return () if one.states is None else (Features(begin, one.states[begin:end]),)
+
+
+class _Counts:
+    """Trials and hits by depth."""
+
+    def __init__(self, window: int) -> None:
+        self._trials, self._hits = [0] * window, [0] * window
+        self._steps = self._drafted = self._accepted = 0
+
+    def add(self, tail: Sequence[int], truth: Sequence[int]) -> int:
+        """A step's tail against what came out; returns how many were right."""
+        right = common_prefix(tail, truth)
+        for depth in range(min(len(self._trials), len(truth))):
+            self._trials[depth] += 1
+            self._hits[depth] += depth < right
+        self._steps += 1
+        self._drafted += min(len(tail), len(truth))
+        self._accepted += right
+        return right
+
+    def acceptance(self) -> Acceptance:
+        return Acceptance(survival_from_counts(self._trials, self._hits), self._steps, self._drafted, self._accepted)

@@ -1,0 +1,195 @@
+"""Measure what drafting and verifying cost here, and how often drafts are right: what `specactor profile` does."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from specactor_ray.benchmarks.profile_process import Axes, Measured, Share, run_share
+from specactor_ray.config.schema import Config
+from specactor_ray.config.validate import MAX_WINDOW
+from specactor_ray.errors import ConfigError, InputError, SpecActorError
+from specactor_ray.observability.environment import hardware, versions
+from specactor_ray.observability.steps_progress import StepsProgress
+from specactor_ray.rollout.compatibility import export_what_drafters_read
+from specactor_ray.rollout.prompts import read_prompts
+from specactor_ray.rollout.run import sigterm_interrupts
+from specactor_ray.speculation.costs import CostTable, fits_to_dict
+from specactor_ray.speculation.profile import parse_profile, points_to_json, seal, write_profile
+
+
+def run_profile(
+    config: Config,
+    axes: Axes,
+    devices: Sequence[int],
+    output: Path,
+    console: Console,
+    max_requests: int = 16,
+) -> dict[str, Any]:
+    """Measure everything and write the profile.
+
+    Each device count gets a process of its own, bound to so many cores; the largest goes first and records the outputs
+    that acceptance is measured on. Nothing else should run on the machine meanwhile.
+
+    Args:
+        config: `target`, `drafters`, `sampling` and `data.path` say what is measured.
+        axes: Batches, windows, contexts, repeats.
+        devices: Core counts, or `[1]` on a GPU.
+        output: The file; never overwritten.
+        console: Where progress is shown.
+        max_requests: Samples recorded to measure acceptance on.
+
+    Returns:
+        The profile, as in the file.
+
+    Raises:
+        UserError: Something in the configuration, the prompts, the models or the arguments is wrong.
+        SpecActorError: A process failed or died.
+    """
+    if config.data.path is None:
+        raise ConfigError("data.path", "is not set.", "name a file of prompts: data.path=prompts.jsonl")
+    prompts = tuple(read_prompts(config.data.path, config.data.limit))
+    device = "cuda" if config.target.gpus else "cpu"
+    cores = sorted(os.sched_getaffinity(0))
+    _reject_devices(config, devices, len(cores))
+    _reject_output(output)
+    from specactor_ray.modeling.identity import gpu_name, method_identity, model_identity
+
+    config = export_what_drafters_read(config)
+    target = config.target
+    model = model_identity(target.model, target.dtype, target.trust_remote_code)
+    identities = {drafter.method: method_identity(drafter) for drafter in config.drafters}
+    counts = sorted(set(devices), reverse=True)
+    total = 1 + len(config.drafters) + len(counts) * (axes.verify_points() + len(config.drafters) * axes.draft_points())
+    shares: list[Measured] = []
+    begin = time.monotonic()
+    with sigterm_interrupts(), StepsProgress(console, "profile", total) as progress:
+        for count in counts:
+            share = Share(
+                copy.deepcopy(config),
+                count,
+                () if device == "cuda" else tuple(cores[:count]),
+                device,
+                axes,
+                prompts if not shares else (),
+                max_requests,
+                shares[0].recorded if shares else (),
+            )
+            shares.append(_run(share, progress))
+    data = {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "seconds": round(time.monotonic() - begin, 1),
+        "device": device,
+        "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
+        "versions": versions(),
+        "model": model,
+        "sampling": vars(config.sampling),
+        "prompts": {"path": config.data.path, "requests": len(shares[0].recorded)},
+        "prompt_tokens": sum(len(one.prompt) for one in shares[0].recorded) / len(shares[0].recorded),
+        "cpu_share": {str(share.devices): round(share.cpu_share, 3) for share in shares},
+        "axes": {**vars(axes), "devices": sorted(counts), "draft_window": axes.draft_window},
+        **_figures(config, shares, identities),
+    }
+    parse_profile(seal(data), str(output))  # what is written can be read
+    write_profile(output, data)
+    return seal(data)
+
+
+def parse_axes(batches: Sequence[int], windows: Sequence[int], contexts: Sequence[int], repeats: int) -> Axes:
+    """Axes in order, each value once.
+
+    Raises:
+        InputError: A value is out of range.
+    """
+    for option, values, largest in (
+        ("--batches", batches, 4096),
+        ("--windows", windows, MAX_WINDOW),
+        ("--contexts", contexts, 1 << 20),
+        ("--repeats", [repeats], 1000),
+    ):
+        bad = [value for value in values if not 1 <= value <= largest]
+        if bad or not values:
+            raise InputError(f"{option}: {bad[0] if bad else 'nothing'} is given; use numbers from 1 to {largest}")
+    return Axes(tuple(sorted(set(batches))), tuple(sorted(set(windows))), tuple(sorted(set(contexts))), repeats)
+
+
+def default_devices(config: Config) -> list[int]:
+    """1, 2, 4, ... cores of those this process may use; one GPU."""
+    if config.target.gpus:
+        return [1]
+    cores = len(os.sched_getaffinity(0))
+    return [1 << power for power in range(cores.bit_length()) if 1 << power <= cores]
+
+
+def _run(share: Share, progress: StepsProgress) -> Measured:
+    """Run one share in a fresh process and pass its progress on."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=run_share, args=(share, theirs), name=f"profile-{share.devices}", daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        while True:
+            kind, content = ours.recv()
+            if kind == "progress":
+                progress.step(f"{share.devices} {'GPU' if share.device == 'cuda' else 'core(s)'}: {content}")
+            elif kind == "error":
+                raise content
+            else:
+                return content
+    except EOFError:
+        process.join(10.0)
+        raise SpecActorError(
+            f"the profiling process for {share.devices} device(s) died with exit code {process.exitcode} (killed for "
+            "memory?); nothing was written"
+        ) from None
+    finally:
+        process.terminate()
+        process.join(10.0)
+        ours.close()
+
+
+def _figures(config: Config, shares: Sequence[Measured], identities: dict[str, Any]) -> dict[str, Any]:
+    """All points, the fits, and per method what was measured of it."""
+    verify = [point for share in shares for point in share.verify]
+    methods = {}
+    for drafter in config.drafters:
+        points = [point for share in shares for point in share.drafting[drafter.method]]
+        methods[drafter.method] = {
+            "identity": identities[drafter.method],
+            "free": bool(config.target.gpus) and not drafter.gpus,
+            "points": points_to_json(points),
+            "fits": fits_to_dict(CostTable(points)),
+            "acceptance": shares[0].acceptance.get(drafter.method),
+        }
+    return {"verify": points_to_json(verify), "verify_fits": fits_to_dict(CostTable(verify)), "methods": methods}
+
+
+def _reject_devices(config: Config, devices: Sequence[int], cores: int) -> None:
+    if config.target.gpus:
+        if list(devices) != [1]:
+            raise InputError("--devices: a verifier runs on one GPU; use 1")
+        return
+    bad = [count for count in devices if not 1 <= count <= cores]
+    if bad or not devices:
+        raise InputError(
+            f"--devices: {bad[0] if bad else 'nothing'} cannot be measured; this process has {cores} core(s)"
+        )
+    for index, drafter in enumerate(config.drafters):
+        if drafter.gpus:
+            problem = "the target runs on cores, and a plan counts devices of one kind."
+            raise ConfigError(f"drafters.{index}.gpus", problem, "use 0, or target.gpus=1.")
+
+
+def _reject_output(output: Path) -> None:
+    if os.path.lexists(output):
+        raise InputError(f"--output: {output} exists and is never overwritten; name another file")
+    if not output.parent.is_dir():
+        raise InputError(f"--output: there is no folder {output.parent}")

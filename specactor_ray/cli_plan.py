@@ -1,0 +1,131 @@
+"""`specactor profile` and `specactor plan`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specactor_ray.cli_options import ConfigFile, Overrides, parse_numbers
+from specactor_ray.errors import InputError
+
+
+def profile(
+    config_file: ConfigFile = None,
+    overrides: Overrides = None,
+    batches: Annotated[str, typer.Option(help="Requests per step.")] = "1,4,16",
+    windows: Annotated[str, typer.Option(help="Draft tokens verified per request.")] = "1,2,4,8",
+    contexts: Annotated[str, typer.Option(help="Tokens that requests have had.")] = "64,512",
+    devices: Annotated[
+        str | None, typer.Option(help="Cores per actor. Default: 1, 2, 4, ... of this machine.", show_default=False)
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Timed steps per figure.")] = 5,
+    requests: Annotated[int, typer.Option(help="Samples recorded to measure acceptance on.")] = 16,
+    output: Annotated[Path, typer.Option(help="The file; never overwritten.")] = Path("profile.json"),
+) -> None:
+    """Measure what verifying and drafting cost on this machine, and how often drafts are right.
+
+    The target, the draft methods, the sampling and the prompts are those of the configuration. Starts no cluster; the
+    machine should have nothing else to do.
+    """
+    from specactor_ray.config import load_config
+    from specactor_ray.observability.console import log_through, make_console, say
+    from specactor_ray.observability.plan_report import acceptance_table, fit_table
+    from specactor_ray.speculation.profile import disturbed
+
+    settings = load_config(config_file, overrides or ())
+    axes_wanted = [parse_numbers(name, text) for name, text in _named(batches, windows, contexts)]
+    device_counts = None if devices is None else parse_numbers("--devices", devices)
+    if requests < 1:
+        raise InputError(f"--requests: {requests} is too small; use 1 or more")
+    progress = make_console(sys.stderr)
+    log_through(progress, settings.run.log_level)
+    from specactor_ray.benchmarks.profile import default_devices, parse_axes, run_profile
+
+    axes = parse_axes(axes_wanted[0], axes_wanted[1], axes_wanted[2], repeats)
+    data = run_profile(settings, axes, device_counts or default_devices(settings), output, progress, requests)
+    console = make_console()
+    console.print(fit_table(data))
+    console.print(acceptance_table(data))
+    for problem in disturbed(data):
+        say(console, f"warning: {problem}; measure again on a quiet machine")
+    say(console, f"profile: {output.resolve()} ({data['seconds']:.0f} s)")
+
+
+def plan(
+    config_file: ConfigFile = None,
+    overrides: Overrides = None,
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", help="Profile. Default: the key `profile`.", show_default=False)
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Cores or GPUs. Default: all of this machine.", show_default=False)
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(help="Requests at once in all, as in 1,4,16. Default: max_batch x replicas.", show_default=False),
+    ] = None,
+    acceptance: Annotated[
+        float | None, typer.Option(help="p of every method, in place of the measured.", show_default=False)
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Mean tokens of prompt and output. Default: by the prompts.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
+    """Choose mode, layout, draft method and window by a profile, and say what was rejected and why."""
+    from specactor_ray.config import load_config
+    from specactor_ray.observability.console import log_through, make_console
+    from specactor_ray.rollout.planning import checked_devices, make_plan, usable_profile
+    from specactor_ray.speculation.apply_plan import requests_of
+
+    settings = load_config(config_file, overrides or ())
+    if profile_file is not None:
+        settings.profile = str(profile_file)
+    if acceptance is not None and not 0.0 <= acceptance <= 1.0:
+        raise InputError(f"--acceptance: {acceptance} is no probability; use 0 to 1")
+    for option, value in (("--devices", devices), ("--context", context)):
+        if value is not None and value < 1:
+            raise InputError(f"{option}: {value} is too small; use 1 or more")
+    batches = [requests_of(settings)] if batch is None else parse_numbers("--batch", batch)
+    log_through(make_console(sys.stderr), settings.run.log_level)
+    measured, warnings = usable_profile(settings, settings.plan_force)
+    count = checked_devices(settings, devices if devices is not None else settings.plan_devices, "--devices")
+    plans = [
+        make_plan(settings, measured, count, requests, context=context, acceptance=acceptance) for requests in batches
+    ]
+    report: dict[str, Any] = {
+        "profile": settings.profile,
+        "warnings": warnings,
+        "verify_fits": measured.data["verify_fits"],
+        "draft_fits": {method: entry["fits"] for method, entry in measured.data["methods"].items()},
+        "plans": [plan.to_dict() for plan in plans],
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+        return
+    _show(report, measured.data)
+
+
+def _show(report: dict[str, Any], data: Any) -> None:
+    from specactor_ray.observability.console import make_console, say
+    from specactor_ray.observability.plan_report import chosen_line, fit_table, prediction_table, rejected_table
+
+    console = make_console()
+    console.print(fit_table(data))
+    for plan in report["plans"]:
+        console.print(prediction_table(plan))
+        console.print(rejected_table(plan))
+    for warning in report["warnings"]:
+        say(console, f"warning: {warning}")
+    for plan in report["plans"]:
+        for note in plan["notes"]:
+            say(console, f"batch {plan['batch']}: {note}")
+        say(console, chosen_line(plan))
+
+
+def _named(batches: str, windows: str, contexts: str) -> list[tuple[str, str]]:
+    return [("--batches", batches), ("--windows", windows), ("--contexts", contexts)]

@@ -1,0 +1,235 @@
+"""Measuring on the tiny models: acceptance without a target, costs, and the whole command in its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specactor_ray.benchmarks.drafting_on_text import Recorded, TextStream, measure_acceptance, seconds_per_token
+from specactor_ray.benchmarks.profile import default_devices, parse_axes, run_profile
+from specactor_ray.benchmarks.profile_process import measure_verify, record_outputs
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
+from specactor_ray.drafters.registry import build_proposer
+from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.messages import SamplingParams
+from specactor_ray.observability.console import make_console
+from specactor_ray.rollout.planning import make_plan
+from specactor_ray.speculation.profile import load_profile
+from specactor_ray.targets.base import TargetRequest
+from specactor_ray.targets.hf import HfEngine
+from tests import tiny
+
+REPOSITORY = Path(__file__).parents[2]
+WINDOW = 4
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_dir: Path) -> HfEngine:
+    return HfEngine.from_config(TargetConfig(model=str(tiny_model_dir), kv_cache_gb=0.05, max_batch=8))
+
+
+def configuration(target: Path, **sections: Any) -> Config:
+    return from_mapping(
+        {
+            "target": {"model": str(target), "kv_cache_gb": 0.05},
+            "drafters": [{"method": "ngram"}],
+            "sampling": {"max_tokens": 24, "seed": 3},
+            **sections,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(engine: HfEngine, tiny_model_dir: Path) -> list[Recorded]:
+    config = configuration(tiny_model_dir, data={"n": 2})
+    return record_outputs(engine, config, tiny.tiny_prompts(6), max_requests=9)
+
+
+class TestAcceptance:
+    @pytest.mark.parametrize("method", ["ngram", "draft_model"])
+    def test_equal_to_what_a_target_accepts_step_by_step(
+        self, engine: HfEngine, recorded: list[Recorded], tiny_draft_model_dir: Path, method: str
+    ) -> None:
+        """Keyed sampling makes the recorded output the truth: no target is needed to measure a draft method."""
+        model = str(tiny_draft_model_dir) if method == "draft_model" else None
+        drafter = DrafterConfig(method, model=model, kv_cache_gb=0.05, history_tokens=0)
+        steps = accepted = 0
+        proposer = build_proposer(drafter, "cpu")
+        for number, one in enumerate(recorded):
+            name = str(number)
+            engine.add(TargetRequest(name, one.prompt, one.sampling))
+            while name not in engine.decoding():
+                first = engine.step({}).outputs
+            output = list(first[0].token_ids)
+            proposer.open(name, one.prompt, output, one.sampling, WINDOW)
+            while engine.has_work():
+                while proposer.extend():
+                    pass
+                row = engine.step({name: proposer.tail(name)[1]}).outputs[0]
+                proposer.commit(name, len(output), row.token_ids, WINDOW)
+                output += row.token_ids
+                steps, accepted = steps + 1, accepted + row.num_accepted
+            assert tuple(output) == one.output, "the recorded output is what the target says"
+            proposer.close(name)
+        found = measure_acceptance(build_proposer(drafter, "cpu"), recorded, WINDOW, batch=4)
+        assert accepted > 10, "they agree too rarely for this to test anything"
+        assert found.steps == steps
+        # An engine cuts the last tail by the token it adds itself.
+        assert accepted <= found.accepted <= accepted + len(recorded)
+
+    def test_a_drafter_that_is_always_right_and_one_that_never_is(self, recorded: list[Recorded]) -> None:
+        oracle = Oracle({(*one.prompt, one.sampling.seed): one.output for one in recorded})
+        assert set(measure_acceptance(oracle, recorded, WINDOW, batch=4).survival.rates) == {1.0}
+        wrong = Oracle({(*one.prompt, one.sampling.seed): [9999] * 200 for one in recorded})
+        assert set(measure_acceptance(wrong, recorded, WINDOW, batch=4).survival.rates) == {0.0}
+        assert not oracle.open_requests and oracle.finished == len(recorded)
+
+    def test_a_step_at_the_end_of_an_output_tells_nothing_beyond_it(self) -> None:
+        one = Recorded((1, 2), (5, 6, 7), SamplingParams(max_tokens=3))
+        oracle = Oracle({(1, 2, 0): [5, 6, 7, 8, 9]})
+        assert measure_acceptance(oracle, [one], 8, batch=1).survival.rates == (1.0, 1.0)
+
+
+class Oracle:
+    """A proposer that looks the answer up by prompt and seed."""
+
+    method, vocab_size, weight_version = "oracle", None, 0
+
+    def __init__(self, answers: dict[tuple[int, ...], Any]) -> None:
+        self._answers = answers
+        self.open_requests: dict[str, list[Any]] = {}
+        self.finished = 0
+        self.features: list[Any] = []
+
+    def open(self, request_id: str, prompt: Any, committed: Any, sampling: SamplingParams, window: int) -> None:
+        self.open_requests[request_id] = [self._answers[(*prompt, sampling.seed)], len(committed), window, False]
+
+    def commit(self, request_id: str, start: int, tokens: Any, window: int, features: Any = None) -> bool:
+        request = self.open_requests[request_id]
+        assert start == request[1]
+        request[1], request[3] = start + len(tokens), False
+        if features is not None:
+            assert len(features) == len(tokens)
+            self.features += list(features)
+        return True
+
+    def extend(self) -> list[str]:
+        fresh = [name for name, request in self.open_requests.items() if not request[3]]
+        for name in fresh:
+            self.open_requests[name][3] = True
+        return fresh
+
+    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
+        answer, base, window, _ = self.open_requests[request_id]
+        return base, tuple(answer[base : base + window])
+
+    def close(self, request_id: str, finished: bool = True) -> None:
+        del self.open_requests[request_id]
+        self.finished += finished
+
+
+class TestCosts:
+    def test_samples_are_recorded_in_the_order_of_the_prompts(self, recorded: list[Recorded]) -> None:
+        assert len(recorded) == 9
+        assert recorded[0].prompt == recorded[1].prompt != recorded[2].prompt
+        assert len({one.sampling.seed for one in recorded}) == 9
+        assert all(0 < len(one.output) <= 24 for one in recorded)
+
+    def test_every_point_of_the_grid_is_measured_and_the_engine_is_left_empty(
+        self, engine: HfEngine, recorded: list[Recorded]
+    ) -> None:
+        axes = parse_axes([4, 1], [2, 1], [16, 64], 2)
+        points = measure_verify(engine, TextStream(recorded), recorded[0].sampling, 1, axes, lambda text: None)
+        places = {(point.window, point.context, point.batch) for point in points}
+        assert len(points) == axes.verify_points()
+        assert places == {(w, c, b) for w in (0, 1, 2) for c in (16, 64) for b in (1, 4)}
+        assert all(point.seconds > 0.0 and point.spread >= 0.0 for point in points)
+        assert not engine.has_work() and not engine.decoding()
+
+    def test_exported_features_reach_the_proposer_with_their_tokens(self, recorded: list[Recorded]) -> None:
+        with_features = [Recorded(r.prompt, r.output, r.sampling, [(t, t) for t in r.output]) for r in recorded]
+        oracle = Oracle({(*one.prompt, one.sampling.seed): one.output for one in recorded})
+        measure_acceptance(oracle, with_features, WINDOW, batch=1)
+        assert oracle.features == [(token, token) for one in recorded for token in one.output[1:]]
+
+    def test_a_cache_too_small_to_draft_is_refused(self, recorded: list[Recorded], tiny_draft_model_dir: Path) -> None:
+        """Otherwise the time of doing nothing would pass for the cost of drafting."""
+        drafter = DrafterConfig("draft_model", model=str(tiny_draft_model_dir), kv_cache_gb=0.05)
+        text, endless = TextStream(recorded), SamplingParams(max_tokens=1000)
+        with pytest.raises(InputError, match="draft_model drafts nothing for 1 of 1 requests of 600 tokens"):
+            seconds_per_token(build_proposer(drafter, "cpu"), text, endless, batch=1, context=600, window=2, repeats=1)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("axes", "problem"),
+        [
+            (([0], [1], [1], 1), "--batches: 0 is given"),
+            (([1], [200], [1], 1), "--windows: 200 is given; use numbers from 1 to 128"),
+            (([1], [1], [], 1), "--contexts: nothing is given"),
+            (([1], [1], [1], 0), "--repeats: 0 is given"),
+        ],
+    )
+    def test_axes(self, axes: Any, problem: str) -> None:
+        with pytest.raises(InputError, match=problem):
+            parse_axes(*axes)
+
+    def test_what_can_be_seen_before_a_process_starts(self, tiny_model_dir: Path, tmp_path: Path) -> None:
+        (tmp_path / "p.jsonl").write_text('{"prompt": "Add 1 and 2."}\n')
+        (tmp_path / "there.json").write_text("precious")
+        axes, console = parse_axes([1], [1], [16], 1), make_console(sys.stderr)
+        config = configuration(tiny_model_dir, data={"path": str(tmp_path / "p.jsonl")})
+        new = tmp_path / "new.json"
+        cores = len(os.sched_getaffinity(0))
+        assert default_devices(config)[0] == 1 and max(default_devices(config)) <= cores
+        with pytest.raises(InputError, match=r"there.json exists and is never overwritten"):
+            run_profile(config, axes, [1], tmp_path / "there.json", console)
+        with pytest.raises(InputError, match=r"--output: there is no folder"):
+            run_profile(config, axes, [1], tmp_path / "no" / "x.json", console)
+        with pytest.raises(InputError, match=f"--devices: {cores + 1} cannot be measured"):
+            run_profile(config, axes, [1, cores + 1], new, console)
+        with pytest.raises(ConfigError, match=r"data.path: is not set"):
+            run_profile(configuration(tiny_model_dir), axes, [1], new, console)
+        config.drafters[0].gpus = 1
+        with pytest.raises(ConfigError, match=r"drafters.0.gpus: the target runs on cores"):
+            run_profile(config, axes, [1], new, console)
+        assert not new.exists() and (tmp_path / "there.json").read_text() == "precious"
+
+
+def specactor(folder: Path, *arguments: str) -> Any:
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "specactor_ray.cli", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, env=env)
+
+
+def test_profile_then_plan(tiny_model_dir: Path, tiny_draft_model_dir: Path, tmp_path: Path) -> None:
+    """The real commands: measure on one core in a process of its own, then plan by the file."""
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in tiny.tiny_prompts(4)))
+    drafters = f"drafters=[{{method: ngram}},{{method: draft_model, model: {tiny_draft_model_dir}, kv_cache_gb: 0.05}}]"
+    known = [f"target.model={tiny_model_dir}", "target.kv_cache_gb=0.05", drafters, "sampling.max_tokens=16"]
+    axes = ["--batches", "1,2", "--windows", "1,3", "--contexts", "16", "--devices", "1", "--repeats", "1"]
+    measure = ["profile", *known, "data.path=p.jsonl", *axes, "--requests", "4", "--output", "profile.json"]
+    done = specactor(tmp_path, *measure)
+    assert done.returncode == 0, done.stderr
+    assert "fit of the cost models" in done.stdout and "draft_model" in done.stdout
+    profile = load_profile(tmp_path / "profile.json")
+    assert set(profile.drafting) == set(profile.acceptance) == {"ngram", "draft_model"}
+    assert profile.verify.windows(1) == (0, 1, 3) and profile.verify.batches(1) == (1, 2)
+    assert {"cpu", "cores", "vector", "gpu"} <= profile.data["hardware"].keys()
+    assert {"torch", "transformers", "specactor-ray"} <= profile.data["versions"].keys()
+    again = specactor(tmp_path, *measure)
+    assert again.returncode == 2 and "exists and is never overwritten" in again.stderr
+    planned = specactor(tmp_path, "plan", *known, "cluster.num_cpus=2", "--profile", "profile.json", "--json")
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)["plans"][0]
+    config = from_mapping({"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": "m"}]})
+    config.drafters[1].model = str(tiny_draft_model_dir)
+    config.sampling.max_tokens = 16
+    assert plan["chosen"]["tokens_per_s"] == make_plan(config, profile, 2, 16).chosen.tokens_per_s

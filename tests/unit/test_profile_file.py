@@ -1,0 +1,339 @@
+"""The profile's file, whether it may be used here, and what a plan makes of a configuration. Nothing is measured."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from specactor_ray import cli
+from specactor_ray.config.load import from_mapping, load_config
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
+from specactor_ray.config.validate import validate
+from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.modeling.identity import method_identity, model_identity
+from specactor_ray.observability.environment import hardware, versions
+from specactor_ray.rollout.planning import make_plan, resolve_plan
+from specactor_ray.speculation.apply_plan import apply_plan, devices_of, requests_of
+from specactor_ray.speculation.costs import CostPoint, CostTable, fits_to_dict
+from specactor_ray.speculation.profile import load_profile, parse_profile, points_to_json, seal, write_profile
+
+WINDOWS, CONTEXTS, BATCHES, CORES = (0, 1, 4), (32, 256), (1, 8), (1, 2)
+
+
+def verify_points() -> list[CostPoint]:
+    return [
+        CostPoint(g, w, c, b, (0.02 + b * 0.002 + 0.0005 * w + 1e-6 * c) / g**0.6)
+        for g in CORES
+        for w in WINDOWS
+        for c in CONTEXTS
+        for b in BATCHES
+    ]
+
+
+def draft_points(seconds: float) -> list[CostPoint]:
+    return [CostPoint(g, 0, c, b, seconds * (1 + 0.1 * b)) for g in CORES for c in CONTEXTS for b in BATCHES]
+
+
+def profile_data(target: Path, drafters: list[DrafterConfig], survival: list[float]) -> dict[str, Any]:
+    """A profile as `run_profile` writes it, with costs by formula."""
+    verify = verify_points()
+    methods = {
+        drafter.method: {
+            "identity": method_identity(drafter),
+            "free": False,
+            "points": points_to_json(draft_points(1e-4)),
+            "fits": fits_to_dict(CostTable(draft_points(1e-4))),
+            "acceptance": {"survival": survival},
+        }
+        for drafter in drafters
+    }
+    return {
+        "device": "cpu",
+        "hardware": {**hardware(), "gpu": None},
+        "versions": versions(),
+        "model": model_identity(str(target), "float32"),
+        "prompt_tokens": 20.0,
+        "cpu_share": {"1": 0.98, "2": 0.93},
+        "verify": points_to_json(verify),
+        "verify_fits": fits_to_dict(CostTable(verify)),
+        "methods": methods,
+    }
+
+
+@pytest.fixture
+def data(tiny_model_dir: Path) -> dict[str, Any]:
+    return profile_data(tiny_model_dir, [DrafterConfig()], [0.9, 0.8, 0.7, 0.6])
+
+
+@pytest.fixture
+def file(tmp_path: Path, data: dict[str, Any]) -> Path:
+    write_profile(tmp_path / "profile.json", data)
+    return tmp_path / "profile.json"
+
+
+def auto(file: Path, target: Path, *overrides: str) -> Config:
+    written = {
+        "plan": "auto",
+        "profile": str(file),
+        "plan_devices": 2,
+        "cluster": {"num_cpus": 2},
+        "target": {"model": str(target), "max_batch": 8},
+        "drafters": [{"method": "ngram"}],
+    }
+    return from_mapping(written, overrides)
+
+
+class TestFile:
+    def test_it_is_read_as_it_was_written(self, file: Path, data: dict[str, Any]) -> None:
+        profile = load_profile(file)
+        assert {name: profile.data[name] for name in data} == data
+        assert profile.verify.points == tuple(verify_points())
+        assert profile.acceptance["ngram"].rates == (0.9, 0.8, 0.7, 0.6)
+
+    def test_it_is_never_overwritten(self, file: Path, data: dict[str, Any]) -> None:
+        before = file.read_bytes()
+        with pytest.raises(InputError, match="exists and is never overwritten"):
+            write_profile(file, data)
+        assert file.read_bytes() == before and list(file.parent.iterdir()) == [file]
+
+    def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match=r"there is no file .*none.json. Fix: specactor profile"):
+            load_profile(tmp_path / "none.json")
+
+    @settings(max_examples=20)
+    @given(st.floats(0.01, 0.99))
+    def test_a_truncated_file(self, tmp_path_factory: pytest.TempPathFactory, share: float) -> None:
+        text = json.dumps(seal({"device": "cpu", "verify": [1.5] * 20}), indent=1)
+        path = tmp_path_factory.mktemp("cut") / "profile.json"
+        path.write_text(text[: max(1, int(share * len(text)))])
+        with pytest.raises(InputError, match="is truncated or damaged"):
+            load_profile(path)
+
+    def test_a_changed_figure(self, file: Path) -> None:
+        text = file.read_text()
+        file.write_text(text.replace('"batch": 8', '"batch": 9', 1))
+        with pytest.raises(InputError, match="its checksum does not match"):
+            load_profile(file)
+
+    @pytest.mark.parametrize("schema", [0, 2, None])
+    def test_another_schema(self, file: Path, data: dict[str, Any], schema: int | None) -> None:
+        file.write_text(json.dumps({**seal(data), "schema": schema}))
+        with pytest.raises(InputError, match=f"has schema {schema}, and this version reads schema 1"):
+            load_profile(file)
+
+    @pytest.mark.parametrize("text", ["[]", "3", '{"results": []}'])
+    def test_some_other_json(self, file: Path, text: str) -> None:
+        file.write_text(text)
+        with pytest.raises(InputError, match="is no profile of specactor"):
+            load_profile(file)
+
+    def test_missing_parts_are_named(self, file: Path, data: dict[str, Any]) -> None:
+        for broken in ({**data, "verify": data["verify"][1:]}, {n: v for n, v in data.items() if n != "methods"}):
+            file.write_text(json.dumps(seal(broken)))
+            with pytest.raises(InputError, match=r"is incomplete: .*(missing|methods)"):
+                load_profile(file)
+
+
+class TestAnotherPlace:
+    def rewritten(self, file: Path, data: dict[str, Any], section: str, **changes: Any) -> None:
+        changed = copy.deepcopy(data)
+        changed[section].update(changes)
+        file.write_text(json.dumps(seal(changed)))
+
+    def test_another_model_is_refused_even_if_forced(
+        self, file: Path, data: dict[str, Any], tiny_model_dir: Path, tiny_draft_model_dir: Path
+    ) -> None:
+        with pytest.raises(ConfigError, match=r"was measured with .*tiny-target.*, and the target is .*tiny-draft"):
+            resolve_plan(auto(file, tiny_draft_model_dir, "plan_force=true"))
+
+    def test_other_weights_of_the_same_shape_are_the_same_model(self, file: Path, tiny_model_dir: Path) -> None:
+        other = json.loads((tiny_model_dir / "config.json").read_text())
+        copied = file.parent / "policy-step-30"
+        copied.mkdir()
+        (copied / "config.json").write_text(json.dumps({**other, "transformers_version": "9.9"}))
+        assert resolve_plan(auto(file, copied))[0].plan is PlanPolicy.fixed
+
+    @pytest.mark.parametrize(
+        ("section", "changes", "words"),
+        [
+            ("hardware", {"cpu": "Abacus 3000"}, "hardware of cpu: Abacus 3000 there"),
+            ("hardware", {"vector": ["amx_bf16"]}, "hardware of vector"),
+            ("versions", {"torch": "1.0"}, "version of torch: 1.0 there"),
+        ],
+    )
+    def test_other_hardware_or_torch_only_if_forced(
+        self, file: Path, data: dict[str, Any], tiny_model_dir: Path, section: str, changes: dict, words: str
+    ) -> None:
+        self.rewritten(file, data, section, **changes)
+        with pytest.raises(ConfigError, match=r"plan_force=true") as caught:
+            resolve_plan(auto(file, tiny_model_dir))
+        assert words in str(caught.value)
+        _, lines = resolve_plan(auto(file, tiny_model_dir, "plan_force=true"))
+        assert lines[0].startswith("warning:") and words in lines[0] and "plan_force is set" in lines[0]
+
+    def test_another_version_of_this_package_is_a_warning(
+        self, file: Path, data: dict[str, Any], tiny_model_dir: Path
+    ) -> None:
+        self.rewritten(file, data, "versions", **{"specactor-ray": "0.0.1"})
+        assert "version of specactor-ray: 0.0.1 there" in resolve_plan(auto(file, tiny_model_dir))[1][0]
+
+    def test_a_busy_machine_is_a_warning(self, file: Path, data: dict[str, Any], tiny_model_dir: Path) -> None:
+        self.rewritten(file, data, "cpu_share", **{"2": 0.31})
+        assert "on 2 core(s) got 31% of them" in resolve_plan(auto(file, tiny_model_dir))[1][0]
+
+    def test_a_profile_of_a_gpu(self, file: Path, data: dict[str, Any], tiny_model_dir: Path) -> None:
+        file.write_text(json.dumps(seal({**data, "device": "cuda"})))
+        with pytest.raises(ConfigError, match=r"was measured on cuda, and target\.gpus is 0"):
+            resolve_plan(auto(file, tiny_model_dir))
+
+
+class TestResolve:
+    def test_a_fixed_plan_changes_nothing(self) -> None:
+        config = load_config(None, ["mode=plain"])
+        assert resolve_plan(config) == (config, [])
+
+    def test_the_best_candidate_becomes_the_configuration(self, file: Path, tiny_model_dir: Path) -> None:
+        config = auto(file, tiny_model_dir)
+        before = copy.deepcopy(config)
+        resolved, lines = resolve_plan(config)
+        assert config == before
+        assert resolved.plan is PlanPolicy.fixed and resolve_plan(resolved) == (resolved, [])
+        assert resolved.mode is not ModeName.plain and resolved.speculation.window == 4
+        assert devices_of(resolved) <= 2 and requests_of(resolved) >= 8
+        assert lines[-1].startswith(f"plan: {resolved.mode.value} ngram") and "tokens/s (plain:" in lines[-1]
+
+    def test_drafts_that_are_never_right_give_plain_decoding(
+        self, file: Path, data: dict[str, Any], tiny_model_dir: Path
+    ) -> None:
+        data["methods"]["ngram"]["acceptance"] = {"survival": [0.0, 0.0]}
+        file.write_text(json.dumps(seal(data)))
+        resolved, lines = resolve_plan(auto(file, tiny_model_dir))
+        assert resolved.mode is ModeName.plain and "plain" in lines[-1]
+
+    def test_only_the_asked_modes(self, file: Path, tiny_model_dir: Path) -> None:
+        resolved, _ = resolve_plan(auto(file, tiny_model_dir), [ModeName.decoupled])
+        assert resolved.mode is ModeName.decoupled
+        assert (resolved.target.cores, resolved.drafters[0].cores, resolved.drafters[0].replicas) == (1, 1, 1)
+
+    def test_more_devices_than_there_are(self, file: Path, tiny_model_dir: Path) -> None:
+        with pytest.raises(ConfigError, match=r"plan_devices: the plan may use 64 core\(s\), and there are 2"):
+            resolve_plan(auto(file, tiny_model_dir, "plan_devices=64"))
+
+    def test_on_a_foreign_cluster_it_plans_for_what_the_configuration_takes(
+        self, file: Path, tiny_model_dir: Path
+    ) -> None:
+        overrides = ["cluster.address=auto", "cluster.num_cpus=null", "plan_devices=null", "target.replicas=3"]
+        config = auto(file, tiny_model_dir, *overrides, "drafters.0.replicas=3")
+        assert devices_of(config) == 6
+        resolved, _ = resolve_plan(config, [ModeName.decoupled])
+        assert devices_of(resolved) == 6
+
+    def test_a_method_that_was_not_measured_is_left_out(
+        self, file: Path, tiny_model_dir: Path, tiny_draft_model_dir: Path
+    ) -> None:
+        other = f"drafters=[{{method: draft_model, model: {tiny_draft_model_dir}}}]"
+        assert resolve_plan(auto(file, tiny_model_dir, other))[0].mode is ModeName.plain
+        assert resolve_plan(auto(file, tiny_model_dir, "drafters.0.min_match=3"))[0].mode is ModeName.plain
+        assert resolve_plan(auto(file, tiny_model_dir, "drafters.0.replicas=0"))[0].drafters[0].replicas > 0
+
+    def test_what_it_makes_is_valid_and_fits(self, data: dict[str, Any]) -> None:
+        profile = parse_profile(seal(data), "x")
+        base = from_mapping({"drafters": [{"method": "ngram", "window": 3}]})
+
+        @settings(max_examples=40)
+        @given(st.integers(1, 6), st.integers(1, 40), st.floats(0.0, 1.0), st.sampled_from([None, *ModeName]))
+        def check(devices: int, batch: int, p: float, mode: ModeName | None) -> None:
+            config = copy.deepcopy(base)
+            config.target.max_batch = batch
+            modes = list(ModeName) if mode is None else [mode]
+            assume(mode is not ModeName.decoupled or devices > 1)
+            plan = make_plan(config, profile, devices, batch, acceptance=p, modes=modes)
+            resolved = apply_plan(config, plan)
+            validate(resolved)
+            assert devices_of(resolved) <= devices
+            assert resolved.mode is plan.chosen.mode and resolved.target.max_batch == plan.chosen.batch
+            total = resolved.target.kv_cache_gb * resolved.target.replicas
+            assert total == pytest.approx(config.target.kv_cache_gb * config.target.replicas)
+            if resolved.mode is not ModeName.plain:
+                assert resolved.drafters[0].window is None and resolved.speculation.window == plan.chosen.window
+                assert resolved.drafters[0].replicas == resolved.target.replicas
+
+        check()
+
+
+class TestCommand:
+    def run(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    def test_json_has_a_prediction_for_every_mode_method_and_batch(
+        self, file: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        known = ["plan", "--profile", str(file), f"target.model={tiny_model_dir}", "drafters=[{method: ngram}]"]
+        code, out, _ = self.run(capsys, *known, "cluster.num_cpus=2", "--batch", "1,8", "--json")
+        assert code == 0
+        report = json.loads(out)
+        assert [plan["batch"] for plan in report["plans"]] == [1, 8]
+        for plan in report["plans"]:
+            found = {(row["mode"], row["method"]) for row in plan["predictions"]}
+            assert found == {("plain", None), ("coupled", "ngram"), ("decoupled", "ngram")}
+            assert plan["chosen"]["tokens_per_s"] == max(row["tokens_per_s"] for row in plan["candidates"])
+        code, out, _ = self.run(capsys, *known, "cluster.num_cpus=2", "--acceptance", "0")
+        assert code == 0 and "batch 16: plain, g_d=0" in out and "slower" in out and "does not fit" in out
+
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            (["--devices", "64"], "--devices: the plan may use 64 core(s), and there are 2"),
+            (["--devices", "0"], "--devices: 0 is too small"),
+            (["--batch", "4,none"], "--batch: 'none' is no whole number"),
+            (["--acceptance", "1.5"], "--acceptance: 1.5 is no probability"),
+            (["--profile", "none.json"], "profile: there is no file none.json"),
+            (["drafters=[]"], "needs at least one drafter"),
+            (["drafters=[{method: ngram},{method: ngram}]"], "'ngram' is already element 0"),
+            (["drafters=[{method: medusa}]"], "'medusa' is not known"),
+        ],
+    )
+    def test_mistakes(
+        self,
+        file: Path,
+        tiny_model_dir: Path,
+        capsys: pytest.CaptureFixture[str],
+        arguments: list[str],
+        problem: str,
+    ) -> None:
+        given_profile = [] if "--profile" in arguments else ["--profile", str(file)]
+        known = [f"target.model={tiny_model_dir}", "drafters=[{method: ngram}]", "cluster.num_cpus=2"]
+        code, _, err = self.run(capsys, "plan", *given_profile, *known, *arguments)
+        assert code == 2 and err.startswith("error: ") and problem in err
+
+    def test_plan_without_a_profile(self, capsys: pytest.CaptureFixture[str]) -> None:
+        code, _, err = self.run(capsys, "plan", "mode=plain")
+        assert code == 2 and "error: profile: is not set" in err
+
+    def test_auto_needs_a_profile(self) -> None:
+        with pytest.raises(ConfigError, match="plan: 'auto' needs a profile"):
+            load_config(None, ["mode=plain", "plan=auto"])
+        with pytest.raises(ConfigError, match="plan_devices: 0 is too small"):
+            load_config(None, ["mode=plain", "plan_devices=0"])
+
+    def test_the_bad_profile_ends_a_rollout_before_it_begins(
+        self, file: Path, tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file.write_text(file.read_text()[:-40])
+        (tmp_path / "p.jsonl").write_text('{"prompt": "Add 1 and 2."}\n')
+        known = ["plan=auto", f"profile={file}", f"target.model={tiny_model_dir}", "drafters=[{method: ngram}]"]
+        for command in (["rollout"], ["train"], ["bench", "rollout"]):
+            code, _, err = self.run(
+                capsys, *command, *known, f"data.path={tmp_path}/p.jsonl", f"run.dir={tmp_path}/runs"
+            )
+            assert code == 2 and "is truncated or damaged" in err
+        assert not (tmp_path / "runs").exists()
