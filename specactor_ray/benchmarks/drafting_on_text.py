@@ -45,8 +45,8 @@ class TextStream:
         return tuple(self._tokens[position % len(self._tokens)] for position in range(start, end))
 
     def features(self, begin: int, end: int) -> tuple[Features, ...]:
-        """States for the positions `[begin, end)`, or nothing. Real ones, but not those of just these tokens: only their
-        shape matters here."""
+        """States for the positions `[begin, end)`, or nothing. Real ones, but not those of just these tokens: only
+        their shape matters here."""
         if self._states is None or end <= begin:
             return ()
         return (Features(begin, self._states[np.arange(begin, end) % len(self._states)]),)

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from specactor_ray.benchmarks.profile_process import Axes, Measured, Share, run_share
-from specactor_ray.config.schema import Config
+from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import ConfigError, InputError, SpecActorError
 from specactor_ray.observability.environment import hardware, versions
@@ -62,6 +62,9 @@ def run_profile(
     _reject_output(output)
     from specactor_ray.modeling.identity import gpu_name, method_identity, model_identity
 
+    config = copy.deepcopy(config)
+    if config.drafters:
+        config.mode = ModeName.decoupled  # whatever it will be run in, everything is measured
     config = export_what_drafters_read(config)
     target = config.target
     model = model_identity(target.model, target.dtype, target.trust_remote_code)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specactor_ray.benchmarks.drafting_on_text import Recorded, TextStream, measure_acceptance, seconds_per_token
@@ -61,7 +62,7 @@ class TestAcceptance:
         model = str(tiny_draft_model_dir) if method == "draft_model" else None
         drafter = DrafterConfig(method, model=model, kv_cache_gb=0.05, history_tokens=0)
         steps = accepted = 0
-        proposer = build_proposer(drafter, "cpu")
+        proposer = build_proposer(drafter, TargetConfig(), "cpu")
         for number, one in enumerate(recorded):
             name = str(number)
             engine.add(TargetRequest(name, one.prompt, one.sampling))
@@ -78,7 +79,7 @@ class TestAcceptance:
                 steps, accepted = steps + 1, accepted + row.num_accepted
             assert tuple(output) == one.output, "the recorded output is what the target says"
             proposer.close(name)
-        found = measure_acceptance(build_proposer(drafter, "cpu"), recorded, WINDOW, batch=4)
+        found = measure_acceptance(build_proposer(drafter, TargetConfig(), "cpu"), recorded, WINDOW, batch=4)
         assert accepted > 10, "they agree too rarely for this to test anything"
         assert found.steps == steps
         # An engine cuts the last tail by the token it adds itself.
@@ -111,14 +112,14 @@ class Oracle:
     def open(self, request_id: str, prompt: Any, committed: Any, sampling: SamplingParams, window: int) -> None:
         self.open_requests[request_id] = [self._answers[(*prompt, sampling.seed)], len(committed), window, False]
 
-    def commit(self, request_id: str, start: int, tokens: Any, window: int, features: Any = None) -> bool:
+    def commit(self, request_id: str, start: int, tokens: Any, window: int) -> bool:
         request = self.open_requests[request_id]
         assert start == request[1]
         request[1], request[3] = start + len(tokens), False
-        if features is not None:
-            assert len(features) == len(tokens)
-            self.features += list(features)
         return True
+
+    def add_features(self, request_id: str, features: Any) -> None:
+        self.features += [(request_id, span.begin, span.states[:, 0].tolist()) for span in features]
 
     def extend(self) -> list[str]:
         fresh = [name for name, request in self.open_requests.items() if not request[3]]
@@ -154,17 +155,28 @@ class TestCosts:
         assert not engine.has_work() and not engine.decoding()
 
     def test_exported_features_reach_the_proposer_with_their_tokens(self, recorded: list[Recorded]) -> None:
-        with_features = [Recorded(r.prompt, r.output, r.sampling, [(t, t) for t in r.output]) for r in recorded]
+        """Each position's state once, in order, up to the one that predicted the newest committed token."""
+        with_states = [
+            Recorded(r.prompt, r.output, r.sampling, np.arange(len(r.prompt) + len(r.output) - 1.0)[:, None])
+            for r in recorded
+        ]
         oracle = Oracle({(*one.prompt, one.sampling.seed): one.output for one in recorded})
-        measure_acceptance(oracle, with_features, WINDOW, batch=1)
-        assert oracle.features == [(token, token) for one in recorded for token in one.output[1:]]
+        measure_acceptance(oracle, with_states, WINDOW, batch=1)
+        for number, one in enumerate(recorded):
+            spans = [(begin, states) for name, begin, states in oracle.features if name == f"accept-{number}"]
+            assert spans[0] == (0, list(range(len(one.prompt))))
+            together = [state for begin, states in spans for state in states]
+            assert together == list(range(len(one.prompt) + len(one.output) - 1))
+            assert all(states[0] == begin for begin, states in spans)
 
     def test_a_cache_too_small_to_draft_is_refused(self, recorded: list[Recorded], tiny_draft_model_dir: Path) -> None:
         """Otherwise the time of doing nothing would pass for the cost of drafting."""
         drafter = DrafterConfig("draft_model", model=str(tiny_draft_model_dir), kv_cache_gb=0.05)
         text, endless = TextStream(recorded), SamplingParams(max_tokens=1000)
         with pytest.raises(InputError, match="draft_model drafts nothing for 1 of 1 requests of 600 tokens"):
-            seconds_per_token(build_proposer(drafter, "cpu"), text, endless, batch=1, context=600, window=2, repeats=1)
+            seconds_per_token(
+                build_proposer(drafter, TargetConfig(), "cpu"), text, endless, batch=1, context=600, window=2, repeats=1
+            )
 
 
 class TestRefused:
