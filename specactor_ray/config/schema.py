@@ -36,6 +36,17 @@ class VerifyPolicy(str, Enum):
     """All of them, up to the window."""
 
 
+class RaceName(str, Enum):
+    """When several draft methods race for one request (Fastest-of-N)."""
+
+    off = "off"
+    """Never: every request is drafted for by the one method that promises most and has room."""
+    tail = "tail"
+    """In the tail of a rollout, when few requests are left and drafters fall free; before that as `off`."""
+    always = "always"
+    """From the beginning, wherever a drafter has room."""
+
+
 @dataclass
 class RunConfig:
     """Where a run writes and what it is called."""
@@ -167,6 +178,11 @@ class SpeculationConfig:
     measured step time that the expected gain pays for, at most 20 ms."""
     coupled_wait_s: float = 1.0
     """`coupled`: longest wait per step for the tails of the newest commit."""
+    race: RaceName = RaceName.tail
+    """When several draft methods race for one request: `off`, `tail` or `always`. With one method all are the same."""
+    race_below: int | None = None
+    """`tail`: the race begins when a verifier has at most so many requests and none of them waits. Default: a quarter
+    of target.max_batch, at least 1."""
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     """When to stop asking a drafter that does not help."""
 

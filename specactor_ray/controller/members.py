@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.cluster.supervised import SupervisedActor
-from specactor_ray.config.schema import Config
+from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.controller.seats import Seat
 from specactor_ray.controller.state import (
     VERIFIER,
@@ -107,7 +107,8 @@ class Member:
         """A draft actor as others see it."""
         handle = self.actor.handle if self.actor is not None else None
         phase = Phase.STARTING if self.phase is Phase.READY and not self.serves else self.phase
-        return DraftEndpoint(self.actor_id, self.key, window_of(config, self.key), handle, phase, self.note)
+        window, max_batch = window_of(config, self.key), drafter_of(config, self.key).max_batch
+        return DraftEndpoint(self.actor_id, self.key, window, handle, phase, self.note, max_batch)
 
     def row(self, now: float) -> dict[str, Any]:
         """One row of the status table."""
@@ -130,9 +131,14 @@ class Member:
         }
 
 
+def drafter_of(config: Config, method: str) -> DrafterConfig:
+    """The section of this method."""
+    return next(drafter for drafter in config.drafters if drafter.method == method)
+
+
 def window_of(config: Config, method: str) -> int:
     """Draft window of a method: its own, else the common one."""
-    drafter = next(drafter for drafter in config.drafters if drafter.method == method)
+    drafter = drafter_of(config, method)
     return drafter.window if drafter.window is not None else config.speculation.window
 
 
@@ -142,7 +148,7 @@ def build_spec(config: Config, run: str, member: Member) -> VerifierSpec | Draft
     if member.key == VERIFIER:
         target = config.target
         return VerifierSpec(run, member.actor_id, target, config.speculation, mode, cores, target.gpus, level)
-    drafter = next(drafter for drafter in config.drafters if drafter.method == member.key)
+    drafter = drafter_of(config, member.key)
     window = window_of(config, member.key)
     return DraftSpec(run, member.actor_id, drafter, window, mode, cores, drafter.gpus, level)
 

@@ -81,6 +81,8 @@ class DraftEndpoint:
     phase: Phase = Phase.READY
     note: str = ""
     """Why it is not ready, for people."""
+    max_batch: int = 64
+    """Most requests it drafts for at once."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
@@ -19,6 +20,7 @@ from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftResync, D
 from specactor_ray.queues.conflation import for_drafter
 from specactor_ray.queues.mailbox import Mailbox
 from specactor_ray.queues.outbox import Outbox
+from specactor_ray.speculation.draft_cost import DraftCost
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +46,15 @@ class DraftLoop:
     Args:
         drafter_id: Incarnation id of this draft actor; goes into every tail.
         proposer: The draft method.
+        clock: Monotonic seconds, for measuring what a draft token costs.
     """
 
-    def __init__(self, drafter_id: str, proposer: Proposer) -> None:
+    def __init__(self, drafter_id: str, proposer: Proposer, clock: Callable[[], float] = time.perf_counter) -> None:
         self.drafter_id = drafter_id
         self.proposer = proposer
         self.counters = DraftCounters()
+        self._clock = clock
+        self._cost = DraftCost()
         self._inbox: Mailbox[ToDrafter] = Mailbox(for_drafter())
         self._new_weights: SimpleQueue[tuple[int, Mapping[str, Any], Future[None]]] = SimpleQueue()
         self._wake = threading.Event()
@@ -84,8 +89,8 @@ class DraftLoop:
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters and the number of open requests."""
-        return {**asdict(self.counters), "open_requests": len(self._verifier_of)}
+        """Counters, the number of open requests, and what a draft token costs (seconds)."""
+        return {**asdict(self.counters), "open_requests": len(self._verifier_of), "token_s": self._cost.token_s}
 
     # ---- the loop ----
 
@@ -110,13 +115,29 @@ class DraftLoop:
         for message in messages:
             self._take(message)
         self._drop_orphans()
-        changed = self.proposer.extend()
+        changed = self._extend()
         if changed:
             self.counters.extends += 1
             self._publish(changed)
         for outbox in list(self._outboxes.values()):
             outbox.flush()
         return bool(messages or changed)
+
+    def _extend(self) -> Sequence[str]:
+        """One `extend` of the proposer, timed by the tokens it adds."""
+        lengths = {request_id: len(self.proposer.tail(request_id)[1]) for request_id in self._verifier_of}
+        begin = self._clock()
+        changed = self.proposer.extend()
+        seconds = self._clock() - begin
+        if not changed:
+            return changed
+        longer = [
+            grown
+            for request_id in changed
+            if request_id in lengths and (grown := len(self.proposer.tail(request_id)[1]) - lengths[request_id]) > 0
+        ]
+        self._cost.record(seconds, len(longer), sum(longer))
+        return changed
 
     def _take_weights(self) -> None:
         while not self._new_weights.empty():
@@ -165,7 +186,8 @@ class DraftLoop:
                 continue
             base_len, token_ids = self.proposer.tail(request_id)
             complete = not self.proposer.pending(request_id)
-            tail = DraftTail(request_id, self.drafter_id, base_len, token_ids, self.proposer.weight_version, complete)
+            version, token_s = self.proposer.weight_version, self._cost.token_s
+            tail = DraftTail(request_id, self.drafter_id, base_len, token_ids, version, complete, token_s)
             tails.setdefault(verifier_id, []).append(tail)
         for verifier_id, batch in tails.items():
             outbox = self._outboxes.get(verifier_id)

@@ -1,6 +1,7 @@
-"""The verifier's side of drafting: which tails there are, how long to wait for them, which to verify, whom to tell.
+"""The verifier's side of drafting: which tails there are, which to verify, whom to tell.
 
-Everything here is a matter of speed only. Called from the verifier's one thread, except `inbox.put`.
+Everything here is a matter of speed only. Called from the verifier's one thread, except `inbox.put` and `snapshot`.
+Who drafts for what is decided in `planner.py`, how long a step waits in `waiting.py`.
 """
 
 from __future__ import annotations
@@ -8,60 +9,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
+from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.drafters.mirror import common_prefix
-from specactor_ray.loops.assignment import AssignmentChange, DrafterAssignment
+from specactor_ray.loops.assignment import AssignmentChange
+from specactor_ray.loops.drafter_table import DrafterLink, DrafterTable
+from specactor_ray.loops.planner import DraftPlanner
 from specactor_ray.loops.step_metrics import StepMetrics
-from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftTail, Mode, ToDrafter, ToVerifier
+from specactor_ray.loops.waiting import DraftWaits
+from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftTail, Mode, ToVerifier
 from specactor_ray.queues.conflation import for_verifier
 from specactor_ray.queues.mailbox import Mailbox
-from specactor_ray.queues.outbox import Outbox
-from specactor_ray.speculation.acceptance import AcceptanceTable, CircuitBreaker, expected_accepted
+from specactor_ray.speculation.ladder import DraftLadder, MethodPrior
 from specactor_ray.speculation.step_cost import StepCostModel
 from specactor_ray.speculation.tails import TailBook
-from specactor_ray.speculation.window import VerifyCandidate, choose_verify_lengths, choose_wait_s
+from specactor_ray.speculation.track_record import TrackRecord
+from specactor_ray.speculation.window import VerifyCandidate
 from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
-
-_PROBE_EVERY = 32
-"""Every so many steps a decoupled verifier waits as if drafters always answered in time, to see whether they do."""
-_MEMORY = 0.9
-"""Weight of the past in moving shares: of waits answered in time, of answers that hold a guess."""
-
-
-@dataclass(slots=True)
-class DrafterLink:
-    """How to reach one drafter."""
-
-    method: str
-    window: int
-    outbox: Outbox[ToDrafter]
-
-
-@dataclass(slots=True)
-class _Drafter:
-    """What the verifier knows about one drafter."""
-
-    link: DrafterLink
-    breaker: CircuitBreaker
-    step_drafted: int = 0
-    """Draft tokens of this step that were put to the test."""
-    step_accepted: int = 0
-    heard: bool = True
-    """It has sent anything, however stale, since the last wait for it that was in vain."""
-    guessing: float = 1.0
-    """Moving share of its answers that held a guess at all; an n-gram drafter often has none."""
-
-
-class _Hope(NamedTuple):
-    """What a drafter may bring for one request."""
-
-    probability: float
-    """Chance that a draft token is right given that those before it are."""
-    window: int
-    guessing: float
-    """Chance that it has a guess at all."""
 
 
 @dataclass(slots=True)
@@ -75,8 +40,8 @@ class _Request:
     """Drafter whose tail is in the step under way."""
     usable: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Usable tails of its drafters when the step under way began."""
-    worthwhile: int = 0
-    """Draft tokens that would be verified if they were there; 0: no use in waiting."""
+    answered: tuple[str, ...] = ()
+    """Drafters that had said something about its newest commit then, be it that they have no guess."""
 
 
 class Speculator:
@@ -84,10 +49,12 @@ class Speculator:
 
     Args:
         verifier_id: Incarnation id of the verifier; drafters answer to it.
-        mode: How all of its requests are drafted for.
-        config: Windows, waits and the circuit breaker.
+        mode: The layout: how its requests are drafted for, unless a request's own acceptance calls for another mode.
+        config: Windows, waits, races and the circuit breaker.
         vocab_size: Draft tokens outside `[0, vocab_size)` are dropped.
         clock: Monotonic seconds.
+        max_batch: Most requests the verifier runs at once.
+        priors: Draft method → what is known about it offline.
     """
 
     def __init__(
@@ -97,19 +64,21 @@ class Speculator:
         config: SpeculationConfig,
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
+        max_batch: int = 16,
+        priors: Mapping[str, MethodPrior] | None = None,
     ) -> None:
         self.inbox: Mailbox[ToVerifier] = Mailbox(for_verifier())
-        self._verifier_id, self._mode, self._config, self._clock = verifier_id, mode, config, clock
+        self._verifier_id, self._clock = verifier_id, clock
         self._book = TailBook(vocab_size)
-        self._assignment = DrafterAssignment()
-        self._acceptance = AcceptanceTable()
-        self._drafters: dict[str, _Drafter] = {}
+        self._acceptance = TrackRecord(DraftLadder(priors))
+        self._drafters = DrafterTable(config.breaker, clock)
         self._requests: dict[str, _Request] = {}
         self._cost = StepCostModel()
         self._metrics = StepMetrics()
-        self._timely = 1.0
-        """Moving share of the decoupled waits that were answered in time."""
-        self._steps = 0
+        self._planner = DraftPlanner(mode, config, max_batch, self._drafters, self._acceptance, self._cost)
+        self._waits = DraftWaits(
+            mode, config, self._drafters, self._book, self._planner, self._acceptance, self._cost, clock
+        )
 
     def use_metrics(self, metrics: StepMetrics) -> None:
         """Count into these metrics from now on."""
@@ -119,20 +88,16 @@ class Speculator:
 
     def set_drafters(self, links: Mapping[str, DrafterLink]) -> None:
         """The complete list of drafters now."""
-        for drafter_id in self._drafters.keys() - links.keys():
+        for drafter_id in self._drafters.set(links):
             self._book.forget_drafter(drafter_id)
-            self._acceptance.forget_drafter(drafter_id)
-        self._drafters = {
-            drafter_id: self._drafters.get(drafter_id) or _Drafter(link, CircuitBreaker(self._config.breaker))
-            for drafter_id, link in links.items()
-        }
-        self._tell(self._assignment.set_drafters({drafter_id: link.method for drafter_id, link in links.items()}))
+        self._tell(self._planner.set_drafters())
 
     def open(self, request: TargetRequest) -> None:
         """A request was added to the engine."""
         self._requests[request.request_id] = _Request(request)
         self._book.open(request.request_id, request.committed_token_ids)
-        self._tell(self._assignment.add(request.request_id))
+        self._acceptance.reach(request.request_id, len(request.committed_token_ids))
+        self._tell(self._planner.add(request.request_id))
 
     def close(self, request_id: str, finished: bool) -> None:
         """A request left the engine."""
@@ -140,37 +105,32 @@ class Speculator:
             return
         self._book.close(request_id)
         self._acceptance.forget_request(request_id)
-        for drafter_id, _ in self._assignment.remove(request_id).closed:
-            self._post(drafter_id, DraftClose(request_id, self._verifier_id, finished))
+        for drafter_id, _ in self._planner.remove(request_id).closed:
+            self._drafters.post(drafter_id, DraftClose(request_id, self._verifier_id, finished))
 
     def _tell(self, change: AssignmentChange) -> None:
         for drafter_id, request_id in change.closed:
-            self._post(drafter_id, DraftClose(request_id, self._verifier_id, finished=False))
+            self._drafters.post(drafter_id, DraftClose(request_id, self._verifier_id, finished=False))
+            self._book.forget_tail(request_id, drafter_id)
         for drafter_id, request_id in change.opened:
             self._open_at(drafter_id, request_id)
 
     def _open_at(self, drafter_id: str, request_id: str) -> None:
-        request = self._requests[request_id].request
+        request, plan = self._requests[request_id].request, self._planner.plan(request_id, drafter_id)
         message = DraftOpen(
             request_id,
             self._verifier_id,
             request.prompt_token_ids,
             self._book.committed(request_id),
             request.sampling,
-            self._drafters[drafter_id].link.window,
-            self._mode,
+            plan.window,
+            plan.mode,
         )
-        self._post(drafter_id, message)
-
-    def _post(self, drafter_id: str, message: ToDrafter) -> None:
-        drafter = self._drafters.get(drafter_id)
-        if drafter is not None:
-            drafter.link.outbox.queue([message])
+        self._drafters.post(drafter_id, message)
 
     def flush(self) -> None:
         """Send off what is queued for drafters that are not still busy with the last delivery."""
-        for drafter in self._drafters.values():
-            drafter.link.outbox.flush()
+        self._drafters.flush()
 
     # ---- before a step ----
 
@@ -178,112 +138,41 @@ class Speculator:
         """Take in what drafters sent since the last call."""
         for message in self.inbox.drain():
             drafter = self._drafters.get(message.drafter_id)
-            if drafter is None or message.drafter_id not in self._assignment.of(message.request_id):
+            if drafter is None or message.drafter_id not in self._planner.drafters(message.request_id):
                 continue
-            drafter.heard = True
             if not isinstance(message, DraftTail):
+                drafter.heard = True
                 self._open_at(message.drafter_id, message.request_id)
                 continue
-            drafter.guessing = _fade(drafter.guessing, bool(message.token_ids))
+            drafter.hear(message)
             if self._book.offer(message, drafter.link.window):
                 drafter.breaker.record_answer()
 
     def plan_waits(self, decoding: Sequence[str]) -> float:
-        """Decide how many draft tokens of each request are worth having, and how long to wait for them.
+        """Look at who drafts for what, if it is time, and decide how long to wait for drafts.
 
         Returns:
             Clock time until which the step may wait; now, when no wait pays.
         """
-        now = self._clock()
-        self._steps += 1
-        if not self._drafters or not decoding:
-            return now
-        hopes = {request_id: self._potential(request_id, now) for request_id in decoding}
-        candidates = [VerifyCandidate(request_id, hope.probability, hope.window) for request_id, hope in hopes.items()]
-        lengths = self._lengths(candidates)
-        for request_id in decoding:
-            self._requests[request_id].worthwhile = lengths[request_id]
-        if self._mode is Mode.COUPLED:
-            return now + self._config.coupled_wait_s
-        if self._config.draft_wait_s is not None:
-            return now + self._config.draft_wait_s
-        return now + self._worthwhile_wait_s(hopes, lengths, now)
-
-    def _potential(self, request_id: str, now: float) -> _Hope:
-        """The most that one of the request's healthy drafters can be hoped to bring."""
-        hopes = [_Hope(0.0, 0, 0.0)]
-        for drafter_id in self._healthy(request_id, now):
-            probability = self._acceptance.probability(request_id, drafter_id)
-            hopes.append(_Hope(probability, self._window(drafter_id), self._drafters[drafter_id].guessing))
-        return max(hopes)
-
-    def _window(self, drafter_id: str) -> int:
-        return self._drafters[drafter_id].link.window
-
-    def _healthy(self, request_id: str, now: float) -> list[str]:
-        """Drafters of the request that are reachable and whose breaker lets them be asked."""
-        result = []
-        for drafter_id in self._assignment.of(request_id):
-            drafter = self._drafters[drafter_id]
-            if drafter.link.outbox.failed is None and drafter.breaker.allows(now):
-                result.append(drafter_id)
-        return result
-
-    def _lengths(self, candidates: Sequence[VerifyCandidate]) -> dict[str, int]:
-        if self._config.verify == VerifyPolicy.all:
-            return {candidate.request_id: candidate.supply for candidate in candidates}
-        return choose_verify_lengths(candidates, self._cost.seconds)
-
-    def _worthwhile_wait_s(self, hopes: Mapping[str, _Hope], lengths: Mapping[str, int], now: float) -> float:
-        extra = sum(
-            hope.guessing * expected_accepted(hope.probability, lengths[request_id])
-            for request_id, hope in hopes.items()
-            if not self._is_answered(request_id, now)
-        )
-        timely = 1.0 if self._steps % _PROBE_EVERY == 0 else self._timely
-        step_s = self._cost.seconds(len(hopes), len(hopes) + sum(lengths.values()))
-        return choose_wait_s(extra * timely, float(len(hopes)), step_s)
+        if len(self._drafters):
+            change = self._planner.step(decoding, self._book.committed_len)
+            if change is not None:
+                self._tell(change)
+        return self._waits.plan(decoding)
 
     def all_answered(self, decoding: Sequence[str]) -> bool:
         """Whether no wait would bring anything: every request has what its drafters can say about its newest commit."""
-        if not self._drafters:
-            return True
-        now = self._clock()
-        return all(self._is_answered(request_id, now) for request_id in decoding)
-
-    def _is_answered(self, request_id: str, now: float) -> bool:
-        """Coupled: every healthy drafter is done with the newest commit. Decoupled: one has a token, or none has."""
-        if self._requests[request_id].worthwhile == 0:
-            return True
-        healthy = self._healthy(request_id, now)
-        if self._mode is Mode.COUPLED:
-            return all(self._book.complete(request_id, drafter_id) for drafter_id in healthy)
-        if self._book.usable(request_id).keys() & set(healthy):
-            return True
-        return all(self._book.answered(request_id, drafter_id) for drafter_id in healthy)
+        return self._waits.all_answered(decoding)
 
     def record_wait(self, decoding: Sequence[str], answered: bool) -> None:
-        """A wait has ended; drafters that were waited for in vain are noted as silent.
+        """A wait has ended; drafters that were waited for in vain are noted as silent."""
+        self._waits.record(decoding, answered)
 
-        Decoupled waits are short: a drafter that has sent anything since the last one is late, not silent, and the
-        waits adapt to that.
-        """
-        self._timely = _fade(self._timely, answered)
-        if answered:
-            return
-        now = self._clock()
-        missed = {
-            drafter_id
-            for request_id in decoding
-            if self._requests[request_id].worthwhile
-            for drafter_id in self._healthy(request_id, now)
-            if not self._book.answered(request_id, drafter_id)
-        }
-        for drafter_id in missed:
-            drafter = self._drafters[drafter_id]
-            if self._mode is Mode.COUPLED or not drafter.heard:
-                drafter.breaker.record_silence()
-            drafter.heard = False
+    def _healthy(self, request_id: str, now: float) -> list[str]:
+        return self._waits.healthy(request_id, now)
+
+    def _lengths(self, candidates: Sequence[VerifyCandidate]) -> dict[str, int]:
+        return self._waits.verify_lengths(candidates)
 
     def choose_tails(self, decoding: Sequence[str]) -> dict[str, tuple[int, ...]]:
         """The tail to verify for each request that has a usable one: the one with the most expected accepted tokens."""
@@ -294,6 +183,7 @@ class Speculator:
             state = self._requests[request_id]
             usable, healthy = self._book.usable(request_id), self._healthy(request_id, now)
             state.usable = {drafter_id: usable[drafter_id] for drafter_id in healthy if drafter_id in usable}
+            state.answered = tuple(d for d in healthy if self._book.answered(request_id, d))
             state.chosen = self._best(request_id, state.usable)
             tail = state.usable.get(state.chosen, ()) if state.chosen else ()
             probability = self._acceptance.probability(request_id, state.chosen) if state.chosen else 0.0
@@ -318,10 +208,13 @@ class Speculator:
         """A step committed tokens: judge the tails that were there by them, and tell the request's drafters."""
         request_id, fresh = output.request_id, tuple(output.token_ids)
         state = self._requests[request_id]
+        for drafter_id in state.answered:
+            if self._planner.plan(request_id, drafter_id).window:
+                self._acceptance.record_answer(request_id, drafter_id, drafter_id in state.usable, output.start)
         for drafter_id, tail in state.usable.items():
             # Also tails that were not verified are put to the test by what was committed, as far as that reaches.
             drafted, accepted = min(len(tail), len(fresh)), common_prefix(tail, fresh)
-            self._acceptance.record(request_id, drafter_id, drafted, accepted)
+            self._acceptance.record(request_id, drafter_id, drafted, accepted, output.start)
             drafter = self._drafters.get(drafter_id)
             if drafter is not None:
                 drafter.step_drafted += drafted
@@ -331,38 +224,27 @@ class Speculator:
             pair = state.by_drafter.setdefault(state.chosen, [0, 0])
             pair[0] += output.num_drafted
             pair[1] += output.num_accepted
-        state.usable, state.chosen = {}, None
+        state.usable, state.chosen, state.answered = {}, None, ()
         self._book.commit(request_id, fresh)
-        for drafter_id in self._assignment.of(request_id):
-            window = self._window(drafter_id)
-            self._post(drafter_id, Commit(request_id, self._verifier_id, output.start, fresh, window, self._mode))
+        self._acceptance.reach(request_id, output.start + len(fresh))
+        for drafter_id in self._planner.drafters(request_id):
+            window, mode = self._planner.plan(request_id, drafter_id)
+            self._drafters.post(drafter_id, Commit(request_id, self._verifier_id, output.start, fresh, window, mode))
 
     def observe_step(self, result: StepResult) -> None:
         """Learn from a whole step: its cost, and how each drafter did in it."""
         if result.num_prefill_tokens == 0 and result.num_tokens:
             self._cost.record(result.num_tokens, result.forward_s + result.sampling_s)
-        for drafter in self._drafters.values():
-            drafter.breaker.record(drafter.step_drafted, drafter.step_accepted)
-            drafter.step_drafted = drafter.step_accepted = 0
+        self._drafters.end_step()
 
     def accepted_by_drafter(self, request_id: str) -> dict[str, tuple[int, int]]:
         """Drafter id → (drafted, accepted) of one request so far."""
         return {name: (pair[0], pair[1]) for name, pair in self._requests[request_id].by_drafter.items()}
 
     def snapshot(self) -> dict[str, Any]:
-        """State of the breakers and what became of tails, for status displays."""
+        """Breakers, what became of tails, and the ladder's standings, for status displays and the controller."""
         return {
             "tails": asdict(self._book.counters),
-            "breakers": {
-                drafter_id: {
-                    "state": str(drafter.breaker.state),
-                    "openings": drafter.breaker.openings,
-                    "reason": drafter.breaker.reason,
-                }
-                for drafter_id, drafter in list(self._drafters.items())
-            },
+            "breakers": self._drafters.snapshot(),
+            "ladder": self._planner.standings,
         }
-
-
-def _fade(share: float, happened: bool) -> float:
-    return _MEMORY * share + (1 - _MEMORY) * happened

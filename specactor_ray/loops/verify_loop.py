@@ -18,7 +18,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from specactor_ray.errors import InputError
-from specactor_ray.loops.speculator import DrafterLink, Speculator
+from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.step_metrics import StepMetrics
 from specactor_ray.messages import Finished, Progress, RequestStats, ToRollout, ToVerifier
 from specactor_ray.queues.events import EventQueue

@@ -17,7 +17,8 @@ from specactor_ray.drafters.base import Proposer
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.loops.draft_loop import DraftLoop
-from specactor_ray.loops.speculator import DrafterLink, Speculator
+from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import Finished, Mode, Progress, SamplingParams
 from specactor_ray.modeling.ragged_model import RaggedModel

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specactor_ray.config.schema import BreakerConfig, SpeculationConfig, VerifyPolicy
-from specactor_ray.loops.speculator import DrafterLink, Speculator
+from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.speculator import Speculator
 from specactor_ray.messages import DraftTail, Mode, SamplingParams
 from specactor_ray.queues.conflation import for_drafter
 from specactor_ray.queues.outbox import Outbox
