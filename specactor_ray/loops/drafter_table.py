@@ -90,6 +90,10 @@ class DrafterTable:
         """Drafter id → method."""
         return {drafter_id: drafter.link.method for drafter_id, drafter in self._drafters.items()}
 
+    def links(self) -> list[tuple[str, DrafterLink]]:
+        """Drafter id and how to reach it."""
+        return [(drafter_id, drafter.link) for drafter_id, drafter in self._drafters.items()]
+
     def seats(self) -> dict[str, DraftSeat]:
         """What the assignment has to know."""
         now = self._clock()

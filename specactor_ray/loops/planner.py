@@ -66,6 +66,8 @@ class DraftPlanner:
         self._assignment = DrafterAssignment()
         self._reconfigurator = Reconfigurator(modes)
         self._requests: dict[str, _Request] = {}
+        self._bases: dict[str, RequestPlan] = {}
+        """Drafter id → its window in the base mode."""
         self._steps = 0
         self._due = False
         self._racing = False
@@ -82,7 +84,7 @@ class DraftPlanner:
 
     def plan(self, request_id: str, drafter_id: str) -> RequestPlan:
         """Window and mode of a request at one of its drafters."""
-        return self._reconfigurator.plan(request_id, self._base(drafter_id))
+        return self._reconfigurator.plan(request_id, self._bases[drafter_id])
 
     def mode(self, request_id: str) -> Mode:
         """Mode of a request; `plain` also for one without drafters."""
@@ -94,6 +96,7 @@ class DraftPlanner:
     def set_drafters(self) -> AssignmentChange:
         """The table of drafters has changed."""
         self._track.set_drafters(self._table.methods)
+        self._bases = {drafter_id: RequestPlan(link.window, self._mode) for drafter_id, link in self._table.links()}
         change = self._revise(list(self._requests), level=True)
         self._publish()
         return change
@@ -225,7 +228,7 @@ class DraftPlanner:
 
         best = max(drafters, key=promise) if len(drafters) > 1 else drafters[0]
         probability, verified = self._track.probability(request_id, best), self._track.verified(request_id)
-        return RequestView(request_id, probability, self._table[best].token_s, self._base(best), verified, committed)
+        return RequestView(request_id, probability, self._table[best].token_s, self._bases[best], verified, committed)
 
     # ---- what is known ----
 
@@ -240,9 +243,6 @@ class DraftPlanner:
             "plan_changes": self._reconfigurator.changes,
             "loads": loads,
         }
-
-    def _base(self, drafter_id: str) -> RequestPlan:
-        return RequestPlan(self._table[drafter_id].link.window, self._mode)
 
     def _methods(self) -> list[str]:
         return list(dict.fromkeys(self._table.methods.values()))

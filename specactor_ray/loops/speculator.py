@@ -210,11 +210,11 @@ class Speculator:
         state = self._requests[request_id]
         for drafter_id in state.answered:
             if self._planner.plan(request_id, drafter_id).window:
-                self._acceptance.record_answer(request_id, drafter_id, drafter_id in state.usable, output.start)
+                self._acceptance.record_answer(request_id, drafter_id, drafter_id in state.usable)
         for drafter_id, tail in state.usable.items():
             # Also tails that were not verified are put to the test by what was committed, as far as that reaches.
             drafted, accepted = min(len(tail), len(fresh)), common_prefix(tail, fresh)
-            self._acceptance.record(request_id, drafter_id, drafted, accepted, output.start)
+            self._acceptance.record(request_id, drafter_id, drafted, accepted)
             drafter = self._drafters.get(drafter_id)
             if drafter is not None:
                 drafter.step_drafted += drafted

@@ -17,7 +17,7 @@ BUCKET_STARTS = (0, 64, 256, 1024)
 """First output position of each range; the last is open."""
 BUCKET_NAMES = ("0-63", "64-255", "256-1023", "1024+")
 
-HALF_LIFE_TOKENS = 4096.0
+HALF_LIFE_TOKENS = 8192.0
 """Draft tokens of *any* method after which an observation counts half."""
 PRIOR_TOKENS = 8.0
 """Weight of the prior, in tokens."""
@@ -26,6 +26,7 @@ EXPLORATION = 0.15
 PENDING_TOKENS = 32.0
 """Tokens of evidence that a request which is being drafted for will bring soon."""
 _DEFAULT_PRIOR = 0.5
+_LARGEST_WEIGHT = 1e100
 _HIGHEST = 0.98
 """Optimism stops here: certainty would make any cost worth it."""
 
@@ -67,7 +68,8 @@ class Rung(NamedTuple):
 
 @dataclass(slots=True)
 class _Cell:
-    """One method's record, fading with the clock of its range (draft tokens of all methods there)."""
+    """One method's record in one range. Instead of letting what is old fade, what is new counts more: a sum divided by
+    today's weight is the faded one, and recording touches nothing else."""
 
     drafted: float = 0.0
     tried: float = 0.0
@@ -77,36 +79,57 @@ class _Cell:
     """Steps at which it had answered the newest commit, or had a guess anyway."""
     guesses: float = 0.0
     """Those at which it had a guess."""
-    seen_at: float = 0.0
 
-    def fade(self, now: float) -> None:
-        if now == self.seen_at:
-            return
-        factor = _half(now - self.seen_at)
-        self.drafted, self.tried, self.accepted = self.drafted * factor, self.tried * factor, self.accepted * factor
-        self.answers, self.guesses = self.answers * factor, self.guesses * factor
-        self.seen_at = now
+    def scaled(self, factor: float) -> _Cell:
+        return _Cell(
+            self.drafted * factor,
+            self.tried * factor,
+            self.accepted * factor,
+            self.answers * factor,
+            self.guesses * factor,
+        )
 
 
 @dataclass(slots=True)
 class _Range:
-    """One range of output positions, or all of them."""
+    """One range of output positions; its clock are the draft tokens of all methods in it."""
 
     cells: dict[str, _Cell] = field(default_factory=dict)
-    clock: float = 0.0
+    weight: float = 1.0
+    """What an observation of now counts; doubles with every half-life."""
 
     def record(self, method: str, drafted: int, accepted: int) -> None:
-        self.clock += drafted
-        cell = self.cell(method)
-        cell.drafted += drafted
-        cell.tried += min(accepted + 1, drafted)
-        cell.accepted += accepted
+        weight = self._advance(drafted)
+        cell = self._cell(method)
+        cell.drafted += weight * drafted
+        cell.tried += weight * min(accepted + 1, drafted)
+        cell.accepted += weight * accepted
 
-    def cell(self, method: str) -> _Cell:
-        """The cell, faded to now."""
-        cell = self.cells.setdefault(method, _Cell(seen_at=self.clock))
-        cell.fade(self.clock)
+    def record_answer(self, method: str, guessed: bool) -> None:
+        cell = self._cell(method)
+        cell.answers += self.weight
+        cell.guesses += self.weight * guessed
+
+    def now(self, method: str) -> _Cell:
+        """The record, faded to now."""
+        return self._cell(method).scaled(1.0 / self.weight)
+
+    def total_tried(self) -> float:
+        """`tried` of all methods, faded to now."""
+        return sum(cell.tried for cell in self.cells.values()) / self.weight
+
+    def _cell(self, method: str) -> _Cell:
+        cell = self.cells.get(method)
+        if cell is None:
+            cell = self.cells[method] = _Cell()
         return cell
+
+    def _advance(self, tokens: int) -> float:
+        self.weight *= math.exp2(tokens / HALF_LIFE_TOKENS)
+        if self.weight > _LARGEST_WEIGHT:
+            self.cells = {method: cell.scaled(1.0 / self.weight) for method, cell in self.cells.items()}
+            self.weight = 1.0
+        return self.weight
 
 
 @dataclass(slots=True)
@@ -132,37 +155,41 @@ class DraftLadder:
     def __init__(self, priors: Mapping[str, MethodPrior] | None = None) -> None:
         self._priors = dict(priors or {})
         self._ranges = [_Range() for _ in BUCKET_STARTS]
-        self._overall = _Range()
+        self._tokens = 0.0
         self._costs: dict[str, _Cost] = {}
 
-    def record(self, method: str, position: int, drafted: int, accepted: int) -> None:
-        """`accepted` of `drafted` draft tokens from this output position on were right, counted from the first."""
-        if drafted <= 0:
-            return
-        accepted = min(max(accepted, 0), drafted)
-        self._ranges[bucket_of(position)].record(method, drafted, accepted)
-        self._overall.record(method, drafted, accepted)
+    def record(self, method: str, bucket: int, drafted: int, accepted: int) -> None:
+        """`accepted` of `drafted` draft tokens in this range of positions were right, counted from the first."""
+        if drafted > 0:
+            self._tokens += drafted
+            self._ranges[bucket].record(method, drafted, min(max(accepted, 0), drafted))
 
-    def record_answer(self, method: str, position: int, guessed: bool) -> None:
-        """A drafter of this method had something to say about this output position, or nothing."""
-        cell = self._ranges[bucket_of(position)].cell(method)
-        cell.answers += 1.0
-        cell.guesses += guessed
+    def record_answer(self, method: str, bucket: int, guessed: bool) -> None:
+        """A drafter of this method had something to say about an output position, or nothing."""
+        self._ranges[bucket].record_answer(method, guessed)
 
     def record_cost(self, method: str, token_s: float) -> None:
         """The method's drafters take so many seconds per token now. Nonsense is ignored."""
         if 0.0 < token_s < math.inf:
-            self._costs[method] = _Cost(token_s, self._overall.clock)
+            self._costs[method] = _Cost(token_s, self._tokens)
 
     def probability(self, method: str, bucket: int) -> float:
         """Acceptance in this range, drawn to that over all ranges, and that to the prior."""
         prior = self._priors[method].probability if method in self._priors else _DEFAULT_PRIOR
-        return _ratio(self._ranges[bucket].cell(method), _ratio(self._overall.cell(method), prior))
+        all_tried = all_accepted = tried = accepted = 0.0
+        for number, of_range in enumerate(self._ranges):  # read for every tail of every step
+            cell = of_range.cells.get(method)
+            if cell is not None:
+                all_tried += cell.tried / of_range.weight
+                all_accepted += cell.accepted / of_range.weight
+                if number == bucket:
+                    tried, accepted = cell.tried / of_range.weight, cell.accepted / of_range.weight
+        return _drawn(accepted, tried, _drawn(all_accepted, all_tried, prior))
 
     def guessing(self, method: str, bucket: int) -> float:
         """Share of its answers that hold a guess; 1 before anything is known."""
-        cell = self._ranges[bucket].cell(method)
-        return (cell.guesses + PRIOR_TOKENS) / (cell.answers + PRIOR_TOKENS)
+        cell = self._ranges[bucket].now(method)
+        return _drawn(cell.guesses, cell.answers, 1.0)
 
     def estimate(self, method: str, bucket: int) -> Estimate:
         return Estimate(self.probability(method, bucket), self.guessing(method, bucket))
@@ -177,8 +204,8 @@ class DraftLadder:
     def bonus(self, method: str, bucket: int, pending: Mapping[str, int] | None = None) -> float:
         """What optimism adds to the acceptance; `pending`: method → requests that it drafts for already."""
         here, soon = self._ranges[bucket], pending or {}
-        total = sum(here.cell(other).tried for other in here.cells) + PENDING_TOKENS * sum(soon.values())
-        known = here.cell(method).tried + PENDING_TOKENS * soon.get(method, 0)
+        total = here.total_tried() + PENDING_TOKENS * sum(soon.values())
+        known = here.now(method).tried + PENDING_TOKENS * soon.get(method, 0)
         return EXPLORATION * math.sqrt(math.log1p(total) / (1.0 + known))
 
     def rank(
@@ -218,7 +245,7 @@ class DraftLadder:
         }
 
     def _standing(self, method: str, bucket: int, rate: Rate) -> dict[str, Any]:
-        cell, known = self._ranges[bucket].cell(method), self.estimate(method, bucket)
+        cell, known = self._ranges[bucket].now(method), self.estimate(method, bucket)
         return {
             "drafted": round(cell.drafted, 1),
             "acceptance": cell.accepted / cell.drafted if cell.drafted >= 1.0 else None,
@@ -231,12 +258,9 @@ class DraftLadder:
         cost = self._costs.get(method)
         if cost is None:
             return self.token_s(method)
-        return cost.token_s * _half(self._overall.clock - cost.seen_at)
+        return cost.token_s * math.exp2((cost.seen_at - self._tokens) / HALF_LIFE_TOKENS)
 
 
-def _half(tokens: float) -> float:
-    return math.exp2(-tokens / HALF_LIFE_TOKENS)
-
-
-def _ratio(cell: _Cell, prior: float) -> float:
-    return (cell.accepted + prior * PRIOR_TOKENS) / (cell.tried + PRIOR_TOKENS)
+def _drawn(hits: float, trials: float, prior: float) -> float:
+    """hits / trials, drawn to the prior."""
+    return (hits + prior * PRIOR_TOKENS) / (trials + PRIOR_TOKENS)

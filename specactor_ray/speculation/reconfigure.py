@@ -24,6 +24,8 @@ MIN_VERIFIED = 32
 PLAIN_TOKENS = 128
 """Output tokens after which a plain request is drafted for again, to see whether that pays now."""
 _MAX_BACKOFF = 8
+_AVERAGE_MEMORY = 64.0
+"""Looks at single requests after which the remembered average has mostly become that of the running ones."""
 
 
 class RequestPlan(NamedTuple):
@@ -75,7 +77,10 @@ def best_plan(
 
 
 def reconfigure(
-    requests: Sequence[RequestView], verify_s: Sequence[float], modes: Sequence[Mode]
+    requests: Sequence[RequestView],
+    verify_s: Sequence[float],
+    modes: Sequence[Mode],
+    average: float | None = None,
 ) -> dict[str, RequestPlan]:
     """Algorithm 2 as written, without memory: the best plan for every request below the average acceptance, the base
     plan for the others.
@@ -84,8 +89,10 @@ def reconfigure(
         requests: All running requests that have a drafter.
         verify_s: `verify_s[w]` is V(w) at batch 1, up to the largest base window.
         modes: `coupled` and `decoupled`, or one of them where the layout allows only that.
+        average: The average acceptance; default: that of these requests.
     """
-    average = fmean(view.probability for view in requests) if requests else 0.0
+    if average is None:
+        average = fmean(view.probability for view in requests) if requests else 0.0
     return {
         view.request_id: best_plan(view.probability, view.draft_s, verify_s, view.base.window, modes)[0]
         if view.probability < average
@@ -114,6 +121,9 @@ class Reconfigurator:
     in both directions: a request that rose above the average goes back to its base plan only where that is the faster
     one.
 
+    The average is that over the running requests, remembered for a while: the last stragglers are compared with those
+    that have ended, not only with each other.
+
     A plain request gets no drafts, so nothing can be learnt about it: after `plain_tokens` output tokens it has its
     base plan back, and is judged anew. Each time that was in vain the next try is twice as far away, up to eight times.
 
@@ -134,6 +144,7 @@ class Reconfigurator:
         self._modes = tuple(modes)
         self._min_gain, self._min_verified, self._plain_tokens = min_gain, min_verified, plain_tokens
         self._set: dict[str, _Set] = {}
+        self._average: float | None = None
         self.changes = 0
         """How often a plan was changed."""
 
@@ -150,7 +161,9 @@ class Reconfigurator:
 
     def revise(self, requests: Sequence[RequestView], verify_s: Sequence[float]) -> dict[str, RequestPlan]:
         """Look at all running requests that have a drafter. Returns the plans that changed."""
-        wanted = reconfigure(requests, verify_s, self._modes)
+        if not requests:
+            return {}
+        wanted = reconfigure(requests, verify_s, self._modes, self._remember_average(requests))
         changed = {}
         for view in requests:
             state = self._set.setdefault(view.request_id, _Set())
@@ -160,6 +173,13 @@ class Reconfigurator:
                 self._change(view, state, target)
                 changed[view.request_id] = target
         return changed
+
+    def _remember_average(self, requests: Sequence[RequestView]) -> float:
+        running = fmean(view.probability for view in requests)
+        if self._average is None:
+            self._average = running
+        self._average += len(requests) / (len(requests) + _AVERAGE_MEMORY) * (running - self._average)
+        return self._average
 
     def _judge(
         self, view: RequestView, state: _Set, now: RequestPlan, wanted: RequestPlan, verify_s: Sequence[float]

@@ -46,22 +46,23 @@ class TrackRecord:
 
     def reach(self, request_id: str, position: int) -> None:
         """The request's output has come to this position; evidence from an earlier range counts less from now on."""
-        own, bucket = self._requests.setdefault(request_id, _Own(bucket_of(position))), bucket_of(position)
+        own, bucket = self._own(request_id), bucket_of(position)
         if bucket != own.bucket:
             own.bucket = bucket
             for acceptance in own.by_method.values():
                 acceptance.discount(NEW_RANGE_WEIGHT)
 
-    def record(self, request_id: str, drafter_id: str, drafted: int, accepted: int, position: int = 0) -> None:
-        """`accepted` of the `drafted` tokens that this drafter guessed from `position` on were right."""
+    def record(self, request_id: str, drafter_id: str, drafted: int, accepted: int) -> None:
+        """`accepted` of the `drafted` tokens that this drafter guessed next for the request were right."""
         if drafted <= 0:
             return
-        method = self._method(drafter_id)
-        self.reach(request_id, position)
-        own = self._requests[request_id]
+        method, own = self._method(drafter_id), self._own(request_id)
         own.verified += drafted
-        own.by_method.setdefault(method, Acceptance()).record(drafted, accepted)
-        self.ladder.record(method, position, drafted, accepted)
+        acceptance = own.by_method.get(method)
+        if acceptance is None:
+            acceptance = own.by_method[method] = Acceptance()
+        acceptance.record(drafted, accepted)
+        self.ladder.record(method, own.bucket, drafted, accepted)
 
     def probability(self, request_id: str, drafter_id: str) -> float:
         """Chance that a token of this drafter, or of this method, is right given that those before it are."""
@@ -70,13 +71,14 @@ class TrackRecord:
         acceptance = own.by_method.get(method) if own is not None else None
         return average if acceptance is None else acceptance.probability_given(average)
 
-    def record_answer(self, request_id: str, drafter_id: str, guessed: bool, position: int = 0) -> None:
+    def record_answer(self, request_id: str, drafter_id: str, guessed: bool) -> None:
         """At a step this drafter had a guess for the request, or it had said that it has none."""
-        method = self._method(drafter_id)
-        self.reach(request_id, position)
-        own = self._requests[request_id]
-        own.guessing[method] = _MEMORY * self.guessing(request_id, method) + (1.0 - _MEMORY) * guessed
-        self.ladder.record_answer(method, position, guessed)
+        method, own = self._method(drafter_id), self._own(request_id)
+        before = own.guessing.get(method)
+        if before is None:
+            before = self.ladder.guessing(method, own.bucket)
+        own.guessing[method] = _MEMORY * before + (1.0 - _MEMORY) * guessed
+        self.ladder.record_answer(method, own.bucket, guessed)
 
     def guessing(self, request_id: str, drafter_id: str) -> float:
         """Chance that this drafter, or this method, has a guess at all for the request."""
@@ -105,6 +107,12 @@ class TrackRecord:
 
     def forget_request(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
+
+    def _own(self, request_id: str) -> _Own:
+        own = self._requests.get(request_id)
+        if own is None:
+            own = self._requests[request_id] = _Own()
+        return own
 
     def _method(self, drafter_id: str) -> str:
         return self._methods.get(drafter_id, drafter_id)

@@ -32,7 +32,7 @@ def observe(ladder: DraftLadder, method: str, p: float, position: int, times: in
     rng = random.Random(f"{method} {p} {position}")
     for _ in range(times):
         accepted = next((n for n in range(length) if rng.random() >= p), length)
-        ladder.record(method, position, length, accepted)
+        ladder.record(method, bucket_of(position), length, accepted)
 
 
 def test_ranges_of_positions() -> None:
@@ -97,9 +97,19 @@ def test_the_best_is_found_kept_and_found_again_when_another_becomes_good(seed: 
     rng, ladder = random.Random(seed), DraftLadder()
     early = play(ladder, {"ngram": 0.3, "draft_model": 0.8, "eagle": 0.5}, 3000, rng)
     assert early["draft_model"] > 0.9 * 3000 and min(early.values()) > 0
-    play(ladder, {"ngram": 0.3, "draft_model": 0.7, "eagle": 0.95}, 8000, rng)
+    play(ladder, {"ngram": 0.3, "draft_model": 0.7, "eagle": 0.95}, 12000, rng)
     late = play(ladder, {"ngram": 0.3, "draft_model": 0.7, "eagle": 0.95}, 1000, rng)
     assert late["eagle"] > 900, "a method that became good was never tried again"
+
+
+def test_figures_fade_by_half_however_long_it_runs() -> None:
+    ladder, shown = DraftLadder(), []
+    ladder.record("eagle", 0, 4096, 4096)
+    for _ in range(600):  # far beyond where the weights start again from one
+        ladder.record("ngram", 0, 8192, 0)
+        shown.append(ladder.standings(METHODS, rate)["ngram"]["buckets"]["0-63"]["drafted"])
+    assert shown[-1] == pytest.approx(2 * 8192, rel=1e-3)
+    assert ladder.probability("eagle", 0) == pytest.approx(0.5, abs=1e-6)
 
 
 def test_the_bonus_falls_with_evidence_and_grows_while_others_are_tried() -> None:
@@ -109,7 +119,7 @@ def test_the_bonus_falls_with_evidence_and_grows_while_others_are_tried() -> Non
     observe(ladder, "eagle", 0.5, 0, times=10)
     tried = ladder.bonus("eagle", 0)
     assert tried < 0.5 * untried
-    observe(ladder, "ngram", 0.5, 0, times=5000)
+    observe(ladder, "ngram", 0.5, 0, times=10000)
     assert ladder.bonus("eagle", 0) > 2 * tried
     assert ladder.bonus("eagle", 0, {"eagle": 1}) < 0.5 * ladder.bonus("eagle", 0), "one request explores, not all"
 
@@ -121,7 +131,7 @@ def test_a_cost_of_long_ago_does_not_rule_a_method_out() -> None:
     ladder.record_cost("ngram", 0.001)
     ladder.record_cost("eagle", 0.5)  # it was overrun once
     assert order(ladder)[:1] != ["eagle"]
-    observe(ladder, "ngram", 0.6, 0, times=12000)
+    observe(ladder, "ngram", 0.6, 0, times=24000)
     assert "eagle" in order(ladder)[:2] and ladder.token_s("eagle") == 0.5
 
 
@@ -129,7 +139,7 @@ def test_a_cost_of_long_ago_does_not_rule_a_method_out() -> None:
 def test_whatever_is_recorded_the_figures_stay_in_range(records: list[tuple[str, int, int, int]]) -> None:
     ladder = DraftLadder()
     for method, position, drafted, accepted in records:
-        ladder.record(method, position, drafted, accepted)
+        ladder.record(method, bucket_of(position), drafted, accepted)
     table = ladder.standings(METHODS, rate)
     assert list(table) == list(METHODS)
     for row in table.values():
@@ -145,8 +155,9 @@ class TestTrackRecord:
         track = TrackRecord()
         assert track.probability("r", "d") == pytest.approx(0.5)
         for _ in range(50):
-            track.record("good", "d", 4, 4, position=10)
-            track.record("late", "d", 4, 0, position=2000)
+            track.reach("late", 2000)
+            track.record("good", "d", 4, 4)
+            track.record("late", "d", 4, 0)
         assert track.probability("new", "d") > 0.9
         track.reach("moved here", 1500)
         assert track.probability("moved here", "d") < 0.15
@@ -179,14 +190,15 @@ class TestTrackRecord:
     def test_evidence_from_an_earlier_range_counts_less(self) -> None:
         track = TrackRecord()
         for _ in range(20):
-            track.record("r", "d", 4, 4, position=50)
+            track.record("r", "d", 4, 4)
+        track.reach("others", 70)
         for _ in range(200):
-            track.record("others", "d", 4, 0, position=70)
+            track.record("others", "d", 4, 0)
         before = track.probability("r", "d")
         track.reach("r", 64)
         assert track.probability("r", "d") < before
         for _ in range(4):
-            track.record("r", "d", 4, 0, position=70)
+            track.record("r", "d", 4, 0)
         assert track.probability("r", "d") < 0.6
 
     def test_guesses_are_counted_per_request(self) -> None:

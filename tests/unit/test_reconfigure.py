@@ -123,6 +123,13 @@ def test_a_plain_request_is_tried_again_ever_more_seldom_until_it_pays() -> None
     assert made.plan("bad", BASE) != PLAIN
 
 
+def test_the_last_straggler_is_compared_with_those_that_have_ended() -> None:
+    made = Reconfigurator(BOTH)
+    for step in range(20):
+        made.revise([view(name, 0.9, 8 * step) for name in "abcdefgh"], VERIFY_S)
+    assert made.revise([view("last", 0.02)], VERIFY_S) == {"last": PLAIN}
+
+
 def test_a_coupled_layout_never_runs_ahead() -> None:
     base = RequestPlan(8, Mode.COUPLED)
     made = Reconfigurator((Mode.COUPLED,))

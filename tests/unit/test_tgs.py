@@ -15,6 +15,7 @@ from specactor_ray.speculation.tgs import best_window, tau_coupled, tau_decouple
 PROBABILITIES = st.one_of(st.floats(0, 1), st.floats(1e-15, 1e-3).map(lambda rest: 1.0 - rest))
 WINDOWS = st.integers(1, 128)
 SECONDS = st.floats(1e-6, 1.0)
+DRAFTED = st.sampled_from([Mode.COUPLED, Mode.DECOUPLED])
 COSTS = st.lists(SECONDS, min_size=13, max_size=13)
 
 
@@ -43,7 +44,7 @@ def test_the_ends_are_exact() -> None:
         tau_coupled(0.5, -1)
 
 
-@given(st.floats(0, 1), st.floats(0, 1), WINDOWS, st.sampled_from([Mode.COUPLED, Mode.DECOUPLED]), SECONDS, SECONDS)
+@given(st.floats(0, 1), st.floats(0, 1), WINDOWS, DRAFTED, SECONDS, SECONDS)
 def test_better_drafts_never_predict_less(
     p: float, q: float, window: int, mode: Mode, draft_s: float, verify_s: float
 ) -> None:
@@ -52,9 +53,7 @@ def test_better_drafts_never_predict_less(
     assert better >= worse * (1 - 1e-12)
 
 
-@given(
-    PROBABILITIES, SECONDS | st.just(0.0), COSTS, st.integers(1, 12), st.sampled_from([Mode.COUPLED, Mode.DECOUPLED])
-)
+@given(PROBABILITIES, SECONDS | st.just(0.0), COSTS, st.integers(1, 12), DRAFTED)
 def test_the_best_window_is_the_best(p: float, draft_s: float, verify_s: list[float], most: int, mode: Mode) -> None:
     rate, window = best_window(mode, p, draft_s, verify_s, most)
     rates = [tokens_per_s(mode, p, w, draft_s, verify_s[w]) for w in range(1, most + 1)]
