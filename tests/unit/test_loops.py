@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from specactor_ray.config.schema import BreakerConfig, SpeculationConfig, VerifyPolicy
+from specactor_ray.config.schema import BreakerConfig, RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.drafters.base import Proposer
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.loops import planner
 from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.drafter_table import DrafterLink
 from specactor_ray.loops.speculator import Speculator
@@ -24,6 +25,7 @@ from specactor_ray.messages import Finished, Mode, Progress, SamplingParams
 from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.queues.conflation import for_drafter, for_verifier
 from specactor_ray.queues.outbox import Outbox
+from specactor_ray.speculation.reconfigure import PLAIN, RequestPlan
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests.misbehaving import Crasher, Liar
@@ -168,6 +170,60 @@ def test_a_faulty_channel_changes_no_token_and_drafts_recover(seed: int) -> None
         assert bench.verifier.snapshot()["drafted_tokens"] > 0
     finally:
         bench.close()
+
+
+class Whims:
+    """Stands in for Algorithm 2: any window and mode for any request, another one at every look."""
+
+    changes = 0
+
+    def __init__(self, modes: Sequence[Mode]) -> None:
+        self._rng = random.Random(7)
+        self._plans: dict[str, RequestPlan] = {}
+
+    def plan(self, request_id: str, base: RequestPlan) -> RequestPlan:
+        return self._plans.get(request_id, base)
+
+    def forget(self, request_id: str) -> None:
+        self._plans.pop(request_id, None)
+
+    def revise(self, views: Sequence[Any], verify_s: Sequence[float]) -> None:
+        for view in views:
+            mode, window = self._rng.choice(list(Mode)), self._rng.randint(1, view.base.window)
+            self._plans[view.request_id] = PLAIN if mode is Mode.PLAIN else RequestPlan(window, mode)
+            self.changes += 1
+
+
+@pytest.mark.parametrize(
+    ("temperature", "mode", "race", "names", "lossy"),
+    [
+        (0.0, Mode.DECOUPLED, RaceName.tail, "ngram-0 ngram-1 small-0", True),
+        (1.0, Mode.DECOUPLED, RaceName.always, "ngram-0 small-0 liar", True),
+        (1.0, Mode.DECOUPLED, RaceName.off, "ngram-0 small-0 liar", False),
+        (0.0, Mode.COUPLED, RaceName.always, "ngram-0 small-0", True),
+        (1.0, Mode.COUPLED, RaceName.tail, "ngram-0 small-0 liar", False),
+    ],
+)
+def test_races_and_reconfigurations_change_no_token(
+    temperature: float, mode: Mode, race: RaceName, names: str, lossy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step another assignment, window and mode; the channel loses, repeats and reorders."""
+    monkeypatch.setattr(planner, "REVISE_EVERY", 1)
+    monkeypatch.setattr(planner, "SWITCH_STEPS", 2)
+    monkeypatch.setattr(planner, "SWITCH_GAIN", -0.2)  # restless: whatever it has is never good enough
+    monkeypatch.setattr(planner, "Reconfigurator", Whims)
+    batch = requests(8, temperature)
+    drafters = {name: proposer for name, proposer in {**proposers("both"), "liar": Liar()}.items() if name in names}
+    faults = random.Random(len(names)) if lossy else None
+    bench = Bench(drafters, mode, faults, race=race, draft_wait_s=0.01, coupled_wait_s=0.02)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    assert snapshot["drafted_tokens"] > 0 and snapshot["ladder"]["plan_changes"] > 10
+    assert sum(snapshot["drafted_by_position"]) == snapshot["drafted_tokens"]
+    assert sum(snapshot["accepted_by_position"]) == snapshot["accepted_tokens"]
 
 
 def test_the_self_drafter_is_always_right() -> None:

@@ -44,3 +44,17 @@ def test_merge_adds_up_and_derives_ratios() -> None:
     assert total.acceptance_rate == 0.5 and total.acceptance_length == 4.5
     assert total.supply == 4.0 and total.supply_share == 1.0
     assert abs(total.protocol_median_s - 0.3) < 1e-9, "the largest of the verifiers' medians"
+
+
+def test_positions_are_counted_separately_and_merge_at_any_length() -> None:
+    parts = []
+    for rows in ([(4, 2), (1, 1), (0, 0)], [(6, 6)], []):
+        metrics = StepMetrics()
+        for drafted, accepted in rows:
+            metrics.record_row(committed=accepted + 1, supplied=drafted, drafted=drafted, accepted=accepted)
+        parts.append(metrics.to_dict())
+    total = RolloutMetrics.merge([*parts, {"steps": 1}])
+    assert total.drafted_by_position == [3, 2, 2, 2, 1, 1]
+    assert total.accepted_by_position == [3, 2, 1, 1, 1, 1]
+    assert parts[0]["drafted_by_position"] == [2, 1, 1, 1], "merging leaves the parts alone"
+    assert sum(total.drafted_by_position) == total.drafted_tokens
