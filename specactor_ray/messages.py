@@ -135,6 +135,8 @@ class DraftTail:
     weight_version: int = 0
     complete: bool = False
     """No more will come before the next commit: the window is full, or there is no better guess."""
+    token_s: float = 0.0
+    """The drafter's moving seconds per drafted token for one request, at the load it has now; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from typing import Any
 
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, LoopThread, configure_process, fetch_weights, process_facts
 from specactor_ray.controller.state import DraftEndpoint, VerifierSpec
-from specactor_ray.loops.speculator import DrafterLink, Speculator
+from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
-from specactor_ray.messages import ToRollout, ToVerifier, WeightSet
+from specactor_ray.messages import ToDrafter, ToRollout, ToVerifier, WeightSet
 from specactor_ray.queues.conflation import for_drafter
 from specactor_ray.queues.outbox import Outbox, ray_sender
 from specactor_ray.targets.base import TargetRequest
@@ -34,7 +35,12 @@ class VerifierActor:
         spec = self._spec
         engine = build_engine(spec.target, "cuda" if spec.gpus else "cpu")
         speculator = Speculator(
-            spec.actor_id, spec.mode, spec.speculation, engine.vocab_size, trees=engine.supports_trees
+            spec.actor_id,
+            spec.mode,
+            spec.speculation,
+            engine.vocab_size,
+            max_batch=spec.target.max_batch,
+            trees=engine.supports_trees,
         )
         return VerifyLoop(engine, speculator)
 
@@ -68,14 +74,7 @@ class VerifierActor:
         loop = self._running()
         known = loop.drafter_links
         links: Mapping[str, DrafterLink] = {
-            endpoint.actor_id: known.get(endpoint.actor_id)
-            or DrafterLink(
-                endpoint.method,
-                endpoint.window,
-                Outbox(ray_sender(endpoint.handle.deliver), for_drafter()),
-                endpoint.reads_features,
-            )
-            for endpoint in endpoints
+            endpoint.actor_id: known.get(endpoint.actor_id) or _link(endpoint) for endpoint in endpoints
         }
         loop.set_drafters(links)
 
@@ -102,3 +101,8 @@ class VerifierActor:
         if self._thread is None:
             raise RuntimeError("the verifier was not started")
         return self._thread.loop()
+
+
+def _link(endpoint: DraftEndpoint) -> DrafterLink:
+    outbox: Outbox[ToDrafter] = Outbox(ray_sender(endpoint.handle.deliver), for_drafter())
+    return DrafterLink(endpoint.method, endpoint.window, outbox, endpoint.max_batch, endpoint.reads_features)

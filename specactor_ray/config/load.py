@@ -14,6 +14,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,8 @@ def _check_section(tree: Tree, section: type, prefix: str) -> None:
             for index, item in enumerate(_as_list(value, key, element)):
                 _check_section(_as_mapping(item, f"{key}.{index}", element), element, f"{key}.{index}.")
         else:
-            _check_value(probe, name, annotation, value, key)
+            tree[name] = _as_word(annotation, value)
+            _check_value(probe, name, annotation, tree[name], key)
 
 
 def _unknown_key(key: str, name: str, valid: list[str], prefix: str) -> ConfigError:
@@ -247,6 +249,15 @@ def _as_list(value: Any, key: str, element: type) -> list[Any]:
         return value
     example = f"{key}: [{{{fields(element)[0].name}: ...}}]"
     raise ConfigError(key, f"{value!r} is not a list.", f"write a list of sections: {example}")
+
+
+def _as_word(annotation: Any, value: Any) -> Any:
+    """YAML reads an unquoted `off` or `on` as a truth value; where there is a choice of that name, it was meant."""
+    kind = without_none(annotation)[0]
+    if not isinstance(value, bool) or not (isinstance(kind, type) and issubclass(kind, Enum)):
+        return value
+    word = "on" if value else "off"
+    return word if word in kind.__members__ else value
 
 
 def _check_value(probe: Any, name: str, annotation: Any, value: Any, key: str) -> None:

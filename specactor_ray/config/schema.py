@@ -54,6 +54,17 @@ class PlanPolicy(str, Enum):
     """The fastest by the measured costs of `profile`; plain decoding is among the candidates."""
 
 
+class RaceName(str, Enum):
+    """When several draft methods race for one request (Fastest-of-N)."""
+
+    off = "off"
+    """Never: every request is drafted for by the one method that promises most and has room."""
+    tail = "tail"
+    """In the tail of a rollout, when few requests are left and drafters fall free; before that as `off`."""
+    always = "always"
+    """From the beginning, wherever a drafter has room."""
+
+
 @dataclass
 class RunConfig:
     """Where a run writes and what it is called."""
@@ -209,6 +220,11 @@ class SpeculationConfig:
     lend: bool | None = None
     """`decoupled`: at the tail of a rollout, when verifiers run out of requests, put them to sleep and run draft actors
     on their cores and GPUs until they are needed again. Default: yes, where there are two verifiers or more."""
+    race: RaceName = RaceName.tail
+    """When several draft methods race for one request: `off`, `tail` or `always`. With one method all are the same."""
+    race_below: int | None = None
+    """`tail`: the race begins when a verifier has at most so many requests and none of them waits. Default: a quarter
+    of target.max_batch, at least 1."""
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     """When to stop asking a drafter that does not help."""
 

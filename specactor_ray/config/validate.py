@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from specactor_ray.config.lending import lendable_methods
-from specactor_ray.config.schema import Candidates, Config, DrafterConfig, ModeName, PlanPolicy
+from specactor_ray.config.schema import Candidates, Config, DrafterConfig, ModeName, PlanPolicy, RaceName
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 
@@ -33,6 +33,7 @@ SMALLEST = {
     "target.max_model_len": 2,
     "target.max_batch": 1,
     "target.max_step_tokens": 1,
+    "speculation.race_below": 1,
     "speculation.breaker.min_drafted": 1,
     "speculation.breaker.max_silent_waits": 1,
     "data.n": 1,
@@ -150,6 +151,13 @@ def reject_size_of_a_foreign_cluster(config: Config) -> None:
 def reject_device_the_target_cannot_use(config: Config) -> None:
     target = config.target
     _reject_device("target", target.gpus, target.dtype, "target.replicas")
+
+
+def reject_race_threshold_without_a_tail(config: Config) -> None:
+    speculation = config.speculation
+    if speculation.race_below is not None and speculation.race is not RaceName.tail:
+        problem = f"says when the tail begins, but speculation.race is {speculation.race.value!r}."
+        raise ConfigError("speculation.race_below", problem, "leave it out, or use speculation.race=tail.")
 
 
 def reject_bad_hidden_layers(config: Config) -> None:
@@ -311,6 +319,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_size_of_a_foreign_cluster,
     reject_device_the_target_cannot_use,
     reject_output_over_input,
+    reject_race_threshold_without_a_tail,
     reject_speculation_without_drafters,
     reject_lending_that_cannot_be,
     reject_trees_the_backend_cannot_verify,

@@ -115,9 +115,11 @@ class Member:
         """A draft actor as others see it."""
         handle = self.actor.handle if self.actor is not None else None
         phase = Phase.STARTING if self.phase is Phase.READY and not self.serves else self.phase
-        drafter = drafter_of(config, self.key)
-        window = window_of(config, self.key)
-        return DraftEndpoint(self.actor_id, self.key, window, handle, phase, self.note, reads_features(drafter))
+        drafter, window = drafter_of(config, self.key), window_of(config, self.key)
+        reads = reads_features(drafter)
+        return DraftEndpoint(
+            self.actor_id, self.key, window, handle, phase, self.note, max_batch=drafter.max_batch, reads_features=reads
+        )
 
     def row(self, now: float) -> dict[str, Any]:
         """One row of the status table."""

@@ -89,6 +89,8 @@ class DraftEndpoint:
     """Why it is not ready, for people."""
     reads_features: bool = False
     """It is sent the target's hidden states."""
+    max_batch: int = 64
+    """Most requests it drafts for at once."""
 
 
 @dataclass(frozen=True)

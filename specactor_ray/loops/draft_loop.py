@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftResync, D
 from specactor_ray.queues.conflation import for_drafter
 from specactor_ray.queues.mailbox import Mailbox
 from specactor_ray.queues.outbox import Outbox
+from specactor_ray.speculation.draft_cost import DraftCost
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +47,15 @@ class DraftLoop:
     Args:
         drafter_id: Incarnation id of this draft actor; goes into every tail.
         proposer: The draft method.
+        clock: Monotonic seconds, for measuring what a draft token costs.
     """
 
-    def __init__(self, drafter_id: str, proposer: Proposer) -> None:
+    def __init__(self, drafter_id: str, proposer: Proposer, clock: Callable[[], float] = time.perf_counter) -> None:
         self.drafter_id = drafter_id
         self.proposer = proposer
         self.counters = DraftCounters()
+        self._clock = clock
+        self._cost = DraftCost()
         self._inbox: Mailbox[ToDrafter] = Mailbox(for_drafter())
         self._commands: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
         self._wake = threading.Event()
@@ -87,13 +92,15 @@ class DraftLoop:
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters, the number of open requests, and what a proposer that remembers outputs takes for them."""
+        """Counters, the number of open requests, what a draft token costs (seconds), and what a proposer that remembers
+        outputs takes for them."""
         memory = {
             name: getattr(self.proposer, name)
             for name in ("history_tokens", "history_bytes")
             if hasattr(self.proposer, name)
         }
-        return {**asdict(self.counters), "open_requests": len(self._verifier_of), **memory}
+        counters = {**asdict(self.counters), "open_requests": len(self._verifier_of), "token_s": self._cost.token_s}
+        return {**counters, **memory}
 
     # ---- the loop ----
 
@@ -118,7 +125,7 @@ class DraftLoop:
         for message in messages:
             self._take(message)
         self._drop_orphans()
-        changed = self.proposer.extend()
+        changed = self._extend()
         if changed:
             self.counters.extends += 1
             self._publish(changed)
@@ -132,6 +139,22 @@ class DraftLoop:
         self._commands.put((command, future))
         self._wake.set()
         return future
+
+    def _extend(self) -> Sequence[str]:
+        """One `extend` of the proposer, timed by the tokens it adds."""
+        lengths = {request_id: len(self.proposer.tail(request_id)[1]) for request_id in self._verifier_of}
+        begin = self._clock()
+        changed = self.proposer.extend()
+        seconds = self._clock() - begin
+        if not changed:
+            return changed
+        longer = [
+            grown
+            for request_id in changed
+            if request_id in lengths and (grown := len(self.proposer.tail(request_id)[1]) - lengths[request_id]) > 0
+        ]
+        self._cost.record(seconds, len(longer), sum(longer))
+        return changed
 
     def _run_commands(self) -> None:
         while not self._commands.empty():
@@ -186,7 +209,8 @@ class DraftLoop:
                 continue
             base_len, token_ids = self.proposer.tail(request_id)
             complete = not self.proposer.pending(request_id)
-            tail = DraftTail(request_id, self.drafter_id, base_len, token_ids, self.proposer.weight_version, complete)
+            version, token_s = self.proposer.weight_version, self._cost.token_s
+            tail = DraftTail(request_id, self.drafter_id, base_len, token_ids, version, complete, token_s)
             tails.setdefault(verifier_id, []).append(tail)
         for verifier_id, batch in tails.items():
             outbox = self._outboxes.get(verifier_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
@@ -37,12 +38,26 @@ class StepCounters:
     failed_requests: int = 0
     by_drafter: dict[str, list[int]] = field(default_factory=dict)
     """Drafter id → [drafted, accepted]. A token of a draft tree counts for each drafter that proposed it."""
+    drafted_by_position: list[int] = field(default_factory=list)
+    """How often the 1st, 2nd, ... draft token of a tail was verified."""
+    accepted_by_position: list[int] = field(default_factory=list)
+    """How often it was right; the same length."""
 
     def record_drafter(self, drafter_id: str, drafted: int, accepted: int) -> None:
         """`accepted` of `drafted` verified tokens of this drafter were right."""
         pair = self.by_drafter.setdefault(drafter_id, [0, 0])
         pair[0] += drafted
         pair[1] += accepted
+
+    def count_positions(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Add counts per draft position; `accepted` is no longer than `drafted`."""
+        missing = [0] * (len(drafted) - len(self.drafted_by_position))
+        self.drafted_by_position += missing
+        self.accepted_by_position += missing
+        for position, count in enumerate(drafted):
+            self.drafted_by_position[position] += count
+        for position, count in enumerate(accepted):
+            self.accepted_by_position[position] += count
 
 
 class StepMetrics(StepCounters):
@@ -62,14 +77,16 @@ class StepMetrics(StepCounters):
         self.protocol_s += protocol
         self._recent_protocol.append(protocol)
 
-    def record_row(self, committed: int, supplied: int, drafted: int, accepted: int) -> None:
-        """One row committed `committed` tokens; `supplied` draft tokens were there, `drafted` were verified."""
+    def record_row(self, committed: int, supplied: int, drafted: int, accepted: int, depth: int) -> None:
+        """One row committed `committed` tokens; `supplied` draft tokens were there in a row, `drafted` were verified,
+        at most `depth` of them in a row (fewer than `drafted` in a tree)."""
         self.row_steps += 1
         self.committed_tokens += committed
         self.supplied_tokens += supplied
         self.supplied_row_steps += supplied > 0
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
+        self.count_positions([1] * depth, [1] * accepted)
 
     def to_dict(self) -> dict[str, Any]:
         """All counters as plain data. May be called from any thread while the loop goes on counting."""
@@ -77,4 +94,7 @@ class StepMetrics(StepCounters):
         pairs = {drafter_id: list(pair) for drafter_id, pair in self.by_drafter.copy().items()}
         recent = list(self._recent_protocol)
         numbers = {counter.name: getattr(self, counter.name) for counter in fields(StepCounters)}
-        return {**numbers, "by_drafter": pairs, "protocol_median_s": median(recent) if recent else 0.0}
+        # Counting goes on between the two copies; a reader may rely on equal lengths.
+        accepted = list(self.accepted_by_position)
+        positions = {"drafted_by_position": self.drafted_by_position[: len(accepted)], "accepted_by_position": accepted}
+        return {**numbers, **positions, "by_drafter": pairs, "protocol_median_s": median(recent) if recent else 0.0}

@@ -18,7 +18,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from specactor_ray.errors import InputError
-from specactor_ray.loops.speculator import DrafterLink, Speculator
+from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.step_metrics import StepMetrics
 from specactor_ray.messages import Finished, Progress, RequestStats, ToRollout, ToVerifier
 from specactor_ray.queues.events import EventQueue
@@ -234,9 +235,9 @@ class VerifyLoop:
         """Journal one row's tokens and tell its drafters, then end it if it ended."""
         tally = self._tallies[output.request_id]
         if output.token_ids:
-            supplied = self._speculator.supplied(output.request_id)
+            supplied, depth = self._speculator.supplied(output.request_id), self._speculator.depth(output)
             self._speculator.commit(output)
-            self.metrics.record_row(len(output.token_ids), supplied, output.num_drafted, output.num_accepted)
+            self.metrics.record_row(len(output.token_ids), supplied, output.num_drafted, output.num_accepted, depth)
             tally.steps += 1
             tally.drafted += output.num_drafted
             tally.accepted += output.num_accepted

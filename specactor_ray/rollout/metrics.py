@@ -8,6 +8,9 @@ from typing import Any
 
 from specactor_ray.loops.step_metrics import StepCounters
 
+_NOT_SUMS = ("by_drafter", "drafted_by_position", "accepted_by_position", "protocol_median_s")
+"""Counters that are merged in ways of their own."""
+
 
 @dataclass
 class RolloutMetrics(StepCounters):
@@ -19,11 +22,12 @@ class RolloutMetrics(StepCounters):
         total = cls()
         for one in counters:
             for counter in fields(StepCounters):
-                if counter.name not in ("by_drafter", "protocol_median_s"):
+                if counter.name not in _NOT_SUMS:
                     setattr(total, counter.name, getattr(total, counter.name) + one.get(counter.name, 0))
             total.protocol_median_s = max(total.protocol_median_s, one.get("protocol_median_s", 0.0))
             for drafter_id, (drafted, accepted) in one.get("by_drafter", {}).items():
                 total.record_drafter(drafter_id, drafted, accepted)
+            total.count_positions(one.get("drafted_by_position", ()), one.get("accepted_by_position", ()))
         return total
 
     @property

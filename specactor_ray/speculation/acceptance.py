@@ -54,6 +54,10 @@ class Acceptance:
         self.tried = self.tried * fade + min(accepted + 1, drafted)
         self.accepted = self.accepted * fade + accepted
 
+    def discount(self, share: float) -> None:
+        """What was observed so far counts only this share from now on."""
+        self.drafted, self.tried, self.accepted = share * self.drafted, share * self.tried, share * self.accepted
+
     @property
     def rate(self) -> float:
         """Accepted / drafted, drawn to the prior."""
@@ -75,47 +79,6 @@ class Acceptance:
     def _ratio(self, trials: float, prior: float) -> float:
         weight = trials + self.prior_tokens
         return (self.accepted + prior * self.prior_tokens) / weight if weight > 0 else prior
-
-
-class AcceptanceTable:
-    """Acceptance per (request, drafter), with the drafter's own average as the prior of a new request.
-
-    Args:
-        prior: Acceptance of a drafter nobody has seen yet. High enough that it is tried.
-    """
-
-    def __init__(self, prior: float = 0.5) -> None:
-        self._prior = prior
-        self._drafters: dict[str, Acceptance] = {}
-        self._requests: dict[str, dict[str, Acceptance]] = {}
-
-    def record(self, request_id: str, drafter_id: str, drafted: int, accepted: int) -> None:
-        """One verified tail of this drafter for this request."""
-        self.drafter(drafter_id).record(drafted, accepted)
-        of_request = self._requests.setdefault(request_id, {})
-        of_request.setdefault(drafter_id, Acceptance()).record(drafted, accepted)
-
-    def probability(self, request_id: str, drafter_id: str) -> float:
-        """Chance that a token of this drafter is right given that those before it are."""
-        average = self.drafter(drafter_id).probability
-        own = self._requests.get(request_id, {}).get(drafter_id)
-        return average if own is None else own.probability_given(average)
-
-    def expected_accepted(self, request_id: str, drafter_id: str, length: int) -> float:
-        """Expected accepted tokens of a tail of this length; the score for `TailBook.best`."""
-        return expected_accepted(self.probability(request_id, drafter_id), length)
-
-    def drafter(self, drafter_id: str) -> Acceptance:
-        """Average over all requests of a drafter."""
-        return self._drafters.setdefault(drafter_id, Acceptance(prior=self._prior))
-
-    def forget_request(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
-
-    def forget_drafter(self, drafter_id: str) -> None:
-        self._drafters.pop(drafter_id, None)
-        for of_request in self._requests.values():
-            of_request.pop(drafter_id, None)
 
 
 class BreakerState(StrEnum):

@@ -79,6 +79,12 @@ class TailBook:
         for book in self._books.values():
             book.tails.pop(drafter_id, None)
 
+    def forget_tail(self, request_id: str, drafter_id: str) -> None:
+        """Drop the tail of a drafter that drafts for this request no more; unknown ids are ignored."""
+        book = self._books.get(request_id)
+        if book is not None:
+            book.tails.pop(drafter_id, None)
+
     def commit(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Append committed output tokens; tails that agree keep the rest, the others go.
 

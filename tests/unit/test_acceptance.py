@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from specactor_ray.config.schema import BreakerConfig
 from specactor_ray.speculation.acceptance import (
     Acceptance,
-    AcceptanceTable,
     BreakerState,
     CircuitBreaker,
     expected_accepted,
@@ -65,23 +64,14 @@ def test_old_evidence_fades() -> None:
     assert acceptance.drafted < 200
 
 
-def test_a_new_request_starts_at_the_average_of_the_drafter() -> None:
-    table = AcceptanceTable(prior=0.5)
-    assert table.probability("r", "d") == pytest.approx(0.5)
-    for _ in range(50):
-        table.record("good", "d", 4, 4)
-    assert table.probability("new", "d") > 0.9
-    for _ in range(20):
-        table.record("bad", "d", 4, 0)
-    assert table.probability("bad", "d") < 0.4 < table.probability("good", "d")
-    assert table.expected_accepted("good", "d", 3) == pytest.approx(
-        expected_accepted(table.probability("good", "d"), 3)
-    )
-    average = table.drafter("d").probability
-    table.forget_request("bad")
-    assert table.probability("bad", "d") == pytest.approx(average)
-    table.forget_drafter("d")
-    assert table.probability("good", "d") == pytest.approx(0.5)
+def test_discounted_evidence_counts_less_and_says_the_same() -> None:
+    acceptance = Acceptance(prior_tokens=0.0)
+    acceptance.record(8, 4)
+    before = acceptance.probability
+    acceptance.discount(0.25)
+    assert acceptance.probability == pytest.approx(before) and acceptance.drafted == pytest.approx(2.0)
+    acceptance.record(8, 0)
+    assert acceptance.probability < 0.6 * before
 
 
 CONFIG = BreakerConfig(min_drafted=32, min_acceptance=0.1, max_silent_waits=8, cooldown_s=5.0)

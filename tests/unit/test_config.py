@@ -20,6 +20,7 @@ from specactor_ray.config.schema import (
     DataConfig,
     DrafterConfig,
     ModeName,
+    RaceName,
     RunConfig,
     SamplingConfig,
     SpeculationConfig,
@@ -174,6 +175,7 @@ class TestWrongTypes:
             ("mode=null", "mode", "None", "one of plain, coupled, decoupled"),
             ("speculation.verify=off", "speculation.verify", "False", "one of auto, all"),
             ("speculation.candidates=all", "speculation.candidates", "'all'", "one of best_tail, tree"),
+            ("speculation.race=on", "speculation.race", "True", "one of off, tail, always"),
             ("target=3", "target", "3", "a section with the keys model, backend"),
             ("drafters={method: ngram}", "drafters", "ngram", "drafters: [{method: ...}]"),
             ("drafters=[ngram]", "drafters.0", "'ngram'", "a section with the keys method"),
@@ -277,6 +279,8 @@ class TestRangesAndContradictions:
             (["speculation.window=0"], "speculation.window", "1 to 128"),
             (["speculation.window=129"], "speculation.window", "1 to 128"),
             (["speculation.draft_wait_s=-0.1"], "speculation.draft_wait_s", "null"),
+            (["speculation.race_below=0"], "speculation.race_below", "1 or more"),
+            (["speculation.race=always", "speculation.race_below=4"], "speculation.race_below", "race=tail"),
             (["speculation.coupled_wait_s=0"], "speculation.coupled_wait_s", "above 0"),
             (["speculation.breaker.min_acceptance=1.5"], "speculation.breaker.min_acceptance", "0.02"),
             (["speculation.breaker.min_drafted=0"], "speculation.breaker.min_drafted", "1 or more"),
@@ -359,6 +363,16 @@ class TestRangesAndContradictions:
         error = error_of("target.cores=0")
         copy = pickle.loads(pickle.dumps(error))
         assert (str(copy), copy.key, copy.fix) == (str(error), error.key, error.fix)
+
+
+@pytest.mark.parametrize("text", ["off", "'off'", "tail", "always"])
+def test_a_race_that_is_off_needs_no_quotes(tmp_path: Path, text: str) -> None:
+    """YAML takes an unquoted `off` for a truth value."""
+    expected = RaceName(text.strip("'"))
+    from_item = load_config(None, ["mode=plain", f"speculation.race={text}"])
+    from_file = load_config(write(tmp_path, f"mode: plain\nspeculation:\n  race: {text}\n"))
+    assert from_item.speculation.race is from_file.speculation.race is expected
+    assert load_config(write(tmp_path, to_yaml(from_item))) == from_item
 
 
 class TestWriting:

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from specactor_ray.config.schema import BreakerConfig, Candidates, SpeculationConfig, VerifyPolicy
+from specactor_ray.config.schema import BreakerConfig, Candidates, RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.drafters.base import Proposer, ReadsFeatures
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.drafters.suffix import SuffixProposer
+from specactor_ray.loops import planner
 from specactor_ray.loops.draft_loop import DraftLoop
-from specactor_ray.loops.speculator import DrafterLink, Speculator
+from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import Finished, Mode, Progress, SamplingParams
 from specactor_ray.modeling.eagle_checkpoint import load_head
@@ -27,6 +29,7 @@ from specactor_ray.modeling.eagle_runner import EagleRunner
 from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.queues.conflation import for_drafter, for_verifier
 from specactor_ray.queues.outbox import Outbox
+from specactor_ray.speculation.reconfigure import PLAIN, RequestPlan
 from specactor_ray.speculation.tree import DraftTree
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
@@ -104,7 +107,8 @@ class Bench:
         links = {}
         for name, loop in self.drafts.items():
             outbox = Outbox(Channel(loop.deliver, faults), for_drafter())
-            links[name] = DrafterLink(loop.proposer.method, window, outbox, loop.proposer in reading)
+            reads = loop.proposer in reading
+            links[name] = DrafterLink(loop.proposer.method, window, outbox, reads_features=reads)
             loop.set_verifiers({"v0": Outbox(Channel(self.verifier.deliver, faults), for_verifier())})
         self.verifier.set_drafters(links)
         self._threads = [threading.Thread(target=loop.run, daemon=True) for loop in self.drafts.values()]
@@ -205,7 +209,14 @@ def test_racing_drafters_share_a_tree(mode: Mode, verify: VerifyPolicy, seed: in
     faults = None if seed is None else random.Random(seed)
     racers = {**proposers("both"), "liar": Liar()}
     bench = Bench(
-        racers, mode, faults, candidates=Candidates.tree, verify=verify, coupled_wait_s=0.03, draft_wait_s=0.03
+        racers,
+        mode,
+        faults,
+        candidates=Candidates.tree,
+        race=RaceName.always,
+        verify=verify,
+        coupled_wait_s=0.03,
+        draft_wait_s=0.03,
     )
     handed: list[Any] = []
     step = bench.engine.step
@@ -222,6 +233,60 @@ def test_racing_drafters_share_a_tree(mode: Mode, verify: VerifyPolicy, seed: in
     credit = {name: accepted for name, (_, accepted) in snapshot["by_drafter"].items()}
     assert max(credit.values()) <= snapshot["accepted_tokens"] <= sum(credit.values())
     assert sum(drafted for drafted, _ in snapshot["by_drafter"].values()) >= snapshot["drafted_tokens"]
+
+
+class Whims:
+    """Stands in for Algorithm 2: any window and mode for any request, another one at every look."""
+
+    changes = 0
+
+    def __init__(self, modes: Sequence[Mode]) -> None:
+        self._rng = random.Random(7)
+        self._plans: dict[str, RequestPlan] = {}
+
+    def plan(self, request_id: str, base: RequestPlan) -> RequestPlan:
+        return self._plans.get(request_id, base)
+
+    def forget(self, request_id: str) -> None:
+        self._plans.pop(request_id, None)
+
+    def revise(self, views: Sequence[Any], verify_s: Sequence[float]) -> None:
+        for view in views:
+            mode, window = self._rng.choice(list(Mode)), self._rng.randint(1, view.base.window)
+            self._plans[view.request_id] = PLAIN if mode is Mode.PLAIN else RequestPlan(window, mode)
+            self.changes += 1
+
+
+@pytest.mark.parametrize(
+    ("temperature", "mode", "race", "names", "lossy"),
+    [
+        (0.0, Mode.DECOUPLED, RaceName.tail, "ngram-0 ngram-1 small-0", True),
+        (1.0, Mode.DECOUPLED, RaceName.always, "ngram-0 small-0 eagle-0 liar", True),
+        (1.0, Mode.DECOUPLED, RaceName.off, "ngram-0 small-0 liar", False),
+        (0.0, Mode.COUPLED, RaceName.always, "ngram-0 suffix-0 small-0", True),
+        (1.0, Mode.COUPLED, RaceName.tail, "ngram-0 small-0 liar", False),
+    ],
+)
+def test_races_and_reconfigurations_change_no_token(
+    temperature: float, mode: Mode, race: RaceName, names: str, lossy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step another assignment, window and mode; the channel loses, repeats and reorders."""
+    monkeypatch.setattr(planner, "REVISE_EVERY", 1)
+    monkeypatch.setattr(planner, "SWITCH_STEPS", 2)
+    monkeypatch.setattr(planner, "SWITCH_GAIN", -0.2)  # restless: whatever it has is never good enough
+    monkeypatch.setattr(planner, "Reconfigurator", Whims)
+    batch = requests(8, temperature)
+    drafters = {name: proposer for name, proposer in {**proposers("all"), "liar": Liar()}.items() if name in names}
+    faults = random.Random(len(names)) if lossy else None
+    bench = Bench(drafters, mode, faults, race=race, draft_wait_s=0.01, coupled_wait_s=0.02)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    assert snapshot["drafted_tokens"] > 0 and snapshot["ladder"]["plan_changes"] > 10
+    assert sum(snapshot["drafted_by_position"]) == snapshot["drafted_tokens"]
+    assert sum(snapshot["accepted_by_position"]) == snapshot["accepted_tokens"]
 
 
 def test_the_self_drafter_is_always_right() -> None:

@@ -1,16 +1,20 @@
-"""What the verifier's speculator asks of drafters and hands to the engine, by a clock of the test's own."""
+"""Which drafters the verifier's speculator goes on asking, by a clock of the test's own."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 
-from specactor_ray.config.schema import BreakerConfig, Candidates, SpeculationConfig, VerifyPolicy
-from specactor_ray.loops.speculator import DrafterLink, Speculator
-from specactor_ray.messages import DraftTail, Mode, SamplingParams
+from specactor_ray.config.schema import BreakerConfig, Candidates, RaceName, SpeculationConfig, VerifyPolicy
+from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.speculator import Speculator
+from specactor_ray.messages import DraftOpen, DraftResync, DraftTail, Mode, SamplingParams
 from specactor_ray.queues.conflation import for_drafter
 from specactor_ray.queues.outbox import Outbox
+from specactor_ray.speculation.reconfigure import PLAIN, RequestPlan
 from specactor_ray.speculation.tree import DraftTree
-from specactor_ray.targets.base import RowOutput, TargetRequest
+from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
 
 SILENT_WAITS = 4
 
@@ -63,9 +67,72 @@ def test_a_drafter_that_is_always_one_step_late_is_not_silent_in_decoupled_mode(
     assert openings(spec) == 0
 
 
+def decoupled_with_a_coupled_request() -> Speculator:
+    """Two requests of a decoupled layout that are alike but for the mode of one of them."""
+    clock = Clock()
+    config = SpeculationConfig(verify=VerifyPolicy.all)
+    made = Speculator("v0", Mode.DECOUPLED, config, vocab_size=100, clock=clock)
+    outbox: Outbox = Outbox(lambda batch: None, for_drafter())
+    made.set_drafters({"d": DrafterLink("draft_model", 4, outbox)})
+    for name in ("coupled", "decoupled"):
+        made.open(TargetRequest(name, (1, 2), SamplingParams()))
+    plans = {"coupled": RequestPlan(3, Mode.COUPLED)}
+    made._planner._reconfigurator.plan = plans.get  # type: ignore[method-assign]
+    for tokens in (4, 8):  # a step costs 50 ms, whatever it verifies
+        made.observe_step(StepResult(forward_s=0.05, num_tokens=tokens))
+    return made
+
+
+def test_a_coupled_request_in_a_decoupled_layout_waits_for_the_complete_tail_as_long_as_pays() -> None:
+    spec = decoupled_with_a_coupled_request()
+    for name in ("coupled", "decoupled"):
+        spec.inbox.put([DraftTail(name, "d", 0, (7,))])
+    spec.take_messages()
+    wait = spec.plan_waits(["coupled", "decoupled"])
+    assert spec.all_answered(["decoupled"]) and not spec.all_answered(["coupled"])
+    # Two tokens of p = 0.5 are missing, 0.25 + 0.125; a step of two rows takes 50 ms; half the break-even is granted.
+    assert wait == pytest.approx(0.5 * (0.25 + 0.125) * 0.05 / 2)
+    spec.inbox.put([DraftTail("coupled", "d", 0, (7, 8, 9), complete=True)])
+    spec.take_messages()
+    assert spec.all_answered(["coupled", "decoupled"])
+
+
+def test_windows_and_modes_travel_to_the_drafters() -> None:
+    sent: list = []
+    spec = decoupled_with_a_coupled_request()
+    spec._drafters["d"].link.outbox = Outbox(lambda batch: sent.extend(batch) or Future(), for_drafter())
+    for name in ("coupled", "decoupled"):
+        spec.commit(RowOutput(name, 0, [7], [0.0]))
+    spec.inbox.put([DraftResync("coupled", "d")])
+    spec.flush()
+    assert {m.request_id: (m.window, m.mode) for m in sent} == {
+        "coupled": (3, Mode.COUPLED),
+        "decoupled": (4, Mode.DECOUPLED),
+    }
+    spec._drafters["d"].link.outbox = Outbox(lambda batch: sent.extend(batch) or Future(), for_drafter())
+    spec.take_messages()
+    spec.flush()
+    assert isinstance(sent[-1], DraftOpen) and (sent[-1].window, sent[-1].mode) == (3, Mode.COUPLED)
+
+
+@pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.DECOUPLED])
+def test_a_plain_request_is_not_waited_for(mode: Mode) -> None:
+    spec = speculator(mode)
+    spec._planner._reconfigurator.plan = lambda request_id, base: PLAIN  # type: ignore[method-assign]
+    spec.plan_waits(["r"])
+    assert spec.all_answered(["r"])
+
+
+def test_verify_lengths_follow_the_windows_of_the_requests() -> None:
+    """What a request may not draft is not counted on when the step's positions are shared out."""
+    spec = decoupled_with_a_coupled_request()
+    spec.plan_waits(["coupled", "decoupled"])
+    assert spec._waits._worthwhile == {"coupled": 3, "decoupled": 4}
+
+
 def racing(candidates: Candidates, trees: bool) -> Speculator:
     """Three drafters of one request, of different methods; each has said something."""
-    config = SpeculationConfig(verify=VerifyPolicy.all, candidates=candidates)
+    config = SpeculationConfig(verify=VerifyPolicy.all, candidates=candidates, race=RaceName.always)
     made = Speculator("v0", Mode.DECOUPLED, config, vocab_size=100, clock=Clock(), trees=trees)
     outbox: Outbox = Outbox(lambda batch: None, for_drafter())
     made.set_drafters({name: DrafterLink(name, 4, outbox) for name in "abc"})

@@ -36,7 +36,7 @@ def test_merge_adds_up_and_derives_ratios() -> None:
     for scale in (1, 2):
         metrics = StepMetrics()
         metrics.record_step(StepResult(forward_s=0.5, sampling_s=0.1), 1.0, 0.1 * scale)
-        metrics.record_row(committed=3 * scale, supplied=4, drafted=4, accepted=2)
+        metrics.record_row(committed=3 * scale, supplied=4, drafted=4, accepted=2, depth=4)
         metrics.record_drafter("d", 4, 2)
         parts.append(metrics.to_dict())
     total = RolloutMetrics.merge(parts)
@@ -44,3 +44,17 @@ def test_merge_adds_up_and_derives_ratios() -> None:
     assert total.acceptance_rate == 0.5 and total.acceptance_length == 4.5
     assert total.supply == 4.0 and total.supply_share == 1.0
     assert abs(total.protocol_median_s - 0.3) < 1e-9, "the largest of the verifiers' medians"
+
+
+def test_positions_are_counted_separately_and_merge_at_any_length() -> None:
+    parts = []
+    for rows in ([(4, 2), (1, 1), (0, 0)], [(6, 6)], []):
+        metrics = StepMetrics()
+        for drafted, accepted in rows:
+            metrics.record_row(committed=accepted + 1, supplied=drafted, drafted=drafted, accepted=accepted, depth=drafted)
+        parts.append(metrics.to_dict())
+    total = RolloutMetrics.merge([*parts, {"steps": 1}])
+    assert total.drafted_by_position == [3, 2, 2, 2, 1, 1]
+    assert total.accepted_by_position == [3, 2, 1, 1, 1, 1]
+    assert parts[0]["drafted_by_position"] == [2, 1, 1, 1], "merging leaves the parts alone"
+    assert sum(total.drafted_by_position) == total.drafted_tokens

@@ -1,0 +1,268 @@
+"""Who drafts for which request, how far and in which mode: revised every few steps, and when something happens.
+
+Brings together the draft ladder (which method), Algorithm 2 (window and mode per request) and Algorithm 3 (who races
+for the stragglers) with what a verifier measures while it runs. Nothing here knows a message or a clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from specactor_ray.config.schema import RaceName, SpeculationConfig
+from specactor_ray.loops.assignment import AssignmentChange, DrafterAssignment, Wish
+from specactor_ray.loops.drafter_table import DrafterTable
+from specactor_ray.messages import Mode
+from specactor_ray.speculation.ladder import Estimate
+from specactor_ray.speculation.race import Straggler
+from specactor_ray.speculation.reconfigure import Reconfigurator, RequestPlan, RequestView
+from specactor_ray.speculation.step_cost import StepCostModel
+from specactor_ray.speculation.tgs import best_window
+from specactor_ray.speculation.track_record import TrackRecord
+
+REVISE_EVERY = 16
+"""Steps between two looks at everything. A look costs about as much as a few messages, and acceptance moves slowly."""
+SWITCH_GAIN = 0.15
+"""Part by which another method must promise to be faster: a new drafter first has to read the whole request."""
+SWITCH_STEPS = 2 * REVISE_EVERY
+"""Steps that a method is given before a request may leave it for a better one."""
+
+
+@dataclass(slots=True)
+class _Request:
+    switched_at: int
+    """Step at which its base drafter was chosen."""
+
+
+class DraftPlanner:
+    """Assignment, windows and modes of one verifier's requests.
+
+    Args:
+        mode: The layout: how all requests are drafted for unless Algorithm 2 finds better.
+        config: When to race.
+        max_batch: Most requests the verifier runs at once.
+        table: Its drafters.
+        track: What is known about their guesses.
+        cost: What a verify step costs.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        config: SpeculationConfig,
+        max_batch: int,
+        table: DrafterTable,
+        track: TrackRecord,
+        cost: StepCostModel,
+    ) -> None:
+        # Drafters of a coupled layout share cores with the verifier: running ahead would only take turns from it.
+        modes = (Mode.COUPLED,) if mode is Mode.COUPLED else (Mode.DECOUPLED, Mode.COUPLED)
+        self._mode, self._modes, self._race = mode, modes, config.race
+        self._race_below = max(1, max_batch // 4) if config.race_below is None else config.race_below
+        self._table, self._track, self._cost = table, track, cost
+        self._assignment = DrafterAssignment()
+        self._reconfigurator = Reconfigurator(modes)
+        self._requests: dict[str, _Request] = {}
+        self._bases: dict[str, RequestPlan] = {}
+        """Drafter id → its window in the base mode."""
+        self._steps = 0
+        self._due = False
+        self._racing = False
+        self._off: tuple[bool, ...] = ()
+        self._verify_s = [1.0]
+        self.standings: dict[str, Any] = {}
+        """Plain data for status displays, made anew with every look: other threads may read it at any time."""
+
+    # ---- what is set ----
+
+    def drafters(self, request_id: str) -> list[str]:
+        """Drafters of a request, its base drafter first; empty for unknown ids."""
+        return self._assignment.of(request_id)
+
+    def plan(self, request_id: str, drafter_id: str) -> RequestPlan:
+        """Window and mode of a request at one of its drafters."""
+        return self._reconfigurator.plan(request_id, self._bases[drafter_id])
+
+    def mode(self, request_id: str) -> Mode:
+        """Mode of a request; `plain` also for one without drafters."""
+        drafters = self._assignment.of(request_id)
+        return self.plan(request_id, drafters[0]).mode if drafters else Mode.PLAIN
+
+    # ---- what happens ----
+
+    def set_drafters(self) -> AssignmentChange:
+        """The table of drafters has changed."""
+        self._track.set_drafters(self._table.methods)
+        self._bases = {drafter_id: RequestPlan(link.window, self._mode) for drafter_id, link in self._table.links()}
+        change = self._revise(list(self._requests), level=True)
+        self._publish()
+        return change
+
+    def add(self, request_id: str) -> AssignmentChange:
+        """A new request."""
+        self._assignment.add(request_id)
+        self._requests[request_id] = _Request(self._steps)
+        return self._revise([request_id])
+
+    def remove(self, request_id: str) -> AssignmentChange:
+        """A request ended. Its place is given away at the next step, if somebody waits for one."""
+        del self._requests[request_id]
+        self._reconfigurator.forget(request_id)
+        self._due = self._due or self._racing or any(not self._assignment.of(other) for other in self._requests)
+        return self._assignment.remove(request_id)
+
+    def step(self, decoding: Sequence[str], committed_len: Callable[[str], int]) -> AssignmentChange | None:
+        """A step begins.
+
+        Args:
+            decoding: Requests that will be verified in it.
+            committed_len: Request id → output tokens committed so far.
+
+        Returns:
+            What has to be told to drafters; None where nothing was looked at.
+        """
+        self._steps += 1
+        off = self._table.states()
+        event = self._due or off != self._off or self._update_race(decoding)
+        if not event and self._steps % REVISE_EVERY:
+            return None
+        self._due, self._off = False, off
+        change = self._revise(list(self._requests))
+        self._reconfigure(decoding, committed_len)
+        self._publish()
+        return change
+
+    # ---- the ladder's choice, and the race ----
+
+    def _revise(self, request_ids: Sequence[str], level: bool = False) -> AssignmentChange:
+        self._assignment.set_seats(self._table.seats())
+        self._learn_costs()
+        usable = [seat.method for seat in self._assignment.seats.values() if seat.usable]
+        methods = list(dict.fromkeys(usable))
+        bases = {request_id: self._assignment.base_method(request_id) for request_id in self._requests}
+        wishes = self._wishes(request_ids, methods, bases)
+        racers = self._racers() if len(methods) > 1 else []
+        ranking = [rung.method for rung in self._track.ladder.rank(0, methods, self._rate)] if racers else []
+        change = self._assignment.revise(wishes, racers, ranking, level)
+        for request_id, base in bases.items():
+            if self._assignment.base_method(request_id) != base:
+                self._requests[request_id].switched_at = self._steps
+        return change
+
+    def _wishes(
+        self, request_ids: Sequence[str], methods: Sequence[str], bases: Mapping[str, str | None]
+    ) -> list[Wish]:
+        """Methods by what they promise for each request. The one it has counts for more, and is given some time."""
+        pending = Counter(base for base in bases.values() if base is not None)
+        wishes = []
+        for request_id in request_ids:
+            base = bases[request_id]
+            if base is not None:
+                pending[base] -= 1
+            ranked = self._rank(request_id, methods, base, pending)
+            wishes.append(Wish(request_id, ranked))
+            if ranked:
+                pending[ranked[0]] += 1
+        return wishes
+
+    def _rank(
+        self, request_id: str, methods: Sequence[str], base: str | None, pending: Mapping[str, int]
+    ) -> Sequence[str]:
+        if len(methods) <= 1:
+            return methods
+        if base is not None and base in methods and self._steps - self._requests[request_id].switched_at < SWITCH_STEPS:
+            return [base, *(method for method in methods if method != base)]
+        bucket = self._track.bucket(request_id)
+        rungs = self._track.ladder.rank(
+            bucket, methods, self._rate, lambda method: self._track.estimate(request_id, method), pending
+        )
+        held = {rung.method: rung.tgs * (1.0 + SWITCH_GAIN * (rung.method == base)) for rung in rungs}
+        return sorted(held, key=lambda method: -held[method])
+
+    def _update_race(self, decoding: Sequence[str]) -> bool:
+        """Whether the race begins or ends with this step.
+
+        The tail has come when few requests are left and none of them waits or still reads its prompt. One that does so
+        later (it was moved here, or preempted) does not end the race; more requests than `race_below` do.
+        """
+        few = 0 < len(self._requests) <= self._race_below
+        match self._race:
+            case RaceName.off:
+                racing = False
+            case RaceName.always:
+                racing = True
+            case _:
+                racing = few and (self._racing or len(decoding) == len(self._requests))
+        changed, self._racing = racing != self._racing, racing
+        return changed
+
+    def _racers(self) -> list[Straggler]:
+        if not (self._racing or self._race is RaceName.always):
+            return []
+        return [Straggler(request_id, self._acceptance(request_id)) for request_id in self._requests]
+
+    def _acceptance(self, request_id: str) -> float:
+        """The best that one of its drafters does for it."""
+        drafters = self._assignment.of(request_id)
+        return max((self._track.probability(request_id, drafter_id) for drafter_id in drafters), default=0.0)
+
+    # ---- Algorithm 2 ----
+
+    def _reconfigure(self, decoding: Sequence[str], committed_len: Callable[[str], int]) -> None:
+        if self._cost.num_ranges < 2:
+            return  # V(w) is not known yet: all windows would seem to cost the same
+        views = []
+        for request_id in decoding:
+            drafters = self._assignment.of(request_id)
+            if drafters:
+                views.append(self._view(request_id, drafters, committed_len(request_id)))
+        self._reconfigurator.revise(views, self._verify_s)
+
+    def _view(self, request_id: str, drafters: Sequence[str], committed: int) -> RequestView:
+        def promise(drafter_id: str) -> float:
+            drafter = self._table[drafter_id]
+            return self._rate(drafter.link.method, self._track.estimate(request_id, drafter_id), drafter.token_s)
+
+        best = max(drafters, key=promise) if len(drafters) > 1 else drafters[0]
+        probability, verified = self._track.probability(request_id, best), self._track.verified(request_id)
+        return RequestView(request_id, probability, self._table[best].token_s, self._bases[best], verified, committed)
+
+    # ---- what is known ----
+
+    def _publish(self) -> None:
+        loads = dict.fromkeys(self._table.methods, 0)
+        for request_id in self._requests:
+            for drafter_id in self._assignment.of(request_id):
+                loads[drafter_id] += 1
+        self.standings = {
+            "methods": self._track.ladder.standings(self._methods(), self._rate),
+            "racing": self._racing,
+            "plan_changes": self._reconfigurator.changes,
+            "loads": loads,
+        }
+
+    def _methods(self) -> list[str]:
+        return list(dict.fromkeys(self._table.methods.values()))
+
+    def _learn_costs(self) -> None:
+        """D per method (the mean of its drafters) and V(w) at batch 1, as they are now."""
+        for method in self._methods():
+            heard = [drafter for drafter in self._table.of_method(method) if drafter.cost_is_new]
+            for drafter in heard:
+                drafter.cost_is_new = False
+            if heard:
+                self._track.ladder.record_cost(method, fmean(drafter.token_s for drafter in heard))
+        widest = max((drafter.link.window for drafter in self._table), default=0)
+        self._verify_s = [self._cost.seconds(1, 1 + window) for window in range(widest + 1)]
+
+    def _rate(self, method: str, known: Estimate, token_s: float) -> float:
+        """Predicted TGS of a method: its best window and mode where it has a guess, plain decoding where not."""
+        window = max((drafter.link.window for drafter in self._table.of_method(method)), default=0)
+        plain = 1.0 / self._verify_s[0]
+        if window < 1 or window >= len(self._verify_s):
+            return plain
+        drafted = max(best_window(mode, known.probability, token_s, self._verify_s, window)[0] for mode in self._modes)
+        return known.guessing * drafted + (1.0 - known.guessing) * plain
