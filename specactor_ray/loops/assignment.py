@@ -64,9 +64,6 @@ class DrafterAssignment:
         """Method of the request's base drafter; None if it has none."""
         return next(iter(self._of_request.get(request_id, {})), None)
 
-    def requests_of(self, drafter_id: str) -> list[str]:
-        return [request for request, chosen in self._of_request.items() if drafter_id in chosen.values()]
-
     def add(self, request_id: str) -> None:
         """A new request; the next `revise` finds its drafter."""
         self._of_request.setdefault(request_id, {})

@@ -105,11 +105,16 @@ class DraftWaits:
         return all(self.answered(request_id, now) for request_id in decoding)
 
     def answered(self, request_id: str, now: float) -> bool:
-        """Coupled: every healthy drafter is done with the newest commit. Decoupled: one has a token, or none has."""
-        if not self._worthwhile.get(request_id):
+        """Whether no wait for this request would bring anything. Coupled: every healthy drafter is done with the newest
+        commit, or, in a decoupled layout, all tokens that would be verified are there. Decoupled: one has a token, or
+        none has."""
+        worthwhile = self._worthwhile.get(request_id, 0)
+        if not worthwhile:
             return True
         healthy = self.healthy(request_id, now)
         if self._planner.mode(request_id) is Mode.COUPLED:
+            if self._mode is not Mode.COUPLED and self._supply(request_id) >= worthwhile:
+                return True
             return all(self._book.complete(request_id, drafter_id) for drafter_id in healthy)
         if self._book.usable(request_id).keys() & set(healthy):
             return True
@@ -149,10 +154,13 @@ class DraftWaits:
 
     def _lacking(self, request_id: str, hope: _Hope) -> float:
         """Expected tokens that may still come: those of the tail that would be verified, less those that are there."""
-        there = max((len(tail) for tail in self._book.usable(request_id).values()), default=0)
-        wanted = self._worthwhile[request_id]
-        p = hope.probability
-        return max(0.0, expected_accepted(p, wanted) - expected_accepted(p, min(there, wanted)))
+        wanted, p = self._worthwhile[request_id], hope.probability
+        there = min(self._supply(request_id), wanted)
+        return expected_accepted(p, wanted) - expected_accepted(p, there)
+
+    def _supply(self, request_id: str) -> int:
+        """Length of the longest usable tail."""
+        return max((len(tail) for tail in self._book.usable(request_id).values()), default=0)
 
     def _fulfilled(self, now: float) -> float:
         """Share of what was missing when the wait began that need not be waited for any more."""

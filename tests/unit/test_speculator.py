@@ -92,9 +92,20 @@ def test_a_coupled_request_in_a_decoupled_layout_waits_for_the_complete_tail_as_
     assert spec.all_answered(["decoupled"]) and not spec.all_answered(["coupled"])
     # Two tokens of p = 0.5 are missing, 0.25 + 0.125; a step of two rows takes 50 ms; half the break-even is granted.
     assert wait == pytest.approx(0.5 * (0.25 + 0.125) * 0.05 / 2)
-    spec.inbox.put([DraftTail("coupled", "d", 0, (7, 8, 9), complete=True)])
+    spec.inbox.put([DraftTail("coupled", "d", 0, (7, 8), complete=True)])
     spec.take_messages()
-    assert spec.all_answered(["coupled", "decoupled"])
+    assert spec.all_answered(["coupled", "decoupled"]), "its drafter has no better guess"
+
+
+def test_a_coupled_request_that_has_all_that_is_verified_is_not_waited_for() -> None:
+    spec = decoupled_with_a_coupled_request()
+    spec.inbox.put([DraftTail("coupled", "d", 0, (5, 7, 8, 9))])
+    spec.take_messages()
+    spec.commit(RowOutput("coupled", 0, [5], [0.0]))
+    spec.plan_waits(["coupled"])
+    assert spec.all_answered(["coupled"]), "three tokens are there, drafted before the newest commit"
+    spec.commit(RowOutput("coupled", 1, [7], [0.0]))
+    assert spec.plan_waits(["coupled"]) > 0.0 and not spec.all_answered(["coupled"])
 
 
 def test_windows_and_modes_travel_to_the_drafters() -> None:
