@@ -135,17 +135,19 @@ def ladder_order(methods: Sequence[str], counters: Sequence[Mapping[str, Any]]) 
 
     Args:
         methods: In the order of the configuration.
-        counters: Of the verifiers. `ladder` in them, where they have it, gives predicted tokens per second:
-            method → {"tgs": ...}. The best figure of any verifier counts.
+        counters: Of the verifiers. `ladder` in them (`speculation/ladder.py`) gives predicted tokens per second of a
+            method, per range of output positions. The best figure of any verifier and range counts, of those where the
+            method was tried.
 
     Returns:
         Those with a figure first, the highest before the others; then the rest, in their order.
     """
     best: dict[str, float] = {}
     for one in counters:
-        for method, rung in (one.get("ladder") or {}).items():
-            if isinstance(rung, Mapping) and isinstance(rung.get("tgs"), int | float):
-                best[method] = max(best.get(method, 0.0), float(rung["tgs"]))
+        for method, rung in ((one.get("ladder") or {}).get("methods") or {}).items():
+            for standing in rung["buckets"].values():
+                if standing["drafted"] > 0:
+                    best[method] = max(best.get(method, 0.0), float(standing["tgs"]))
     return tuple(sorted(methods, key=lambda method: -best.get(method, float("-inf"))))
 
 

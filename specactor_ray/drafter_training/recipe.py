@@ -45,7 +45,7 @@ class TrainRecipe:
     tokens: int = 40_000
     """Output tokens to train on."""
     layers: str = "6"
-    """`draft_model`: how many of the target's layers to keep, or which: `6`, or `0,1,15,28,29`."""
+    """`draft_model`: how many of the target's layers to keep (the outer ones), or which: `6`, or `0,1,15,28,29`."""
     draft_vocab: int = 8192
     """`eagle`: token ids the head can say, the most frequent ones; at most the target's vocabulary."""
     depths: int = 4
@@ -135,8 +135,11 @@ def parse_layers(text: str) -> int | tuple[int, ...]:
 
 
 def choose_layers(num_layers: int, wanted: int | tuple[int, ...]) -> tuple[int, ...]:
-    """Which of the target's layers (0 to num_layers - 1) to keep: evenly spaced, the first and the last among them, or
-    those that are named.
+    """Which of the target's layers (0 to num_layers - 1) to keep: the outer ones, as many from the front as from the
+    back (one more from the front if the number is odd), or those that are named.
+
+    Middle layers change their input least; without them the rest still fits together better than evenly spaced layers
+    do, and training is the shorter for it (measured: docs/design/drafter-training.md).
 
     Raises:
         InputError: The target has not so many.
@@ -146,7 +149,8 @@ def choose_layers(num_layers: int, wanted: int | tuple[int, ...]) -> tuple[int, 
             raise InputError(f"--layers: there is no layer {wanted[-1]}; the target has layers 0 to {num_layers - 1}")
         chosen = wanted
     elif wanted < num_layers:
-        chosen = tuple(round(i * (num_layers - 1) / (wanted - 1)) for i in range(wanted))
+        back = wanted // 2
+        chosen = (*range(wanted - back), *range(num_layers - back, num_layers))
     else:
         chosen = tuple(range(num_layers))
     if len(chosen) >= num_layers:
