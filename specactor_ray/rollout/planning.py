@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_ROUND_TRIP_S = 0.003
 """What a commit and its answer take over Ray, 2 to 4 ms (docs/design/waiting.md). The paper's equations have no
-messages; without this, a coupled plan would be promised time it does not have."""
+messages; without this, steps that wait for drafts would be promised time they do not have."""
 
 
 def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:
@@ -76,7 +76,7 @@ def make_plan(
     context: float | None = None,
     acceptance: float | None = None,
     modes: Sequence[ModeName] = ALL_MODES,
-    round_trip_s: float = MESSAGE_ROUND_TRIP_S,
+    paper: bool = False,
 ) -> Plan:
     """Plan with the draft methods that are both configured and measured.
 
@@ -88,7 +88,7 @@ def make_plan(
         context: Mean tokens of prompt and output. Default: the profile's prompts and half of sampling.max_tokens.
         acceptance: p of every method, in place of what was measured.
         modes: Modes that may be chosen.
-        round_trip_s: Seconds a coupled step waits for messages.
+        paper: The paper's equations as they stand: messages take no time, decoupled verifiers never wait for drafts.
 
     Raises:
         InputError: Nothing that was measured fits.
@@ -105,7 +105,8 @@ def make_plan(
         requests=requests,
         context=profile.prompt_tokens + config.sampling.max_tokens / 2 if context is None else context,
         modes=modes,
-        round_trip_s=round_trip_s,
+        round_trip_s=0.0 if paper else MESSAGE_ROUND_TRIP_S,
+        waits=not paper,
     )
     return replace(plan, rejected=(*unusable, *plan.rejected))
 
