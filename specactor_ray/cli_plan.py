@@ -16,7 +16,7 @@ from specactor_ray.errors import InputError
 def profile(
     config_file: ConfigFile = None,
     overrides: Overrides = None,
-    batches: Annotated[str, typer.Option(help="Requests per step.")] = "1,4,16",
+    batches: Annotated[str, typer.Option(help="Requests per step.")] = "1,2,4,8,16",
     windows: Annotated[str, typer.Option(help="Draft tokens verified per request.")] = "1,2,4,8",
     contexts: Annotated[str, typer.Option(help="Tokens that requests have had.")] = "64,512",
     devices: Annotated[
@@ -74,6 +74,9 @@ def plan(
     context: Annotated[
         int | None, typer.Option(help="Mean tokens of prompt and output. Default: by the prompts.", show_default=False)
     ] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="The paper's equations alone: no messages, decoupled never waits.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
     """Choose mode, layout, draft method and window by a profile, and say what was rejected and why."""
@@ -95,10 +98,12 @@ def plan(
     measured, warnings = usable_profile(settings, settings.plan_force)
     count = checked_devices(settings, devices if devices is not None else settings.plan_devices, "--devices")
     plans = [
-        make_plan(settings, measured, count, requests, context=context, acceptance=acceptance) for requests in batches
+        make_plan(settings, measured, count, requests, context=context, acceptance=acceptance, paper=paper)
+        for requests in batches
     ]
     report: dict[str, Any] = {
         "profile": settings.profile,
+        "equations": "paper" if paper else "paper, with message round trips and bounded waits",
         "warnings": warnings,
         "verify_fits": measured.data["verify_fits"],
         "draft_fits": {method: entry["fits"] for method, entry in measured.data["methods"].items()},

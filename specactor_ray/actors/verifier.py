@@ -40,6 +40,7 @@ class VerifierActor:
             spec.speculation,
             engine.vocab_size,
             max_batch=spec.target.max_batch,
+            priors=spec.priors,
             trees=engine.supports_trees,
         )
         return VerifyLoop(engine, speculator)
@@ -105,4 +106,11 @@ class VerifierActor:
 
 def _link(endpoint: DraftEndpoint) -> DrafterLink:
     outbox: Outbox[ToDrafter] = Outbox(ray_sender(endpoint.handle.deliver), for_drafter())
-    return DrafterLink(endpoint.method, endpoint.window, outbox, endpoint.max_batch, endpoint.reads_features)
+    return DrafterLink(
+        endpoint.method,
+        endpoint.window,
+        outbox,
+        endpoint.max_batch,
+        reads_features=endpoint.reads_features,
+        remembers=endpoint.remembers,
+    )

@@ -182,6 +182,10 @@ class DrafterConfig:
     """For `suffix`: a guess is lengthened while the estimated probability that all of it is right is at least this."""
 
 
+HISTORY_METHODS = ("ngram", "suffix")
+"""Methods that look guesses up in earlier text: they cost next to nothing and learn from every output they follow."""
+
+
 def reads_features(drafter: DrafterConfig) -> bool:
     """Whether the method works on the target's hidden states."""
     return drafter.method == "eagle"

@@ -9,14 +9,21 @@ from dataclasses import asdict
 from typing import Any
 
 from specactor_ray.config.lending import lendable_methods
-from specactor_ray.config.schema import Candidates, Config, DrafterConfig, ModeName, PlanPolicy, RaceName
+from specactor_ray.config.schema import (
+    HISTORY_METHODS,
+    Candidates,
+    Config,
+    DrafterConfig,
+    ModeName,
+    PlanPolicy,
+    RaceName,
+)
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 
 BACKENDS = ("hf",)
 TREE_BACKENDS = ("hf",)
 DRAFT_METHODS = ("ngram", "suffix", "draft_model", "eagle")
-HISTORY_METHODS = ("ngram", "suffix")
 DTYPES = ("float32", "bfloat16", "float16")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 MAX_WINDOW = 128

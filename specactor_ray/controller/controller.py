@@ -48,6 +48,7 @@ from specactor_ray.controller.state import (
 from specactor_ray.controller.weights import WeightNews
 from specactor_ray.errors import ClusterError, ConfigError, SpecActorError
 from specactor_ray.messages import WeightSet
+from specactor_ray.speculation.ladder import MethodPrior
 
 __all__ = ["ActorClasses", "Controller", "find_controller", "list_runs", "start_controller"]
 
@@ -71,14 +72,21 @@ class Controller:
         run: Name of the run.
         classes: What to run as verifiers and draft actors.
         policy: Limits; default: from `config.cluster`.
+        priors: Draft method → what a profile says about it, for the verifiers' ladders.
     """
 
     def __init__(
-        self, config: Config, run: str, classes: ActorClasses | None = None, policy: Policy | None = None
+        self,
+        config: Config,
+        run: str,
+        classes: ActorClasses | None = None,
+        policy: Policy | None = None,
+        priors: Mapping[str, MethodPrior] | None = None,
     ) -> None:
         logging.basicConfig(level=config.run.log_level, format=f"%(asctime)s %(levelname)s {run} %(name)s: %(message)s")
         self._config, self._run = config, run
         self._classes = classes or ActorClasses()
+        self._priors = dict(priors or {})
         self._policy = policy or Policy.from_config(config.cluster)
         drafters = {} if config.mode is ModeName.plain else {d.method: d.replicas for d in config.drafters}
         self._desired = DesiredState(config.target.replicas, drafters)
@@ -351,7 +359,7 @@ class Controller:
         seat = member.seat
         assert seat.placement is not None  # callers settle the seat first
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
-        spec = build_spec(self._config, self._run, member)
+        spec = build_spec(self._config, self._run, member, self._priors)
         handle = launch(cls, spec, actor_name(self._run, member.actor_id), seat.placement, seat.share)
         member.actor = SupervisedActor(member.actor_id, handle)
         member.note = ""
@@ -425,9 +433,13 @@ class Controller:
 
 
 def start_controller(
-    config: Config, classes: ActorClasses | None = None, policy: Policy | None = None
+    config: Config,
+    classes: ActorClasses | None = None,
+    policy: Policy | None = None,
+    priors: Mapping[str, MethodPrior] | None = None,
 ) -> tuple[Any, str]:
-    """Make the controller of a new run, as a named actor that ends with this process, and start the run.
+    """Make the controller of a new run, as a named actor that ends with this process, and start the run. The arguments
+    are those of `Controller`.
 
     Returns:
         `(handle, run)`: the controller and the name of the run.
@@ -449,7 +461,7 @@ def start_controller(
         "scheduling_strategy": here,
     }
     remote_class: Any = ray.remote(Controller)
-    handle = remote_class.options(**options).remote(config, run, classes, policy)
+    handle = remote_class.options(**options).remote(config, run, classes, policy, priors)
     limit_s = config.cluster.placement_timeout_s + config.cluster.start_timeout_s + _STOP_TIMEOUT_S + _GONE_TIMEOUT_S
     try:
         ray.get(handle.start.remote(), timeout=limit_s + 30.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.cluster.supervised import SupervisedActor
-from specactor_ray.config.schema import Config, DrafterConfig, reads_features
+from specactor_ray.config.schema import HISTORY_METHODS, Config, DrafterConfig, reads_features
 from specactor_ray.controller.seats import Seat
 from specactor_ray.controller.state import (
     VERIFIER,
@@ -21,6 +21,7 @@ from specactor_ray.controller.state import (
 )
 from specactor_ray.errors import SpecActorError
 from specactor_ray.messages import Mode
+from specactor_ray.speculation.ladder import MethodPrior
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,15 @@ class Member:
         drafter, window = drafter_of(config, self.key), window_of(config, self.key)
         reads = reads_features(drafter)
         return DraftEndpoint(
-            self.actor_id, self.key, window, handle, phase, self.note, max_batch=drafter.max_batch, reads_features=reads
+            self.actor_id,
+            self.key,
+            window,
+            handle,
+            phase,
+            self.note,
+            max_batch=drafter.max_batch,
+            reads_features=reads,
+            remembers=drafter.method in HISTORY_METHODS,
         )
 
     def row(self, now: float) -> dict[str, Any]:
@@ -157,12 +166,12 @@ def window_of(config: Config, method: str) -> int:
     return drafter.window if drafter.window is not None else config.speculation.window
 
 
-def build_spec(config: Config, run: str, member: Member) -> VerifierSpec | DraftSpec:
+def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, MethodPrior]) -> VerifierSpec | DraftSpec:
     """What the actor of this member is told to be."""
     mode, level, cores = Mode(config.mode.value), config.run.log_level, member.seat.cores
     if member.key == VERIFIER:
         target = config.target
-        return VerifierSpec(run, member.actor_id, target, config.speculation, mode, cores, target.gpus, level)
+        return VerifierSpec(run, member.actor_id, target, config.speculation, mode, cores, target.gpus, level, priors)
     drafter, window = drafter_of(config, member.key), window_of(config, member.key)
     return DraftSpec(run, member.actor_id, drafter, config.target, window, mode, cores, drafter.gpus, level)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from specactor_ray.config.schema import ClusterConfig, DrafterConfig, SpeculationConfig, TargetConfig
 from specactor_ray.messages import Mode
+from specactor_ray.speculation.ladder import MethodPrior
 
 VERIFIER = "verifier"
 """Key of the verifiers wherever drafters are keyed by their method."""
@@ -52,6 +53,8 @@ class VerifierSpec:
     """CPU core ids it may use; empty: do not bind."""
     gpus: int = 0
     log_level: str = "WARNING"
+    priors: Mapping[str, MethodPrior] = field(default_factory=dict)
+    """Draft method → what a profile says about it."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class DraftEndpoint:
     """Why it is not ready, for people."""
     reads_features: bool = False
     """It is sent the target's hidden states."""
+    remembers: bool = False
+    """It learns from the outputs it follows."""
     max_batch: int = 64
     """Most requests it drafts for at once."""
 

@@ -25,6 +25,8 @@ class DrafterLink:
     """b_max: most requests it may draft for."""
     reads_features: bool = False
     """It is sent the target's hidden states."""
+    remembers: bool = False
+    """It looks guesses up and learns from the outputs it follows: it follows all it has room for, race or no race."""
 
 
 @dataclass(slots=True)
@@ -91,6 +93,11 @@ class DrafterTable:
     def methods(self) -> dict[str, str]:
         """Drafter id → method."""
         return {drafter_id: drafter.link.method for drafter_id, drafter in self._drafters.items()}
+
+    @property
+    def remembering(self) -> frozenset[str]:
+        """Methods that follow every request they have room for, since they learn from it."""
+        return frozenset(drafter.link.method for drafter in self if drafter.link.remembers)
 
     def links(self) -> list[tuple[str, DrafterLink]]:
         """Drafter id and how to reach it."""

@@ -144,8 +144,10 @@ class DraftPlanner:
         methods = list(dict.fromkeys(usable))
         bases = {request_id: self._assignment.base_method(request_id) for request_id in self._requests}
         wishes = self._wishes(request_ids, methods, bases)
-        racers = self._racers() if len(methods) > 1 else []
-        ranking = [rung.method for rung in self._track.ladder.rank(0, methods, self._rate)] if racers else []
+        racing = self._racing or self._race is RaceName.always
+        others = methods if racing else [method for method in methods if method in self._table.remembering]
+        racers = self._racers() if len(methods) > 1 and others else []
+        ranking = [rung.method for rung in self._track.ladder.rank(0, others, self._rate)] if racers else []
         change = self._assignment.revise(wishes, racers, ranking, level)
         for request_id, base in bases.items():
             if self._assignment.base_method(request_id) != base:
@@ -200,8 +202,6 @@ class DraftPlanner:
         return changed
 
     def _racers(self) -> list[Straggler]:
-        if not (self._racing or self._race is RaceName.always):
-            return []
         return [Straggler(request_id, self._acceptance(request_id)) for request_id in self._requests]
 
     def _acceptance(self, request_id: str) -> float:

@@ -13,6 +13,7 @@ from specactor_ray.errors import ConfigError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.speculation.apply_plan import apply_plan, devices_of, requests_of
 from specactor_ray.speculation.candidates import Plan, Rejected
+from specactor_ray.speculation.ladder import MethodPrior
 from specactor_ray.speculation.plan import ALL_MODES, search_plan
 from specactor_ray.speculation.profile import Profile, load_profile, reject_foreign_profile
 from specactor_ray.speculation.survival import Survival
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_ROUND_TRIP_S = 0.003
 """What a commit and its answer take over Ray, 2 to 4 ms (docs/design/waiting.md). The paper's equations have no
-messages; without this, a coupled plan would be promised time it does not have."""
+messages; without this, steps that wait for drafts would be promised time they do not have."""
 
 
 def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:
@@ -67,6 +68,27 @@ def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
     return profile, reject_foreign_profile(profile, config.profile, model, here, versions(), force)
 
 
+def ladder_priors(config: Config) -> dict[str, MethodPrior]:
+    """What the configured profile says about each draft method, for the verifiers' ladders; nothing without a profile.
+
+    Raises:
+        ConfigError, InputError: The profile cannot be used here.
+    """
+    if config.profile is None or config.mode is ModeName.plain:
+        return {}
+    profile, _ = usable_profile(config, config.plan_force)
+    priors = {}
+    for drafter in config.drafters:
+        costs, survival = profile.drafting.get(drafter.method), profile.acceptance.get(drafter.method)
+        if costs is not None and survival is not None:
+            table = costs.table
+            devices = table.devices[0]
+            token_s = table.seconds(devices, 1, table.contexts(devices)[0])
+            window = drafter.window or config.speculation.window
+            priors[drafter.method] = MethodPrior(survival.probability(window), token_s)
+    return priors
+
+
 def make_plan(
     config: Config,
     profile: Profile,
@@ -76,7 +98,7 @@ def make_plan(
     context: float | None = None,
     acceptance: float | None = None,
     modes: Sequence[ModeName] = ALL_MODES,
-    round_trip_s: float = MESSAGE_ROUND_TRIP_S,
+    paper: bool = False,
 ) -> Plan:
     """Plan with the draft methods that are both configured and measured.
 
@@ -88,7 +110,7 @@ def make_plan(
         context: Mean tokens of prompt and output. Default: the profile's prompts and half of sampling.max_tokens.
         acceptance: p of every method, in place of what was measured.
         modes: Modes that may be chosen.
-        round_trip_s: Seconds a coupled step waits for messages.
+        paper: The paper's equations as they stand: messages take no time, decoupled verifiers never wait for drafts.
 
     Raises:
         InputError: Nothing that was measured fits.
@@ -105,7 +127,8 @@ def make_plan(
         requests=requests,
         context=profile.prompt_tokens + config.sampling.max_tokens / 2 if context is None else context,
         modes=modes,
-        round_trip_s=round_trip_s,
+        round_trip_s=0.0 if paper else MESSAGE_ROUND_TRIP_S,
+        waits=not paper,
     )
     return replace(plan, rejected=(*unusable, *plan.rejected))
 

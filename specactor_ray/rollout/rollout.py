@@ -28,7 +28,7 @@ from specactor_ray.rollout.compatibility import (
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.planning import resolve_plan
+from specactor_ray.rollout.planning import ladder_priors, resolve_plan
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, sampling_from_config
 from specactor_ray.rollout.spares import Spares
 from specactor_ray.rollout.trajectory import Trajectory
@@ -62,11 +62,12 @@ class Rollout:
         self._streams = 0
         self._streaming = False
         self._weight_version = 0
+        priors = ladder_priors(config)
         self._tokenizer = check_drafters_fit_target(config)
         warn_without_drafters(config)
         self._connection: Connection = connect(config.cluster)
         try:
-            self._controller, self.run_name = start_controller(config)
+            self._controller, self.run_name = start_controller(config, priors=priors)
             self._dispatcher = Dispatcher(
                 fetch_view=self._controller.view.remote,
                 outstanding_per_verifier=2 * config.target.max_batch,

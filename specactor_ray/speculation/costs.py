@@ -4,8 +4,9 @@
     V(g, w, b) = b · V'(g, w) + β(g, w)    seconds to verify w + 1 tokens for each of b requests on g devices
 
 Each device count has a table of its own over (window, context); a cell is fitted over the batch. Windows and contexts
-that were not measured are interpolated between their neighbours. Where a straight line over the batch predicts points
-that were held out worse than interpolation between the measured batches does, interpolation is used in its place.
+that were not measured are interpolated between their neighbours. Where a straight line over the batch predicts batches
+that were held out worse than interpolation between the measured batches does, interpolation is used in its place; where
+that does not tell, it is used if the line misses the measured points by more than noise.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from statistics import fmean
 
 from specactor_ray.errors import InputError
 
-_LINE_MISFITS = 0.15
-"""Largest mean relative error up to which a line is said to fit."""
+_LINE_FITS = 0.05
+"""Largest mean relative error up to which a line is said to fit: about the noise of a measured step."""
+_TIE = 0.005
+"""Held-out errors nearer than this do not tell two models apart. With three batches they never do: both draw the same
+line between the outer two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +187,13 @@ def _report(devices: int, cells: Sequence[BatchCost]) -> FitReport:
     errors = [abs(cell.linear(b) / y - 1.0) for cell in cells for b, y in cell.knots]
     linear = _mean([error for cell in cells for error in _held_out(cell, interpolate=False)])
     interpolated = _mean([error for cell in cells for error in _held_out(cell, interpolate=True)])
-    use_line = linear is None or interpolated is None or linear <= interpolated
     mean = fmean(errors)
+    if linear is None or interpolated is None:
+        use_line = True
+    elif abs(linear - interpolated) <= _TIE:
+        use_line = mean <= _LINE_FITS
+    else:
+        use_line = linear < interpolated
     return FitReport(
         devices=devices,
         kind="linear" if use_line else "interpolated",
@@ -193,7 +202,7 @@ def _report(devices: int, cells: Sequence[BatchCost]) -> FitReport:
         max_error=max(errors),
         held_out_linear=linear,
         held_out_interpolated=interpolated,
-        words=_in_words(mean, linear, interpolated, len(cells[0].knots)),
+        words=_in_words(mean, linear, interpolated, len(cells[0].knots), use_line),
     )
 
 
@@ -208,14 +217,14 @@ def _held_out(cell: BatchCost, *, interpolate: bool) -> list[float]:
     return errors
 
 
-def _in_words(mean: float, linear: float | None, interpolated: float | None, batches: int) -> str:
+def _in_words(mean: float, linear: float | None, interpolated: float | None, batches: int, use_line: bool) -> str:
     if batches == 1:
         return "one batch only was measured: nothing is known of others"
     if linear is None or interpolated is None:
         return "a line through two batches; a third would tell whether it fits"
     figures = f"held-out batches are missed by {linear:.1%} with a line, by {interpolated:.1%} with interpolation"
-    verdict = "a line fits" if mean <= _LINE_MISFITS else "a line does not fit"
-    return f"{verdict}; {figures}; {'the line' if linear <= interpolated else 'interpolation'} is used"
+    verdict = "a line fits" if mean <= _LINE_FITS else "a line does not fit well"
+    return f"{verdict}; {figures}; {'the line' if use_line else 'interpolation'} is used"
 
 
 def _between(knots: Sequence[tuple[float, float]], x: float, slope_outside: float) -> float:

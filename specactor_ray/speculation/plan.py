@@ -16,6 +16,11 @@ of the whole cluster,
 
 since devices that are left over, and requests that wait, do not show in the TGS of one request. Where group sizes
 divide G, every layout runs all B requests, so this order is that of TGS, the one of the paper.
+
+The equations are the paper's, and are used as they stand unless told otherwise. Two things this product does are not
+in them and can be added: `round_trip_s`, what a message takes there and back, and `waits`: a decoupled verifier waits a
+few milliseconds for the tail of its newest commit where that pays (`window.choose_wait_s`), and is then a coupled one
+whose drafter has devices of its own. See docs/design/plan.md.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from specactor_ray.errors import InputError
 from specactor_ray.speculation.candidates import Candidate, Plan, Rejected
 from specactor_ray.speculation.costs import CostTable
 from specactor_ray.speculation.survival import Survival
+from specactor_ray.speculation.window import choose_wait_s
 
 ALL_MODES = (ModeName.plain, ModeName.coupled, ModeName.decoupled)
 
@@ -89,6 +95,7 @@ def search_plan(
     context: float,
     modes: Sequence[ModeName] = ALL_MODES,
     round_trip_s: float = 0.0,
+    waits: bool = False,
 ) -> Plan:
     """Evaluate every candidate and take the one with the most tokens per second of the cluster.
 
@@ -103,14 +110,15 @@ def search_plan(
         requests: B.
         context: Tokens of prompt and output a request has on average.
         modes: Modes that may be chosen.
-        round_trip_s: Seconds a coupled step waits for messages, beside drafting. The paper's equations have 0.
+        round_trip_s: Seconds a step that waits for drafts waits for messages, beside drafting. In the paper 0.
+        waits: Decoupled verifiers wait for the newest tail where that pays. In the paper they never do.
 
     Raises:
         InputError: G or B is below 1, or nothing that was measured fits G devices.
     """
     if devices < 1 or requests < 1:
         raise InputError(f"{devices} devices and a batch of {requests} cannot be planned; both must be 1 or more")
-    search = _Search(verify, drafting, acceptance, devices, requests, context, round_trip_s)
+    search = _Search(verify, drafting, acceptance, devices, requests, context, round_trip_s, waits)
     for mode in [mode for mode in ALL_MODES if mode in modes]:
         for verify_devices in verify.devices:
             search.verifier(mode, verify_devices)
@@ -134,9 +142,11 @@ class _Search:
         requests: int,
         context: float,
         round_trip_s: float,
+        waits: bool,
     ) -> None:
         self._verify, self._drafting, self._acceptance = verify, drafting, acceptance
         self._devices, self._requests, self._context, self._round_trip_s = devices, requests, context, round_trip_s
+        self._waits = waits
         self.candidates: list[Candidate] = []
         self._rejected: list[Rejected] = []
 
@@ -230,10 +240,7 @@ class _Search:
             on = self._drafts_on(mode, costs, draft_devices, verify_devices)
             draft_s = costs.table.seconds(on, batch, self._context)
             p = self._acceptance[method].probability(window)
-            if mode is ModeName.coupled:
-                tau, iteration_s = tau_coupled(p, window), window * draft_s + verify_s + self._round_trip_s
-            else:
-                tau, iteration_s = tau_decoupled(p, window), max(window * draft_s, verify_s)
+            tau, iteration_s = self._step(mode, p, window, draft_s, verify_s)
         tgs = tau / iteration_s
         running = min(self._requests, groups * batch)
         self.candidates.append(
@@ -254,6 +261,17 @@ class _Search:
                 running * tgs,
             )
         )
+
+    def _step(self, mode: ModeName, p: float, window: int, draft_s: float, verify_s: float) -> tuple[float, float]:
+        """`(τ, IL)` of a step with drafts."""
+        wait_s = window * draft_s + self._round_trip_s
+        waiting = tau_coupled(p, window), wait_s + verify_s
+        if mode is ModeName.coupled:
+            return waiting
+        running_on = tau_decoupled(p, window), max(window * draft_s, verify_s)
+        granted_s = choose_wait_s(waiting[0] - 1.0, 1.0, verify_s) if self._waits else 0.0
+        pays = waiting[0] / waiting[1] > running_on[0] / running_on[1]
+        return waiting if self._waits and wait_s <= granted_s and pays else running_on
 
     def _notes(self, chosen: Candidate) -> Iterator[str]:
         contexts = self._verify.contexts(chosen.verify_devices)

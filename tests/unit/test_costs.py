@@ -58,13 +58,20 @@ class TestWhichModel:
         batches = (1, 2, 4, 8, 16, 32, 64)
         table = CostTable(grid(lambda g, w, c, b: 0.1 * max(b, 8), batches=batches))
         fit = table.fits[1]
-        assert fit.kind == "interpolated" and "a line does not fit" in fit.words
+        assert fit.kind == "interpolated" and "a line does not fit well" in fit.words
         assert fit.held_out_interpolated is not None and fit.held_out_linear is not None
         assert fit.held_out_interpolated < fit.held_out_linear
         for batch in batches:
             assert table.seconds(1, batch, 64) == pytest.approx(0.1 * max(batch, 8))
         assert table.seconds(1, 12, 64) == pytest.approx(1.2)
         assert table.seconds(1, 128, 64) > table.seconds(1, 64, 64)
+
+    def test_three_batches_cannot_tell_by_holding_out(self) -> None:
+        """The inner batch is then predicted by the same line; how well all points are described decides."""
+        bent = CostTable(grid(lambda g, w, c, b: 0.1 * max(b, 8), batches=(1, 8, 64))).fits[1]
+        assert bent.held_out_linear == pytest.approx(bent.held_out_interpolated)
+        assert bent.kind == "interpolated" and bent.words.endswith("interpolation is used")
+        assert CostTable(grid(lambda g, w, c, b: 0.1 * b + 0.05)).fits[1].kind == "linear"
 
     def test_two_batches_cannot_tell(self) -> None:
         fit = CostTable(grid(lambda g, w, c, b: 0.1 * b, batches=(1, 8))).fits[1]

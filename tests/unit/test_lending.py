@@ -27,6 +27,7 @@ from specactor_ray.controller.state import (
     Sleep,
     Wake,
 )
+from specactor_ray.speculation.ladder import DraftLadder
 from tests.unit.test_decide import POLICY, TICK_S, World, ready
 
 METHODS = ("ngram", "draft_model")
@@ -212,8 +213,12 @@ def test_the_ladder_of_the_verifiers_comes_before_the_order_of_the_configuration
     methods = ("a", "b", "c")
     assert ladder_order(methods, []) == methods
     assert ladder_order(methods, [{"ladder": {}}, {"ladder": None}, {"running": 1}]) == methods
-    counters = [{"ladder": {"c": {"tgs": 20.0}, "b": {"tgs": 5.0}}}, {"ladder": {"b": {"tgs": 30.0}, "z": {}}}]
-    assert ladder_order(methods, counters) == ("b", "c", "a")
+    ladder = DraftLadder()
+    for method, accepted in (("c", 60), ("b", 90)):
+        for _ in range(20):
+            ladder.record(method, 0, 100, accepted)
+    standings = ladder.standings(methods, lambda method, known, token_s: known.probability)
+    assert ladder_order(methods, [{"ladder": {"methods": standings}}, {"ladder": {}}]) == ("b", "c", "a")
 
 
 def test_drafts_end_in_order_when_a_verifier_is_wanted_back() -> None:

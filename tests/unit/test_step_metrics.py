@@ -51,7 +51,9 @@ def test_positions_are_counted_separately_and_merge_at_any_length() -> None:
     for rows in ([(4, 2), (1, 1), (0, 0)], [(6, 6)], []):
         metrics = StepMetrics()
         for drafted, accepted in rows:
-            metrics.record_row(committed=accepted + 1, supplied=drafted, drafted=drafted, accepted=accepted, depth=drafted)
+            metrics.record_row(
+                committed=accepted + 1, supplied=drafted, drafted=drafted, accepted=accepted, depth=drafted
+            )
         parts.append(metrics.to_dict())
     total = RolloutMetrics.merge([*parts, {"steps": 1}])
     assert total.drafted_by_position == [3, 2, 2, 2, 1, 1]
