@@ -17,9 +17,10 @@ import ray
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import Candidates, RaceName
 from specactor_ray.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.rollout.trajectory import Trajectory
-from tests.tiny import tiny_draft, tiny_prompts, tiny_target
+from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -81,16 +82,33 @@ def plain() -> dict[float, dict[str, tuple[int, ...]]]:
     return {temperature: tokens_of(roll(config("plain", []), temperature)[0]) for temperature in (0.0, 1.0)}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("mode", ["coupled", "decoupled"])
-def test_modes_are_token_for_token_plain(plain: Any, mode: str, temperature: float) -> None:
-    done, metrics = roll(config(mode, [NGRAM, small()]), temperature)
+@pytest.mark.parametrize(
+    ("mode", "temperature", "race"), [("coupled", 0.0, "tail"), ("coupled", 1.0, "always"), ("decoupled", 0.0, "off")]
+)
+def test_modes_are_token_for_token_plain(plain: Any, mode: str, temperature: float, race: str) -> None:
+    settings = config(mode, [NGRAM, small()])
+    settings.speculation.race = RaceName[race]
+    done, metrics = roll(settings, temperature)
     assert tokens_of(done) == plain[temperature]
     assert metrics["accepted_tokens"] > 0
     computed_again = metrics["committed_tokens"] - sum(len(t.token_ids) for t in done)
     # What a verifier commits between the last journal entry and a move is computed again by the next one.
     assert computed_again >= 0 if metrics["moved_requests"] else computed_again == 0
     assert all(len(t.logprobs) == len(t.token_ids) and not t.error for t in done)
+
+
+def test_fastest_of_n_with_trees_is_token_for_token_plain(plain: Any) -> None:
+    """All methods race for every request, hidden states stream to the EAGLE head, all guesses are verified at once."""
+    head = {"method": "eagle", "model": str(tiny_eagle()), "kv_cache_gb": 0.02}
+    settings = config("decoupled", [NGRAM, {"method": "suffix", "min_match": 1}, small(), head])
+    settings.speculation.race, settings.speculation.candidates = RaceName.always, Candidates.tree
+    done, metrics = roll(settings, 1.0)
+    assert tokens_of(done) == plain[1.0]
+    accepted: dict[str, int] = {}
+    for drafter_id, (_, right) in metrics["by_drafter"].items():
+        method = drafter_id.partition("-")[0]
+        accepted[method] = accepted.get(method, 0) + right
+    assert all(accepted[method] > 0 for method in ("ngram", "suffix", "draft_model", "eagle")), accepted
 
 
 @pytest.mark.parametrize("name", ["Liar", "Crasher", "Flooder"])
