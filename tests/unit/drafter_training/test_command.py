@@ -140,6 +140,8 @@ def test_a_killed_training_goes_on_to_the_same_drafter(drafter: Path, data: Path
     assert outcome.status == "interrupted" and "same command" in outcome.note
     assert not (output / "drafter.json").exists()
     assert train(data, output).status == "finished"
+    card, whole = (json.loads((folder / "drafter.json").read_text()) for folder in (output, drafter))
+    assert card["acceptance"] == whole["acceptance"]
     ours, expected = load_model(str(output)).state_dict(), load_model(str(drafter)).state_dict()
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
