@@ -129,7 +129,7 @@ def test_a_killed_training_goes_on_to_the_same_drafter(drafter: Path, data: Path
 
     def kill() -> None:
         until = time.monotonic() + 60.0
-        while time.monotonic() < until and not list(output.glob("training/corpus/heldout-greedy-*")):
+        while time.monotonic() < until and not list(output.glob("training/corpus/heldout-greedy-*.safetensors")):
             time.sleep(0.002)
         os.kill(os.getpid(), signal.SIGTERM)
 
