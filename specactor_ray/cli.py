@@ -340,6 +340,7 @@ def run_as_job(command: Sequence[str], arguments: Sequence[str]) -> None:
     """
     if command[0] == "drafter":
         main([*command, *arguments])
+        return
     in_job = bool(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"))
     defaults = ["cluster.address=auto"] if in_job or os.environ.get("RAY_ADDRESS") else []
     if in_job:  # the job's own folder is a copy that Ray removes

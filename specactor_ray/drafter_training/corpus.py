@@ -71,7 +71,7 @@ class RecordStore:
         self._pending: list[tuple[Record, torch.Tensor | None]] = []
         self._where: dict[int, Path] = {}
         self._records: dict[int, Record] = {}
-        for path in sorted(folder.glob(f"{part}-*.safetensors")):
+        for path in sorted(folder.glob(f"{part}-[0-9]*.safetensors")):
             self._read(path)
 
     def __contains__(self, index: int) -> bool:

@@ -131,7 +131,7 @@ def test_a_killed_training_goes_on_to_the_same_drafter(drafter: Path, data: Path
 
     def kill() -> None:
         until = time.monotonic() + 60.0
-        while time.monotonic() < until and not list(output.glob("training/corpus/heldout-greedy-*")):
+        while time.monotonic() < until and not list(output.glob("training/corpus/heldout-greedy-*.safetensors")):
             time.sleep(0.002)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -142,6 +142,8 @@ def test_a_killed_training_goes_on_to_the_same_drafter(drafter: Path, data: Path
     assert outcome.status == "interrupted" and "same command" in outcome.note
     assert not (output / "drafter.json").exists()
     assert train(data, output).status == "finished"
+    card, whole = (json.loads((folder / "drafter.json").read_text()) for folder in (output, drafter))
+    assert card["acceptance"] == whole["acceptance"]
     ours, expected = load_model(str(output)).state_dict(), load_model(str(drafter)).state_dict()
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 

@@ -60,6 +60,14 @@ def test_what_is_recorded_is_not_made_again(tmp_path: Path) -> None:
     assert collect(engine, wanted, RecordStore(tmp_path, "train")) == first
 
 
+def test_a_part_whose_name_begins_with_anothers_is_another_part(tmp_path: Path) -> None:
+    for part, seed in (("heldout", 3), ("heldout-greedy", 4)):
+        collect(make_engine(), requests(3, seed), RecordStore(tmp_path, part))
+    for part, seed in (("heldout", 3), ("heldout-greedy", 4)):
+        again = RecordStore(tmp_path, part).records()
+        assert [record.sampling for record in again] == [request.sampling for request in requests(3, seed)]
+
+
 def test_a_damaged_shard_is_put_aside_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wanted = requests(20, 3)
     first = collect(make_engine(), wanted, RecordStore(tmp_path, "train"))
