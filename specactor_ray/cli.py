@@ -71,7 +71,13 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     """
     from specactor_ray.config import load_config
     from specactor_ray.observability.console import log_through, make_console, say
-    from specactor_ray.observability.report import breaker_lines, failed_prompts_line, reason_lines, rollout_table
+    from specactor_ray.observability.report import (
+        breaker_lines,
+        failed_prompts_line,
+        ladder_table,
+        reason_lines,
+        rollout_table,
+    )
 
     settings = load_config(config_file, overrides or ())
     progress = make_console(sys.stderr)
@@ -83,6 +89,9 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     outcome = run_rollout(settings, progress)
     console = make_console()
     console.print(rollout_table(outcome.summary))
+    ladder = ladder_table(outcome.summary["actors"])
+    if ladder is not None:
+        console.print(ladder)
     counts = outcome.summary["trajectories"]
     reasons = [*reason_lines(counts["failures"]), *failed_prompts_line(counts["failed_prompts"])]
     for line in [*reasons, *breaker_lines(outcome.summary["actors"])]:
@@ -162,13 +171,16 @@ def scale(
 def status(run: Run = None, address: Address = "auto") -> None:
     """Show the actors of a run."""
     from specactor_ray.observability.console import make_console, say
-    from specactor_ray.observability.report import status_table
+    from specactor_ray.observability.report import ladder_table, status_table
     from specactor_ray.rollout.attach import status_of_run
 
     name, rows = status_of_run(run, address)
     console = make_console()
     say(console, f"run {name}")
     console.print(status_table(rows))
+    ladder = ladder_table(rows)
+    if ladder is not None:
+        console.print(ladder)
 
 
 @bench.command("rollout")
@@ -196,11 +208,13 @@ def bench_rollout(
 ) -> None:
     """Compare the modes on the same prompts, seeds and cores; exit code 1 if any token differs from plain decoding."""
     from specactor_ray.config import load_config
+    from specactor_ray.config.validate import validate
     from specactor_ray.observability.console import log_through, make_console
 
     settings = load_config(config_file, [*(overrides or ()), "target.record_margins=true"])
     if max_tokens is not None:
         settings.sampling.max_tokens = max_tokens
+        validate(settings)
     chosen, batches = parse_modes(modes), parse_batches(batch, settings.target.max_batch)
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)

@@ -28,6 +28,7 @@ def rollout_table(summary: Mapping[str, Any]) -> Table:
         ("acceptance rate", _share(metrics["acceptance_rate"], metrics["drafted_tokens"])),
         ("supply", f"{metrics['supply']:.2f} draft tokens per request and step"),
         ("steps with drafts", _share(metrics["supply_share"], metrics["row_steps"])),
+        ("right by draft position", _by_position(metrics)),
         ("protocol, median", f"{1e3 * metrics['protocol_median_s']:.2f} ms per step"),
     ):
         table.add_row(name, value)
@@ -128,6 +129,40 @@ def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
+    """What the verifiers think of each draft method, per range of output positions; None before anything was drafted.
+
+    Of several verifiers the one that has seen most of a method is shown.
+    """
+    seen: dict[tuple[str, str], tuple[float, Mapping[str, Any], float]] = {}
+    for row in rows:
+        methods = ((row.get("counters") or {}).get("ladder") or {}).get("methods") or {}
+        for method, rung in methods.items():
+            for bucket, standing in rung["buckets"].items():
+                drafted = standing["drafted"]
+                if drafted > seen.get((method, bucket), (0.0,))[0]:
+                    seen[method, bucket] = (drafted, standing, rung["token_s"])
+    if not seen:
+        return None
+    table = Table(title="draft ladder", box=SIMPLE_HEAD)
+    for name in ("method", "output positions"):
+        table.add_column(name)
+    for name in ("acc. rate", "has a guess", "ms per draft token", "predicted tokens/s"):
+        table.add_column(name, justify="right")
+    for (method, bucket), (_, standing, token_s) in seen.items():
+        rate = standing["acceptance"]
+        table.add_row(
+            method,
+            bucket,
+            "-" if rate is None else f"{rate:.1%}",
+            f"{standing['guessing']:.0%}",
+            f"{1e3 * token_s:.2f}" if token_s else "-",
+            f"{standing['tgs']:.1f}",
+        )
+    table.caption = "predicted tokens/s: of one request alone, drafted by this method in its best window and mode"
+    return table
+
+
 def breaker_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The drafters that a verifier stopped asking because they did not help, one line each."""
     return [
@@ -147,6 +182,12 @@ def _work(row: Mapping[str, Any]) -> str:
         length = tokens / rows if rows else 0.0
         return f"{counters.get('running', 0)} running, {tokens:,} tokens, acceptance length {length:.2f}"
     return f"{counters.get('open_requests', 0)} open, {counters.get('tails', 0):,} tails"
+
+
+def _by_position(metrics: Mapping[str, Any], most: int = 8) -> str:
+    """Share of the 1st, 2nd, ... verified draft tokens that were right."""
+    pairs = list(zip(metrics["accepted_by_position"], metrics["drafted_by_position"], strict=True))[:most]
+    return " ".join(f"{accepted / drafted:.0%}" if drafted else "-" for accepted, drafted in pairs) or "-"
 
 
 def _bench_table(title: str) -> Table:

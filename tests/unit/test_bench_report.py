@@ -19,7 +19,14 @@ from specactor_ray.benchmarks.variants import BenchMode, Variant, plan_variants
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, RaceName
 from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.observability.report import breaker_lines, difference_lines, speed_table, status_table, time_table
+from specactor_ray.observability.report import (
+    breaker_lines,
+    difference_lines,
+    ladder_table,
+    speed_table,
+    status_table,
+    time_table,
+)
 from specactor_ray.rollout.metrics import RolloutMetrics
 
 ALL = [BenchMode.plain, BenchMode.coupled, BenchMode.decoupled]
@@ -305,6 +312,19 @@ class TestStatus:
             "0 open",
         ):
             assert expected in text
+
+    def test_the_ladder_of_the_verifier_that_has_seen_most(self) -> None:
+        assert ladder_table(self.ROWS) is None
+
+        def row(drafted: float, acceptance: float) -> dict[str, Any]:
+            standing = {"drafted": drafted, "acceptance": acceptance, "guessing": 0.5, "tgs": 31.5}
+            rung = {"token_s": 0.002, "buckets": {"0-63": standing, "64-255": {**standing, "drafted": 0.0}}}
+            return {"counters": {"ladder": {"methods": {"eagle": rung}}}}
+
+        text = rendered(ladder_table([row(10.0, 0.25), row(400.0, 0.625), {"counters": None}]))
+        for expected in ("eagle", "0-63", "62.5%", "50%", "2.00", "31.5"):
+            assert expected in text
+        assert "64-255" not in text and "25.0%" not in text
 
     def test_only_breakers_that_opened_are_named(self) -> None:
         assert breaker_lines(self.ROWS) == [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.config.schema import DrafterConfig
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafters.base import Proposer
 from specactor_ray.drafters.registry import build_proposer
 from specactor_ray.drafters.run_history import RunHistory
@@ -183,14 +183,16 @@ def drafted(proposer: SuffixProposer, request_id: str = "r") -> list[int]:
 
 
 def test_it_is_a_proposer_and_takes_its_keys_from_the_configuration() -> None:
-    proposer: Proposer = build_proposer(DrafterConfig(method="suffix", max_match=4, history_tokens=3), "cpu")
+    proposer: Proposer = build_proposer(
+        DrafterConfig(method="suffix", max_match=4, history_tokens=3), TargetConfig(), "cpu"
+    )
     assert (proposer.method, proposer.vocab_size, proposer.weight_version) == ("suffix", None, 0)
     proposer.load_weights(3, {})
     assert proposer.weight_version == 3
     assert isinstance(proposer, SuffixProposer)
     proposer.open("a", [1, 2], [3, 4, 5, 6], GREEDY, 4)
     assert proposer.history_tokens == 3
-    default = build_proposer(DrafterConfig(method="suffix"), "cpu")
+    default = build_proposer(DrafterConfig(method="suffix"), TargetConfig(), "cpu")
     assert isinstance(default, SuffixProposer)
     default.open("a", [1, 2], [3] * 70_000, GREEDY, 4)
     assert default.history_tokens == 70_002, "more than what ngram keeps by default"
