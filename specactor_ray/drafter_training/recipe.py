@@ -15,6 +15,8 @@ from specactor_ray.errors import InputError
 METHODS = ("draft_model", "eagle")
 """Methods that can be trained; `student.py` says what makes them."""
 DEVICES = ("cpu", "cuda")
+LEARNING_RATES = {"draft_model": 1e-3, "eagle": 3e-3}
+"""A head is one layer, most of it new, and takes larger steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class TrainRecipe:
     epochs: float | None = None
     """Training ends after this many passes over the corpus."""
     learning_rate: float = 1e-3
+    """At its highest; `LEARNING_RATES` says what suits a method."""
     warmup_steps: int = 10
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0

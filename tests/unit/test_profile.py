@@ -21,7 +21,7 @@ from specactor_ray.drafters.registry import build_proposer
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.console import make_console
-from specactor_ray.rollout.planning import make_plan
+from specactor_ray.rollout.planning import ladder_priors, make_plan
 from specactor_ray.speculation.profile import load_profile
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
@@ -245,3 +245,8 @@ def test_profile_then_plan(tiny_model_dir: Path, tiny_draft_model_dir: Path, tmp
     config.drafters[1].model = str(tiny_draft_model_dir)
     config.sampling.max_tokens = 16
     assert plan["chosen"]["tokens_per_s"] == make_plan(config, profile, 2, 16).chosen.tokens_per_s
+    config.target.model, config.profile = str(tiny_model_dir), str(tmp_path / "profile.json")
+    priors = ladder_priors(config)
+    assert priors.keys() == {"ngram", "draft_model"} and all(prior.token_s > 0.0 for prior in priors.values())
+    assert all(0.0 <= prior.probability <= 1.0 for prior in priors.values())
+    assert ladder_priors(from_mapping({"mode": "plain"})) == {}
