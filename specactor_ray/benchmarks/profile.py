@@ -6,7 +6,7 @@ import copy
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import ConfigError, InputError, SpecActorError
 from specactor_ray.observability.environment import hardware, versions
-from specactor_ray.observability.steps_progress import StepsProgress
+from specactor_ray.observability.phase_progress import PhaseProgress, show_steps
 from specactor_ray.rollout.compatibility import export_what_drafters_read
 from specactor_ray.rollout.prompts import read_prompts
 from specactor_ray.rollout.run import sigterm_interrupts
@@ -73,7 +73,8 @@ def run_profile(
     total = 1 + len(config.drafters) + len(counts) * (axes.verify_points() + len(config.drafters) * axes.draft_points())
     shares: list[Measured] = []
     begin = time.monotonic()
-    with sigterm_interrupts(), StepsProgress(console, "profile", total) as progress:
+    with sigterm_interrupts(), PhaseProgress(console, "profile", total) as progress:
+        show = show_steps(progress, total)
         for count in counts:
             share = Share(
                 copy.deepcopy(config),
@@ -85,7 +86,7 @@ def run_profile(
                 max_requests,
                 shares[0].recorded if shares else (),
             )
-            shares.append(_run(share, progress))
+            shares.append(_run(share, show))
     data = {
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seconds": round(time.monotonic() - begin, 1),
@@ -131,7 +132,7 @@ def default_devices(config: Config) -> list[int]:
     return [1 << power for power in range(cores.bit_length()) if 1 << power <= cores]
 
 
-def _run(share: Share, progress: StepsProgress) -> Measured:
+def _run(share: Share, show: Callable[[str], None]) -> Measured:
     """Run one share in a fresh process and pass its progress on."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -142,7 +143,7 @@ def _run(share: Share, progress: StepsProgress) -> Measured:
         while True:
             kind, content = ours.recv()
             if kind == "progress":
-                progress.step(f"{share.devices} {'GPU' if share.device == 'cuda' else 'core(s)'}: {content}")
+                show(f"{share.devices} {'GPU' if share.device == 'cuda' else 'core(s)'}: {content}")
             elif kind == "error":
                 raise content
             else:

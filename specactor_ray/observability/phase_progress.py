@@ -107,3 +107,15 @@ def show_tokens(progress: PhaseProgress) -> Callable[[int], None]:
         progress.update(tokens, f"{tokens:,} tokens, {progress.rate_at(tokens):.1f} tokens/s")
 
     return show
+
+
+def show_steps(progress: PhaseProgress, total: int) -> Callable[[str], None]:
+    """What a phase of `total` counted steps calls after each, with what it was."""
+    done = 0
+
+    def show(what: str) -> None:
+        nonlocal done
+        done += 1
+        progress.update(done, f"{done}/{total}, {what}")
+
+    return show

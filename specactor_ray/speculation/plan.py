@@ -1,11 +1,6 @@
 """Which layout, draft method, mode and window are fastest: Algorithm 1 of SpecActor (arXiv 2511.16193, section 4).
 
-With w the draft window, p the chance that a draft token is right given those before it, D and V of `costs.py`:
-
-    decoupled  IL = max(w·D, V)   τ(w) = Σ_{a<w} p^a (1-p) (a+1)/2 + w·p^w
-    coupled    IL = w·D + V       τ(w) = Σ_{a<w} p^a (1-p) (a+1)   + (w+1)·p^w
-    plain      IL = V at w = 0    τ = 1
-    TGS = τ / IL                  tokens per second of one request
+What one request gains, TGS = τ / IL, is in `tgs.py`; D and V are those of `costs.py`.
 
 A *group* is a verifier on g_v devices and, if decoupled, its drafter on g_d devices of its own. G devices hold
 floor(G / (g_d + g_v)) groups (fewer are made where B requests do not fill them), and a group runs
@@ -35,45 +30,10 @@ from specactor_ray.errors import InputError
 from specactor_ray.speculation.candidates import Candidate, Plan, Rejected
 from specactor_ray.speculation.costs import CostTable
 from specactor_ray.speculation.survival import Survival
+from specactor_ray.speculation.tgs import tau_coupled, tau_decoupled
 from specactor_ray.speculation.window import choose_wait_s
 
 ALL_MODES = (ModeName.plain, ModeName.coupled, ModeName.decoupled)
-
-
-def tau_decoupled(p: float, window: int) -> float:
-    """Expected tokens of one decoupled step, from 1/2 (p = 0) to w (p = 1).
-
-    The sum above, term by term of its tail probabilities: `(1 + p + ... + p^(w-1)) / 2 + p^w · w / 2`.
-
-    Raises:
-        ValueError: p is no probability, or the window is below 1.
-    """
-    _check(p, window)
-    return (_geometric(p, window) + window * p**window) / 2.0
-
-
-def tau_coupled(p: float, window: int) -> float:
-    """Expected tokens of one coupled step, from 1 (p = 0) to w + 1 (p = 1): `1 + p + ... + p^w`.
-
-    Raises:
-        ValueError: p is no probability, or the window is below 1.
-    """
-    _check(p, window)
-    return _geometric(p, window + 1)
-
-
-def _geometric(p: float, terms: int) -> float:
-    """`1 + p + ... + p^(terms-1)` without cancellation near p = 1."""
-    if p == 0.0:
-        return 1.0
-    if p == 1.0:
-        return float(terms)
-    return -math.expm1(terms * math.log(p)) / (1.0 - p)
-
-
-def _check(p: float, window: int) -> None:
-    if not 0.0 <= p <= 1.0 or window < 1:
-        raise ValueError(f"p = {p} must be from 0 to 1 and window = {window} must be 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
