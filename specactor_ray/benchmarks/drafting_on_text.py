@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.drafter_training.corpus import Record
+from specactor_ray.drafter_training.evaluation import replay
 from specactor_ray.drafters.base import Proposer, ReadsFeatures
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.errors import InputError, SpecActorError
@@ -168,50 +170,7 @@ def measure_acceptance(proposer: Proposer, recorded: Sequence[Recorded], window:
     Raises:
         InputError: The outputs are too short to hold any draft against.
     """
-    counts = _Counts(window)
-    for begin in range(0, len(recorded), batch):
-        wave = {f"accept-{begin + row}": one for row, one in enumerate(recorded[begin : begin + batch])}
-        committed = dict.fromkeys(wave, 1)  # reading the prompt gives the first token; no draft is asked for it
-        for request_id, one in wave.items():
-            proposer.open(request_id, one.prompt, one.output[:1], one.sampling, window)
-            add_features(proposer, request_id, _states_of(one, 0, len(one.prompt)))
-        while wave:
-            draft_all(proposer)
-            for request_id, one in list(wave.items()):
-                start = committed[request_id]
-                if start >= len(one.output):
-                    proposer.close(request_id, finished=True)
-                    del wave[request_id]
-                    continue
-                right = counts.add(proposer.tail(request_id)[1], one.output[start:])
-                end = min(start + right + 1, len(one.output))
-                committed[request_id] = end
-                states = _states_of(one, len(one.prompt) + start - 1, len(one.prompt) + end - 1)
-                hand_over(proposer, request_id, start, one.output[start:end], window, states)
-    return counts.acceptance()
-
-
-def _states_of(one: Recorded, begin: int, end: int) -> tuple[Features, ...]:
-    return () if one.states is None else (Features(begin, one.states[begin:end]),)
-
-
-class _Counts:
-    """Trials and hits by depth."""
-
-    def __init__(self, window: int) -> None:
-        self._trials, self._hits = [0] * window, [0] * window
-        self._steps = self._drafted = self._accepted = 0
-
-    def add(self, tail: Sequence[int], truth: Sequence[int]) -> int:
-        """A step's tail against what came out; returns how many were right."""
-        right = common_prefix(tail, truth)
-        for depth in range(min(len(self._trials), len(truth))):
-            self._trials[depth] += 1
-            self._hits[depth] += depth < right
-        self._steps += 1
-        self._drafted += min(len(tail), len(truth))
-        self._accepted += right
-        return right
-
-    def acceptance(self) -> Acceptance:
-        return Acceptance(survival_from_counts(self._trials, self._hits), self._steps, self._drafted, self._accepted)
+    records = [Record(index, one.prompt, one.output, one.sampling, "length") for index, one in enumerate(recorded)]
+    counts = replay(proposer, records, window, batch, features=lambda record: recorded[record.index].states)
+    survival = survival_from_counts(counts.possible, counts.right)
+    return Acceptance(survival, counts.steps, counts.drafted, counts.accepted)

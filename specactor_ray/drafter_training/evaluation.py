@@ -31,23 +31,34 @@ class AcceptanceCounts:
     """Output tokens they committed: accepted ones and one of the target's own each (none after a stop)."""
     drafted: int = 0
     accepted: int = 0
+    possible: list[int] = field(default_factory=list)
+    """Per draft position: at how many steps a draft token could have been right there, whether or not there was one."""
     reached: list[int] = field(default_factory=list)
     """Per draft position: how often there was a draft token there and all before it were right."""
     right: list[int] = field(default_factory=list)
     """Per draft position: how often that token was right too."""
 
     def __post_init__(self) -> None:
+        self.possible = self.possible or [0] * self.window
         self.reached = self.reached or [0] * self.window
         self.right = self.right or [0] * self.window
 
-    def add_step(self, tail: Sequence[int], truth: Sequence[int]) -> int:
-        """Hold a tail against the output tokens that are still to come; returns how many of them are committed."""
+    def add_step(self, tail: Sequence[int], truth: Sequence[int], room: int) -> int:
+        """Hold a tail against the output tokens that are still to come; returns how many of them are committed.
+
+        Args:
+            tail: At most `room` draft tokens.
+            truth: What the target says from here on.
+            room: Draft tokens that could be verified; fewer than the window near the end of max_tokens.
+        """
         accepted = common_prefix(tail, truth)
         committed = min(accepted + 1, len(truth))
         self.steps += 1
         self.committed += committed
         self.drafted += len(tail)
         self.accepted += accepted
+        for position in range(min(room, len(truth))):
+            self.possible[position] += 1
         for position in range(min(accepted + 1, len(tail), len(truth))):
             self.reached[position] += 1
             self.right[position] += position < accepted
@@ -103,10 +114,10 @@ class _Replay:
     def verify(self) -> None:
         """Compare, commit, and close at the end of the output."""
         output, begin = self._record.output_token_ids, self._committed
-        room = max(self._record.sampling.max_tokens - begin - 1, 0)
+        room = min(max(self._record.sampling.max_tokens - begin - 1, 0), self._window)
         base, tail = self._proposer.tail(self.request_id)
-        usable = tail[: min(room, self._window)] if base == begin else ()
-        self._committed += self._counts.add_step(usable, output[begin:])
+        usable = tail[:room] if base == begin else ()
+        self._committed += self._counts.add_step(usable, output[begin:], room)
         self._proposer.commit(self.request_id, begin, output[begin : self._committed], self._window)
         self._add_features()
 

@@ -93,7 +93,7 @@ class TestAcceptance:
         assert not oracle.open_requests and oracle.finished == len(recorded)
 
     def test_a_step_at_the_end_of_an_output_tells_nothing_beyond_it(self) -> None:
-        one = Recorded((1, 2), (5, 6, 7), SamplingParams(max_tokens=3))
+        one = Recorded((1, 2), (5, 6, 7), SamplingParams(max_tokens=100))
         oracle = Oracle({(1, 2, 0): [5, 6, 7, 8, 9]})
         assert measure_acceptance(oracle, [one], 8, batch=1).survival.rates == (1.0, 1.0)
 
@@ -126,6 +126,9 @@ class Oracle:
         for name in fresh:
             self.open_requests[name][3] = True
         return fresh
+
+    def pending(self, request_id: str) -> bool:
+        return not self.open_requests[request_id][3]
 
     def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
         answer, base, window, _ = self.open_requests[request_id]
@@ -163,7 +166,7 @@ class TestCosts:
         oracle = Oracle({(*one.prompt, one.sampling.seed): one.output for one in recorded})
         measure_acceptance(oracle, with_states, WINDOW, batch=1)
         for number, one in enumerate(recorded):
-            spans = [(begin, states) for name, begin, states in oracle.features if name == f"accept-{number}"]
+            spans = [(begin, states) for name, begin, states in oracle.features if name == f"replay-{number}"]
             assert spans[0] == (0, list(range(len(one.prompt))))
             together = [state for begin, states in spans for state in states]
             assert together == list(range(len(one.prompt) + len(one.output) - 1))

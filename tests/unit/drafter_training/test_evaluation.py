@@ -53,6 +53,9 @@ def coupled(engine: HfEngine, proposer: Proposer, record: Record, window: int) -
             tokens += output.token_ids
             if tails:
                 counts.steps += 1
+                room = record.sampling.max_tokens - output.start - 1
+                for position in range(min(window, room, len(record.output_token_ids) - output.start)):
+                    counts.possible[position] += 1
                 counts.committed += len(output.token_ids)
                 counts.drafted += output.num_drafted
                 counts.accepted += output.num_accepted
@@ -85,8 +88,8 @@ def test_records_under_way_together_do_not_disturb_each_other() -> None:
         one = replay(draft_model(True), [record], 5)
         for name in ("steps", "committed", "drafted", "accepted"):
             setattr(alone, name, getattr(alone, name) + getattr(one, name))
-        alone.reached = [a + b for a, b in zip(alone.reached, one.reached, strict=True)]
-        alone.right = [a + b for a, b in zip(alone.right, one.right, strict=True)]
+        for name in ("possible", "reached", "right"):
+            setattr(alone, name, [a + b for a, b in zip(getattr(alone, name), getattr(one, name), strict=True)])
     assert replay(draft_model(True), records, 5, batch=3) == alone
     assert alone.committed == sum(len(record.output_token_ids) - 1 for record in records)
 
@@ -102,13 +105,14 @@ def test_the_targets_noise_is_worth_having_at_temperature_1() -> None:
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), min_size=1, max_size=8))
 def test_a_step_by_the_definition(tail: list[int], truth: list[int]) -> None:
     counts = AcceptanceCounts(6)
-    committed = counts.add_step(tail, truth)
+    committed = counts.add_step(tail, truth, 6)
     right = 0
     while right < min(len(tail), len(truth)) and tail[right] == truth[right]:
         right += 1
     assert counts.accepted == right and committed == min(right + 1, len(truth)) and counts.drafted == len(tail)
     for i in range(6):
         reached = i < len(tail) and i < len(truth) and tail[:i] == truth[:i]
+        assert counts.possible[i] == (i < len(truth))
         assert counts.reached[i] == reached
         assert counts.right[i] == (reached and tail[i] == truth[i])
 
