@@ -140,10 +140,11 @@ class TokenLog:
         if limit < 1:
             return Draft()
         tokens, odds = np.empty(limit, np.int32), np.empty(limit, np.float64)
+        # An int where a float is meant would compile the kernel once more, in the middle of drafting.
         matched, length, score, cut_short = kernels.draft(
             self._rows, self._heads, self._levels, scope, group, self._count,
-            np.asarray(context[-self._max :], np.int32), limit, factor, drafted, min_probability, path,
-            _NO_NOISE if noise is None else _words(noise), tokens, odds,
+            np.asarray(context[-self._max :], np.int32), limit, float(factor), drafted, float(min_probability),
+            float(path), _NO_NOISE if noise is None else _words(noise), tokens, odds,
         )  # fmt: skip
         return Draft(matched, tokens[:length].tolist(), odds[:length].tolist(), score, bool(cut_short))
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.drafters import _token_log_numba
 from specactor_ray.drafters.base import Proposer
 from specactor_ray.drafters.registry import build_proposer
 from specactor_ray.drafters.run_history import RunHistory
@@ -361,3 +362,18 @@ def test_bytes_are_reported() -> None:
 def test_bad_arguments_are_refused(arguments) -> None:
     with pytest.raises(ValueError, match=r"is -?[0-9]"):
         SuffixProposer(*arguments)
+
+
+def test_nothing_is_compiled_once_it_drafts() -> None:
+    """A kernel that is compiled in the middle of a rollout keeps verifiers waiting, and their breakers open."""
+    kernels = [kernel for kernel in vars(_token_log_numba).values() if hasattr(kernel, "signatures")]
+    proposer = SuffixProposer(1, 8, 1000, 64)
+    compiled = [list(kernel.signatures) for kernel in kernels]
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(temperature=temperature, max_tokens=500, seed=3)
+        proposer.open(f"t{temperature}", [*range(200)] * 2, [1, 2], sampling, 6)
+        proposer.extend()
+        assert proposer.commit(f"t{temperature}", 2, [3], 6)
+        proposer.extend()
+        assert proposer.tail(f"t{temperature}")[1]
+    assert kernels and [list(kernel.signatures) for kernel in kernels] == compiled
