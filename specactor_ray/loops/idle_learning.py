@@ -92,7 +92,7 @@ class IdleLearning:
         return True
 
     def snapshot(self) -> dict[str, Any]:
-        """Version, steps and the last step's metrics, for status displays; may be called from any thread."""
+        """Version, steps, positions that are kept and the last step's metrics, for status displays; may be called from any thread."""
         learner = self._learner
         counters = {
             "version": learner.version,
@@ -100,4 +100,4 @@ class IdleLearning:
             "skipped": learner.skipped,
             "tokens": learner.tokens,
         }
-        return {**counters, **self._last}
+        return {**counters, "last_step": self._last}
