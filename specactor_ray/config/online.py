@@ -46,6 +46,13 @@ class OnlineConfig:
     """Tokens ahead that are trained: the head's own predictions are fed back so often."""
 
 
+def taught_by_trainer(config: Config) -> DrafterConfig | None:
+    """The drafter that the trainer teaches, if there is one and it is in use."""
+    if config.mode.value == "plain":
+        return None
+    return next((drafter for drafter in config.drafters if drafter.online.where is OnlineWhere.trainer), None)
+
+
 _SMALLEST = {"buffer_tokens": 2, "batch_tokens": 2, "passes": 1, "steps_per_version": 1}
 _MOST_DEPTHS = 16
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,6 +139,19 @@ def _parts(example: EagleExample, size: int) -> list[EagleExample]:
         begin = max(end - size, 0)
         parts.append(replace(example, states=example.states[begin:end], first=example.first + begin))
     return parts[::-1]
+
+
+def choose_samples(lengths: Sequence[int], max_tokens: int, seed: int) -> list[int]:
+    """Which of so long samples to learn from where there are too many: any, up to `max_tokens` tokens, and at least
+    one. A function of its arguments, rising."""
+    order = list(range(len(lengths)))
+    random.Random(seed).shuffle(order)
+    chosen, total = list[int](), 0
+    for index in order:
+        if not chosen or total + lengths[index] <= max_tokens:
+            chosen.append(index)
+            total += lengths[index]
+    return sorted(chosen)
 
 
 def load_learner(

@@ -92,7 +92,8 @@ class IdleLearning:
         return True
 
     def snapshot(self) -> dict[str, Any]:
-        """Version, steps, positions that are kept and the last step's metrics, for status displays; may be called from any thread."""
+        """Version, steps, positions that are kept and the last step's metrics, for status displays; may be called from
+        any thread."""
         learner = self._learner
         counters = {
             "version": learner.version,

@@ -16,7 +16,7 @@ from specactor_ray.config.online import OnlineConfig
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch, new_head
 from specactor_ray.drafter_training.eagle_unroll import unroll_loss
-from specactor_ray.drafter_training.online import EagleLearner, load_learner
+from specactor_ray.drafter_training.online import EagleLearner, choose_samples, load_learner
 from specactor_ray.drafter_training.recording import RolloutRecorder
 from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.drafters.registry import build_proposer
@@ -254,6 +254,17 @@ def test_a_recording_without_output_positions_teaches_nothing() -> None:
     recorder.open(DraftOpen("r", "v", (1, 2, 3, 4), (5,), SamplingParams(), 4))
     recorder.forget("r")
     assert recorder.close("r") is None
+
+
+@given(lengths=st.lists(st.integers(1, 50)), room=st.integers(1, 200), seed=st.integers(0, 9))
+def test_samples_are_chosen_up_to_the_room_there_is(lengths: list[int], room: int, seed: int) -> None:
+    chosen = choose_samples(lengths, room, seed)
+    total = sum(lengths[index] for index in chosen)
+    assert chosen == sorted(set(chosen)) == choose_samples(lengths, room, seed)
+    assert total <= room or len(chosen) == 1
+    assert bool(chosen) == bool(lengths)
+    left = [length for index, length in enumerate(lengths) if index not in chosen]
+    assert all(total + length > room for length in left), "whatever fits is taken"
 
 
 def test_a_learner_begins_where_the_newest_version_is_and_shares_the_embedding() -> None:
