@@ -168,8 +168,8 @@ class Rollout:
         self._dispatcher.expect_version(weights.version)
 
     def update_drafter(self, method: str, weights: WeightSet) -> None:
-        """Give every draft actor of a method that the trainer teaches (`online.where=trainer`) new weights. Their version
-        is above all earlier ones. Returns before they have them: no token depends on when they do."""
+        """Give the draft actors of a method that the trainer teaches (`online.where=trainer`) a newer version of its
+        weights. Returns before they have it: no token depends on when they do."""
         get_or_raise(self._controller.offer_weights.remote(method, TRAINER, weights))
 
     def sleep(self) -> None:
