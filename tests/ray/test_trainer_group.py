@@ -10,10 +10,12 @@ import pytest
 import ray
 import torch
 
-from specactor_ray.config.schema import Config
+from specactor_ray.config.online import OnlineConfig, OnlineWhere
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
 from specactor_ray.modeling.weight_buckets import unpack
 from specactor_ray.training.trainer_group import TrainerGroup
-from tests.tiny import tiny_target
+from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.training.test_update import config as make_config
 from tests.unit.training.test_update import make_samples
 
@@ -69,6 +71,30 @@ def test_two_deepspeed_ranks_agree_with_one_process(stage: int, algorithm: str) 
     two, two_metrics = run(settings("deepspeed", stage, algorithm), range(STEPS))
     assert_close(one, two, atol=1e-4)  # a tenth of one step: AdamW makes much of tiny gradients
     assert two_metrics == pytest.approx(one_metrics, rel=2e-3, abs=1e-5)
+
+
+def test_a_head_is_taught_the_same_by_one_process_and_by_ranks_that_share_the_weights() -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    online = OnlineConfig(where=OnlineWhere.trainer, learning_rate=1e-3, batch_tokens=64, steps_per_version=2, depths=2)
+    before = trained_weights(load_head(str(tiny_eagle()), str(tiny_target())))
+    taught = []
+    for backend in ("torch", "deepspeed"):
+        config = settings(backend, 3)
+        config.mode = ModeName.decoupled
+        config.drafters = [DrafterConfig(method="eagle", model=str(tiny_eagle()), online=online)]
+        with TrainerGroup(config, "test") as group:
+            group.update(make_samples(8, seed=1), 0, 0)
+            weights = group.teach_drafter(make_samples(8, seed=1), 0)
+            assert weights is not None and weights.version > 1
+            assert group.teach_drafter([], 1) is None, "nothing to learn from"
+            (bucket,) = ray.get(list(weights.buckets))
+            taught.append({name: tensor.clone() for name, tensor in unpack(bucket)})
+            group.update(make_samples(8, seed=2), 1, 1)  # the policy's training goes on
+    one, two = taught
+    assert one.keys() == two.keys() == before.keys()
+    name = "layers.0.self_attn.q_proj.weight"
+    # Both policies differ by rounding, and AdamW makes much of tiny gradients: on the whole they go the same way.
+    assert (one[name] - two[name]).abs().mean() < 0.1 * (one[name] - before[name]).abs().mean()
 
 
 @pytest.mark.parametrize(("backend", "stage"), [("torch", 2), ("deepspeed", 3)])
