@@ -17,7 +17,7 @@ class FakeActor:
         self._calls: list[str] = []
 
     def start(self) -> dict[str, Any]:
-        size = self.spec.target if hasattr(self.spec, "target") else self.spec.drafter
+        size = self.spec.drafter if hasattr(self.spec, "drafter") else self.spec.target
         if size.model == "broken":
             raise ModelLoadError("no such weights: broken")
         if size.model == "crash":
