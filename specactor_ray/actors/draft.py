@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specactor_ray.actors.process import COMMAND_TIMEOUT_S, LoopThread, configure_process, fetch_weights, process_facts
+from specactor_ray.actors.process import (
+    COMMAND_TIMEOUT_S,
+    LoopThread,
+    configure_process,
+    fetch_weights,
+    process_facts,
+    put_weights,
+)
+from specactor_ray.cluster.lookup import find_controller
 from specactor_ray.controller.state import DraftSpec
 from specactor_ray.loops.draft_loop import DraftLoop
+from specactor_ray.loops.idle_learning import IdleLearning
 from specactor_ray.messages import ToDrafter, WeightSet
 from specactor_ray.queues.conflation import for_verifier
 from specactor_ray.queues.outbox import Outbox, ray_sender
@@ -53,8 +62,35 @@ class DraftActor:
         self._running().set_verifiers(self._outboxes)
 
     def load_weights(self, weights: WeightSet) -> None:
-        """Take over a version of the policy's weights."""
+        """Take over a version of the weights it follows: the policy's, or those its method learns."""
         self._running().load_weights(weights.version, fetch_weights(weights)).result(COMMAND_TIMEOUT_S)
+
+    def learn(self, newest: WeightSet | None) -> None:
+        """From now on, learn in idle time (`drafters.N.online`), and offer every new version to the controller.
+
+        Args:
+            newest: Where to begin; None: with the weights that were loaded first.
+        """
+        weights = fetch_weights(newest) if newest is not None else None
+        version = newest.version if newest is not None else 0
+        self._running().learn(lambda: self._make_learning(version, weights)).result(COMMAND_TIMEOUT_S)
+
+    def _make_learning(self, version: int, weights: Mapping[str, Any] | None) -> IdleLearning:
+        from specactor_ray.drafter_training.online import load_learner
+        from specactor_ray.drafter_training.recording import RolloutRecorder
+        from specactor_ray.drafters.eagle import EagleProposer
+
+        spec, proposer = self._spec, self._running().proposer
+        assert isinstance(proposer, EagleProposer)  # validated: no other method learns online
+        device = "cuda" if spec.gpus else "cpu"
+        learner = load_learner(spec.drafter, spec.target, device, proposer, version, weights)
+        controller = find_controller(spec.run)
+
+        def announce(version: int, weights: Mapping[str, Any]) -> None:
+            news = put_weights(version, weights)
+            controller.offer_weights.remote(spec.drafter.method, spec.actor_id, news)
+
+        return IdleLearning(learner, RolloutRecorder(spec.drafter.online.buffer_tokens), announce)
 
     def forget_history(self) -> None:
         """Forget earlier outputs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -38,6 +38,17 @@ def fetch_weights(weights: WeightSet) -> dict[str, torch.Tensor]:
     from specactor_ray.modeling.weight_buckets import unpack
 
     return {name: tensor for bucket in ray.get(list(weights.buckets)) for name, tensor in unpack(bucket)}
+
+
+def put_weights(version: int, weights: Mapping[str, torch.Tensor]) -> WeightSet:
+    """A copy of the weights in the object store, in float32."""
+    import ray
+    import torch
+
+    from specactor_ray.modeling.weight_buckets import pack
+
+    bucket = pack(weights.items(), torch.float32)
+    return WeightSet(version, (ray.put(bucket),), bucket.data.nbytes)
 
 
 class Loop(Protocol):

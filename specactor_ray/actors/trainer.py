@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specactor_ray.actors.process import configure_process
+from specactor_ray.actors.taught_drafter import TaughtDrafter
+from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.learner.batching import Sample
 from specactor_ray.learner.trainer import Trainer, TrainerSpec
 from specactor_ray.messages import WeightSet
@@ -18,6 +20,7 @@ class TrainerActor:
     def __init__(self, log_level: str) -> None:
         configure_process("trainer", (), log_level)
         self._trainer: Trainer | None = None
+        self._pupil: TaughtDrafter | None = None
 
     def find_port(self) -> tuple[str, int]:
         """An address of this node and a port that is free on it, for the ranks to meet."""
@@ -37,10 +40,23 @@ class TrainerActor:
             os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed, where it is installed, is imported by others and looks
         torch.set_num_threads(threads)
         self._trainer = Trainer(spec)
+        drafter = taught_by_trainer(spec.config)
+        if drafter is not None:
+            self._pupil = TaughtDrafter(drafter, spec.config, self._trainer)
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step."""
         return self._running().update(samples, step, seed)
+
+    def teach_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
+        """Let the drafter that the trainer teaches learn from the samples of one step.
+
+        Returns:
+            Its weights, if there is a new version of them; on ranks other than 0 always None.
+        """
+        if self._pupil is None:
+            raise RuntimeError("no drafter is taught by the trainer")
+        return self._pupil.learn(samples, step)
 
     def export_weights(self, version: int) -> WeightSet | None:
         """Put the weights into the object store; they live as long as somebody holds the result. Rank 0's counts."""

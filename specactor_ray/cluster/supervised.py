@@ -104,6 +104,7 @@ class SupervisedActor:
         self._unanswered_since: float | None = None
         self.news = Errand(actor_id)
         self.weights = Errand(actor_id)
+        self.learning = Errand(actor_id)
         self.rest = Errand(actor_id)
         self._drain_ref: Any = None
 

@@ -198,11 +198,14 @@ def _index(values: list[Any], key: str, part: str) -> int:
 def _default_container(parts: list[str]) -> Any:
     """An empty section, or the default elements where the schema has a list at this key."""
     section: Any = Config
-    for part in parts:
+    for number, part in enumerate(parts):
+        if list_element(section) is not None:  # `part` is the index of an element
+            section = list_element(section)
+            continue
         if not (isinstance(section, type) and is_dataclass(section)):
             return {}
         annotation = field_types(section).get(part)
-        if list_element(annotation) is not None:
+        if list_element(annotation) is not None and number == len(parts) - 1:
             field = next(field for field in fields(section) if field.name == part)
             return OmegaConf.to_container(OmegaConf.create(default_of(field)))
         section = annotation

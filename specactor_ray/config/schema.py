@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from specactor_ray.config.online import OnlineConfig, OnlineWhere
 from specactor_ray.config.training_schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -180,6 +181,8 @@ class DrafterConfig:
     """For `suffix`: most draft tokens per matched token."""
     min_probability: float = 0.1
     """For `suffix`: a guess is lengthened while the estimated probability that all of it is right is at least this."""
+    online: OnlineConfig = field(default_factory=OnlineConfig)
+    """For `eagle`: learning from the rollouts while they go on."""
 
 
 HISTORY_METHODS = ("ngram", "suffix")
@@ -189,6 +192,11 @@ HISTORY_METHODS = ("ngram", "suffix")
 def reads_features(drafter: DrafterConfig) -> bool:
     """Whether the method works on the target's hidden states."""
     return drafter.method == "eagle"
+
+
+def learns_from_outputs(drafter: DrafterConfig) -> bool:
+    """Whether a draft actor of the method gets better by following requests to their end."""
+    return drafter.method in HISTORY_METHODS or drafter.online.where is OnlineWhere.drafter
 
 
 @dataclass

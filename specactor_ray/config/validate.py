@@ -9,6 +9,13 @@ from dataclasses import asdict
 from typing import Any
 
 from specactor_ray.config.lending import lendable_methods
+from specactor_ray.config.online import (
+    reject_batch_above_buffer,
+    reject_learning_on_a_verifiers_cores,
+    reject_online_for_others,
+    reject_online_values_out_of_range,
+    reject_two_sources_of_weights,
+)
 from specactor_ray.config.schema import (
     HISTORY_METHODS,
     Candidates,
@@ -329,6 +336,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_race_threshold_without_a_tail,
     reject_speculation_without_drafters,
     reject_lending_that_cannot_be,
+    reject_learning_on_a_verifiers_cores,
     reject_trees_the_backend_cannot_verify,
     reject_method_twice,
     reject_plan_without_profile,
@@ -348,6 +356,10 @@ DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
     reject_suffix_keys_out_of_range,
     reject_device_the_drafter_cannot_use,
     reject_match_range_upside_down,
+    reject_online_for_others,
+    reject_online_values_out_of_range,
+    reject_batch_above_buffer,
+    reject_two_sources_of_weights,
 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -171,6 +171,17 @@ class Controller:
         with self._in_place:
             if not self._in_place.wait_for(lambda: self._version_in_place >= weights.version, timeout_s):
                 raise SpecActorError(f"weights of version {weights.version} were not taken within {timeout_s:g} s")
+
+    def offer_weights(self, method: str, teacher: str, weights: WeightSet) -> None:
+        """New weights that a draft method has learnt; its draft actors get them, now and when they join later.
+
+        Args:
+            method: The draft method.
+            teacher: Who learned them: the id of the draft actor that was told to, or `trainer`. Others are ignored.
+            weights: Of a version above all earlier ones. They are copied: the teacher may die.
+        """
+        self._weights.offer(method, teacher, replace(weights, buckets=_own(weights.buckets)))
+        self._wake.set()
 
     def release_verifiers(self, offer: Offer) -> tuple[str, ...]:
         """The rollout can do without these verifiers, and no others, until `take_back_verifiers`.
@@ -430,6 +441,11 @@ class Controller:
             self._members.clear()
             self._publish()
             return gone
+
+
+def _own(references: Sequence[Any]) -> tuple[Any, ...]:
+    """The same objects, owned by this process: others go when their owner dies."""
+    return tuple(ray.put(bucket) for bucket in ray.get(list(references)))
 
 
 def start_controller(

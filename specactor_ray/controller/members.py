@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.cluster.supervised import SupervisedActor
-from specactor_ray.config.schema import HISTORY_METHODS, Config, DrafterConfig, reads_features
+from specactor_ray.config.schema import Config, DrafterConfig, learns_from_outputs, reads_features
 from specactor_ray.controller.seats import Seat
 from specactor_ray.controller.state import (
     VERIFIER,
@@ -61,7 +61,7 @@ class Member:
     """Version that is on its way to it."""
     tell_after: float = 0.0
     weight_version: int = 0
-    """Version of the policy's weights that it has."""
+    """Version that it has of the weights it follows: the policy's, or those its method learns."""
     sent_version: int = 0
     """Version that it has or that is on its way to it."""
     serves: bool = False
@@ -127,7 +127,7 @@ class Member:
             self.note,
             max_batch=drafter.max_batch,
             reads_features=reads,
-            remembers=drafter.method in HISTORY_METHODS,
+            remembers=learns_from_outputs(drafter),
         )
 
     def row(self, now: float) -> dict[str, Any]:

@@ -1,14 +1,22 @@
-"""Bringing everyone who follows the policy to the current version of its weights."""
+"""Bringing everyone to the current version of the weights they follow: the policy's, or those a drafter learns."""
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Iterable
 
+from specactor_ray.config.online import OnlineWhere
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member
 from specactor_ray.controller.state import VERIFIER, Phase
 from specactor_ray.errors import SpecActorError
 from specactor_ray.messages import WeightSet
+
+logger = logging.getLogger(__name__)
+
+TRAINER = "trainer"
+"""Who offers the weights of a method that the trainer teaches."""
 
 
 class WeightNews:
@@ -17,17 +25,33 @@ class WeightNews:
     A member that joins late is not shown to others (`Member.serves`) before it has them. One that fails to take them is
     marked dead, and so replaced.
 
+    A method that learns online has weights of its own. One draft actor of it learns, the oldest; when that is gone, the
+    next one goes on from the newest version that was offered here. Nobody uses a version before it was offered, so that
+    a version is one set of weights whoever dies.
+
     Args:
-        config: Says which draft methods follow the policy; verifiers always do.
+        config: Says which draft methods follow the policy (verifiers always do), and which learn.
     """
 
     def __init__(self, config: Config) -> None:
         self._followers = {VERIFIER, *(drafter.method for drafter in config.drafters if drafter.follow_policy)}
         self.current: WeightSet | None = None
         """None until the first update: everyone has what the configuration names."""
+        self._learnt: dict[str, WeightSet] = {}
+        where = {drafter.method: drafter.online.where for drafter in config.drafters}
+        self._teachers = {method: TRAINER for method in where if where[method] is OnlineWhere.trainer}
+        """Method → who may offer weights for it."""
+        self._learning = [method for method in where if where[method] is OnlineWhere.drafter]
+        self._offers: deque[tuple[str, str, WeightSet]] = deque()
+
+    def offer(self, method: str, teacher: str, weights: WeightSet) -> None:
+        """New weights of a method; from any thread. They count if `teacher` teaches it and the version is newer."""
+        self._offers.append((method, teacher, weights))
 
     def tell(self, members: Iterable[Member]) -> None:
         """Send what is missing and take the answers that came. Never blocks."""
+        members = list(members)
+        self._take_offers()
         for member in members:
             if member.phase is not Phase.READY or member.actor is None:
                 continue
@@ -40,17 +64,48 @@ class WeightNews:
                 member.serves = True
             elif member.sent_version == member.weight_version:
                 self._send(member)
+        for method in self._learning:
+            self._choose_teacher(method, [member for member in members if member.key == method])
 
     def all_current(self, members: Iterable[Member]) -> bool:
-        """Whether nobody who is ready still lacks the current version."""
-        return all(self._is_current(member) for member in members if member.phase is Phase.READY)
+        """Whether nobody who follows the policy and is ready still lacks its current version."""
+        followers = (member for member in members if member.key in self._followers)
+        return all(self._is_current(member) for member in followers if member.phase is Phase.READY)
+
+    def _wanted(self, member: Member) -> WeightSet | None:
+        return self.current if member.key in self._followers else self._learnt.get(member.key)
 
     def _is_current(self, member: Member) -> bool:
-        if self.current is None or member.key not in self._followers:
-            return True
-        return member.weight_version == self.current.version
+        wanted = self._wanted(member)
+        return wanted is None or member.weight_version == wanted.version
 
     def _send(self, member: Member) -> None:
-        assert self.current is not None and member.actor is not None  # callers have looked
-        member.sent_version = self.current.version
-        member.actor.weights.send(member.actor.handle.load_weights.remote(self.current))
+        wanted = self._wanted(member)
+        assert wanted is not None and member.actor is not None  # callers have looked
+        member.sent_version = wanted.version
+        member.actor.weights.send(member.actor.handle.load_weights.remote(wanted))
+
+    def _take_offers(self) -> None:
+        while self._offers:
+            method, teacher, weights = self._offers.popleft()
+            known = self._learnt.get(method)
+            newer = known is None or weights.version > known.version
+            if newer and teacher == self._teachers.get(method):
+                self._learnt[method] = weights
+            else:
+                logger.info("weights %d of %s from %s are not wanted", weights.version, method, teacher)
+
+    def _choose_teacher(self, method: str, members: Iterable[Member]) -> None:
+        """Those on lent seats go when the tail ends; they do not learn."""
+        able = [member for member in members if member.serves and member.phase is Phase.READY and not member.host_id]
+        for member in able:
+            if member.actor is not None:
+                member.actor.learning.state()  # a failure is logged; the actor drafts on
+        if not able or self._teachers.get(method) in {member.actor_id for member in able}:
+            return
+        teacher = next((member for member in able if self._is_current(member)), None)
+        if teacher is not None and teacher.actor is not None:
+            self._teachers[method] = teacher.actor_id
+            newest = self._learnt.get(method)
+            teacher.actor.learning.send(teacher.actor.handle.learn.remote(newest))
+            logger.info("%s learns from version %d on", teacher.actor_id, newest.version if newest else 0)

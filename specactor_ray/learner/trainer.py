@@ -14,6 +14,7 @@ from specactor_ray.config.training_schema import TrainerBackend
 from specactor_ray.learner.batching import MicroBatch, Sample
 from specactor_ray.learner.engines.deepspeed_engine import DeepSpeedEngine, Rendezvous, join
 from specactor_ray.learner.engines.torch_engine import TorchEngine, autocast
+from specactor_ray.learner.hidden_states import hidden_states
 from specactor_ray.learner.policy import Policy, TokenScores
 from specactor_ray.learner.recipe import make_recipe
 from specactor_ray.learner.update import PolicyUpdater
@@ -73,6 +74,10 @@ class Trainer:
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step; see `PolicyUpdater.update`."""
         return self._updater.update(samples, step, seed)
+
+    def hidden_states(self, samples: Sequence[Sample], layers: Sequence[int]) -> list[torch.Tensor]:
+        """The policy's, as it is now; see `hidden_states.hidden_states`. All ranks call it together."""
+        return hidden_states(self._engine, samples, layers, self._config.trainer.micro_batch_tokens)
 
     def buckets(self) -> Iterator[WeightBucket | None]:
         """The model's weights in the verifiers' dtype, bucket by bucket; None on ranks other than 0.

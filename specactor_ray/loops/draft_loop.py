@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from specactor_ray.drafters.base import KeepsHistory, Proposer, ReadsFeatures
+from specactor_ray.loops.idle_learning import IdleLearning
 from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftResync, DraftTail, Features, ToDrafter
 from specactor_ray.queues.conflation import for_drafter
 from specactor_ray.queues.mailbox import Mailbox
@@ -63,6 +64,7 @@ class DraftLoop:
         self._outboxes: dict[str, Outbox[Any]] = {}
         self._left: set[str] = set()
         self._verifier_of: dict[str, str] = {}
+        self._learning: IdleLearning | None = None
 
     # ---- called from other threads ----
 
@@ -87,20 +89,30 @@ class DraftLoop:
         forget = self.proposer.forget_history if isinstance(self.proposer, KeepsHistory) else lambda: None
         return self._call(forget)
 
+    def learn(self, make_learning: Callable[[], IdleLearning]) -> Future[None]:
+        """From now on, follow requests to learn from them, and learn whenever none is open. It is made in the loop's
+        thread; the future raises what making it raises."""
+
+        def begin() -> None:
+            self._learning = make_learning()
+
+        return self._call(begin)
+
     def stop(self) -> None:
         self._stopping.set()
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters, the number of open requests, what a draft token costs (seconds), and what a proposer that remembers
-        outputs takes for them."""
+        """Counters, the number of open requests, what a draft token costs (seconds), what a proposer that remembers
+        outputs takes for them, and how far learning has come."""
         memory = {
             name: getattr(self.proposer, name)
             for name in ("history_tokens", "history_bytes")
             if hasattr(self.proposer, name)
         }
         counters = {**asdict(self.counters), "open_requests": len(self._verifier_of), "token_s": self._cost.token_s}
-        return {**counters, **memory}
+        learning = self._learning
+        return {**counters, **memory, **({"learning": learning.snapshot()} if learning is not None else {})}
 
     # ---- the loop ----
 
@@ -118,7 +130,8 @@ class DraftLoop:
                 self._wake.wait(_IDLE_WAIT_S)
 
     def run_once(self) -> bool:
-        """Drain, extend, publish. Returns False when there was nothing to do."""
+        """Drain, extend, publish; without any open request, learn for one step: that is how long a message may have to
+        wait for it. Returns False when there was nothing to do."""
         self._wake.clear()
         self._run_commands()
         messages = self._inbox.drain()
@@ -131,7 +144,7 @@ class DraftLoop:
             self._publish(changed)
         for outbox in list(self._outboxes.values()):
             outbox.flush()
-        return bool(messages or changed)
+        return bool(messages or changed) or (not self._verifier_of and self._learn())
 
     def _call(self, command: Callable[[], None]) -> Future[None]:
         """Run something in the loop's thread between two steps; the future has its outcome."""
@@ -139,6 +152,21 @@ class DraftLoop:
         self._commands.put((command, future))
         self._wake.set()
         return future
+
+    def _learn(self) -> bool:
+        return bool(self._with_learning(lambda learning: learning.learn()))
+
+    def _with_learning(self, do: Callable[[IdleLearning], Any]) -> Any:
+        """Learning that fails ends for good, and drafting goes on as if there had been none."""
+        if self._learning is None:
+            return None
+        try:
+            return do(self._learning)
+        except Exception:
+            self.counters.failures += 1
+            self._learning = None
+            logger.exception("%s: learning failed and has ended; drafting goes on", self.drafter_id)
+            return None
 
     def _extend(self) -> Sequence[str]:
         """One `extend` of the proposer, timed by the tokens it adds."""
@@ -179,18 +207,21 @@ class DraftLoop:
                     message.window,
                 )
                 self._add_features(message.request_id, message.features)
+                self._with_learning(lambda learning: learning.follow(message))
             case Commit():
                 self._take_commit(message)
             case DraftClose():
                 if self._verifier_of.get(message.request_id) == message.verifier_id:
                     del self._verifier_of[message.request_id]
                     self.proposer.close(message.request_id, message.finished)
+                    self._with_learning(lambda learning: learning.follow(message))
 
     def _take_commit(self, message: Commit) -> None:
         self.counters.commits += 1
         known = self._verifier_of.get(message.request_id) == message.verifier_id
         if known and self.proposer.commit(message.request_id, message.start, message.token_ids, message.window):
             self._add_features(message.request_id, message.features)
+            self._with_learning(lambda learning: learning.follow(message))
             return
         self.counters.resyncs += 1
         outbox = self._outboxes.get(message.verifier_id)
@@ -225,10 +256,13 @@ class DraftLoop:
         left, self._left = self._left, set()
         for request_id, verifier_id in list(self._verifier_of.items()):
             if verifier_id in left:
-                del self._verifier_of[request_id]
-                self.proposer.close(request_id, finished=False)
+                self._forget(request_id)
 
     def _reset(self) -> None:
         for request_id in list(self._verifier_of):
-            self.proposer.close(request_id, finished=False)
-        self._verifier_of.clear()
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        del self._verifier_of[request_id]
+        self.proposer.close(request_id, finished=False)
+        self._with_learning(lambda learning: learning.forget(request_id))

@@ -208,6 +208,10 @@ class Speculator:
                 drafter.step_accepted += accepted
         for drafter_id, drafted, accepted in state.credit(output):
             self._metrics.record_drafter(drafter_id, drafted, accepted)
+            drafter = self._drafters.get(drafter_id)
+            if drafter is not None:
+                version = self._book.weight_version(request_id, drafter_id)
+                self._metrics.record_version(drafter.link.method, version, drafted, accepted)
         features = state.keep_features(output)
         state.end_step()
         self._book.commit(request_id, fresh)

@@ -181,7 +181,12 @@ def _work(row: Mapping[str, Any]) -> str:
         rows, tokens = counters.get("row_steps", 0), counters.get("committed_tokens", 0)
         length = tokens / rows if rows else 0.0
         return f"{counters.get('running', 0)} running, {tokens:,} tokens, acceptance length {length:.2f}"
-    return f"{counters.get('open_requests', 0)} open, {counters.get('tails', 0):,} tails"
+    words = [f"{counters.get('open_requests', 0)} open", f"{counters.get('tails', 0):,} tails"]
+    if row.get("weight_version"):
+        words.append(f"version {row['weight_version']}")
+    if "learning" in counters:
+        words.append(f"learns: {counters['learning']['steps']:,} steps")
+    return ", ".join(words)
 
 
 def _by_position(metrics: Mapping[str, Any], most: int = 8) -> str:

@@ -18,6 +18,7 @@ from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import ModeName
 from specactor_ray.controller.controller import start_controller
 from specactor_ray.controller.state import Phase
+from specactor_ray.controller.weights import TRAINER
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
 from specactor_ray.rollout.compatibility import (
@@ -165,6 +166,11 @@ class Rollout:
         get_or_raise(self._controller.set_weights.remote(weights, timeout_s), timeout_s + 60.0)
         self._weight_version = weights.version
         self._dispatcher.expect_version(weights.version)
+
+    def update_drafter(self, method: str, weights: WeightSet) -> None:
+        """Give the draft actors of a method that the trainer teaches (`online.where=trainer`) a newer version of its
+        weights. Returns before they have it: no token depends on when they do."""
+        get_or_raise(self._controller.offer_weights.remote(method, TRAINER, weights))
 
     def sleep(self) -> None:
         """Let the verifiers give up their caches' memory until the next stream (or `wake`)."""

@@ -29,7 +29,7 @@ class TailCounters:
     unknown: int = 0
     """Arrived for a request that is not open."""
     bad_token: int = 0
-    """Held something that is not a token id of the vocabulary, or a negative base."""
+    """Held something that is not a token id of the vocabulary, a negative base, or a version that is no number."""
     truncated: int = 0
     """Were longer than allowed and were cut (counted beside `taken`)."""
     refuted: int = 0
@@ -44,6 +44,7 @@ class _Tail:
     """Committed length the drafter knew when it drafted this."""
     token_ids: tuple[int, ...]
     complete: bool
+    weight_version: int = 0
 
 
 @dataclass(slots=True)
@@ -137,11 +138,13 @@ class TailBook:
             self.counters.truncated += 1
             rest = rest[: max(0, max_len)]
         self.counters.taken += 1
-        book.tails[tail.drafter_id] = _Tail(tail.base_len, rest, tail.complete)
+        book.tails[tail.drafter_id] = _Tail(tail.base_len, rest, tail.complete, tail.weight_version)
         return True
 
     def _well_formed(self, tail: DraftTail) -> bool:
         vocab_size = self.vocab_size
+        if not isinstance(tail.weight_version, int):
+            return False
         return tail.base_len >= 0 and all(isinstance(t, int) and 0 <= t < vocab_size for t in tail.token_ids)
 
     def usable(self, request_id: str) -> dict[str, tuple[int, ...]]:
@@ -166,6 +169,12 @@ class TailBook:
         book = self._books.get(request_id)
         tail = book.tails.get(drafter_id) if book else None
         return book is not None and tail is not None and (bool(tail.token_ids) or tail.base_len == len(book.committed))
+
+    def weight_version(self, request_id: str, drafter_id: str) -> int:
+        """Version of the weights that the drafter's tail was drafted with, as it says; 0 without a tail."""
+        book = self._books.get(request_id)
+        tail = book.tails.get(drafter_id) if book else None
+        return tail.weight_version if tail is not None else 0
 
     def complete(self, request_id: str, drafter_id: str) -> bool:
         """The drafter knew the whole committed prefix and will add nothing before the next commit: waiting longer

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from specactor_ray.config import Config
+from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.errors import SpecActorError
 from specactor_ray.learner.recipe import make_recipe
 from specactor_ray.observability.console import say
@@ -83,7 +84,7 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSigna
     ):
         recipe, sampling = make_recipe(config), sampling_from_config(config)
         maker = ExperienceMaker(config, recipe, stream, RewardRunner(config.reward), record.timed)
-        state, offload = run.state, config.trainer.offload
+        state, offload, pupil = run.state, config.trainer.offload, taught_by_trainer(config)
         saver = _Saver(run, trainer)
         if state.step:  # the version of the weights is the number of steps they have had
             rollout.update_weights(trainer.export_weights(state.step))
@@ -97,12 +98,15 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSigna
                         trainer.reload()
                     with record.timed("update"):
                         update = trainer.update(experience.samples, state.step, sampling.seed + state.step)
+                        taught = trainer.teach_drafter(experience.samples, state.step) if pupil is not None else None
                     with record.timed("sync"):
                         weights = trainer.export_weights(state.step + 1)
                         if offload:
                             trainer.offload()
                             rollout.wake()
                         rollout.update_weights(weights)
+                        if pupil is not None and taught is not None:
+                            rollout.update_drafter(pupil.method, taught)
                     state = _next(state, stream.order.position, stream.skipped, update, experience)
                     record.end(state.step, experience, update, weights.num_bytes)
                     saver.state = state

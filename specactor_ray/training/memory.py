@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.config.lending import lendable_methods
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.config.online import OnlineConfig, OnlineWhere
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig, reads_features
 from specactor_ray.errors import ConfigError
 from specactor_ray.modeling.loading import load_model_config, parse_dtype
 
@@ -44,8 +45,9 @@ def plan_memory(config: Config) -> list[MemoryItem]:
     verifier = size * item + target.kv_cache_gb * 2**30 + _PROCESS
     plan = [MemoryItem("verifiers", f"{target.replicas} x (weights + cache)", target.replicas * verifier)]
     if config.mode is not ModeName.plain:
-        plan += [_drafter_item(drafter) for drafter in config.drafters if drafter.replicas]
+        plan += [_drafter_item(drafter, target) for drafter in config.drafters if drafter.replicas]
         plan += _lent_items(config)
+        plan += _learner_items(config)
     # Weights, gradients and two moments in float32; ZeRO spreads them (stage 3 all, below only the moments).
     states = 4 * size * _FLOAT32 * 1.0 + trainer.ranks * _PROCESS
     if trainer.ranks > 1 and trainer.zero_stage < 3:
@@ -59,25 +61,62 @@ def plan_memory(config: Config) -> list[MemoryItem]:
     return plan
 
 
-def _drafter_item(drafter: DrafterConfig) -> MemoryItem:
-    return MemoryItem("draft actors", f"{drafter.replicas} x {drafter.method}", drafter.replicas * _held_by(drafter))
+def _drafter_item(drafter: DrafterConfig, target: TargetConfig) -> MemoryItem:
+    held = drafter.replicas * _held_by(drafter, target)
+    return MemoryItem("draft actors", f"{drafter.replicas} x {drafter.method}", held)
+
+
+def _learner_items(config: Config) -> list[MemoryItem]:
+    """Who learns a head online, where one does."""
+    items = []
+    for drafter in config.drafters:
+        online = drafter.online
+        if online.where is OnlineWhere.trainer or (online.where is OnlineWhere.drafter and drafter.replicas):
+            owner = "trainer" if online.where is OnlineWhere.trainer else "draft actors"
+            held = _held_by_learner(drafter, online, config.target)
+            items.append(MemoryItem(owner, f"learning of {drafter.method}", held))
+    return items
 
 
 def _lent_items(config: Config) -> list[MemoryItem]:
     """At the tail all verifiers but one may sleep, without their caches, with a draft actor each on their seats."""
     methods = lendable_methods(config)
-    held = [_held_by(drafter) for drafter in config.drafters if drafter.method in methods]
+    held = [_held_by(drafter, config.target) for drafter in config.drafters if drafter.method in methods]
     more = max(held, default=0.0) - config.target.kv_cache_gb * 2**30
     lent = config.target.replicas - 1
     return [MemoryItem("draft actors", f"{lent} x on seats of verifiers", lent * more)] if held and more > 0 else []
 
 
-def _held_by(drafter: DrafterConfig) -> float:
+def _held_by(drafter: DrafterConfig, target: TargetConfig) -> float:
     """Bytes of one draft actor."""
     if not drafter.model:
         return _PROCESS
-    size, _ = count_parameters(drafter.model, drafter.trust_remote_code)
+    if reads_features(drafter):
+        size = sum(parameter.numel() for parameter in _empty_head(drafter, target).parameters())
+    else:
+        size, _ = count_parameters(drafter.model, drafter.trust_remote_code)
     return _PROCESS + size * parse_dtype(drafter.dtype).itemsize + drafter.kv_cache_gb * 2**30
+
+
+def _held_by_learner(drafter: DrafterConfig, online: OnlineConfig, target: TargetConfig) -> float:
+    """Bytes of a copy of the head with gradients and two moments in float32, and of the hidden states that are kept."""
+    head = _empty_head(drafter, target)
+    size = sum(parameter.numel() for name, parameter in head.named_parameters() if name != "embed_tokens.weight")
+    states = 2 * online.buffer_tokens * head.config.feature_size * parse_dtype(target.dtype).itemsize
+    return float(4 * size * _FLOAT32 + states)
+
+
+def _empty_head(drafter: DrafterConfig, target: TargetConfig) -> Any:
+    """The drafter's EAGLE head without its weights."""
+    import torch
+
+    from specactor_ray.modeling.eagle_checkpoint import read_head_config
+    from specactor_ray.modeling.eagle_head import EagleHead
+
+    assert drafter.model is not None  # validated
+    config = read_head_config(drafter.model, target.model, trust_remote_code=target.trust_remote_code)
+    with torch.device("meta"):
+        return EagleHead(config)
 
 
 def _activation_bytes(config: Config, text: Any) -> float:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, pstdev
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,8 @@ class StepRecorder:
     """Gathers one step after the other.
 
     A record has `train` (what was learnt: equal for equal seeds, whatever drafts there were), `gap` (log-probabilities
-    of the rollout against the trainer's), `speed`, `seconds` per phase, and `failures`.
+    of the rollout against the trainer's), `speed`, `drafter` (per method: the newest version of its weights that was
+    verified, its acceptance, and drafted and accepted tokens by version), `seconds` per phase, and `failures`.
 
     Args:
         config: The configuration.
@@ -95,6 +96,7 @@ class StepRecorder:
             "train": self._train_figures(experience, update),
             "gap": {"mean": update["logprob_gap"], "max": update["logprob_gap_max"]},
             "speed": {**self._speed_figures(experience, seconds), "sync_bytes": sync_bytes},
+            "drafter": drafter_figures(self._rollout.metrics().by_version),
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
             "failures": {"reward": dict(experience.reward_failures), "rollout": dict(experience.rollout_failures)},
         }
@@ -178,6 +180,22 @@ class StepRecorder:
             logger.warning("step %d: %d rewards failed: %s", record["step"], count, reason)
 
 
+def drafter_figures(by_version: Mapping[str, Mapping[int, Sequence[int]]]) -> dict[str, dict[str, Any]]:
+    """Of each method whose drafts were verified: `version`, `acceptance`, and `by_version` (version → [drafted,
+    accepted]).
+
+    Args:
+        by_version: Method → version → (drafted, accepted).
+    """
+    figures = {}
+    for method, counts in by_version.items():
+        drafted, accepted = (sum(pair[place] for pair in counts.values()) for place in (0, 1))
+        if drafted:
+            table = {str(version): list(pair) for version, pair in sorted(counts.items())}
+            figures[method] = {"version": max(counts), "acceptance": accepted / drafted, "by_version": table}
+    return figures
+
+
 def _totals(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Seconds per phase, tokens and rewards over the whole run."""
     phases = (*PHASES, "step")
@@ -190,4 +208,17 @@ def _totals(records: list[dict[str, Any]]) -> dict[str, Any]:
         "last_reward": records[-1]["train"]["reward_mean"] if records else None,
         "skipped_updates": sum(int(record["train"]["skipped"]) for record in records),
         "reward_failures": sum(sum(record["failures"]["reward"].values()) for record in records),
+        "drafters": _drafters_by_version(records),
     }
+
+
+def _drafters_by_version(records: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
+    """Method → version of its weights → [drafted, accepted] over all steps."""
+    sums: dict[str, dict[str, list[int]]] = {}
+    for record in records:
+        for method, figures in record.get("drafter", {}).items():
+            for version, (drafted, accepted) in figures["by_version"].items():
+                pair = sums.setdefault(method, {}).setdefault(version, [0, 0])
+                pair[0] += drafted
+                pair[1] += accepted
+    return sums

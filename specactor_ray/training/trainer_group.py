@@ -69,6 +69,12 @@ class TrainerGroup:
         metrics: dict[str, float] = self._call("update", shared, step, seed)[0]
         return metrics
 
+    def teach_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
+        """Let the drafter with `online.where=trainer` learn from the samples of one step; returns its weights, if there
+        is a new version of them."""
+        weights: WeightSet | None = self._call("teach_drafter", ray.put(list(samples)), step)[0]
+        return weights
+
     def export_weights(self, version: int) -> WeightSet:
         """The current weights, in the object store of rank 0's node."""
         weights: WeightSet = self._call("export_weights", version)[0]

@@ -10,15 +10,19 @@ import pytest
 import ray
 import torch
 
-from specactor_ray.config.schema import Config
+from specactor_ray.config.online import OnlineConfig, OnlineWhere
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
 from specactor_ray.modeling.weight_buckets import unpack
 from specactor_ray.training.trainer_group import TrainerGroup
-from tests.tiny import tiny_target
+from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.training.test_update import config as make_config
 from tests.unit.training.test_update import make_samples
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS = 3
+HEAD_WEIGHT = "layers.0.self_attn.q_proj.weight"
+ONLINE = OnlineConfig(where=OnlineWhere.trainer, learning_rate=1e-3, batch_tokens=64, steps_per_version=2, depths=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,10 +51,25 @@ def weights_of(group: TrainerGroup) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for bucket in buckets for name, tensor in unpack(bucket)}
 
 
-def run(config: Config, steps: range, checkpoint: Path | None = None, save: Path | None = None) -> tuple[dict, dict]:
+def run(
+    config: Config,
+    steps: range,
+    checkpoint: Path | None = None,
+    save: Path | None = None,
+    heads: list[torch.Tensor] | None = None,
+) -> tuple[dict, dict]:
+    """Weights and metrics after these steps. With `heads` a drafter is taught too; a weight of it is added to them."""
+    if heads is not None:
+        config.mode = ModeName.decoupled
+        config.drafters = [DrafterConfig(method="eagle", model=str(tiny_eagle()), online=ONLINE)]
     with TrainerGroup(config, "test", checkpoint) as group:
         for step in steps:
             metrics = group.update(make_samples(8, seed=step), step, step)
+            if heads is not None and step == 0:  # the policy's own training goes on undisturbed
+                taught = group.teach_drafter(make_samples(8, seed=step), step)
+                assert taught is not None and taught.version > 1
+                assert group.teach_drafter([], step) is None, "nothing to learn from"
+                heads += [t.clone() for name, t in unpack(*ray.get(list(taught.buckets))) if name == HEAD_WEIGHT]
         if save is not None:
             group.save(save)
         return weights_of(group), metrics
@@ -65,10 +84,14 @@ def assert_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
 @pytest.mark.parametrize(("stage", "algorithm"), [(1, "dapo"), (2, "ppo"), (3, "grpo")])
 def test_two_deepspeed_ranks_agree_with_one_process(stage: int, algorithm: str) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
-    one, one_metrics = run(settings("torch", algorithm=algorithm), range(STEPS))
-    two, two_metrics = run(settings("deepspeed", stage, algorithm), range(STEPS))
+    heads: list[torch.Tensor] = []
+    one, one_metrics = run(settings("torch", algorithm=algorithm), range(STEPS), heads=heads)
+    two, two_metrics = run(settings("deepspeed", stage, algorithm), range(STEPS), heads=heads)
     assert_close(one, two, atol=1e-4)  # a tenth of one step: AdamW makes much of tiny gradients
     assert two_metrics == pytest.approx(one_metrics, rel=2e-3, abs=1e-5)
+    before = trained_weights(load_head(str(tiny_eagle()), str(tiny_target())))[HEAD_WEIGHT]
+    # So on the whole the heads that were taught go the same way.
+    assert (heads[0] - heads[1]).abs().mean() < 0.1 * (heads[0] - before).abs().mean()
 
 
 @pytest.mark.parametrize(("backend", "stage"), [("torch", 2), ("deepspeed", 3)])

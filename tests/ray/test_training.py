@@ -19,6 +19,7 @@ from specactor_ray.config import load_config
 from specactor_ray.observability.console import make_console
 from specactor_ray.training.loop import TrainOutcome, train
 from specactor_ray.training.run_folder import read_metrics
+from specactor_ray.training.tracking import numbers
 from tests import tiny
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
@@ -109,6 +110,33 @@ def test_drafts_change_nothing_that_is_learnt(tasks: Path, tmp_path: Path, clust
         assert (sum(drafted) > 0) == (mode == "decoupled")
         assert all(record["gap"]["mean"] < 1e-4 for record in records(outcome.folder))
     assert learnt["plain"] == learnt["decoupled"]
+
+
+@pytest.mark.slow
+def test_a_head_learns_while_training_goes_on_and_changes_nothing_that_is_learnt(
+    tasks: Path, tmp_path: Path, cluster: None
+) -> None:
+    online = "{where: off, steps_per_version: 2, learning_rate: 0.001, batch_tokens: 128, depths: 2}"
+    head = f"drafters=[{{method: eagle, model: {tiny.tiny_eagle()}, kv_cache_gb: 0.02, online: {online}}}]"
+    few = ("trainer.steps=3", "trainer.prompts_per_step=4", "data.n=4")
+    always = ("speculation.verify=all", "speculation.draft_wait_s=0.5", "speculation.breaker.min_acceptance=0")
+    learnt = {}
+    for where in ("plain", "drafter", "trainer"):
+        how = "mode=plain" if where == "plain" else f"drafters.0.online.where={where}"
+        outcome = run(settings(tasks, tmp_path / "runs", where, head, how, *few, *always))
+        learnt[where] = [record["train"] for record in records(outcome.folder)]
+        if where == "plain":
+            continue
+        figures = [record["drafter"]["eagle"] for record in records(outcome.folder)]
+        versions = [figure["version"] for figure in figures]
+        assert versions[0] == 0 and versions == sorted(versions) and versions[-1] > 0, figures
+        assert all(0.0 < figure["acceptance"] <= 1.0 for figure in figures)
+        written = dict(numbers(records(outcome.folder)[-1]))
+        assert written["drafter/eagle/version"] == versions[-1]
+        assert written["drafter/eagle/acceptance"] == figures[-1]["acceptance"]
+        table = json.loads((outcome.folder / "summary.json").read_text())["totals"]["drafters"]["eagle"]
+        assert {int(version) for version in table} == {int(v) for figure in figures for v in figure["by_version"]}
+    assert learnt["plain"] == learnt["drafter"] == learnt["trainer"]
 
 
 def command(overrides: Sequence[str]) -> subprocess.Popen:

@@ -300,6 +300,13 @@ class TestStatus:
             },
         },
         {"id": "ngram-0#3c4d", "kind": "drafter", "phase": "pending", "note": "[no room]", "counters": {}},
+        {
+            "id": "eagle-0#7a8b",
+            "kind": "drafter",
+            "phase": "ready",
+            "weight_version": 5,
+            "counters": {"open_requests": 2, "tails": 9, "learning": {"steps": 1080}},
+        },
     ]
 
     def test_one_row_per_actor(self) -> None:
@@ -310,6 +317,7 @@ class TestStatus:
             "3 running, 60 tokens, acceptance length 1.50",
             "[no room]",
             "0 open",
+            "2 open, 9 tails, version 5, learns: 1,080 steps",
         ):
             assert expected in text
 

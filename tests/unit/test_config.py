@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from specactor_ray.config import load as load_module
 from specactor_ray.config.describe import attribute_docstrings, describe
 from specactor_ray.config.load import from_mapping, load_config, save_config, to_yaml
+from specactor_ray.config.online import OnlineConfig, OnlineWhere
 from specactor_ray.config.schema import (
     BreakerConfig,
     ClusterConfig,
@@ -31,6 +32,7 @@ from specactor_ray.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
 NGRAM = "drafters=[{method: ngram}]"
+EAGLE = "drafters=[{method: eagle, model: m, online: {where: drafter}}]"
 SUFFIX = "drafters=[{method: suffix}]"
 SECTIONS = (
     Config,
@@ -38,6 +40,7 @@ SECTIONS = (
     ClusterConfig,
     TargetConfig,
     DrafterConfig,
+    OnlineConfig,
     BreakerConfig,
     SpeculationConfig,
     SamplingConfig,
@@ -322,6 +325,16 @@ class TestRangesAndContradictions:
             ([SUFFIX, "drafters.0.gpus=1"], "drafters.0.gpus", "0"),
             (["drafters=[{method: draft_model}]"], "drafters.0.model", "directory"),
             (["drafters=[{method: draft_model, model: m, dtype: float16}]"], "drafters.0.dtype", "gpus=1"),
+            ([NGRAM, "drafters.0.online.where=drafter"], "drafters.0.online.where", "off"),
+            ([EAGLE, "drafters.0.online.where=elsewhere"], "drafters.0.online.where", "one of off, drafter, trainer"),
+            ([EAGLE, "drafters.0.online.passes=0"], "drafters.0.online.passes", "1 or more"),
+            ([EAGLE, "drafters.0.online.steps_per_version=0"], "drafters.0.online.steps_per_version", "1 or more"),
+            ([EAGLE, "drafters.0.online.batch_tokens=1"], "drafters.0.online.batch_tokens", "2 or more"),
+            ([EAGLE, "drafters.0.online.batch_tokens=9999"], "drafters.0.online.batch_tokens", "buffer_tokens"),
+            ([EAGLE, "drafters.0.online.depths=17"], "drafters.0.online.depths", "1 to 16"),
+            ([EAGLE, "drafters.0.online.learning_rate=.nan"], "drafters.0.online.learning_rate", "1e-4"),
+            ([EAGLE, "drafters.0.follow_policy=true"], "drafters.0.follow_policy", "online.where=off"),
+            ([EAGLE, "mode=coupled"], "drafters.0.online.where", "trainer"),
             (["drafters=[{method: ngram}, {method: ngram}]"], "drafters.1.method", "drafters.0.replicas"),
         ],
     )
@@ -343,6 +356,9 @@ class TestRangesAndContradictions:
             [NGRAM, "speculation.lend=true", "mode=coupled"],
             [SUFFIX, "drafters.0.length_factor=4", "drafters.0.min_probability=0", "drafters.0.history_tokens=0"],
             ["drafters=[{method: ngram}, {method: suffix}]"],
+            [EAGLE],
+            [EAGLE, "mode=plain"],
+            [EAGLE, "mode=coupled", "drafters.0.online.where=trainer"],
             ["mode=plain", "target.gpus=1", "target.dtype=float16"],
             ["drafters=[{method: ngram}, {method: draft_model, model: m, gpus: 1, dtype: bfloat16}]"],
             ["mode=plain", "sampling.temperature=0", "sampling.seed=18446744073709551615"],
@@ -373,6 +389,12 @@ def test_a_race_that_is_off_needs_no_quotes(tmp_path: Path, text: str) -> None:
     from_file = load_config(write(tmp_path, f"mode: plain\nspeculation:\n  race: {text}\n"))
     assert from_item.speculation.race is from_file.speculation.race is expected
     assert load_config(write(tmp_path, to_yaml(from_item))) == from_item
+
+
+def test_learning_is_off_unless_it_is_asked_for() -> None:
+    assert load_config(None, [NGRAM]).drafters[0].online == OnlineConfig()
+    quoteless = load_config(None, [EAGLE, "drafters.0.online.where=off"]).drafters[0].online
+    assert quoteless.where is OnlineWhere.off and OnlineConfig().where is OnlineWhere.off
 
 
 class TestWriting:

@@ -116,7 +116,8 @@ class Bench:
 
     def run(self, batch: Sequence[TargetRequest], timeout_s: float = 120.0) -> dict[str, list[int]]:
         for thread in self._threads:
-            thread.start()
+            if not thread.is_alive():
+                thread.start()
         self.verifier.submit(batch)
         tokens: dict[str, list[int]] = {request.request_id: [] for request in batch}
         left = set(tokens)

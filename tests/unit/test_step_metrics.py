@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
-from specactor_ray.loops.step_metrics import StepMetrics
+from specactor_ray.loops.step_metrics import KEPT_VERSIONS, StepMetrics
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.targets.base import StepResult
 
@@ -60,3 +61,22 @@ def test_positions_are_counted_separately_and_merge_at_any_length() -> None:
     assert total.accepted_by_position == [3, 2, 1, 1, 1, 1]
     assert parts[0]["drafted_by_position"] == [2, 1, 1, 1], "merging leaves the parts alone"
     assert sum(total.drafted_by_position) == total.drafted_tokens
+
+
+def test_acceptance_is_counted_by_version_and_only_the_newest_are_told_apart() -> None:
+    parts = []
+    for shift in (0, 1):
+        metrics = StepMetrics()
+        for version in range(3):
+            metrics.record_version("eagle", version + shift, 10, version)
+        metrics.record_version("ngram", 0, 4, 4)
+        parts.append(metrics.to_dict())
+    total = RolloutMetrics.merge(parts)
+    assert total.by_version == {"eagle": {0: [10, 0], 1: [20, 1], 2: [20, 3], 3: [10, 2]}, "ngram": {0: [8, 8]}}
+    assert parts[0]["by_version"]["eagle"] == {0: [10, 0], 1: [10, 1], 2: [10, 2]}, "merging leaves the parts alone"
+    assert total.to_dict()["by_version"]["eagle"][3] == [10, 2]
+    rng = random.Random(0)
+    for version in rng.sample(range(100_000), 3 * KEPT_VERSIONS):
+        metrics.record_version("liar", version, 1, 0)
+    kept = metrics.to_dict()["by_version"]["liar"]
+    assert len(kept) == KEPT_VERSIONS

@@ -36,6 +36,16 @@ def test_a_tail_from_behind_is_cut_to_what_is_new(book: TailBook) -> None:
     assert book.answered("r", "d")
 
 
+def test_a_tail_keeps_the_version_of_its_weights(book: TailBook) -> None:
+    assert book.weight_version("r", "d") == book.weight_version("other", "d") == 0
+    book.offer(DraftTail("r", "d", 3, (4, 5), weight_version=7), 8)
+    book.commit("r", [4])
+    assert book.weight_version("r", "d") == 7, "what is left of it too"
+    book.offer(DraftTail("r", "d", 4, (5, 6, 7), weight_version=8), 8)
+    assert book.weight_version("r", "d") == 8
+    assert not book.offer(DraftTail("r", "d", 4, (5, 6, 7, 8), weight_version="9"), 8)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("offered", "counter"),
     [

@@ -13,7 +13,7 @@ from specactor_ray.training.checkpoint import TrainState
 from specactor_ray.training.memory import check_memory, plan_memory
 from specactor_ray.training.run_folder import open_run, read_metrics
 from specactor_ray.training.setup import checked_tasks, prepare
-from tests.tiny import tiny_draft, tiny_target
+from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
 
 def settings(tmp_path: Path, *overrides: str) -> Config:
@@ -84,6 +84,21 @@ def test_draft_actors_on_lent_seats_are_in_the_memory_plan(tmp_path: Path) -> No
     assert lines["2 x on seats of verifiers"] > 2 * 0.4 * 2**30
     lent.speculation.lend = False
     assert "2 x on seats of verifiers" not in {item.what for item in plan_memory(lent)}
+
+
+def test_a_head_and_who_learns_it_are_in_the_memory_plan(tmp_path: Path) -> None:
+    head = f"drafters=[{{method: eagle, model: {tiny_eagle()}, kv_cache_gb: 0.5, online: {{where: drafter}}}}]"
+    plans = {}
+    for where in ("off", "drafter", "trainer"):
+        config = settings(tmp_path, "mode=decoupled", head, f"drafters.0.online.where={where}")
+        plans[where] = [(item.owner, item.what, item.num_bytes) for item in plan_memory(config)]
+    drafting = next(item for item in plans["off"] if item[:2] == ("draft actors", "1 x eagle"))
+    assert 0.5 * 2**30 < drafting[2] < 2**30
+    for where, owner in (("drafter", "draft actors"), ("trainer", "trainer")):
+        (learning,) = set(plans[where]) - set(plans["off"])
+        assert learning[:2] == (owner, "learning of eagle")
+        # At least the states that are kept: so many positions, twice, of three layers of 64 numbers.
+        assert learning[2] > 2 * 8192 * 3 * 64 * 4
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import Schedule, TrainerConfig
 from specactor_ray.learner.batching import Sample, collate
 from specactor_ray.learner.engines.torch_engine import TorchEngine
+from specactor_ray.learner.hidden_states import hidden_states
 from specactor_ray.learner.policy import Policy
 from specactor_ray.learner.recipe import make_recipe
 from specactor_ray.learner.update import PolicyUpdater, learning_rate
@@ -167,3 +168,19 @@ def test_learning_rate() -> None:
     assert [learning_rate(section, step) for step in range(2, 6)] == [1.0, 0.75, 0.5, 0.25]
     section.schedule = Schedule.cosine
     assert learning_rate(section, 4) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("max_tokens", [20, 4096])
+def test_hidden_states_are_the_models_own(max_tokens: int) -> None:
+    settings, samples = config(name="ppo"), make_samples(5)
+    engine = TorchEngine(make_policy(settings), settings.trainer)
+    layers = engine.policy.model.get_decoder().layers
+    states = hidden_states(engine, samples, (0, 2), max_tokens)
+    assert not any(layer._forward_hooks for layer in layers), "nothing is left behind"
+    for sample, found in zip(samples, states, strict=True):
+        ids = torch.tensor(np.concatenate([sample.prompt, sample.output]))[None]
+        with torch.no_grad():
+            whole = engine.policy.model(input_ids=ids, output_hidden_states=True).hidden_states
+        expected = torch.cat([whole[1][0, :-1], whole[3][0, :-1]], dim=-1)  # [0] is what enters the first layer
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert hidden_states(engine, [], (0,), max_tokens) == []

@@ -1,0 +1,58 @@
+"""The drafter that a trainer rank teaches beside the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specactor_ray.actors.process import put_weights
+from specactor_ray.config.schema import Config, DrafterConfig
+from specactor_ray.drafter_training.eagle import EagleExample
+from specactor_ray.drafter_training.online import EagleLearner, choose_samples, load_learner
+from specactor_ray.learner.batching import Sample
+from specactor_ray.learner.trainer import Trainer
+from specactor_ray.messages import WeightSet
+from specactor_ray.modeling.eagle_checkpoint import read_head_config
+
+
+class TaughtDrafter:
+    """An EAGLE head that learns from the samples of a training step. Rank 0 holds it; the other ranks help with the
+    policy's hidden states.
+
+    Args:
+        drafter: Its section.
+        config: The configuration.
+        trainer: This rank.
+
+    Raises:
+        ModelLoadError: The head cannot be loaded.
+    """
+
+    def __init__(self, drafter: DrafterConfig, config: Config, trainer: Trainer) -> None:
+        assert drafter.model is not None  # validated
+        target = config.target
+        head = read_head_config(drafter.model, target.model, trust_remote_code=target.trust_remote_code)
+        self._online, self._trainer, self._layers = drafter.online, trainer, head.exported_layers
+        self._learner: EagleLearner | None = None
+        if trainer.rank == 0:
+            self._learner = load_learner(drafter, target, "cuda" if config.trainer.gpus else "cpu")
+
+    def learn(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
+        """Learn from as many of the samples as the buffer holds, until all passes are done.
+
+        Returns:
+            The newest version, if there is a new one; on ranks other than 0 None.
+        """
+        chosen = choose_samples([sample.num_tokens for sample in samples], self._online.buffer_tokens, step)
+        taken = [samples[index] for index in chosen]
+        states = self._trainer.hidden_states(taken, self._layers)
+        if self._learner is None:
+            return None
+        for sample, known in zip(taken, states, strict=True):
+            tokens = (*sample.prompt.tolist(), *sample.output.tolist())
+            self._learner.add(EagleExample(tokens, len(sample.prompt), known))
+        before = self._learner.version
+        while self._learner.step() is not None:
+            pass
+        if self._learner.version == before:
+            return None
+        return put_weights(self._learner.version, self._learner.weights())

@@ -1,0 +1,99 @@
+"""Keys of a drafter that goes on learning while rollouts and training go on, and what is wrong about them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from specactor_ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specactor_ray.config.schema import Config, DrafterConfig
+
+
+class OnlineWhere(str, Enum):
+    """Who trains a drafter while training goes on."""
+
+    off = "off"
+    """Nobody: it stays as it was loaded."""
+    drafter = "drafter"
+    """Its first draft actor, whenever it has no open request."""
+    trainer = "trainer"
+    """The trainer's first rank, after each policy update."""
+
+
+@dataclass
+class OnlineConfig:
+    """Training of an EAGLE head on the rollouts it drafts for, while they go on."""
+
+    where: OnlineWhere = OnlineWhere.off
+    """`off`; `drafter` (the first draft actor of the method learns while it has no open request); or `trainer` (the
+    trainer learns from the samples of each step, after the policy update)."""
+    learning_rate: float = 1.0e-4
+    """AdamW."""
+    buffer_tokens: int = 8192
+    """Most positions whose hidden states are kept to learn from, and once more as many of outputs under way; the oldest
+    go first. One takes 4 bytes x three layers x the target's hidden size (half of that in bfloat16)."""
+    batch_tokens: int = 256
+    """Most positions of one step. A step delays the drafts of a request that comes meanwhile, so it must be short."""
+    passes: int = 4
+    """How often each position is learned from at most; then there is nothing to learn until new outputs come."""
+    steps_per_version: int = 16
+    """Steps after which the draft actors get the new weights, with a version number that is one higher."""
+    depths: int = 3
+    """Tokens ahead that are trained: the head's own predictions are fed back so often."""
+
+
+def taught_by_trainer(config: Config) -> DrafterConfig | None:
+    """The drafter that the trainer teaches, if there is one and it is in use."""
+    if config.mode.value == "plain":
+        return None
+    return next((drafter for drafter in config.drafters if drafter.online.where is OnlineWhere.trainer), None)
+
+
+_SMALLEST = {"buffer_tokens": 2, "batch_tokens": 2, "passes": 1, "steps_per_version": 1}
+_MOST_DEPTHS = 16
+
+
+def reject_online_for_others(drafter: DrafterConfig, key: str) -> None:
+    if drafter.online.where is not OnlineWhere.off and drafter.method != "eagle":
+        problem = f"{drafter.online.where.value!r}, but only the method eagle learns online, not {drafter.method}."
+        raise ConfigError(f"{key}.online.where", problem, "use off.")
+
+
+def reject_online_values_out_of_range(drafter: DrafterConfig, key: str) -> None:
+    online = drafter.online
+    for name, smallest in _SMALLEST.items():
+        if getattr(online, name) < smallest:
+            problem = f"{getattr(online, name)} is too small."
+            raise ConfigError(f"{key}.online.{name}", problem, f"use {smallest} or more.")
+    if not 1 <= online.depths <= _MOST_DEPTHS:
+        raise ConfigError(f"{key}.online.depths", f"{online.depths} is out of range.", f"use 1 to {_MOST_DEPTHS}.")
+    if not 0.0 < online.learning_rate < math.inf:
+        problem = f"{online.learning_rate!r} is not a finite number above 0."
+        raise ConfigError(f"{key}.online.learning_rate", problem, "use a number above 0; 1e-4 is the default.")
+
+
+def reject_batch_above_buffer(drafter: DrafterConfig, key: str) -> None:
+    online = drafter.online
+    if online.batch_tokens > online.buffer_tokens:
+        problem = f"{online.batch_tokens} positions a step, but only {online.buffer_tokens} are kept."
+        raise ConfigError(f"{key}.online.batch_tokens", problem, f"raise {key}.online.buffer_tokens, or lower it.")
+
+
+def reject_two_sources_of_weights(drafter: DrafterConfig, key: str) -> None:
+    if drafter.online.where is not OnlineWhere.off and drafter.follow_policy:
+        problem = "true, but the drafter has weights of its own, which are learned online."
+        raise ConfigError(f"{key}.follow_policy", problem, f"use false, or {key}.online.where=off.")
+
+
+def reject_learning_on_a_verifiers_cores(config: Config) -> None:
+    """A coupled draft actor sits on its verifier's cores: what it does while it has no request slows the verifier."""
+    if config.mode.value != "coupled":
+        return
+    for index, drafter in enumerate(config.drafters):
+        if drafter.online.where is OnlineWhere.drafter:
+            problem = "'drafter', but in mode coupled the draft actor shares its cores with the verifier."
+            raise ConfigError(f"drafters.{index}.online.where", problem, "use trainer, or mode=decoupled.")
