@@ -11,7 +11,17 @@ from specactor_ray.config.schema import DrafterConfig
 from specactor_ray.modeling.loading import load_model_config
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
-_NOT_THE_METHOD = ("replicas", "cores", "gpus", "window", "max_batch", "kv_cache_gb", "follow_policy", "model")
+_NOT_THE_METHOD = (
+    "replicas",
+    "cores",
+    "gpus",
+    "window",
+    "max_batch",
+    "kv_cache_gb",
+    "follow_policy",
+    "online",
+    "model",
+)
 """Keys of a drafter's section that change neither its cost per token nor its guesses."""
 
 
