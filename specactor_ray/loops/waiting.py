@@ -29,6 +29,11 @@ class _Hope(NamedTuple):
     window: int
     guessing: float
     """Chance that it has a guess at all."""
+    drafter_id: str
+
+    def value(self) -> float:
+        """Expected accepted tokens of its whole window."""
+        return self.guessing * expected_accepted(self.probability, self.window)
 
 
 class DraftWaits:
@@ -55,6 +60,8 @@ class DraftWaits:
         self._table, self._book, self._planner, self._track, self._cost = table, book, planner, track, cost
         self._worthwhile: dict[str, int] = {}
         """Draft tokens per request that would be verified if they were there; 0: no use in waiting."""
+        self._hoped: dict[str, str] = {}
+        """Request → the drafter that promises most for it."""
         self._missing: dict[str, tuple[_Hope, float]] = {}
         """Requests that are waited for: what is hoped for, and the tokens that were missing then."""
         self._timely = 1.0
@@ -73,6 +80,7 @@ class DraftWaits:
             self._worthwhile, self._missing = {}, {}
             return now
         hopes = {request_id: self._potential(request_id, now) for request_id in decoding}
+        self._hoped = {request_id: hope.drafter_id for request_id, hope in hopes.items()}
         candidates = [VerifyCandidate(request_id, hope.probability, hope.window) for request_id, hope in hopes.items()]
         self._worthwhile = self.verify_lengths(candidates)
         self._missing = {
@@ -106,8 +114,8 @@ class DraftWaits:
 
     def answered(self, request_id: str, now: float) -> bool:
         """Whether no wait for this request would bring anything. Coupled: every healthy drafter is done with the newest
-        commit, or, in a decoupled layout, all tokens that would be verified are there. Decoupled: one has a token, or
-        none has."""
+        commit, or, in a decoupled layout, all tokens that would be verified are there. Decoupled: the one that
+        promises most has a token, or it has none and another one has, or none has."""
         worthwhile = self._worthwhile.get(request_id, 0)
         if not worthwhile:
             return True
@@ -116,7 +124,10 @@ class DraftWaits:
             if self._mode is not Mode.COUPLED and self._supply(request_id) >= worthwhile:
                 return True
             return all(self._book.complete(request_id, drafter_id) for drafter_id in healthy)
-        if self._book.usable(request_id).keys() & set(healthy):
+        hoped, usable = self._hoped.get(request_id, ""), self._book.usable(request_id)
+        if hoped in usable:
+            return True
+        if usable.keys() & set(healthy) and (hoped not in healthy or self._book.answered(request_id, hoped)):
             return True
         return all(self._book.answered(request_id, drafter_id) for drafter_id in healthy)
 
@@ -145,18 +156,21 @@ class DraftWaits:
 
     def _potential(self, request_id: str, now: float) -> _Hope:
         """The most that one of the request's healthy drafters can be hoped to bring."""
-        hopes = [_Hope(0.0, 0, 0.0)]
+        hopes = [_Hope(0.0, 0, 0.0, "")]
         for drafter_id in self.healthy(request_id, now):
             known = self._track.estimate(request_id, drafter_id)
             window = self._planner.plan(request_id, drafter_id).window
-            hopes.append(_Hope(known.probability if window else 0.0, window, known.guessing))
-        return max(hopes)
+            hopes.append(_Hope(known.probability if window else 0.0, window, known.guessing, drafter_id))
+        return max(hopes, key=_Hope.value)
 
     def _lacking(self, request_id: str, hope: _Hope) -> float:
         """Expected tokens that may still come: those of the tail that would be verified, less those that are there."""
-        wanted, p = self._worthwhile[request_id], hope.probability
-        there = min(self._supply(request_id), wanted)
-        return expected_accepted(p, wanted) - expected_accepted(p, there)
+        wanted = self._worthwhile[request_id]
+        there = [
+            self._track.expected_accepted(request_id, drafter_id, min(len(tail), wanted))
+            for drafter_id, tail in self._book.usable(request_id).items()
+        ]
+        return max(expected_accepted(hope.probability, wanted) - max(there, default=0.0), 0.0)
 
     def _supply(self, request_id: str) -> int:
         """Length of the longest usable tail."""

@@ -179,3 +179,20 @@ def test_the_best_tail_alone_is_verified_without_trees(candidates: Candidates, t
     assert spec.choose_tails(["r"]) == {"r": (5, 6, 7, 8)}
     spec.commit(RowOutput("r", 0, [5, 9], [0.0] * 2, num_drafted=4, num_accepted=1))
     assert spec.accepted_by_drafter("r") == {"a": (4, 1)}
+
+
+def test_a_poor_guess_does_not_end_the_wait_for_a_better_drafter() -> None:
+    spec = racing(Candidates.best_tail, trees=False)
+    for _ in range(30):
+        spec._acceptance.record("r", "a", 4, 0)
+        spec._acceptance.record("r", "b", 4, 3)
+    spec.choose_tails(["r"])
+    spec.commit(RowOutput("r", 0, [3], [0.0]))
+    spec.inbox.put([DraftTail("r", "a", 1, (7, 7, 7, 7))])
+    spec.take_messages()
+    for tokens in (4, 8):
+        spec.observe_step(StepResult(forward_s=0.05, num_tokens=tokens))
+    assert spec.plan_waits(["r"]) > 0.0 and not spec.all_answered(["r"]), "b is right three times in four"
+    spec.inbox.put([DraftTail("r", "b", 1, ())])
+    spec.take_messages()
+    assert spec.all_answered(["r"]), "b has no guess, so a's is the best there is"
