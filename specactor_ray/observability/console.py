@@ -9,6 +9,7 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 _WIDTH_OF_A_FILE = 140
@@ -24,6 +25,18 @@ def make_console(stream: TextIO | None = None) -> Console:
 def say(console: Console, text: str) -> None:
     """One line as it is: brackets are no markup, and nothing is wrapped or cut."""
     console.print(Text(text), soft_wrap=True)
+
+
+def make_bar(console: Console, count: ProgressColumn) -> Progress:
+    """A bar of one task: its description, the bar, `count`, its field `figures`, and the time it has taken."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        count,
+        TextColumn("{task.fields[figures]}", markup=False),
+        TimeElapsedColumn(),
+        console=console,
+    )
 
 
 def show_error(message: str) -> None:

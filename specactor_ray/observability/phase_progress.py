@@ -7,9 +7,9 @@ from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TaskID, TaskProgressColumn
 
-from specactor_ray.observability.console import say
+from specactor_ray.observability.console import make_bar, say
 
 
 class PhaseProgress:
@@ -42,14 +42,7 @@ class PhaseProgress:
     def __enter__(self) -> PhaseProgress:
         self._begin = self._last_line = self._clock()
         if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=24),
-                TaskProgressColumn(),
-                TextColumn("{task.fields[figures]}", markup=False),
-                TimeElapsedColumn(),
-                console=self._console,
-            )
+            self._bar = make_bar(self._console, TaskProgressColumn())
             self._task = self._bar.add_task(self._title, total=self._total, figures="")
             self._bar.start()
         return self

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TaskID
 
-from specactor_ray.observability.console import say
+from specactor_ray.observability.console import make_bar, say
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +63,7 @@ class RolloutProgress:
     def __enter__(self) -> RolloutProgress:
         self._begin = self._clock()
         if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}", markup=False),
-                TimeElapsedColumn(),
-                console=self._console,
-            )
+            self._bar = make_bar(self._console, MofNCompleteColumn())
             self._task = self._bar.add_task(self._title, total=self._total, figures="")
             self._bar.start()
         self._thread.start()
