@@ -55,55 +55,72 @@ def run_profile(
     """
     if config.data.path is None:
         raise ConfigError("data.path", "is not set.", "name a file of prompts: data.path=prompts.jsonl")
-    prompts = tuple(read_prompts(config.data.path, config.data.limit))
+    prompts = read_prompts(config.data.path, config.data.limit)
     device = "cuda" if config.target.gpus else "cpu"
-    cores = sorted(os.sched_getaffinity(0))
-    _reject_devices(config, devices, len(cores))
+    _reject_devices(config, devices, len(os.sched_getaffinity(0)))
     _reject_output(output)
-    from specactor_ray.modeling.identity import gpu_name, method_identity, model_identity
-
     config = copy.deepcopy(config)
     if config.drafters:
         config.mode = ModeName.decoupled  # whatever it will be run in, everything is measured
     config = export_what_drafters_read(config)
+    from specactor_ray.modeling.identity import method_identity
+
+    facts, identities = _facts(config, device), {one.method: method_identity(one) for one in config.drafters}
+    begin = time.monotonic()
+    shares = _measure(config, axes, devices, tuple(prompts), max_requests, console)
+    recorded = shares[0].recorded
+    data = {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "seconds": round(time.monotonic() - begin, 1),
+        **facts,
+        "prompts": {"path": config.data.path, "requests": len(recorded)},
+        "prompt_tokens": sum(len(one.prompt) for one in recorded) / len(recorded),
+        "cpu_share": {str(share.devices): round(share.cpu_share, 3) for share in shares},
+        "axes": {**vars(axes), "devices": sorted({*devices}), "draft_window": axes.draft_window},
+        **_figures(config, shares, identities),
+    }
+    parse_profile(seal(data), str(output))  # what is written can be read
+    write_profile(output, data)
+    return seal(data)
+
+
+def _facts(config: Config, device: str) -> dict[str, Any]:
+    """What the figures hold for."""
+    from specactor_ray.modeling.identity import gpu_name, model_identity
+
     target = config.target
-    model = model_identity(target.model, target.dtype, target.trust_remote_code)
-    identities = {drafter.method: method_identity(drafter) for drafter in config.drafters}
+    return {
+        "device": device,
+        "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
+        "versions": versions(),
+        "model": model_identity(target.model, target.dtype, target.trust_remote_code),
+        "sampling": vars(config.sampling),
+    }
+
+
+def _measure(
+    config: Config, axes: Axes, devices: Sequence[int], prompts: tuple[Any, ...], max_requests: int, console: Console
+) -> list[Measured]:
+    """One share per device count, the largest first: it records the outputs that the others are measured on too."""
     counts = sorted(set(devices), reverse=True)
+    cores = sorted(os.sched_getaffinity(0))
     total = 1 + len(config.drafters) + len(counts) * (axes.verify_points() + len(config.drafters) * axes.draft_points())
     shares: list[Measured] = []
-    begin = time.monotonic()
     with sigterm_interrupts(), PhaseProgress(console, "profile", total) as progress:
         show = show_steps(progress, total)
         for count in counts:
             share = Share(
                 copy.deepcopy(config),
                 count,
-                () if device == "cuda" else tuple(cores[:count]),
-                device,
+                () if config.target.gpus else tuple(cores[:count]),
+                "cuda" if config.target.gpus else "cpu",
                 axes,
                 prompts if not shares else (),
                 max_requests,
                 shares[0].recorded if shares else (),
             )
             shares.append(_run(share, show))
-    data = {
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "seconds": round(time.monotonic() - begin, 1),
-        "device": device,
-        "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
-        "versions": versions(),
-        "model": model,
-        "sampling": vars(config.sampling),
-        "prompts": {"path": config.data.path, "requests": len(shares[0].recorded)},
-        "prompt_tokens": sum(len(one.prompt) for one in shares[0].recorded) / len(shares[0].recorded),
-        "cpu_share": {str(share.devices): round(share.cpu_share, 3) for share in shares},
-        "axes": {**vars(axes), "devices": sorted(counts), "draft_window": axes.draft_window},
-        **_figures(config, shares, identities),
-    }
-    parse_profile(seal(data), str(output))  # what is written can be read
-    write_profile(output, data)
-    return seal(data)
+    return shares
 
 
 def parse_axes(batches: Sequence[int], windows: Sequence[int], contexts: Sequence[int], repeats: int) -> Axes:
