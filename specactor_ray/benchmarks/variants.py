@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from specactor_ray.cluster.cores import cores_needed
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName, RaceName
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError, InputError
 
@@ -51,7 +51,7 @@ class BenchMode(StrEnum):
     coupled = "coupled"
     decoupled = "decoupled"
     fon = "fon"
-    """Fastest-of-N: all draft methods race for every request, decoupled and coupled."""
+    """All draft methods together, decoupled and coupled: Fastest-of-N, in races as `speculation.race` says."""
 
 
 def plan_variants(config: Config, modes: Sequence[BenchMode], batches: Sequence[int]) -> list[Variant]:
@@ -91,10 +91,8 @@ def _variants(config: Config, mode: BenchMode, batch: int) -> Iterator[Variant]:
     if mode is BenchMode.plain:
         yield from _plain(config, batch)
     elif mode is BenchMode.fon:
-        racing = copy.deepcopy(config)
-        racing.speculation.race = RaceName.always
-        yield _decoupled(racing, batch, "fon")
-        yield _coupled(racing, batch, "fon coupled")
+        yield _decoupled(config, batch, "fon")
+        yield _coupled(config, batch, "fon coupled")
     else:
         lay_out = _coupled if mode is BenchMode.coupled else _decoupled
         for drafter in config.drafters:

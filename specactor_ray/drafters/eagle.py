@@ -184,8 +184,10 @@ class EagleProposer:
         return entry.cache is not None and (self._can_anchor(entry) or self._can_run_ahead(entry))
 
     def _can_anchor(self, entry: _Entry) -> bool:
-        """There are true states to read, and the token after each is known."""
-        return bool(entry.unread) and entry.next_state < entry.known and entry.known <= self.max_len
+        """There are true states to read, the token after each is known, and guesses are wanted. States that are not
+        read at once (the request is decoded plainly for a while) wait for that."""
+        ready = bool(entry.unread) and entry.next_state < entry.known and entry.known <= self.max_len
+        return ready and entry.mirror.window > 0
 
     def _can_run_ahead(self, entry: _Entry) -> bool:
         """The head has read all that is committed, and its tail may be lengthened or has to be gone through again."""

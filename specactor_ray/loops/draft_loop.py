@@ -18,7 +18,7 @@ from typing import Any
 
 from specactor_ray.drafters.base import KeepsHistory, Proposer, ReadsFeatures
 from specactor_ray.loops.idle_learning import IdleLearning
-from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftResync, DraftTail, Features, ToDrafter
+from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftResync, DraftTail, Features, Mode, ToDrafter
 from specactor_ray.queues.conflation import for_drafter
 from specactor_ray.queues.mailbox import Mailbox
 from specactor_ray.queues.outbox import Outbox
@@ -64,6 +64,7 @@ class DraftLoop:
         self._outboxes: dict[str, Outbox[Any]] = {}
         self._left: set[str] = set()
         self._verifier_of: dict[str, str] = {}
+        self._mode_of: dict[str, Mode] = {}
         self._learning: IdleLearning | None = None
 
     # ---- called from other threads ----
@@ -199,6 +200,7 @@ class DraftLoop:
             case DraftOpen():
                 self.counters.opens += 1
                 self._verifier_of[message.request_id] = message.verifier_id
+                self._mode_of[message.request_id] = message.mode
                 self.proposer.open(
                     message.request_id,
                     message.prompt_token_ids,
@@ -212,7 +214,7 @@ class DraftLoop:
                 self._take_commit(message)
             case DraftClose():
                 if self._verifier_of.get(message.request_id) == message.verifier_id:
-                    del self._verifier_of[message.request_id]
+                    del self._verifier_of[message.request_id], self._mode_of[message.request_id]
                     self.proposer.close(message.request_id, message.finished)
                     self._with_learning(lambda learning: learning.follow(message))
 
@@ -220,6 +222,7 @@ class DraftLoop:
         self.counters.commits += 1
         known = self._verifier_of.get(message.request_id) == message.verifier_id
         if known and self.proposer.commit(message.request_id, message.start, message.token_ids, message.window):
+            self._mode_of[message.request_id] = message.mode
             self._add_features(message.request_id, message.features)
             self._with_learning(lambda learning: learning.follow(message))
             return
@@ -238,8 +241,10 @@ class DraftLoop:
             verifier_id = self._verifier_of.get(request_id)
             if verifier_id is None:
                 continue
-            base_len, token_ids = self.proposer.tail(request_id)
             complete = not self.proposer.pending(request_id)
+            if not complete and self._mode_of[request_id] is Mode.COUPLED:
+                continue  # its verifier waits for the whole tail
+            base_len, token_ids = self.proposer.tail(request_id)
             version, token_s = self.proposer.weight_version, self._cost.token_s
             tail = DraftTail(request_id, self.drafter_id, base_len, token_ids, version, complete, token_s)
             tails.setdefault(verifier_id, []).append(tail)
@@ -263,6 +268,6 @@ class DraftLoop:
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        del self._verifier_of[request_id]
+        del self._verifier_of[request_id], self._mode_of[request_id]
         self.proposer.close(request_id, finished=False)
         self._with_learning(lambda learning: learning.forget(request_id))

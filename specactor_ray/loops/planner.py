@@ -7,7 +7,7 @@ for the stragglers) with what a verifier measures while it runs. Nothing here kn
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -18,10 +18,18 @@ from specactor_ray.loops.drafter_table import DrafterTable
 from specactor_ray.messages import Mode
 from specactor_ray.speculation.ladder import Estimate
 from specactor_ray.speculation.race import Straggler
-from specactor_ray.speculation.reconfigure import Reconfigurator, RequestPlan, RequestView
+from specactor_ray.speculation.reconfigure import (
+    PLAIN,
+    Reconfigurator,
+    RequestPlan,
+    RequestView,
+    best_plan,
+    useful_window,
+)
 from specactor_ray.speculation.step_cost import StepCostModel
 from specactor_ray.speculation.tgs import best_window
 from specactor_ray.speculation.track_record import TrackRecord
+from specactor_ray.speculation.wait_cost import WaitCost
 
 REVISE_EVERY = 16
 """Steps between two looks at everything. A look costs about as much as a few messages, and acceptance moves slowly."""
@@ -31,10 +39,17 @@ SWITCH_STEPS = 2 * REVISE_EVERY
 """Steps that a method is given before a request may leave it for a better one."""
 
 
+TRY_EVERY = 8
+"""Where plain decoding promises more than drafting does, one request in so many is drafted for anyway: without drafts
+nobody would notice that this has changed."""
+
+
 @dataclass(slots=True)
 class _Request:
     switched_at: int
     """Step at which its base drafter was chosen."""
+    tries: bool
+    """It is drafted for at first even where that does not seem to pay."""
 
 
 class DraftPlanner:
@@ -47,6 +62,7 @@ class DraftPlanner:
         table: Its drafters.
         track: What is known about their guesses.
         cost: What a verify step costs.
+        waits: What waiting for drafts costs in a coupled layout.
     """
 
     def __init__(
@@ -57,17 +73,23 @@ class DraftPlanner:
         table: DrafterTable,
         track: TrackRecord,
         cost: StepCostModel,
+        waits: WaitCost,
     ) -> None:
         # Drafters of a coupled layout share cores with the verifier: running ahead would only take turns from it.
         modes = (Mode.COUPLED,) if mode is Mode.COUPLED else (Mode.DECOUPLED, Mode.COUPLED)
         self._mode, self._modes, self._race = mode, modes, config.race
         self._race_below = max(1, max_batch // 4) if config.race_below is None else config.race_below
-        self._table, self._track, self._cost = table, track, cost
+        self._table, self._track, self._cost, self._waits = table, track, cost, waits
         self._assignment = DrafterAssignment()
-        self._reconfigurator = Reconfigurator(modes)
+        # Nobody has searched the base plan of a coupled layout, whose windows cost the verifier time.
+        self._reconfigurator = Reconfigurator(modes, base_is_searched=mode is not Mode.COUPLED)
         self._requests: dict[str, _Request] = {}
         self._bases: dict[str, RequestPlan] = {}
         """Drafter id → its window in the base mode."""
+        self._starts: dict[str, tuple[RequestPlan, RequestPlan]] = {}
+        """Coupled: drafter id → plan of requests that Algorithm 2 has not judged yet (of most, of those that try)."""
+        self._rows = 1
+        self._opened = 0
         self._steps = 0
         self._due = False
         self._racing = False
@@ -84,7 +106,14 @@ class DraftPlanner:
 
     def plan(self, request_id: str, drafter_id: str) -> RequestPlan:
         """Window and mode of a request at one of its drafters."""
-        return self._reconfigurator.plan(request_id, self._bases[drafter_id])
+        base = self._bases[drafter_id]
+        plan = self._reconfigurator.plan(request_id, base)
+        if plan == base and drafter_id in self._starts:
+            return self._starts[drafter_id][self._requests[request_id].tries]
+        if plan.mode is Mode.DECOUPLED and not self._table[drafter_id].link.remembers:
+            known = self._track.probability(request_id, drafter_id)
+            return RequestPlan(useful_window(known, plan.window), plan.mode)
+        return plan
 
     def mode(self, request_id: str) -> Mode:
         """Mode of a request; `plain` also for one without drafters."""
@@ -104,7 +133,8 @@ class DraftPlanner:
     def add(self, request_id: str) -> AssignmentChange:
         """A new request."""
         self._assignment.add(request_id)
-        self._requests[request_id] = _Request(self._steps)
+        self._requests[request_id] = _Request(self._steps, tries=self._opened % TRY_EVERY == 0)
+        self._opened += 1
         return self._revise([request_id])
 
     def remove(self, request_id: str) -> AssignmentChange:
@@ -125,9 +155,11 @@ class DraftPlanner:
             What has to be told to drafters; None where nothing was looked at.
         """
         self._steps += 1
+        self._rows = max(1, len(decoding))
         off = self._table.states()
         event = self._due or off != self._off or self._update_race(decoding)
-        if not event and self._steps % REVISE_EVERY:
+        early = self._steps < REVISE_EVERY and self._steps.bit_count() == 1
+        if not event and not early and self._steps % REVISE_EVERY:
             return None
         self._due, self._off = False, off
         change = self._revise(list(self._requests))
@@ -248,7 +280,8 @@ class DraftPlanner:
         return list(dict.fromkeys(self._table.methods.values()))
 
     def _learn_costs(self) -> None:
-        """D per method (the mean of its drafters) and V(w) at batch 1, as they are now."""
+        """D per method (the mean of its drafters) and V(w) at the present batch, as they are now; what follows for
+        requests that begin."""
         for method in self._methods():
             heard = [drafter for drafter in self._table.of_method(method) if drafter.cost_is_new]
             for drafter in heard:
@@ -256,7 +289,20 @@ class DraftPlanner:
             if heard:
                 self._track.ladder.record_cost(method, fmean(drafter.token_s for drafter in heard))
         widest = max((drafter.link.window for drafter in self._table), default=0)
-        self._verify_s = [self._cost.seconds(1, 1 + window) for window in range(widest + 1)]
+        rows = self._rows
+        step_s = [self._cost.seconds(rows, rows * (1 + window)) for window in range(widest + 1)]
+        self._verify_s = [step_s[0], *(seconds + self._waits.overhead_s for seconds in step_s[1:])]
+        self._starts = dict(self._find_starts()) if self._mode is Mode.COUPLED and self._cost.num_ranges > 1 else {}
+
+    def _find_starts(self) -> Iterator[tuple[str, tuple[RequestPlan, RequestPlan]]]:
+        for drafter_id, link in self._table.links():
+            known, token_s = self._track.ladder.estimate(link.method, 0), self._table[drafter_id].token_s
+            if token_s <= 0.0 or link.window < 1:
+                continue
+            _, window = best_window(Mode.COUPLED, known.probability, token_s, self._verify_s, link.window)
+            drafted = RequestPlan(window, Mode.COUPLED)
+            chosen, _ = best_plan(known.probability, token_s, self._verify_s, link.window, self._modes)
+            yield drafter_id, (chosen if chosen == PLAIN else drafted, drafted)
 
     def _rate(self, method: str, known: Estimate, token_s: float) -> float:
         """Predicted TGS of a method: its best window and mode where it has a guess, plain decoding where not."""

@@ -27,6 +27,7 @@ from specactor_ray.speculation.ladder import DraftLadder, MethodPrior
 from specactor_ray.speculation.step_cost import StepCostModel
 from specactor_ray.speculation.tails import TailBook
 from specactor_ray.speculation.track_record import TrackRecord
+from specactor_ray.speculation.wait_cost import WaitCost
 from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetRequest
 
 
@@ -63,11 +64,11 @@ class Speculator:
         self._acceptance = TrackRecord(DraftLadder(priors))
         self._drafters = DrafterTable(config.breaker, clock)
         self._requests: dict[str, DraftedRequest] = {}
-        self._cost = StepCostModel()
+        self._cost, wait_cost = StepCostModel(), WaitCost()
         self._metrics = StepMetrics()
-        self._planner = DraftPlanner(mode, config, max_batch, self._drafters, self._acceptance, self._cost)
+        self._planner = DraftPlanner(mode, config, max_batch, self._drafters, self._acceptance, self._cost, wait_cost)
         self._waits = DraftWaits(
-            mode, config, self._drafters, self._book, self._planner, self._acceptance, self._cost, clock
+            mode, config, self._drafters, self._book, self._planner, self._acceptance, self._cost, wait_cost, clock
         )
 
     def use_metrics(self, metrics: StepMetrics) -> None:
@@ -175,6 +176,8 @@ class Speculator:
             usable, healthy = self._book.usable(request_id), self._healthy(request_id, now)
             state.usable = {drafter_id: usable[drafter_id] for drafter_id in healthy if drafter_id in usable}
             state.answered = tuple(d for d in healthy if self._book.answered(request_id, d))
+        if self._waits.plain_step:
+            return {}
         if self._trees:
             return choose_trees(requests, self._acceptance, None if self._whole_trees else self._cost.seconds)
         return choose_best_tails(requests, self._acceptance, self._waits.verify_lengths)

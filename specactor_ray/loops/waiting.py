@@ -13,10 +13,15 @@ from specactor_ray.speculation.acceptance import expected_accepted
 from specactor_ray.speculation.step_cost import StepCostModel
 from specactor_ray.speculation.tails import TailBook
 from specactor_ray.speculation.track_record import TrackRecord
+from specactor_ray.speculation.wait_cost import WaitCost
 from specactor_ray.speculation.window import VerifyCandidate, choose_verify_lengths, choose_wait_s
 
 _PROBE_EVERY = 32
-"""Every so many steps a decoupled verifier waits as if drafters always answered in time, to see whether they do."""
+"""Every so many steps a decoupled verifier waits as if drafters always answered in time, to see whether they do, and a
+coupled one waits whatever that promises."""
+_PLAIN_EVERY = (4, 64)
+"""One step in so many is plain, to learn what that costs: while too few were seen at this batch, and afterwards."""
+_PLAIN_STEPS = 3
 _MEMORY = 0.9
 """Weight of the past in the moving share of hopes that came true in time."""
 
@@ -40,9 +45,10 @@ class DraftWaits:
     """The waits of one verifier. A wait is a matter of speed only, and is always bounded.
 
     Args:
-        mode: The layout. In a coupled one every step may wait `coupled_wait_s`; in a decoupled one as long as
-            pays, also for requests that are in mode `coupled` (those count as answered only when their drafters are
-            done with the newest commit).
+        mode: The layout. In a coupled one a step waits for whole tails, at most `coupled_wait_s`, or not at all where
+            that promises too little; in a decoupled one as long as pays, also for requests that are in mode `coupled`
+            (those count as answered only when their drafters are done with the newest commit).
+        waits: What waiting costs in a coupled layout; measured here.
     """
 
     def __init__(
@@ -54,10 +60,12 @@ class DraftWaits:
         planner: DraftPlanner,
         track: TrackRecord,
         cost: StepCostModel,
+        waits: WaitCost,
         clock: Callable[[], float],
     ) -> None:
         self._mode, self._config, self._clock = mode, config, clock
         self._table, self._book, self._planner, self._track, self._cost = table, book, planner, track, cost
+        self._waits, self._began = waits, 0.0
         self._worthwhile: dict[str, int] = {}
         """Draft tokens per request that would be verified if they were there; 0: no use in waiting."""
         self._hoped: dict[str, str] = {}
@@ -67,6 +75,9 @@ class DraftWaits:
         self._timely = 1.0
         """Moving share of what was waited for, in expected tokens, that came in time."""
         self._steps = 0
+        self.plain_step = False
+        """This step verifies nothing, to learn what that costs: without, drafting is compared with a guess. It waits
+        like the others, or drafters that share the verifier's cores would slow it down."""
 
     def plan(self, decoding: Sequence[str]) -> float:
         """Decide how many draft tokens of each request are worth having, and how long to wait for them.
@@ -79,6 +90,8 @@ class DraftWaits:
         if not len(self._table) or not decoding:
             self._worthwhile, self._missing = {}, {}
             return now
+        every = _PLAIN_EVERY[self._cost.seen(len(decoding)) >= _PLAIN_STEPS]
+        self.plain_step = self._config.verify != VerifyPolicy.all and self._steps % every == 1
         hopes = {request_id: self._potential(request_id, now) for request_id in decoding}
         self._hoped = {request_id: hope.drafter_id for request_id, hope in hopes.items()}
         candidates = [VerifyCandidate(request_id, hope.probability, hope.window) for request_id, hope in hopes.items()]
@@ -89,7 +102,11 @@ class DraftWaits:
             if not self.answered(request_id, now)
         }
         if self._mode is Mode.COUPLED:
-            return now + self._config.coupled_wait_s
+            self._began = now
+            if self._coupled_wait_pays(len(decoding)):
+                return now + self._config.coupled_wait_s
+            self._worthwhile, self._missing = {}, {}
+            return now
         if self._config.draft_wait_s is not None:
             return now + self._config.draft_wait_s
         return now + self._worthwhile_wait_s(len(decoding))
@@ -140,6 +157,8 @@ class DraftWaits:
         now = self._clock()
         self._timely = _MEMORY * self._timely + (1.0 - _MEMORY) * self._fulfilled(now)
         if answered:
+            if self._mode is Mode.COUPLED:
+                self._waits.record(now - self._began, max(map(self._drafting_s, decoding), default=0.0))
             return
         missed = {
             drafter_id
@@ -188,8 +207,27 @@ class DraftWaits:
         )
         return 1.0 - min(left / hoped, 1.0)
 
+    def _drafting_s(self, request_id: str) -> float:
+        """What it took to draft the longest tail of a request."""
+        tails = self._book.usable(request_id).items()
+        return max((len(tail) * self._table[drafter_id].token_s for drafter_id, tail in tails), default=0.0)
+
+    def _hoped_extra(self) -> float:
+        """Expected tokens of all that is missing, chances of no guess at all included."""
+        return sum(hope.guessing * lacking for hope, lacking in self._missing.values())
+
+    def _step_s(self, num_rows: int) -> float:
+        return self._cost.seconds(num_rows, num_rows + sum(self._worthwhile.values()))
+
+    def _coupled_wait_pays(self, num_rows: int) -> bool:
+        """Whether what may come is worth more than the time a wait takes, by the inequality of `choose_wait_s`. A
+        model that drafts is always waited for: it shares the verifier's cores and would slow the step down."""
+        if self._config.verify == VerifyPolicy.all or self._steps % _PROBE_EVERY == 0:
+            return True
+        if any(not self._table[hope.drafter_id].link.remembers for hope, _ in self._missing.values()):
+            return True
+        return self._hoped_extra() * self._step_s(num_rows) >= num_rows * self._waits.wait_s
+
     def _worthwhile_wait_s(self, num_rows: int) -> float:
-        extra = sum(hope.guessing * lacking for hope, lacking in self._missing.values())
         timely = 1.0 if self._steps % _PROBE_EVERY == 0 else self._timely
-        step_s = self._cost.seconds(num_rows, num_rows + sum(self._worthwhile.values()))
-        return choose_wait_s(extra * timely, float(num_rows), step_s)
+        return choose_wait_s(self._hoped_extra() * timely, float(num_rows), self._step_s(num_rows))

@@ -1,14 +1,16 @@
 """Request-level reconfiguration: window and mode per request (SpecActor, arXiv 2511.16193, Algorithm 2).
 
 The plan of a whole training fits the average request. One whose drafts are worse than average would draw windows that
-are mostly thrown away; it gets the better of the best coupled and the best decoupled window at batch 1 by predicted
-tokens per second, or none at all where neither beats plain decoding. The others keep the base plan.
+are mostly thrown away; it gets the better of the best coupled and the best decoupled window by predicted tokens per
+second, or none at all where neither beats plain decoding. The others keep the base plan. (The paper predicts at batch
+1, for the tail of a rollout; here V(w) is that of the present batch, all of whose requests use the window.)
 
 Acceptance is a noisy measurement, so a change has to promise something and to rest on evidence; see `Reconfigurator`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -26,6 +28,8 @@ PLAIN_TOKENS = 128
 _MAX_BACKOFF = 8
 _AVERAGE_MEMORY = 64.0
 """Looks at single requests after which the remembered average has mostly become that of the running ones."""
+LEAST_USE = 0.05
+"""Chance of being reached from which a draft token is worth drafting ahead."""
 
 
 class RequestPlan(NamedTuple):
@@ -56,7 +60,7 @@ class RequestView(NamedTuple):
 
 
 def predicted(plan: RequestPlan, probability: float, draft_s: float, verify_s: Sequence[float]) -> float:
-    """TGS of this plan; `verify_s[w]` is V(w) at batch 1."""
+    """TGS of this plan; `verify_s[w]` is V(w)."""
     return tokens_per_s(plan.mode, probability, plan.window, draft_s, verify_s[plan.window])
 
 
@@ -76,6 +80,21 @@ def best_plan(
     return chosen, best
 
 
+def useful_window(probability: float, most: int) -> int:
+    """How far it is worth running ahead: to the last token that is reached with a chance of `LEAST_USE`.
+
+    A decoupled drafter's own time is free, but not the memory bandwidth and the messages that it shares with others.
+
+    Returns:
+        1..most; 0 if `most` is 0.
+    """
+    if probability >= 1.0 or most < 1:
+        return max(most, 0)
+    if probability <= LEAST_USE:
+        return 1
+    return min(most, math.ceil(math.log(LEAST_USE) / math.log(probability)))
+
+
 def reconfigure(
     requests: Sequence[RequestView],
     verify_s: Sequence[float],
@@ -87,7 +106,7 @@ def reconfigure(
 
     Args:
         requests: All running requests that have a drafter.
-        verify_s: `verify_s[w]` is V(w) at batch 1, up to the largest base window.
+        verify_s: `verify_s[w]` is V(w), up to the largest base window.
         modes: `coupled` and `decoupled`, or one of them where the layout allows only that.
         average: The average acceptance; default: that of these requests.
     """
@@ -129,6 +148,8 @@ class Reconfigurator:
 
     Args:
         modes: What the layout allows, see `reconfigure`.
+        base_is_searched: The base plan is the best for the average request. Else every request gets the best plan for
+            its own acceptance, those above the average too.
         min_gain: Relative gain a change must promise.
         min_verified: Draft tokens to judge by.
         plain_tokens: Output tokens of a request between two tries.
@@ -140,8 +161,9 @@ class Reconfigurator:
         min_gain: float = MIN_GAIN,
         min_verified: int = MIN_VERIFIED,
         plain_tokens: int = PLAIN_TOKENS,
+        base_is_searched: bool = True,
     ) -> None:
-        self._modes = tuple(modes)
+        self._modes, self._base_is_searched = tuple(modes), base_is_searched
         self._min_gain, self._min_verified, self._plain_tokens = min_gain, min_verified, plain_tokens
         self._set: dict[str, _Set] = {}
         self._average: float | None = None
@@ -163,7 +185,8 @@ class Reconfigurator:
         """Look at all running requests that have a drafter. Returns the plans that changed."""
         if not requests:
             return {}
-        wanted = reconfigure(requests, verify_s, self._modes, self._remember_average(requests))
+        average = self._remember_average(requests) if self._base_is_searched else math.inf
+        wanted = reconfigure(requests, verify_s, self._modes, average)
         changed = {}
         for view in requests:
             state = self._set.setdefault(view.request_id, _Set())

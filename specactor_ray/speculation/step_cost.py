@@ -65,6 +65,10 @@ class StepCostModel:
         (x0, y0), (x1, y1) = knots[right - 1], knots[right]
         return y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0)
 
+    def seen(self, num_tokens: int) -> int:
+        """Steps of about so many positions that the model remembers."""
+        return len(self._ranges.get(_range_number(num_tokens), ()))
+
     @property
     def num_ranges(self) -> int:
         """Ranges with observations; from 2 on the model can tell lengths apart."""

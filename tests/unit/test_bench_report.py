@@ -17,7 +17,7 @@ from specactor_ray.benchmarks.comparison import Output, Place, differences
 from specactor_ray.benchmarks.rollout_modes import all_identical, describe_variant, measured_figures, with_ratios
 from specactor_ray.benchmarks.variants import BenchMode, Variant, plan_variants
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName, RaceName
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.observability.report import (
     breaker_lines,
@@ -118,7 +118,7 @@ class TestVariants:
             (alone,) = variant.config.drafters
             assert (alone.method, alone.cores, alone.replicas) == (variant.method, 1.0, 1)
         assert all([d.method for d in v.config.drafters] == ["ngram", "suffix"] for v in variants[7:])
-        assert all(variant.config.speculation.race is RaceName.always for variant in variants[7:])
+        assert all(variant.config.speculation.race is base.speculation.race for variant in variants[7:])
         assert {variant.total_cores for variant in variants[3:]} == {2}
 
     @pytest.mark.parametrize(

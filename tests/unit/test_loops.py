@@ -241,7 +241,7 @@ class Whims:
 
     changes = 0
 
-    def __init__(self, modes: Sequence[Mode]) -> None:
+    def __init__(self, modes: Sequence[Mode], **_: bool) -> None:
         self._rng = random.Random(7)
         self._plans: dict[str, RequestPlan] = {}
 
