@@ -228,12 +228,13 @@ class SpeculationConfig:
     """`decoupled`: longest wait per step for a tail drafted from the newest commit. Default: a fraction of the
     measured step time that the expected gain pays for, at most 20 ms."""
     coupled_wait_s: float = 1.0
-    """`coupled`: longest wait per step for the tails of the newest commit."""
+    """`coupled`: longest wait per step for the tails of the newest commit, where waiting pays at all."""
     lend: bool | None = None
     """`decoupled`: at the tail of a rollout, when verifiers run out of requests, put them to sleep and run draft actors
     on their cores and GPUs until they are needed again. Default: yes, where there are two verifiers or more."""
     race: RaceName = RaceName.tail
-    """When several draft methods race for one request: `off`, `tail` or `always`. With one method all are the same."""
+    """When several draft methods race for one request: `off`, `tail` or `always`. With one method all are the same. In
+    mode `coupled`, where drafters take turns with the verifier, only `always` races."""
     race_below: int | None = None
     """`tail`: the race begins when a verifier has at most so many requests and none of them waits. Default: a quarter
     of target.max_batch, at least 1."""

@@ -29,7 +29,7 @@ class _Mirrored:
     mirror: RequestMirror
     cache: CacheRow | None
     answered: bool = False
-    """The newest commit was answered although nothing can be drafted."""
+    """All that can be said about the newest commit was reported."""
 
     @property
     def length(self) -> int:
@@ -100,7 +100,7 @@ class DraftModelProposer:
         return True
 
     def extend(self) -> list[str]:
-        answered = self._answer_hopeless()
+        answered = self._answer()
         finishing: list[str] = []
         while not finishing:
             chunks, finishing = self._plan()
@@ -135,11 +135,12 @@ class DraftModelProposer:
         left = entry.mirror.sampling.max_tokens - len(entry.mirror.committed) - len(entry.mirror.tail)
         return left > 0 and entry.length < self.max_len
 
-    def _answer_hopeless(self) -> list[str]:
-        """Requests that cannot be drafted for: their newest commit is answered once, with no guess."""
+    def _answer(self) -> list[str]:
+        """Requests whose newest commit is answered although nothing is drafted, once: they cannot be drafted for, or
+        what is left of their tail is all that is wanted."""
         answered = []
         for request_id, entry in self._requests.items():
-            if not entry.answered and not entry.mirror.tail and not self._can_extend(entry):
+            if not entry.answered and not self._can_extend(entry):
                 entry.answered = True
                 answered.append(request_id)
         return answered
@@ -179,8 +180,10 @@ class DraftModelProposer:
             for index in error.problems:
                 self._give_up(request_ids[index])
             return []
-        for mirror, token in zip(mirrors, sampled.token_ids, strict=True):
-            mirror.tail.append(token)
+        for request_id, token in zip(request_ids, sampled.token_ids, strict=True):
+            entry = self._requests[request_id]
+            entry.mirror.tail.append(token)
+            entry.answered = not self._can_extend(entry)
         return list(request_ids)
 
     def _give_up(self, request_id: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from specactor_ray.config.schema import RaceName, SpeculationConfig
+from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.loops.assignment import AssignmentChange, DrafterAssignment, Wish
 from specactor_ray.loops.drafter_table import DrafterTable
 from specactor_ray.messages import Mode
@@ -81,8 +81,9 @@ class DraftPlanner:
         self._race_below = max(1, max_batch // 4) if config.race_below is None else config.race_below
         self._table, self._track, self._cost, self._waits = table, track, cost, waits
         self._assignment = DrafterAssignment()
+        self._searches = config.verify is not VerifyPolicy.all
         # Nobody has searched the base plan of a coupled layout, whose windows cost the verifier time.
-        self._reconfigurator = Reconfigurator(modes, base_is_searched=mode is not Mode.COUPLED)
+        self._reconfigurator = Reconfigurator(modes, base_is_searched=mode is not Mode.COUPLED or not self._searches)
         self._requests: dict[str, _Request] = {}
         self._bases: dict[str, RequestPlan] = {}
         """Drafter id → its window in the base mode."""
@@ -110,7 +111,7 @@ class DraftPlanner:
         plan = self._reconfigurator.plan(request_id, base)
         if plan == base and drafter_id in self._starts:
             return self._starts[drafter_id][self._requests[request_id].tries]
-        if plan.mode is Mode.DECOUPLED and not self._table[drafter_id].link.remembers:
+        if self._searches and plan.mode is Mode.DECOUPLED and not self._table[drafter_id].link.remembers:
             known = self._track.probability(request_id, drafter_id)
             return RequestPlan(useful_window(known, plan.window), plan.mode)
         return plan
@@ -228,6 +229,8 @@ class DraftPlanner:
                 racing = False
             case RaceName.always:
                 racing = True
+            case _ if self._mode is Mode.COUPLED:
+                racing = False  # the tail frees nobody: racers would take turns on the verifier's own cores
             case _:
                 racing = few and (self._racing or len(decoding) == len(self._requests))
         changed, self._racing = racing != self._racing, racing
@@ -292,7 +295,8 @@ class DraftPlanner:
         rows = self._rows
         step_s = [self._cost.seconds(rows, rows * (1 + window)) for window in range(widest + 1)]
         self._verify_s = [step_s[0], *(seconds + self._waits.overhead_s for seconds in step_s[1:])]
-        self._starts = dict(self._find_starts()) if self._mode is Mode.COUPLED and self._cost.num_ranges > 1 else {}
+        if self._mode is Mode.COUPLED and self._searches and self._cost.num_ranges > 1:
+            self._starts = dict(self._find_starts())
 
     def _find_starts(self) -> Iterator[tuple[str, tuple[RequestPlan, RequestPlan]]]:
         for drafter_id, link in self._table.links():

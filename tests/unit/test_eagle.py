@@ -348,3 +348,24 @@ def test_new_weights_take_effect_in_a_running_head() -> None:
     extend_fully(drafter)
     expected = expected_tail(other, request.states, request.tokens, len(request.prompt), request.sampling)
     assert drafter.tail(request.name)[1] == expected and drafter.weight_version == 3
+
+
+def test_a_request_that_is_not_drafted_for_costs_no_forward_until_it_is_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, request = EagleProposer(EagleRunner(head(), 4 << 20)), Sequence(1, 0.0)
+    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    request.commit(drafter, [5])
+    extend_fully(drafter)
+    forward, calls = EagleRunner.forward, list[int]()
+    monkeypatch.setattr(EagleRunner, "forward", lambda self, chunks: calls.append(1) or forward(self, chunks))
+    for fresh in ([7], [8, 9], [10]):
+        start = len(request.output)
+        request.output += fresh
+        assert drafter.commit(request.name, start, fresh, 0)
+        drafter.add_features(request.name, request.new_features())
+        assert extend_fully(drafter) == [request.name], "every commit is answered"
+        assert drafter.tail(request.name)[1] == ()
+    assert not calls
+    request.commit(drafter, [11])
+    extend_fully(drafter)
+    expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
+    assert calls and drafter.tail(request.name)[1] == expected

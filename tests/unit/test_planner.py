@@ -271,3 +271,53 @@ def test_the_ladder_is_shown_as_plain_data(models: dict[str, Any]) -> None:
     assert first["drafted"] > 50 and 0.0 < first["acceptance"] < 1.0 and first["tgs"] > 0.0
     assert shown["methods"]["draft_model"]["token_s"] == pytest.approx(0.003)
     assert shown["methods"]["ngram"]["buckets"]["1024+"]["acceptance"] is None
+
+
+@pytest.mark.parametrize(("token_s", "drafted"), [(0.2, 1), (0.0005, 8)])
+def test_new_requests_of_a_coupled_layout_are_drafted_for_where_that_pays(
+    models: dict[str, Any], token_s: float, drafted: int
+) -> None:
+    """A drafter that is always right. When its tokens cost more than the target's, only one request in eight tries."""
+    drafter = Specialist("small", ragged(models, "target"), [f"r{number}" for number in range(24)])
+    stepper = Stepper(engine(models), {"small": drafter}, Mode.COUPLED, {"small": token_s}, verify=VerifyPolicy.auto)
+    batch = requests(24, 1.0, max_tokens=40, ignore_eos=True)
+    stepper.add(batch[:8])
+    for _ in range(20):
+        stepper.step()
+    stepper.add(batch[8:16])
+    stepper.step()
+    windows = [drafter._requests[request.request_id].mirror.window for request in batch[8:16]]
+    stepper.add(batch[16:])
+    assert sum(window > 0 for window in windows) == drafted
+    assert stepper.run() == truth_of(models, batch)
+
+
+def test_the_window_of_a_coupled_layout_fits_the_batch(models: dict[str, Any]) -> None:
+    """Positions cost as much as whole steps once there are many rows, so each of many requests gets few."""
+    found = {}
+    for size in (1, 12):
+        drafter = Specialist("small", ragged(models, "target"), [f"r{number}" for number in range(0, 12, 2)])
+        stepper = Stepper(engine(models), {"small": drafter}, Mode.COUPLED, {"small": 0.001}, verify=VerifyPolicy.auto)
+        batch = requests(size, 1.0, max_tokens=150, ignore_eos=True)
+        stepper.add(batch)
+        for _ in range(17):
+            stepper.step()
+        found[size] = stepper.spec._planner._starts["small"][1].window
+        assert stepper.run() == truth_of(models, batch)
+    assert 1 <= found[12] < found[1]
+
+
+@pytest.mark.parametrize(("race", "both"), [(RaceName.tail, False), (RaceName.always, True)])
+def test_the_tail_of_a_coupled_layout_begins_no_race(models: dict[str, Any], race: RaceName, both: bool) -> None:
+    drafters = {
+        "one": Specialist("one", ragged(models, "target"), ["r0"]),
+        "two": DraftModelProposer(ragged(models, "draft")),
+    }
+    stepper = Stepper(engine(models), drafters, Mode.COUPLED, race=race)
+    stepper.add(requests(1, 0.0, max_tokens=40, ignore_eos=True))
+    seen = []
+    while stepper.target.has_work():
+        stepper.step()
+        seen.append(sum(bool(mirrored) for mirrored in stepper.mirrored().values()))
+    assert (max(seen) == 2) == both
+    assert stepper.tokens == truth_of(models, requests(1, 0.0, max_tokens=40, ignore_eos=True))

@@ -18,6 +18,7 @@ from specactor_ray.speculation.reconfigure import (
     best_plan,
     predicted,
     reconfigure,
+    useful_window,
 )
 
 BOTH = (Mode.DECOUPLED, Mode.COUPLED)
@@ -148,3 +149,23 @@ def test_a_plan_fits_the_window_of_whoever_drafts() -> None:
     assert made.plan("fair", RequestPlan(2, Mode.DECOUPLED)) == RequestPlan(2, Mode.COUPLED)
     made.forget("fair")
     assert made.plan("fair", BASE) == BASE
+
+
+def test_where_nobody_searched_the_base_plan_every_request_gets_its_own_best() -> None:
+    made = Reconfigurator((Mode.COUPLED,), base_is_searched=False)
+    base = RequestPlan(8, Mode.COUPLED)
+    chances = {"good": 0.9, "fair": 0.5, "bad": 0.05}
+    made.revise([RequestView(name, p, 0.01, base, 1000, 0) for name, p in chances.items()], VERIFY_S)
+    for name, p in chances.items():
+        best, rate = best_plan(p, 0.01, VERIFY_S, base.window, (Mode.COUPLED,))
+        near = predicted(made.plan(name, base), p, 0.01, VERIFY_S)
+        assert made.plan(name, base) == best or rate <= 1.1 * near, "only what promises a tenth more is taken"
+    assert made.plan("bad", base) == PLAIN and made.plan("fair", base).window < 8
+
+
+@given(probabilities, st.integers(0, 64))
+def test_a_drafter_runs_ahead_as_far_as_it_is_likely_to_be_followed(p: float, most: int) -> None:
+    window = useful_window(p, most)
+    assert min(most, 1) <= window <= most
+    assert window <= 1 or p ** (window - 1) >= 0.05 * (1 - 1e-9), "its last token is hardly ever reached"
+    assert window == most or p**window <= 0.05 * (1 + 1e-9), "the next one would be worth drafting"

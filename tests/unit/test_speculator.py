@@ -196,3 +196,47 @@ def test_a_poor_guess_does_not_end_the_wait_for_a_better_drafter() -> None:
     spec.inbox.put([DraftTail("r", "b", 1, ())])
     spec.take_messages()
     assert spec.all_answered(["r"]), "b has no guess, so a's is the best there is"
+
+
+def auto(mode: Mode, remembers: bool) -> Speculator:
+    """One drafter and one request, drafts verified where that pays; a step takes 50 ms and 1 ms per position."""
+    made = Speculator("v0", mode, SpeculationConfig(), vocab_size=100, clock=Clock())
+    outbox: Outbox = Outbox(lambda batch: None, for_drafter())
+    made.set_drafters({"d": DrafterLink("ngram", 4, outbox, remembers=remembers)})
+    made.open(TargetRequest("r", (1, 2), SamplingParams(max_tokens=1000)))
+    for tokens in (1, 1, 1, 2, 4):
+        made.observe_step(StepResult(forward_s=0.05 + 0.001 * tokens, num_tokens=tokens))
+    return made
+
+
+def test_a_step_now_and_then_verifies_nothing_to_know_what_that_costs() -> None:
+    spec = auto(Mode.DECOUPLED, remembers=True)
+    verified = []
+    for position in range(130):
+        spec.inbox.put([DraftTail("r", "d", position, (7, 7), complete=True)])
+        spec.take_messages()
+        spec.plan_waits(["r"])
+        verified.append(bool(spec.choose_tails(["r"])))
+        spec.commit(RowOutput("r", position, [7], [0.0]))
+    assert [step for step, any_of_it in enumerate(verified) if not any_of_it] == [0, 64, 128]
+
+
+@pytest.mark.parametrize(("remembers", "waited"), [(True, False), (False, True)])
+def test_a_coupled_step_does_not_wait_for_lookups_that_hardly_ever_find_anything(remembers: bool, waited: bool) -> None:
+    """A model that drafts is waited for all the same: it runs on the verifier's cores."""
+    spec = auto(Mode.COUPLED, remembers)
+    clock = spec._clock
+    for position in range(60):
+        spec.plan_waits(["r"])
+        clock.now += 0.004  # type: ignore[attr-defined]
+        spec.inbox.put([DraftTail("r", "d", position, (), complete=True)])
+        spec.take_messages()
+        spec.record_wait(["r"], spec.all_answered(["r"]))
+        spec.choose_tails(["r"])
+        spec.commit(RowOutput("r", position, [7], [0.0]))
+    waits = []
+    for position in range(60, 124):
+        waits.append(spec.plan_waits(["r"]) > clock() and not spec.all_answered(["r"]))
+        spec.choose_tails(["r"])
+        spec.commit(RowOutput("r", position, [7], [0.0]))
+    assert sum(waits) == (64 if waited else 2), "and now and then, to see whether that has changed"
