@@ -13,6 +13,7 @@ from specactor_ray.actors.process import (
     process_facts,
     put_weights,
 )
+from specactor_ray.cluster.cores import DRAFTER_SPINS
 from specactor_ray.cluster.lookup import find_controller
 from specactor_ray.controller.state import DraftSpec
 from specactor_ray.loops.draft_loop import DraftLoop
@@ -32,7 +33,7 @@ class DraftActor:
 
     def start(self) -> dict[str, Any]:
         """Bind the cores, make the proposer, start the loop. Returns pid, cores and vocabulary size."""
-        configure_process(self._spec.actor_id, self._spec.cores, self._spec.log_level)
+        configure_process(self._spec.actor_id, self._spec.cores, self._spec.log_level, DRAFTER_SPINS)
         self._thread = LoopThread(self._make_loop, "draft")
         return {**process_facts(), "vocab_size": self._thread.loop().proposer.vocab_size}
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from specactor_ray.cluster.cores import bind_to_cores
+from specactor_ray.cluster.cores import VERIFIER_SPINS, bind_to_cores
 from specactor_ray.messages import WeightSet
 
 if TYPE_CHECKING:
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def configure_process(actor_id: str, cores: Sequence[int], log_level: str) -> None:
+def configure_process(actor_id: str, cores: Sequence[int], log_level: str, spins: int = VERIFIER_SPINS) -> None:
     """Log lines carry the actor's id; the process runs on its own cores. Call before torch does any work."""
     logging.basicConfig(
         level=log_level, format=f"%(asctime)s %(levelname)s {actor_id} %(name)s: %(message)s", force=True
     )
     if cores:
-        bind_to_cores(cores)
+        bind_to_cores(cores, spins)
 
 
 COMMAND_TIMEOUT_S = 300.0

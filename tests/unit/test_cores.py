@@ -161,16 +161,20 @@ affinities = [os.sched_getaffinity(int(t)) for t in os.listdir("/proc/self/task"
 stop.set()
 assert all(a == {{core}} for a in affinities), affinities
 assert torch.get_num_threads() == 1, torch.get_num_threads()
+assert os.environ["GOMP_SPINCOUNT"] == {spins!r}, os.environ["GOMP_SPINCOUNT"]
 """
 
 
 @pytest.mark.parametrize("before", ["", "import torch; torch.set_num_threads(2)"], ids=["torch later", "torch loaded"])
 def test_binding_reaches_every_thread_and_torch(before: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    done = subprocess.run(
-        [sys.executable, "-c", BIND.format(before=before)], capture_output=True, text=True, timeout=100, env=environment
-    )
-    assert done.returncode == 0, done.stderr
+    environment.pop("GOMP_SPINCOUNT", None)
+    for spins, chosen in (("30000", {}), ("7", {"GOMP_SPINCOUNT": "7"})):
+        script = BIND.format(before=before, spins=spins)
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, env={**environment, **chosen}
+        )
+        assert done.returncode == 0, done.stderr
 
 
 def test_binding_to_a_core_that_is_not_there() -> None:
