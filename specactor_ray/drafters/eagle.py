@@ -28,6 +28,8 @@ from specactor_ray.sampling import SamplingError, own_noise, sample_rows, warm_u
 _MAX_STEP_TOKENS = 512
 """Most positions in one forward; the states of a long prompt are read in chunks of this size."""
 _FIRST_RESERVATION = 128
+_MOST_UNREAD = _MAX_STEP_TOKENS
+"""States kept of a request that is decoded plainly; one forward reads them when it is drafted for again."""
 
 
 @dataclass(slots=True)
@@ -73,6 +75,12 @@ class _Entry:
                 return part[position]
             position -= len(part)
         raise IndexError("no token there")
+
+    def begin_anew(self, unread: list[Features], first: int) -> None:
+        """Forget all that was read; the context begins at position `first`."""
+        self.unread, self.first, self.anchored, self.output = unread, first, 0, None
+        if self.cache is not None:
+            self.cache.truncate(0)
 
     def guess(self, token: int) -> bool:
         """The head guesses `token` for the tail position `depth`. Returns whether that changes the tail."""
@@ -144,9 +152,13 @@ class EagleProposer:
             if span.end <= entry.next_state:
                 continue
             if span.begin > entry.next_state:
-                entry.unread, entry.first, entry.anchored, entry.output = [], span.begin, 0, None
-                entry.cache.truncate(0)
+                entry.begin_anew([], span.begin)
             entry.unread.append(Features(entry.next_state, span.states[entry.next_state - span.begin :]))
+        if entry.mirror.window == 0 and entry.next_state - entry.anchor > _MOST_UNREAD:
+            begin = entry.next_state - _MOST_UNREAD
+            kept = [span for span in entry.unread if span.end > begin]
+            kept[0] = Features(max(begin, kept[0].begin), kept[0].states[max(begin - kept[0].begin, 0) :])
+            entry.begin_anew(kept, kept[0].begin)
 
     def extend(self) -> list[str]:
         reported: dict[str, None] = {}

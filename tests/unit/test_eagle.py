@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch
 from specactor_ray.drafter_training.eagle_unroll import EagleBatch, unroll
+from specactor_ray.drafters import eagle
 from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.messages import Features, SamplingParams
@@ -369,3 +370,25 @@ def test_a_request_that_is_not_drafted_for_costs_no_forward_until_it_is_again(mo
     extend_fully(drafter)
     expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
     assert calls and drafter.tail(request.name)[1] == expected
+
+
+def test_states_of_a_request_that_is_not_drafted_for_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eagle, "_MOST_UNREAD", 10)
+    drafter, request = EagleProposer(EagleRunner(head(), 4 << 20)), Sequence(1, 0.0)
+    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    request.commit(drafter, [5])
+    extend_fully(drafter)
+    for step in range(20):
+        start, fresh = len(request.output), [7 + step, 9]
+        request.output += fresh
+        assert drafter.commit(request.name, start, fresh, 0)
+        drafter.add_features(request.name, request.new_features())
+        extend_fully(drafter)
+        entry = drafter._entries[request.name]
+        assert sum(len(span.states) for span in entry.unread) <= 10
+    request.commit(drafter, [11])
+    extend_fully(drafter)
+    first = len(request.tokens) - 1 - 11
+    assert drafter._entries[request.name].first == first, "ten states from before, and that of the last commit"
+    expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling, first)
+    assert drafter.tail(request.name)[1] == expected
