@@ -15,11 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from specactor_ray.cluster import placement as placing
-from specactor_ray.cluster.lookup import find_controller, list_runs
-from specactor_ray.cluster.names import NAMESPACE, actor_name, controller_name, new_actor_id, new_run_name
+from specactor_ray.cluster.names import actor_name, new_actor_id
 from specactor_ray.cluster.processes import Undertaker
 from specactor_ray.cluster.supervised import SupervisedActor, launch, stop_in_order
 from specactor_ray.config.schema import Config, ModeName
@@ -46,11 +44,9 @@ from specactor_ray.controller.state import (
     Wake,
 )
 from specactor_ray.controller.weights import WeightNews
-from specactor_ray.errors import ClusterError, ConfigError, SpecActorError
+from specactor_ray.errors import ClusterError, SpecActorError
 from specactor_ray.messages import WeightSet
 from specactor_ray.speculation.ladder import MethodPrior
-
-__all__ = ["ActorClasses", "Controller", "find_controller", "list_runs", "start_controller"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +55,8 @@ _SYNC_TICK_S = 0.005
 """While weights are on their way."""
 _LENDING_TICK_S = 0.02
 """While verifiers fall asleep or wake, and draft actors on their seats come or go."""
-_STOP_TIMEOUT_S = 12.0
-_GONE_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 12.0
+GONE_TIMEOUT_S = 15.0
 _SLOW_STEP_S = 1.0
 
 
@@ -205,7 +201,7 @@ class Controller:
         self._wake.set()
         self._lender.close()
         if self._thread is not None:
-            self._thread.join(_STOP_TIMEOUT_S)
+            self._thread.join(STOP_TIMEOUT_S)
         return self._teardown()
 
     # ---- the start ----
@@ -429,11 +425,11 @@ class Controller:
             self._is_shut = True
             actors = [member.actor for member in self._members.values() if member.actor is not None]
             try:
-                stop_in_order(actors, _STOP_TIMEOUT_S, self._config.cluster.health_interval_s)
+                stop_in_order(actors, STOP_TIMEOUT_S, self._config.cluster.health_interval_s)
                 for actor in actors:
                     actor.poll(time.monotonic(), float("inf"))  # the facts may have come meanwhile
                     self._undertaker.bury(actor.handle, actor.facts)
-                gone = self._undertaker.wait(_GONE_TIMEOUT_S)
+                gone = self._undertaker.wait(GONE_TIMEOUT_S)
                 if not gone:
                     logger.error("some actor processes of run %s did not end in time", self._run)
             finally:
@@ -446,48 +442,3 @@ class Controller:
 def _own(references: Sequence[Any]) -> tuple[Any, ...]:
     """The same objects, owned by this process: others go when their owner dies."""
     return tuple(ray.put(bucket) for bucket in ray.get(list(references)))
-
-
-def start_controller(
-    config: Config,
-    classes: ActorClasses | None = None,
-    policy: Policy | None = None,
-    priors: Mapping[str, MethodPrior] | None = None,
-) -> tuple[Any, str]:
-    """Make the controller of a new run, as a named actor that ends with this process, and start the run. The arguments
-    are those of `Controller`.
-
-    Returns:
-        `(handle, run)`: the controller and the name of the run.
-
-    Raises:
-        ClusterError, ConfigError, ModelLoadError, SpecActorError: As `Controller.start`; nothing is left running.
-    """
-    run = config.run.name or new_run_name()
-    if run in list_runs():
-        raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options: dict[str, Any] = {
-        "name": controller_name(run),
-        "namespace": NAMESPACE,
-        "num_cpus": 0,
-        "max_concurrency": 8,
-        "max_restarts": 0,
-        "max_task_retries": 0,
-        "scheduling_strategy": here,
-    }
-    remote_class: Any = ray.remote(Controller)
-    handle = remote_class.options(**options).remote(config, run, classes, policy, priors)
-    limit_s = config.cluster.placement_timeout_s + config.cluster.start_timeout_s + _STOP_TIMEOUT_S + _GONE_TIMEOUT_S
-    try:
-        ray.get(handle.start.remote(), timeout=limit_s + 30.0)
-    except ray.exceptions.RayTaskError as error:
-        ray.kill(handle)
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
-    except ray.exceptions.RayError as error:
-        ray.kill(handle)
-        raise ClusterError(f"the controller of run {run} did not start: {error}") from None
-    except BaseException:  # interrupted: the controller's actors and placement groups end with it
-        ray.kill(handle)
-        raise
-    return handle, run

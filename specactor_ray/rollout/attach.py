@@ -68,7 +68,7 @@ def _attached(run: str | None, address: str) -> Iterator[tuple[str, Any, Callabl
     """The run's name, its controller, and how to wait for an answer of it."""
     send_saved_token()
     from specactor_ray.cluster.connection import connect
-    from specactor_ray.controller.controller import find_controller, list_runs
+    from specactor_ray.cluster.lookup import find_controller, list_runs
     from specactor_ray.rollout.rollout import get_or_raise
 
     with connect(ClusterConfig(address=address)):

@@ -16,7 +16,7 @@ from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import ModeName
-from specactor_ray.controller.controller import start_controller
+from specactor_ray.controller.start import start_controller
 from specactor_ray.controller.state import Phase
 from specactor_ray.controller.weights import TRAINER
 from specactor_ray.errors import InputError, SpecActorError

@@ -15,8 +15,10 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 import tests.ray.fake_actors as fake_actors
+from specactor_ray.cluster.lookup import find_controller, list_runs
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName, TargetConfig
-from specactor_ray.controller.controller import ActorClasses, find_controller, list_runs, start_controller
+from specactor_ray.controller.members import ActorClasses
+from specactor_ray.controller.start import start_controller
 from specactor_ray.controller.state import Offer, Phase, Policy
 from specactor_ray.errors import ClusterError, ConfigError, ModelLoadError, SpecActorError
 from specactor_ray.messages import WeightSet

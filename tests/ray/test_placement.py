@@ -104,7 +104,8 @@ DRIVER = """
 import sys, time
 import tests.ray.fake_actors as fake_actors
 from specactor_ray.cluster.connection import connect
-from specactor_ray.controller.controller import ActorClasses, start_controller
+from specactor_ray.controller.members import ActorClasses
+from specactor_ray.controller.start import start_controller
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig
 import ray
 config = Config(cluster=ClusterConfig(address=sys.argv[1], pin_cores=False), drafters=[DrafterConfig()])

@@ -52,6 +52,7 @@ MAY_IMPORT = {
         "cluster/",
         "actors/",
         "controller/controller.py",
+        "controller/start.py",
         "rollout/",
         "training/",
         "submission.py",

@@ -1,0 +1,63 @@
+"""Starting the controller of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from specactor_ray.cluster.lookup import list_runs
+from specactor_ray.cluster.names import NAMESPACE, controller_name, new_run_name
+from specactor_ray.config.schema import Config
+from specactor_ray.controller.controller import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Controller
+from specactor_ray.controller.members import ActorClasses
+from specactor_ray.controller.state import Policy
+from specactor_ray.errors import ClusterError, ConfigError
+from specactor_ray.speculation.ladder import MethodPrior
+
+
+def start_controller(
+    config: Config,
+    classes: ActorClasses | None = None,
+    policy: Policy | None = None,
+    priors: Mapping[str, MethodPrior] | None = None,
+) -> tuple[Any, str]:
+    """Make the controller of a new run, as a named actor that ends with this process, and start the run. The arguments
+    are those of `Controller`.
+
+    Returns:
+        `(handle, run)`: the controller and the name of the run.
+
+    Raises:
+        ClusterError, ConfigError, ModelLoadError, SpecActorError: As `Controller.start`; nothing is left running.
+    """
+    run = config.run.name or new_run_name()
+    if run in list_runs():
+        raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: dict[str, Any] = {
+        "name": controller_name(run),
+        "namespace": NAMESPACE,
+        "num_cpus": 0,
+        "max_concurrency": 8,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "scheduling_strategy": here,
+    }
+    remote_class: Any = ray.remote(Controller)
+    handle = remote_class.options(**options).remote(config, run, classes, policy, priors)
+    limit_s = config.cluster.placement_timeout_s + config.cluster.start_timeout_s + STOP_TIMEOUT_S + GONE_TIMEOUT_S
+    try:
+        ray.get(handle.start.remote(), timeout=limit_s + 30.0)
+    except ray.exceptions.RayTaskError as error:
+        ray.kill(handle)
+        raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    except ray.exceptions.RayError as error:
+        ray.kill(handle)
+        raise ClusterError(f"the controller of run {run} did not start: {error}") from None
+    except BaseException:  # interrupted: the controller's actors and placement groups end with it
+        ray.kill(handle)
+        raise
+    return handle, run
