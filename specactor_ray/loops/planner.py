@@ -23,7 +23,6 @@ from specactor_ray.speculation.reconfigure import (
     Reconfigurator,
     RequestPlan,
     RequestView,
-    best_plan,
     useful_window,
 )
 from specactor_ray.speculation.step_cost import StepCostModel
@@ -303,10 +302,9 @@ class DraftPlanner:
             known, token_s = self._track.ladder.estimate(link.method, 0), self._table[drafter_id].token_s
             if token_s <= 0.0 or link.window < 1:
                 continue
-            _, window = best_window(Mode.COUPLED, known.probability, token_s, self._verify_s, link.window)
+            rate, window = best_window(Mode.COUPLED, known.probability, token_s, self._verify_s, link.window)
             drafted = RequestPlan(window, Mode.COUPLED)
-            chosen, _ = best_plan(known.probability, token_s, self._verify_s, link.window, self._modes)
-            yield drafter_id, (chosen if chosen == PLAIN else drafted, drafted)
+            yield drafter_id, (drafted if rate > 1.0 / self._verify_s[0] else PLAIN, drafted)
 
     def _rate(self, method: str, known: Estimate, token_s: float) -> float:
         """Predicted TGS of a method: its best window and mode where it has a guess, plain decoding where not."""
