@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, LoopThread, configure_process, fetch_weights, process_facts
-from specactor_ray.controller.state import DraftEndpoint, VerifierSpec
+from specactor_ray.config.schema import learns_from_outputs, reads_features
+from specactor_ray.controller.state import VERIFIER, DraftEndpoint, InlineSpec, VerifierSpec
+from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.inline_drafters import InlineDrafter
 from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import ToDrafter, ToRollout, ToVerifier, WeightSet
@@ -43,7 +46,23 @@ class VerifierActor:
             priors=spec.priors,
             trees=engine.supports_trees,
         )
-        return VerifyLoop(engine, speculator)
+        return VerifyLoop(engine, speculator, [self._inline(hosted) for hosted in spec.inline])
+
+    def _inline(self, hosted: InlineSpec) -> InlineDrafter:
+        from specactor_ray.drafters.registry import build_proposer
+
+        drafter, spec = hosted.drafter, self._spec
+        drafter_id = spec.actor_id.replace(VERIFIER, drafter.method, 1)  # ngram-0#3f2a in verifier-0#3f2a
+        device = "cuda" if spec.gpus and drafter.gpus else "cpu"
+        return InlineDrafter(
+            DraftLoop(drafter_id, build_proposer(drafter, spec.target, device)),
+            drafter.method,
+            hosted.window,
+            drafter.max_batch,
+            reads_features=reads_features(drafter),
+            remembers=learns_from_outputs(drafter),
+            follows_policy=drafter.follow_policy,
+        )
 
     def ping(self) -> dict[str, Any]:
         """Counters. Raises when the loop has ended by an error: the controller then replaces this actor."""
@@ -89,6 +108,10 @@ class VerifierActor:
 
     def wake(self) -> None:
         self._running().wake().result(COMMAND_TIMEOUT_S)
+
+    def forget_history(self) -> None:
+        """Let the drafters of this process forget earlier outputs."""
+        self._running().forget_history().result(COMMAND_TIMEOUT_S)
 
     def reset_metrics(self) -> None:
         self._running().reset_metrics()

@@ -170,6 +170,10 @@ class DrafterConfig:
     target's own)."""
     max_batch: int = 64
     """Most requests one draft actor mirrors at once; requests beyond it are not drafted for."""
+    inline: bool | None = None
+    """`coupled`: every verifier drafts in its own process and no draft actor is made, which saves the messages; false
+    makes draft actors on the verifiers' cores, which can be scaled. Default: yes, but for proposers of your own and
+    those that learn online."""
     min_match: int = 2
     """For `ngram` and `suffix`: shortest suffix that counts as a match."""
     max_match: int = 8

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from specactor_ray.config.inline import reject_inline_outside_coupled, reject_inline_with_online
 from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.online import (
     reject_batch_above_buffer,
@@ -337,6 +338,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_speculation_without_drafters,
     reject_lending_that_cannot_be,
     reject_learning_on_a_verifiers_cores,
+    reject_inline_outside_coupled,
     reject_trees_the_backend_cannot_verify,
     reject_method_twice,
     reject_plan_without_profile,
@@ -360,6 +362,7 @@ DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
     reject_online_values_out_of_range,
     reject_batch_above_buffer,
     reject_two_sources_of_weights,
+    reject_inline_with_online,
 )
 
 

@@ -20,6 +20,7 @@ from specactor_ray.cluster import placement as placing
 from specactor_ray.cluster.names import actor_name, new_actor_id
 from specactor_ray.cluster.processes import Undertaker
 from specactor_ray.cluster.supervised import SupervisedActor, launch, stop_in_order
+from specactor_ray.config.inline import draft_actors
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.controller.decide import decide, has_lasted, record_failure
 from specactor_ray.controller.lender import Lender
@@ -84,8 +85,7 @@ class Controller:
         self._classes = classes or ActorClasses()
         self._priors = dict(priors or {})
         self._policy = policy or Policy.from_config(config.cluster)
-        drafters = {} if config.mode is ModeName.plain else {d.method: d.replicas for d in config.drafters}
-        self._desired = DesiredState(config.target.replicas, drafters)
+        self._desired = DesiredState(config.target.replicas, draft_actors(config))
         self._members: dict[str, Member] = {}
         self._used_ids: set[str] = set()
         self._failures: dict[str, FailureRecord] = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.cluster.supervised import SupervisedActor
+from specactor_ray.config.inline import inline_drafters
 from specactor_ray.config.schema import Config, DrafterConfig, learns_from_outputs, reads_features
 from specactor_ray.controller.seats import Seat
 from specactor_ray.controller.state import (
@@ -15,6 +16,7 @@ from specactor_ray.controller.state import (
     DraftEndpoint,
     DraftSpec,
     FailureRecord,
+    InlineSpec,
     ObservedActor,
     Phase,
     VerifierSpec,
@@ -152,6 +154,9 @@ class Member:
         }
 
     def _where(self) -> str:
+        inline = self.actor.counters.get("inline") if self.actor is not None else None
+        if inline:
+            return f"drafts itself: {', '.join(inline)}"
         return f"on the seat of {self.host_id}, which sleeps" if self.host_id else ""
 
 
@@ -171,7 +176,10 @@ def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, Me
     mode, level, cores = Mode(config.mode.value), config.run.log_level, member.seat.cores
     if member.key == VERIFIER:
         target = config.target
-        return VerifierSpec(run, member.actor_id, target, config.speculation, mode, cores, target.gpus, level, priors)
+        inline = tuple(InlineSpec(drafter, window_of(config, drafter.method)) for drafter in inline_drafters(config))
+        return VerifierSpec(
+            run, member.actor_id, target, config.speculation, mode, cores, target.gpus, level, priors, inline
+        )
     drafter, window = drafter_of(config, member.key), window_of(config, member.key)
     return DraftSpec(run, member.actor_id, drafter, config.target, window, mode, cores, drafter.gpus, level)
 

@@ -17,6 +17,7 @@ from specactor_ray.cluster.names import actor_name
 from specactor_ray.cluster.placement import Demand, Placement
 from specactor_ray.cluster.processes import CoreSurvey
 from specactor_ray.cluster.supervised import Share
+from specactor_ray.config.inline import draft_actors, is_inline
 from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.controller.state import VERIFIER
@@ -145,7 +146,7 @@ class Seating:
         return Seat(stem, key, index, Share(size.cores, gpus), demand, group=group)
 
     def _whole_or_shared(self, gpus: int) -> float:
-        shared = self._drafters if self._coupled else lendable_methods(self._config)
+        shared = draft_actors(self._config) if self._coupled else lendable_methods(self._config)
         return _SHARED_VERIFIER_GPU if gpus and any(self._drafters[key].gpus for key in shared) else float(gpus)
 
     def _free_index(self, key: str) -> int:
@@ -191,6 +192,10 @@ def scale_refusal(config: Config, method: str, number: int) -> ConfigError | Clu
     if method not in known:
         fix = f"use one of {', '.join(known)}."
         return ConfigError("drafters", f"method {method!r} is not configured for this run.", fix)
+    index = known.index(method)
+    if is_inline(config, config.drafters[index]):
+        problem = f"the verifiers draft by {method} themselves, so there are no draft actors of it to scale."
+        return ConfigError(f"drafters.{index}.inline", problem, f"start the run with drafters.{index}.inline=false.")
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         return ConfigError(f"drafters.{method}", f"{number!r} is not a number of draft actors.", "use 0 or more.")
     return None

@@ -40,6 +40,14 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True)
+class InlineSpec:
+    """A draft method inside a verifier."""
+
+    drafter: DrafterConfig
+    window: int
+
+
+@dataclass(frozen=True)
 class VerifierSpec:
     """What a verifier actor needs to know."""
 
@@ -55,6 +63,8 @@ class VerifierSpec:
     log_level: str = "WARNING"
     priors: Mapping[str, MethodPrior] = field(default_factory=dict)
     """Draft method → what a profile says about it."""
+    inline: tuple[InlineSpec, ...] = ()
+    """Draft methods it hosts itself."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class DraftCounters:
 
 
 class DraftLoop:
-    """Drives one proposer.
+    """Drives one proposer, in a thread of its own (`run`) or in that of a verifier (`run_guarded`).
 
     Args:
         drafter_id: Incarnation id of this draft actor; goes into every tail.
@@ -120,15 +120,18 @@ class DraftLoop:
     def run(self) -> None:
         """Loop until `stop`. A failing proposer is logged and counted; drafts are only a matter of speed."""
         while not self._stopping.is_set():
-            try:
-                worked = self.run_once()
-            except Exception:
-                self.counters.failures += 1
-                logger.exception("%s: a draft step failed; its requests will be opened again", self.drafter_id)
-                self._reset()
-                worked = False
-            if not worked:
+            if not self.run_guarded():
                 self._wake.wait(_IDLE_WAIT_S)
+
+    def run_guarded(self) -> bool:
+        """`run_once`; a failure is logged and counted, and loses the open requests."""
+        try:
+            return self.run_once()
+        except Exception:
+            self.counters.failures += 1
+            logger.exception("%s: a draft step failed; its requests will be opened again", self.drafter_id)
+            self._reset()
+            return False
 
     def run_once(self) -> bool:
         """Drain, extend, publish; without any open request, learn for one step: that is how long a message may have to

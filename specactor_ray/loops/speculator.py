@@ -57,7 +57,7 @@ class Speculator:
         trees: bool = False,
     ) -> None:
         self.inbox: Mailbox[ToVerifier] = Mailbox(for_verifier())
-        self._verifier_id, self._clock = verifier_id, clock
+        self.verifier_id, self._clock = verifier_id, clock
         self._trees = trees and config.candidates is Candidates.tree
         self._whole_trees = config.verify == VerifyPolicy.all
         self._book = TailBook(vocab_size)
@@ -97,11 +97,11 @@ class Speculator:
         self._book.close(request_id)
         self._acceptance.forget_request(request_id)
         for drafter_id, _ in self._planner.remove(request_id).closed:
-            self._drafters.post(drafter_id, DraftClose(request_id, self._verifier_id, finished))
+            self._drafters.post(drafter_id, DraftClose(request_id, self.verifier_id, finished))
 
     def _tell(self, change: AssignmentChange) -> None:
         for drafter_id, request_id in change.closed:
-            self._drafters.post(drafter_id, DraftClose(request_id, self._verifier_id, finished=False))
+            self._drafters.post(drafter_id, DraftClose(request_id, self.verifier_id, finished=False))
             self._book.forget_tail(request_id, drafter_id)
         for drafter_id, request_id in change.opened:
             self._open_at(drafter_id, request_id)
@@ -113,7 +113,7 @@ class Speculator:
         request, plan = state.request, self._planner.plan(request_id, drafter_id)
         message = DraftOpen(
             request_id,
-            self._verifier_id,
+            self.verifier_id,
             request.prompt_token_ids,
             self._book.committed(request_id),
             request.sampling,
@@ -223,7 +223,7 @@ class Speculator:
             window, mode = self._planner.plan(request_id, drafter_id)
             drafter = self._drafters.get(drafter_id)
             sent = features if drafter is not None and drafter.link.reads_features else ()
-            commit = Commit(request_id, self._verifier_id, output.start, fresh, window, mode, sent)
+            commit = Commit(request_id, self.verifier_id, output.start, fresh, window, mode, sent)
             self._drafters.post(drafter_id, commit)
 
     def observe_step(self, result: StepResult) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from specactor_ray.errors import InputError
 from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.inline_drafters import InlineDrafter, InlineDrafters
 from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.step_metrics import StepMetrics
 from specactor_ray.messages import Finished, Progress, RequestStats, ToRollout, ToVerifier
@@ -47,9 +48,10 @@ class VerifyLoop:
     Args:
         engine: The target; only the loop's thread touches it after `run` began.
         speculator: The side of drafts: which tails there are, which to verify, whom to tell.
+        inline: Drafters in this process, which the loop drives; the others are made known by `set_drafters`.
     """
 
-    def __init__(self, engine: TargetEngine, speculator: Speculator) -> None:
+    def __init__(self, engine: TargetEngine, speculator: Speculator, inline: Sequence[InlineDrafter] = ()) -> None:
         self.metrics = StepMetrics()
         self.vocab_size = engine.vocab_size
         self.error: BaseException | None = None
@@ -63,7 +65,10 @@ class VerifyLoop:
         self._ended = threading.Event()
         self._stopping = threading.Event()
         self._tallies: dict[str, _Tally] = {}
+        self._inline = InlineDrafters(speculator.verifier_id, inline, speculator.inbox.put)
         self._links: Mapping[str, DrafterLink] = {}
+        if inline:
+            self.set_drafters({})
 
     # ---- called from other threads ----
 
@@ -83,13 +88,13 @@ class VerifyLoop:
         self._wake.set()
 
     def set_drafters(self, links: Mapping[str, DrafterLink]) -> None:
-        """The complete list of drafters, by id."""
+        """The complete list of drafters in other processes, by id."""
         self._links = links
-        self._command(lambda: self._speculator.set_drafters(links))
+        self._command(lambda: self._speculator.set_drafters({**self._inline.links, **links}))
 
     @property
     def drafter_links(self) -> Mapping[str, DrafterLink]:
-        """The drafters as they were set last."""
+        """The drafters in other processes as they were set last."""
         return self._links
 
     def reset_metrics(self) -> None:
@@ -100,6 +105,10 @@ class VerifyLoop:
         """Replace the weights between two steps. The future raises InputError while requests are running: an output
         must not mix two versions."""
         return self._call(functools.partial(self._load_weights, version, state_dict))
+
+    def forget_history(self) -> Future[None]:
+        """Let the drafters of this process forget earlier outputs."""
+        return self._call(self._inline.forget_history)
 
     def sleep(self) -> Future[None]:
         """Give up the cache's memory until `wake`."""
@@ -127,7 +136,8 @@ class VerifyLoop:
     def snapshot(self) -> dict[str, Any]:
         """Counters of the loop and of the drafts."""
         counters = {**self.metrics.to_dict(), **self._speculator.snapshot()}
-        return {**counters, "running": len(self._tallies), "weight_version": self._engine.weight_version}
+        loads = {"running": len(self._tallies), "weight_version": self._engine.weight_version}
+        return {**counters, **loads, "inline": self._inline.snapshot()}
 
     # ---- the loop ----
 
@@ -149,6 +159,7 @@ class VerifyLoop:
         if not self._engine.has_work():
             self._speculator.take_messages()
             self._speculator.flush()
+            self._inline.draft()  # nothing but to close what has ended
             return False
         decoding = self._engine.decoding()
         waiting_s = self._await_drafts(decoding)
@@ -184,6 +195,7 @@ class VerifyLoop:
         if self._tallies:
             raise InputError(f"weights of version {version} came while {len(self._tallies)} requests are running")
         self._engine.load_weights(version, state_dict)
+        self._inline.load_weights(version, state_dict)
 
     def _clear_metrics(self) -> None:
         self.metrics = StepMetrics()
@@ -195,6 +207,7 @@ class VerifyLoop:
 
     def _await_drafts(self, decoding: Sequence[str]) -> float:
         """Take what drafters sent; wait, bounded, where a wait pays. Returns the seconds spent waiting."""
+        self._inline.look_up()
         self._speculator.take_messages()
         begin = time.perf_counter()
         deadline = self._speculator.plan_waits(decoding)
@@ -206,8 +219,11 @@ class VerifyLoop:
             left = deadline - time.perf_counter()
             if left <= 0:
                 break
-            self._wake.wait(left)
-            self._wake.clear()
+            if not self._inline.draft():
+                if not self._links:
+                    break  # nobody is left who could answer
+                self._wake.wait(left)
+                self._wake.clear()
             self._speculator.take_messages()
             self._speculator.flush()
             answered = self._speculator.all_answered(decoding)

@@ -156,6 +156,20 @@ class Outbox(Generic[T]):
         self.flush()
 
 
+_DELIVERED: Future[None] = Future()
+_DELIVERED.set_result(None)
+
+
+def direct_sender(receive: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Future[Any]]:
+    """A `send` for `Outbox` within a process: the batch is delivered when `receive` returns."""
+
+    def send(batch: list[Any]) -> Future[Any]:
+        receive(batch)
+        return _DELIVERED
+
+    return send
+
+
 def ray_sender(handle_method: Any) -> Callable[[list[Any]], Future[Any]]:
     """A `send` for `Outbox` that calls a Ray actor's method, for example `ray_sender(actor.receive)`.
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 MESSAGE_ROUND_TRIP_S = 0.003
 """What a commit and its answer take over Ray, 2 to 4 ms (docs/design/waiting.md). The paper's equations have no
-messages; without this, steps that wait for drafts would be promised time they do not have."""
+messages; without this, decoupled steps that wait for drafts would be promised time they do not have."""
 
 
 def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:

@@ -209,7 +209,7 @@ class Rollout:
         """Let drafters forget earlier outputs, as if they had just been started; for benchmarks."""
         view = get_or_raise(self._controller.view.remote())
         ready = [endpoint.handle for endpoint in view.drafters if endpoint.phase is Phase.READY]
-        get_or_raise([handle.forget_history.remote() for handle in ready])
+        get_or_raise([handle.forget_history.remote() for handle in (*ready, *view.verifiers.values())])
 
     @property
     def address(self) -> str:

@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.config import Config, to_yaml
+from specactor_ray.config.inline import draft_actors
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import ConfigError
 from specactor_ray.observability.console import say
@@ -165,7 +166,10 @@ def _hint(rollout: Rollout) -> str:
     """Scaling up where there is a core for it, else a look at the actors."""
     import ray
 
-    drafter = rollout.config.drafters[0]
+    methods = draft_actors(rollout.config)
+    if not methods:
+        return "specactor status"
+    drafter = next(drafter for drafter in rollout.config.drafters if drafter.method in methods)
     free = ray.available_resources()
     if free.get("CPU", 0.0) >= drafter.cores and free.get("GPU", 0.0) >= drafter.gpus:
         return f"specactor scale {drafter.method}={drafter.replicas + 1}"

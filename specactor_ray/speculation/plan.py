@@ -13,9 +13,9 @@ since devices that are left over, and requests that wait, do not show in the TGS
 divide G, every layout runs all B requests, so this order is that of TGS, the one of the paper.
 
 The equations are the paper's, and are used as they stand unless told otherwise. Two things this product does are not
-in them and can be added: `round_trip_s`, what a message takes there and back, and `waits`: a decoupled verifier waits a
-few milliseconds for the tail of its newest commit where that pays (`window.choose_wait_s`), and is then a coupled one
-whose drafter has devices of its own. See docs/design/plan.md.
+in them and can be added: `round_trip_s`, what a message to another process takes there and back, and `waits`: a
+decoupled verifier waits a few milliseconds for the tail of its newest commit where that pays (`window.choose_wait_s`),
+and is then a coupled one whose drafter has devices of its own. See docs/design/plan.md.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def search_plan(
         requests: B.
         context: Tokens of prompt and output a request has on average.
         modes: Modes that may be chosen.
-        round_trip_s: Seconds a step that waits for drafts waits for messages, beside drafting. In the paper 0.
+        round_trip_s: Seconds a decoupled step that waits for drafts waits for messages beside drafting; in the paper 0.
         waits: Decoupled verifiers wait for the newest tail where that pays. In the paper they never do.
 
     Raises:
@@ -224,10 +224,10 @@ class _Search:
 
     def _step(self, mode: ModeName, p: float, window: int, draft_s: float, verify_s: float) -> tuple[float, float]:
         """`(τ, IL)` of a step with drafts."""
+        if mode is ModeName.coupled:
+            return tau_coupled(p, window), window * draft_s + verify_s
         wait_s = window * draft_s + self._round_trip_s
         waiting = tau_coupled(p, window), wait_s + verify_s
-        if mode is ModeName.coupled:
-            return waiting
         running_on = tau_decoupled(p, window), max(window * draft_s, verify_s)
         granted_s = choose_wait_s(waiting[0] - 1.0, 1.0, verify_s) if self._waits else 0.0
         pays = waiting[0] / waiting[1] > running_on[0] / running_on[1]

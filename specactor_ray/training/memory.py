@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specactor_ray.config.inline import is_inline
 from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.online import OnlineConfig, OnlineWhere
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig, reads_features
@@ -45,7 +46,7 @@ def plan_memory(config: Config) -> list[MemoryItem]:
     verifier = size * item + target.kv_cache_gb * 2**30 + _PROCESS
     plan = [MemoryItem("verifiers", f"{target.replicas} x (weights + cache)", target.replicas * verifier)]
     if config.mode is not ModeName.plain:
-        plan += [_drafter_item(drafter, target) for drafter in config.drafters if drafter.replicas]
+        plan += [_drafter_item(drafter, config) for drafter in config.drafters if drafter.replicas]
         plan += _lent_items(config)
         plan += _learner_items(config)
     # Weights, gradients and two moments in float32; ZeRO spreads them (stage 3 all, below only the moments).
@@ -61,9 +62,11 @@ def plan_memory(config: Config) -> list[MemoryItem]:
     return plan
 
 
-def _drafter_item(drafter: DrafterConfig, target: TargetConfig) -> MemoryItem:
-    held = drafter.replicas * _held_by(drafter, target)
-    return MemoryItem("draft actors", f"{drafter.replicas} x {drafter.method}", held)
+def _drafter_item(drafter: DrafterConfig, config: Config) -> MemoryItem:
+    target, held = config.target, _held_by(drafter, config.target)
+    if is_inline(config, drafter):
+        return MemoryItem("verifiers", f"{target.replicas} x {drafter.method}", target.replicas * (held - _PROCESS))
+    return MemoryItem("draft actors", f"{drafter.replicas} x {drafter.method}", drafter.replicas * held)
 
 
 def _learner_items(config: Config) -> list[MemoryItem]:

@@ -260,6 +260,8 @@ def test_draft_actors_share_a_core_among_themselves(run: Callable[..., Any]) -> 
 def test_coupled_drafters_share_the_cores_of_their_verifier(run: Callable[..., Any]) -> None:
     config = make_config(verifiers=1, ngram=2, pin_cores=True)
     config.mode = ModeName.coupled
+    for drafter in config.drafters:
+        drafter.inline = False
     handle = run(config)
     (verifier,) = rows(handle, "verifier")
     assert len(verifier["cores"]) == 1
@@ -274,6 +276,8 @@ def test_coupled_drafters_share_the_gpu_of_their_verifier(cluster: Cluster, run:
     node = cluster.add_node(num_cpus=1, num_gpus=2)
     config = make_config(verifiers=1, ngram=2)
     config.mode = ModeName.coupled
+    for drafter in config.drafters:
+        drafter.inline = False
     config.target.gpus = config.drafters[0].gpus = 1
     handle = run(config)
     assert len({row["gpus"] for row in rows(handle)}) == 1

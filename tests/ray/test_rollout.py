@@ -83,10 +83,18 @@ def plain() -> dict[float, dict[str, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "temperature", "race"), [("coupled", 0.0, "tail"), ("coupled", 1.0, "always"), ("decoupled", 0.0, "off")]
+    ("mode", "temperature", "race", "inline"),
+    [
+        ("coupled", 0.0, "tail", False),
+        ("coupled", 1.0, "always", False),
+        ("coupled", 1.0, "tail", None),
+        ("decoupled", 0.0, "off", None),
+    ],
 )
-def test_modes_are_token_for_token_plain(plain: Any, mode: str, temperature: float, race: str) -> None:
-    settings = config(mode, [NGRAM, small()])
+def test_modes_are_token_for_token_plain(
+    plain: Any, mode: str, temperature: float, race: str, inline: bool | None
+) -> None:
+    settings = config(mode, [{**NGRAM, "inline": inline}, {**small(), "inline": inline}])
     settings.speculation.race = RaceName[race]
     done, metrics = roll(settings, temperature)
     assert tokens_of(done) == plain[temperature]
@@ -140,7 +148,7 @@ class Assault:
     expected: dict[str, tuple[int, ...]] = {}
 
 
-@pytest.mark.parametrize("mode", ["coupled", "decoupled"])
+@pytest.mark.parametrize(("mode", "inline"), [("coupled", False), ("decoupled", None)])
 @pytest.mark.parametrize(
     ("kind", "signal_number", "times"),
     [
@@ -150,12 +158,33 @@ class Assault:
         ("verifier", signal.SIGSTOP, 1),
     ],
 )
-def test_killed_and_stopped_actors(plain: Any, mode: str, kind: str, signal_number: int, times: int) -> None:
+def test_killed_and_stopped_actors(
+    plain: Any, mode: str, inline: bool | None, kind: str, signal_number: int, times: int
+) -> None:
     assault = Assault(kind, signal_number, times)
     assault.expected = plain[1.0]
-    done, _ = roll(config(mode, [NGRAM]), 1.0, assault)
+    done, _ = roll(config(mode, [{**NGRAM, "inline": inline}]), 1.0, assault)
     assert tokens_of(done) == plain[1.0]
     assert assault.hits, "nothing was hit while the stream ran"
+
+
+def test_a_killed_verifier_comes_back_with_its_inline_drafters(plain: Any) -> None:
+    assault = Assault("verifier", signal.SIGKILL, 1)
+    assault.expected = plain[1.0]
+    with Rollout.from_config(config("coupled", [NGRAM, small()])) as rollout:
+        meddler = threading.Thread(target=assault, args=(rollout,), daemon=True)
+        meddler.start()
+        sampling = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
+        assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)) == plain[1.0]
+        meddler.join(60)
+        assert assault.hits, "nothing was hit while the stream ran"
+        rollout.forget_history()
+        assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)) == plain[1.0]
+        assert {drafter_id.partition("-")[0] for drafter_id in rollout.metrics().by_drafter} == {"ngram", "draft_model"}
+        rows = [row for row in rollout.status() if row["phase"] == "ready"]
+        assert {row["kind"] for row in rows} == {"verifier"} and all("drafts itself" in row["note"] for row in rows)
+        with pytest.raises(ConfigError, match=r"drafters\.1\.inline"):
+            rollout.scale({"draft_model": 2})
 
 
 def test_scaling_while_it_runs(plain: Any) -> None:

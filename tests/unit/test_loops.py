@@ -21,6 +21,7 @@ from specactor_ray.drafters.suffix import SuffixProposer
 from specactor_ray.loops import planner
 from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.inline_drafters import InlineDrafter
 from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import Finished, Mode, Progress, SamplingParams
@@ -96,14 +97,27 @@ class Bench:
         mode: Mode,
         faults: random.Random | None = None,
         window: int = 6,
+        inline: bool = False,
         **speculation: Any,
     ) -> None:
         config = SpeculationConfig(window=window, **{"verify": VerifyPolicy.all, **speculation})
         reading = [proposer for proposer in proposers.values() if isinstance(proposer, ReadsFeatures)]
         target = self.engine = engine(EAGLE_LAYERS if reading else ())
         speculator = Speculator("v0", mode, config, target.vocab_size, trees=target.supports_trees)
-        self.verifier = VerifyLoop(target, speculator)
         self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
+        self._threads: list[threading.Thread] = []
+        if inline:
+            hosted = [
+                InlineDrafter(loop, loop.proposer.method, window, reads_features=loop.proposer in reading)
+                for loop in self.drafts.values()
+            ]
+            self.verifier = VerifyLoop(target, speculator, hosted)
+        else:
+            self.verifier = VerifyLoop(target, speculator)
+            self._connect(reading, window, faults)
+        self._threads.append(threading.Thread(target=self.verifier.run, daemon=True))
+
+    def _connect(self, reading: Sequence[Proposer], window: int, faults: random.Random | None) -> None:
         links = {}
         for name, loop in self.drafts.items():
             outbox = Outbox(Channel(loop.deliver, faults), for_drafter())
@@ -111,8 +125,7 @@ class Bench:
             links[name] = DrafterLink(loop.proposer.method, window, outbox, reads_features=reads)
             loop.set_verifiers({"v0": Outbox(Channel(self.verifier.deliver, faults), for_verifier())})
         self.verifier.set_drafters(links)
-        self._threads = [threading.Thread(target=loop.run, daemon=True) for loop in self.drafts.values()]
-        self._threads.append(threading.Thread(target=self.verifier.run, daemon=True))
+        self._threads += [threading.Thread(target=loop.run, daemon=True) for loop in self.drafts.values()]
 
     def run(self, batch: Sequence[TargetRequest], timeout_s: float = 120.0) -> dict[str, list[int]]:
         for thread in self._threads:
@@ -164,11 +177,13 @@ def proposers(kind: str) -> dict[str, Proposer]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.DECOUPLED])
+@pytest.mark.parametrize(
+    ("mode", "inline"), [(Mode.COUPLED, False), (Mode.COUPLED, True), (Mode.DECOUPLED, False)], ids=str
+)
 @pytest.mark.parametrize("kind", ["ngram", "suffix", "draft_model", "eagle", "all"])
-def test_drafted_equals_plain(kind: str, mode: Mode, temperature: float) -> None:
+def test_drafted_equals_plain(kind: str, mode: Mode, inline: bool, temperature: float) -> None:
     batch = requests(10, temperature)
-    bench = Bench(proposers(kind), mode, draft_wait_s=0.05)
+    bench = Bench(proposers(kind), mode, draft_wait_s=0.05, inline=inline)
     try:
         assert bench.run(batch) == truth_of(batch)
         snapshot = bench.verifier.snapshot()
@@ -302,13 +317,34 @@ def test_the_self_drafter_is_always_right() -> None:
     assert snapshot["accepted_tokens"] / snapshot["drafted_tokens"] > 0.95
 
 
-@pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.DECOUPLED])
+@pytest.mark.parametrize("verify", [VerifyPolicy.all, VerifyPolicy.auto])
+@pytest.mark.parametrize("kind", ["eagle", "all"])
+def test_inline_drafters_close_what_has_ended(kind: str, verify: VerifyPolicy) -> None:
+    """Models are driven only where a wait pays; what ended meanwhile must not keep its memory."""
+    batch = requests(10, 1.0)
+    bench = Bench(proposers(kind), Mode.COUPLED, inline=True, verify=verify)
+    try:
+        for _ in range(2):
+            assert bench.run(batch) == truth_of(batch)
+        deadline = time.monotonic() + 10.0
+        while any(loop.snapshot()["open_requests"] for loop in bench.drafts.values()):
+            assert time.monotonic() < deadline, "open requests are left at an idle verifier's drafters"
+            time.sleep(0.01)
+        inline = bench.verifier.snapshot()["inline"]
+        assert inline.keys() == bench.drafts.keys() and any(counters["tails"] for counters in inline.values())
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "inline"), [(Mode.COUPLED, False), (Mode.COUPLED, True), (Mode.DECOUPLED, False)], ids=str
+)
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_lying_or_crashing_drafter_is_only_slow(mode: Mode, raises: bool) -> None:
+def test_a_lying_or_crashing_drafter_is_only_slow(mode: Mode, inline: bool, raises: bool) -> None:
     batch = requests(8, 1.0)
     breaker = BreakerConfig(min_drafted=32, min_acceptance=0.1, cooldown_s=60.0)
     drafters = {"liar": (Crasher if raises else Liar)()}
-    bench = Bench(drafters, mode, coupled_wait_s=0.05, draft_wait_s=0.05, breaker=breaker)
+    bench = Bench(drafters, mode, coupled_wait_s=0.05, draft_wait_s=0.05, breaker=breaker, inline=inline)
     try:
         assert bench.run(batch) == truth_of(batch)
         snapshot = bench.verifier.snapshot()

@@ -143,7 +143,7 @@ def brute_force(problem: dict) -> list[tuple[float, tuple]]:
                 for w in range(1, w_max + 1):
                     V = verify.seconds(g_v, b, CONTEXT, w)
                     if mode == "coupled":
-                        speed = float(written_sum(p, w, decoupled=False)) / (w * D + V + problem["round_trip_s"])
+                        speed = float(written_sum(p, w, decoupled=False)) / (w * D + V)
                     else:
                         speed = float(written_sum(p, w, decoupled=True)) / max(w * D, V)
                         tau, wait = float(written_sum(p, w, decoupled=False)), w * D + problem["round_trip_s"]
