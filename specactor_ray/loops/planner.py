@@ -207,13 +207,19 @@ class DraftPlanner:
     ) -> Sequence[str]:
         if len(methods) <= 1:
             return methods
-        if base is not None and base in methods and self._steps - self._requests[request_id].switched_at < SWITCH_STEPS:
+        free = self._table.remembering  # they follow the request whoever is its base
+        settling = self._steps - self._requests[request_id].switched_at < SWITCH_STEPS
+        if base is not None and base in methods and settling and base not in free:
             return [base, *(method for method in methods if method != base)]
         bucket = self._track.bucket(request_id)
         rungs = self._track.ladder.rank(
             bucket, methods, self._rate, lambda method: self._track.estimate(request_id, method), pending
         )
         held = {rung.method: rung.tgs * (1.0 + SWITCH_GAIN * (rung.method == base)) for rung in rungs}
+        if self._mode is Mode.COUPLED:
+            # Lookups cost no wait: a model that beats plain decoding drafts where they have found nothing.
+            pays = {rung.method for rung in rungs if rung.tgs > 1.0 / self._verify_s[0] and rung.method not in free}
+            return sorted(held, key=lambda method: (method not in pays, -held[method]))
         return sorted(held, key=lambda method: -held[method])
 
     def _update_race(self, decoding: Sequence[str]) -> bool:

@@ -66,6 +66,9 @@ class DraftWaits:
         self._mode, self._config, self._clock = mode, config, clock
         self._table, self._book, self._planner, self._track, self._cost = table, book, planner, track, cost
         self._waits, self._began = waits, 0.0
+        # Of a lookup that has found a long guess and a model that would take longer for a worse one, the first is
+        # enough. Whoever verifies all wants all.
+        self._ends_with_the_best = mode is Mode.COUPLED and config.verify != VerifyPolicy.all
         self._worthwhile: dict[str, int] = {}
         """Draft tokens per request that would be verified if they were there; 0: no use in waiting."""
         self._hoped: dict[str, str] = {}
@@ -131,7 +134,7 @@ class DraftWaits:
 
     def answered(self, request_id: str, now: float) -> bool:
         """Whether no wait for this request would bring anything. Coupled: every healthy drafter is done with the newest
-        commit, or, in a decoupled layout, all tokens that would be verified are there. Decoupled: the one that
+        commit, or the one that promises most, or, in a decoupled layout, all tokens that would be verified are there. Decoupled: the one that
         promises most has a token, or it has none and another one has, or none has."""
         worthwhile = self._worthwhile.get(request_id, 0)
         if not worthwhile:
@@ -139,6 +142,8 @@ class DraftWaits:
         healthy = self.healthy(request_id, now)
         if self._planner.mode(request_id) is Mode.COUPLED:
             if self._mode is not Mode.COUPLED and self._supply(request_id) >= worthwhile:
+                return True
+            if self._ends_with_the_best and self._book.complete(request_id, self._hoped.get(request_id, "")):
                 return True
             return all(self._book.complete(request_id, drafter_id) for drafter_id in healthy)
         hoped, usable = self._hoped.get(request_id, ""), self._book.usable(request_id)
@@ -174,12 +179,15 @@ class DraftWaits:
             drafter.heard = False
 
     def _potential(self, request_id: str, now: float) -> _Hope:
-        """The most that one of the request's healthy drafters can be hoped to bring."""
-        hopes = [_Hope(0.0, 0, 0.0, "")]
+        """The most that one of the request's healthy drafters can be hoped to bring, or has brought already."""
+        hopes, usable = [_Hope(0.0, 0, 0.0, "")], self._book.usable(request_id)
         for drafter_id in self.healthy(request_id, now):
             known = self._track.estimate(request_id, drafter_id)
-            window = self._planner.plan(request_id, drafter_id).window
-            hopes.append(_Hope(known.probability if window else 0.0, window, known.guessing, drafter_id))
+            window, guessing = self._planner.plan(request_id, drafter_id).window, known.guessing
+            if self._ends_with_the_best and self._book.complete(request_id, drafter_id):
+                window = len(usable.get(drafter_id, ()))
+                guessing = float(window > 0)
+            hopes.append(_Hope(known.probability if window else 0.0, window, guessing, drafter_id))
         return max(hopes, key=_Hope.value)
 
     def _lacking(self, request_id: str, hope: _Hope) -> float:

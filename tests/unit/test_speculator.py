@@ -240,3 +240,63 @@ def test_a_coupled_step_does_not_wait_for_lookups_that_hardly_ever_find_anything
         spec.choose_tails(["r"])
         spec.commit(RowOutput("r", position, [7], [0.0]))
     assert sum(waits) == (64 if waited else 2), "and now and then, to see whether that has changed"
+
+
+def lookup_and_model() -> Speculator:
+    """A coupled verifier with two drafters and one request; a step takes 50 ms and 1 ms per position."""
+    made = Speculator("v0", Mode.COUPLED, SpeculationConfig(), vocab_size=100, clock=Clock())
+    links = {
+        "lookup": DrafterLink("ngram", 4, Outbox(lambda batch: None, for_drafter()), remembers=True),
+        "model": DrafterLink("eagle", 4, Outbox(lambda batch: None, for_drafter())),
+    }
+    made.set_drafters(links)
+    made.open(TargetRequest("r", (1, 2), SamplingParams(max_tokens=1000)))
+    for tokens in (1, 1, 1, 2, 4):
+        made.observe_step(StepResult(forward_s=0.05 + 0.001 * tokens, num_tokens=tokens))
+    return made
+
+
+def offer(spec: Speculator, drafter_id: str, position: int, tokens: tuple[int, ...]) -> None:
+    token_s = 0.015 if drafter_id == "model" else 0.0001
+    spec.inbox.put([DraftTail("r", drafter_id, position, tokens, complete=True, token_s=token_s)])
+    spec.take_messages()
+
+
+def test_a_long_guess_that_was_looked_up_makes_the_wait_for_a_model_needless() -> None:
+    spec = lookup_and_model()
+    for position in range(40):
+        spec.plan_waits(["r"])
+        offer(spec, "lookup", position, (7, 7, 7, 7) if position % 2 else ())
+        offer(spec, "model", position, (7 + position % 2, 8, 8, 8))
+        spec.choose_tails(["r"])
+        spec.commit(RowOutput("r", position, [7], [0.0]))
+    assert set(spec._planner.drafters("r")) == {"lookup", "model"}
+    spec._acceptance.record("r", "lookup", 40, 39)
+    offer(spec, "lookup", 40, ())
+    assert spec.plan_waits(["r"]) > 0.0 and not spec.all_answered(["r"]), "nothing was found: the model may know"
+    offer(spec, "lookup", 40, (7, 7, 7, 7))
+    spec.plan_waits(["r"])
+    assert spec.all_answered(["r"]), "no model brings more than four sure tokens"
+
+
+def test_in_a_coupled_layout_a_model_that_pays_is_the_base_and_lookups_follow() -> None:
+    """Also from the first look on that knows of it: a lookup that gives the base away loses nothing."""
+    spec = lookup_and_model()
+    bases = []
+    for position in range(24):
+        spec.plan_waits(["r"])
+        offer(spec, "lookup", position, (7,) if position % 4 == 0 else ())
+        if "model" in spec._planner.drafters("r"):
+            offer(spec, "model", position, (7, 7, 8, 8))
+        spec.choose_tails(["r"])
+        spec.commit(RowOutput("r", position, [7], [0.0]))
+        bases.append(spec._planner.drafters("r"))
+    assert bases[-1] == ["model", "lookup"]
+    for _ in range(100):
+        spec._acceptance.record("r", "model", 4, 0)
+    for position in range(24, 24 + 80):
+        spec.plan_waits(["r"])
+        offer(spec, "lookup", position, ())
+        spec.choose_tails(["r"])
+        spec.commit(RowOutput("r", position, [9], [0.0]))
+    assert spec._planner.drafters("r") == ["lookup"], "a model that is worse than plain decoding is let go"
