@@ -134,8 +134,8 @@ class DraftWaits:
 
     def answered(self, request_id: str, now: float) -> bool:
         """Whether no wait for this request would bring anything. Coupled: every healthy drafter is done with the newest
-        commit, or the one that promises most, or, in a decoupled layout, all tokens that would be verified are there. Decoupled: the one that
-        promises most has a token, or it has none and another one has, or none has."""
+        commit, or the one that promises most, or, in a decoupled layout, all tokens that would be verified are there.
+        Decoupled: the one that promises most has a token, or it has none and another one has, or none has."""
         worthwhile = self._worthwhile.get(request_id, 0)
         if not worthwhile:
             return True
