@@ -123,7 +123,8 @@ def test_start_scale_and_everyone_knows_everyone(run: Callable[..., Any]) -> Non
     assert [endpoint.phase for endpoint in view.drafters] == [Phase.READY]
     first = wait_for_drafters(handle, 1)
     wait_until(lambda: all(told == first for told in drafters_told(handle).values()), "verifiers know the drafter")
-    assert sorted(ray.get(view.drafters[0].handle.told.remote())) == sorted(view.verifiers)
+    told = view.drafters[0].handle.told
+    wait_until(lambda: sorted(ray.get(told.remote())) == sorted(view.verifiers), "the drafter knows the verifiers")
 
     ray.get(handle.scale.remote({"ngram": 2, "draft_model": 1}))
     three = wait_for_drafters(handle, 3)
