@@ -96,7 +96,8 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     reasons = [*reason_lines(counts["failures"]), *failed_prompts_line(counts["failed_prompts"])]
     for line in [*reasons, *breaker_lines(outcome.summary["actors"])]:
         say(console, line)
-    say(console, f"trajectories: {outcome.trajectories.resolve()}")
+    if outcome.trajectories.exists():
+        say(console, f"trajectories: {outcome.trajectories.resolve()}")
     say(console, f"summary and configuration: {outcome.folder.resolve()}")
     raise typer.Exit(outcome.exit_code)
 

@@ -6,6 +6,7 @@ prompt of its own is not counted, and leaves nothing behind that a drafter could
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -103,6 +104,7 @@ def run_bench(
     output = output or Path(config.run.dir).expanduser() / f"bench-{new_run_name()}" / "bench.json"
     _reject_existing(output)
     variants = plan_variants(config, modes, batches)
+    _reject_more_cores_than_there_are(config, variants)
     made = _make_folder(output.parent)
     report = _head(config, workloads, output)
     bench = Bench(workloads, console)
@@ -123,6 +125,21 @@ def run_bench(
         else:
             remove_if_empty(*made)
     return report
+
+
+def _reject_more_cores_than_there_are(config: Config, variants: Sequence[Variant]) -> None:
+    """Before Ray starts, where this machine is the cluster."""
+    if config.cluster.address != "local" or not config.cluster.pin_cores:
+        return
+    cores = config.cluster.num_cpus or len(os.sched_getaffinity(0))
+    largest = max(variants, key=lambda variant: variant.total_cores)
+    if largest.total_cores > cores:
+        problem = (
+            f"{largest.label!r} would take {largest.total_cores} cores, and there are {cores}: every variant gets the "
+            "verifiers' and all drafters' cores together."
+        )
+        fix = "let drafters share a core (drafters.N.cores=0.5), or lower drafters.N.replicas or target.cores."
+        raise ConfigError("drafters", problem, fix)
 
 
 class Bench:

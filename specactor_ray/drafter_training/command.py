@@ -301,7 +301,7 @@ def _show_step(progress: PhaseProgress) -> Callable[[LoopProgress], None]:
         progress.update(
             step.fraction,
             f"step {step.step}, loss {step.loss:.3f}, {step.tokens_per_s:.0f} tokens/s, "
-            f"held-out match rate {step.match_rate:.1%}",
+            f"held-out match rate when it was last measured {step.match_rate:.1%}",
         )
 
     return show

@@ -59,7 +59,11 @@ def prediction_table(plan: Mapping[str, Any]) -> Table:
             f"{row['tgs']:.2f}",
             f"{row['tokens_per_s']:.1f}" + ("*" if chosen else ""),
         )
-    table.caption = "* chosen. TGS: tokens/s of one request; tokens/s: of all groups together"
+    table.caption = (
+        "* chosen. g_d, g_v: cores or GPUs of drafter and verifier; b: requests of a group; p: chance that a draft "
+        "token is right; D: of one draft token; V: of one verify step; tau: tokens of a step and request; TGS: "
+        "tokens/s of one request; tokens/s: of all groups together"
+    )
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 from specactor_ray.config.lending import lendable_methods
@@ -21,19 +22,49 @@ def export_what_drafters_read(config: Config) -> Config:
         ConfigError: `target.hidden_layers` is set to something else.
         ModelLoadError: The head cannot be found, or was made for another target.
     """
-    drafter = next((drafter for drafter in config.drafters if reads_features(drafter)), None)
-    if drafter is None or drafter.model is None or config.mode is ModeName.plain:
+    heads = [(i, d.model) for i, d in enumerate(config.drafters) if reads_features(d) and d.model]
+    if not heads or config.mode is ModeName.plain:
         return config
     from specactor_ray.modeling.eagle_checkpoint import read_head_config
 
+    index, head = heads[0]
     trust = config.target.trust_remote_code
-    layers = list(read_head_config(drafter.model, config.target.model, trust_remote_code=trust).exported_layers)
+    try:
+        layers = list(read_head_config(head, config.target.model, trust_remote_code=trust).exported_layers)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"drafters.{index}.model: {error}") from error
+    _check_card(head, f"drafters.{index}.model", config)
     if config.target.hidden_layers not in ([], layers):
-        problem = f"{config.target.hidden_layers} is set, but the EAGLE head {drafter.model} reads {layers}."
+        problem = f"{config.target.hidden_layers} is set, but the EAGLE head {head} reads {layers}."
         raise ConfigError("target.hidden_layers", problem, "leave it out.")
     resolved = copy.deepcopy(config)
     resolved.target.hidden_layers = layers
     return resolved
+
+
+def _check_card(head: str, key: str, config: Config) -> None:
+    """Hold what a trained head's `drafter.json` says about its target against the target."""
+    from specactor_ray.drafter_training.card import identify, read_card
+
+    card = read_card(Path(head).expanduser())
+    if card is None:
+        return
+    made_for, target = card["target"], identify(config.target.model, config.target.trust_remote_code)
+    for name in ("num_layers", "hidden_size", "vocab_size"):
+        if made_for[name] != getattr(target, name):
+            problem = (
+                f"the head was trained for {made_for['name']} with {name}={made_for[name]}; the target "
+                f"{target.name} has {name}={getattr(target, name)}."
+            )
+            raise ConfigError(key, problem, "train one for this target: specactor drafter train --method eagle")
+    if made_for["config_hash"] != target.config_hash:
+        logger.warning(
+            "%s: the head was trained for %s, whose configuration is not that of the target %s. If the weights differ, "
+            "too, it will seldom be right.",
+            key,
+            made_for["name"],
+            target.name,
+        )
 
 
 def warn_without_drafters(config: Config) -> None:

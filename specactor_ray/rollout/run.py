@@ -133,7 +133,8 @@ def _run(config: Config, prompts: list[Prompt], folder: Path, writer: Trajectory
         except KeyboardInterrupt as interrupt:
             status = "interrupted"
             error = interruption(interrupt)
-            say(console, f"{error}: shutting down, {writer.count} finished trajectories are saved")
+            saved = f"{writer.count} finished trajectories are saved" if writer.count else "nothing was finished yet"
+            say(console, f"{error}: shutting down, {saved}")
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
             raise

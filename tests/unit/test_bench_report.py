@@ -340,6 +340,14 @@ class TestStatus:
         ]
 
 
+def test_more_cores_than_there_are_is_said_before_anything_starts(tmp_path: Path) -> None:
+    settings = config(drafters=2)
+    settings.cluster.num_cpus = 2
+    with pytest.raises(ConfigError, match=r"plain.*3 cores.*there are 2.*drafters\.N\.cores"):
+        rollout_modes.run_bench(settings, ALL, [4], [], tmp_path / "bench.json", Console(file=io.StringIO()))
+    assert not list(tmp_path.iterdir())
+
+
 class TestFiles:
     def test_an_existing_report_is_refused_before_anything_starts(self, tmp_path: Path) -> None:
         (tmp_path / "bench.json").write_text("{}")

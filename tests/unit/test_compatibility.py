@@ -1,0 +1,55 @@
+"""What is held together before any actor starts: heads and the targets they were trained for."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specactor_ray.config import Config
+from specactor_ray.config.load import from_mapping
+from specactor_ray.drafter_training.card import identify, write_card
+from specactor_ray.errors import ConfigError, ModelLoadError
+from specactor_ray.modeling.eagle_checkpoint import load_head, save_head
+from specactor_ray.rollout.compatibility import export_what_drafters_read
+from tests.tiny import tiny_eagle, tiny_target
+
+
+def config(head: Path) -> Config:
+    return from_mapping(
+        {
+            "target": {"model": str(tiny_target())},
+            "drafters": [{"method": "ngram"}, {"method": "eagle", "model": str(head)}],
+        }
+    )
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    save_head(load_head(str(tiny_eagle()), str(tiny_target())), tmp_path)
+    return tmp_path
+
+
+def test_a_head_whose_card_names_another_target_is_refused(head: Path) -> None:
+    target = identify(str(tiny_target()))
+    write_card(head, "eagle", replace(target, name="llama-x", num_layers=16), {}, [])
+    with pytest.raises(ConfigError, match=r"drafters\.1\.model.*llama-x with num_layers=16.*num_layers=4"):
+        export_what_drafters_read(config(head))
+
+
+def test_a_head_of_a_target_of_the_same_shape_is_warned_of(head: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = identify(str(tiny_target()))
+    write_card(head, "eagle", target, {}, [])
+    with caplog.at_level(logging.WARNING):
+        assert export_what_drafters_read(config(head)).target.hidden_layers
+        assert not caplog.records
+        write_card(head, "eagle", replace(target, name="llama-x", config_hash="0" * 16), {}, [])
+        export_what_drafters_read(config(head))
+    assert "drafters.1.model" in caplog.text and "llama-x" in caplog.text
+
+
+def test_a_head_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"drafters\.1\.model: There is no EAGLE head"):
+        export_what_drafters_read(config(tmp_path / "missing"))
