@@ -36,7 +36,7 @@ class VerifierActor:
         from specactor_ray.targets.registry import build_engine
 
         spec = self._spec
-        engine = build_engine(spec.target, "cuda" if spec.gpus else "cpu")
+        engine = build_engine(spec.target, "cuda" if spec.gpus else "cpu", spec.max_drafts)
         speculator = Speculator(
             spec.actor_id,
             spec.mode,

@@ -18,7 +18,7 @@ from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import ConfigError, InputError, SpecActorError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.phase_progress import PhaseProgress, show_steps
-from specactor_ray.rollout.compatibility import export_what_drafters_read
+from specactor_ray.rollout.compatibility import check_backend, export_what_drafters_read
 from specactor_ray.rollout.prompts import read_prompts
 from specactor_ray.rollout.run import sigterm_interrupts
 from specactor_ray.speculation.costs import CostTable, fits_to_dict
@@ -62,6 +62,7 @@ def run_profile(
     config = copy.deepcopy(config)
     if config.drafters:
         config.mode = ModeName.decoupled  # whatever it will be run in, everything is measured
+    check_backend(config)
     config = export_what_drafters_read(config)
     from specactor_ray.modeling.identity import method_identity
 

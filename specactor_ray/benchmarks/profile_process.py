@@ -115,7 +115,7 @@ def measure_share(share: Share, report: Report) -> Measured:
     from specactor_ray.targets.registry import build_engine
 
     axes, config = share.axes, _roomy(share.config, share.axes)
-    engine = build_engine(config.target, share.device)
+    engine = build_engine(config.target, share.device, max(axes.windows))
     try:
         _reject_contexts_too_long(axes, engine.max_model_len)
         recorded = share.recorded or record_outputs(engine, config, share.prompts, share.max_requests)

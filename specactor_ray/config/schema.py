@@ -109,7 +109,8 @@ class TargetConfig:
     model: str = "smollm2-135m"
     """A local directory, a Hugging Face id, or the built-in `smollm2-135m`."""
     backend: str = "hf"
-    """Engine that runs the target: `hf` (transformers model with a ragged cache)."""
+    """Engine that runs the target: `hf` (transformers model with a ragged cache) or `vllm` (its scheduler, paged
+    attention and kernels, with the same tokens as `hf` up to near-ties)."""
     replicas: int = 1
     """Number of verifiers; requests are spread over them."""
     cores: int = 1

@@ -29,7 +29,7 @@ from specactor_ray.config.schema import (
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 
-BACKENDS = ("hf",)
+BACKENDS = ("hf", "vllm")
 TREE_BACKENDS = ("hf",)
 DRAFT_METHODS = ("ngram", "suffix", "draft_model", "eagle")
 DTYPES = ("float32", "bfloat16", "float16")

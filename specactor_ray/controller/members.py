@@ -8,7 +8,7 @@ from typing import Any
 
 from specactor_ray.cluster.supervised import SupervisedActor
 from specactor_ray.config.inline import inline_drafters
-from specactor_ray.config.schema import Config, DrafterConfig, learns_from_outputs, reads_features
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName, learns_from_outputs, reads_features
 from specactor_ray.controller.seats import Seat
 from specactor_ray.controller.state import (
     VERIFIER,
@@ -177,8 +177,20 @@ def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, Me
     if member.key == VERIFIER:
         target = config.target
         inline = tuple(InlineSpec(drafter, window_of(config, drafter.method)) for drafter in inline_drafters(config))
+        plain = config.mode is ModeName.plain
+        max_drafts = 0 if plain else max(window_of(config, drafter.method) for drafter in config.drafters)
         return VerifierSpec(
-            run, member.actor_id, target, config.speculation, mode, cores, target.gpus, level, priors, inline
+            run,
+            member.actor_id,
+            target,
+            config.speculation,
+            mode,
+            cores,
+            target.gpus,
+            level,
+            priors,
+            max_drafts,
+            inline,
         )
     drafter, window = drafter_of(config, member.key), window_of(config, member.key)
     return DraftSpec(run, member.actor_id, drafter, config.target, window, mode, cores, drafter.gpus, level)

