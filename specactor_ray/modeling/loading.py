@@ -110,6 +110,30 @@ def load_model_config(name: str, *, trust_remote_code: bool = False) -> Pretrain
         return AutoConfig.from_pretrained(source, **access)
 
 
+def weight_shapes(name: str, *, trust_remote_code: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Hugging Face names of all weights and their shapes, and which names share their values (each → its source).
+    Reads no weights.
+
+    Raises:
+        ModelLoadError: As for `load_model`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = load_model_config(name, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    sources = {
+        name: own[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if own[id(parameter)] != name
+    }
+    return shapes, sources
+
+
 def load_eos_token_ids(name: str, *, trust_remote_code: bool = False) -> tuple[int, ...]:
     """End-of-sequence ids of a model whose weights are not loaded here.
 

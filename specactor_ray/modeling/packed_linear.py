@@ -75,7 +75,7 @@ def assign_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tie
         if module._bias is not None:
             shapes[f"{name}.bias"] = (module.out_features,)
     new = {**{name: state_dict[source] for name, source in tied.items() if source in state_dict}, **state_dict}
-    _check_names_and_shapes(new, shapes)
+    check_names_and_shapes(new, shapes)
     with torch.no_grad():
         for name, module in packed.items():
             module.set_weight(new[f"{name}.weight"], new.get(f"{name}.bias"))
@@ -83,7 +83,8 @@ def assign_weights(model: nn.Module, state_dict: Mapping[str, torch.Tensor], tie
             tensor.copy_(new[name])
 
 
-def _check_names_and_shapes(new: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_names_and_shapes(new: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise InputError where a full set of weights lacks a name of `shapes`, has another one, or another shape."""
     missing, unknown = sorted(shapes.keys() - new.keys()), sorted(new.keys() - shapes.keys())
     if missing or unknown:
         raise InputError(

@@ -14,6 +14,8 @@ from typing import Any
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import InputError
+from specactor_ray.modeling.loading import load_eos_token_ids, resolve_model, weight_shapes
+from specactor_ray.modeling.packed_linear import check_names_and_shapes
 from specactor_ray.speculation.tree import DraftTree
 from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetRequest
 from specactor_ray.targets.requests import cut_at_stop, refuse_impossible, stop_ids
@@ -70,8 +72,6 @@ class VllmEngine:
             config: The target's section.
             max_drafts: Most draft tokens of a request in one step.
         """
-        from specactor_ray.modeling.loading import load_eos_token_ids, resolve_model
-
         settings = CoreSettings(
             str(resolve_model(config.model)),
             config.dtype,
@@ -169,6 +169,10 @@ class VllmEngine:
         return output
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+        settings = self._settings
+        shapes, tied = weight_shapes(settings.model, trust_remote_code=settings.trust_remote_code)
+        shared = {name: state_dict[source] for name, source in tied.items() if source in state_dict}
+        check_names_and_shapes({**shared, **state_dict}, shapes)
         self._core.load_weights(state_dict)
         self.weight_version = version
 

@@ -178,7 +178,7 @@ class EngineCoreHandle:
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights (Hugging Face names), and forget what was computed with the old ones."""
         self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": list(state_dict.items())})
-        self._core.reset_prefix_cache()
+        self._core.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self) -> None:
         self._core.sleep(level=1)
@@ -233,6 +233,7 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
         "enable_prefix_caching": not settings.hidden_layers,
         "async_scheduling": False,
         "generation_config": "vllm",
+        "disable_log_stats": True,
         "worker_cls": "specactor_ray.targets.vllm_worker.KeyedWorker",
         "additional_config": {
             KEY: {"hidden_layers": list(settings.hidden_layers), "record_margins": settings.record_margins}

