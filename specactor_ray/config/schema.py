@@ -129,6 +129,9 @@ class TargetConfig:
     """Memory budget of the key/value cache of each verifier, in 2**30 bytes."""
     trust_remote_code: bool = False
     """Run model code that a checkpoint brings along."""
+    compiled: bool = True
+    """For `vllm`: compile the model at every start. false starts in seconds instead of a minute (SmolLM2 on two cores),
+    and steps are 5 to 25% slower."""
     record_margins: bool = False
     """Record how far the second-best token was behind, to tell near-ties from errors."""
     hidden_layers: list[int] = field(default_factory=list)

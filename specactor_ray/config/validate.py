@@ -220,6 +220,12 @@ def reject_trees_the_backend_cannot_verify(config: Config) -> None:
         raise ConfigError("speculation.candidates", problem, fix)
 
 
+def reject_compiled_off_for_others(config: Config) -> None:
+    if not config.target.compiled and config.target.backend != "vllm":
+        problem = f"false, but target.backend={config.target.backend} compiles nothing."
+        raise ConfigError("target.compiled", problem, "leave it out, or use target.backend=vllm.")
+
+
 def reject_plan_without_profile(config: Config) -> None:
     if config.plan is PlanPolicy.auto and config.profile is None:
         fix = "name the file: profile=profile.json. Make one: specactor profile --output profile.json"
@@ -340,6 +346,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_learning_on_a_verifiers_cores,
     reject_inline_outside_coupled,
     reject_trees_the_backend_cannot_verify,
+    reject_compiled_off_for_others,
     reject_method_twice,
     reject_plan_without_profile,
 )

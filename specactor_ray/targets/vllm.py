@@ -83,6 +83,7 @@ class VllmEngine:
             tuple(config.hidden_layers),
             config.record_margins,
             config.trust_remote_code,
+            config.compiled,
         )
         return cls(settings, load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code))
 

@@ -70,6 +70,8 @@ class CoreSettings:
     hidden_layers: tuple[int, ...] = ()
     record_margins: bool = False
     trust_remote_code: bool = False
+    compiled: bool = True
+    """Let vLLM compile the model when it starts."""
     tensor_parallel: int = 1
 
 
@@ -232,6 +234,7 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
         # The states of positions that were found in the cache are never computed.
         "enable_prefix_caching": not settings.hidden_layers,
         "async_scheduling": False,
+        "enforce_eager": not settings.compiled,
         "generation_config": "vllm",
         "disable_log_stats": True,
         "worker_cls": "specactor_ray.targets.vllm_worker.KeyedWorker",

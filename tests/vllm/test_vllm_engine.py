@@ -36,6 +36,7 @@ def make(**limits: Any) -> VllmEngine:
         "max_step_tokens": 512,
         "kv_cache_bytes": 32 << 20,
         "max_drafts": 64,
+        "compiled": False,  # starts faster
         **limits,
     }
     engine = VllmEngine(CoreSettings(**settings), load_eos_token_ids(settings["model"]))
@@ -61,10 +62,13 @@ def hf(**limits: Any) -> HfEngine:
     return make_hf(load(tiny_vllm_target()), **limits)
 
 
-@pytest.mark.parametrize(("temperature", "filters"), [(0.0, {}), (1.0, {}), (0.7, {"top_k": 30, "top_p": 0.9})])
-def test_tokens_are_those_of_hf(temperature: float, filters: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "filters", "compiled"),
+    [(0.0, {}, False), (1.0, {}, True), (0.7, {"top_k": 30, "top_p": 0.9}, False)],
+)
+def test_tokens_are_those_of_hf(temperature: float, filters: dict[str, Any], compiled: bool) -> None:
     batch = requests(12, temperature, **filters)
-    engines: list[TargetEngine] = [make(), hf()]
+    engines: list[TargetEngine] = [make(compiled=compiled), hf()]
     for request in batch:
         for engine in engines:
             engine.add(request)
