@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -213,10 +215,11 @@ def _set_environment() -> None:
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about what is meant to be so
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
 def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
@@ -236,6 +239,7 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
         "async_scheduling": False,
         "enforce_eager": not settings.compiled,
         "generation_config": "vllm",
+        "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "worker_cls": "specactor_ray.targets.vllm_worker.KeyedWorker",
         "additional_config": {
@@ -268,7 +272,9 @@ def _kernel_scan_without_llvmlite() -> Iterator[None]:
 
     real, dispatcher.sys = dispatcher.sys, Modules()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of attributes of torch that it looks at
+            yield
     finally:
         dispatcher.sys = real
 
