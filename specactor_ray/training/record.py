@@ -20,6 +20,7 @@ from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.training_display import TrainingDisplay
 from specactor_ray.observability.training_report import write_report
 from specactor_ray.rollout.output import SUMMARY_FILE, write_json
+from specactor_ray.training.drafter_watchdog import DrafterWatchdog
 from specactor_ray.training.experience import Experience
 from specactor_ray.training.run_folder import TrainingRun, read_metrics
 from specactor_ray.training.tracking import open_trackers
@@ -53,6 +54,9 @@ class StepRecorder:
         self._trackers = open_trackers(config, run.folder, run.state.step)
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began: float | None = None
+        self._watchdog = DrafterWatchdog()
+        for record in read_metrics(run.metrics_file) if run.metrics_file.exists() else ():  # a resumed run
+            self._watchdog.observe(_counts(record))
 
     def __enter__(self) -> StepRecorder:
         self._display.start()
@@ -176,8 +180,24 @@ class StepRecorder:
                 record["gap"]["mean"],
                 bound,
             )
+        for method, (now, usual) in self._watchdog.observe(_counts(record)).items():
+            logger.warning(
+                "step %d: only %.1f%% of the draft tokens of %s were right, usually %.1f%%: it does not follow the "
+                "policy any more. Tokens are not affected, the speed is. Look at drafters.N.follow_policy and "
+                "drafters.N.online of the method, and at the versions in metrics.jsonl (drafter.%s.by_version)",
+                record["step"],
+                100.0 * now,
+                method,
+                100.0 * usual,
+                method,
+            )
         for reason, count in record["failures"]["reward"].items():
             logger.warning("step %d: %d rewards failed: %s", record["step"], count, reason)
+
+
+def _counts(record: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Method → (drafted, accepted) of a step's record."""
+    return {method: (drafted, accepted) for method, (drafted, accepted) in record["speed"]["by_method"].items()}
 
 
 def drafter_figures(by_version: Mapping[str, Mapping[int, Sequence[int]]]) -> dict[str, dict[str, Any]]:
