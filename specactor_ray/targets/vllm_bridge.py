@@ -240,6 +240,7 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
         "enforce_eager": not settings.compiled,
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
+        "enable_sleep_mode": torch.cuda.is_available(),  # on CPUs it frees nothing
         "disable_log_stats": True,
         "worker_cls": "specactor_ray.targets.vllm_worker.KeyedWorker",
         "additional_config": {

@@ -129,6 +129,26 @@ def test_weights_are_replaced_and_restored_and_bad_ones_change_nothing() -> None
     assert both() == before
 
 
+def test_sleeping_is_refused_with_requests_and_changes_nothing() -> None:
+    engine = make()
+    batch = requests(3, 1.0)
+
+    def answers() -> dict[str, list[int]]:
+        for request in batch:
+            engine.add(request)
+        return run(engine).tokens
+
+    before = answers()
+    engine.sleep()
+    engine.wake()
+    assert answers() == before
+    engine.wake()
+    engine.add(batch[0])
+    with pytest.raises(InputError, match="running"):
+        engine.sleep()
+    assert run(engine).tokens["r0"] == before["r0"]
+
+
 def test_a_request_near_the_end_of_its_context_takes_no_drafts_from_others() -> None:
     """vLLM's own proposers draft nothing for the whole batch then."""
     engine = make(max_model_len=96)
