@@ -206,13 +206,20 @@ def bench_rollout(
     output: Annotated[
         Path | None, typer.Option(help="Report. Default: bench.json in a new run folder.", show_default=False)
     ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="hf or vllm. Default: target.backend.", show_default=False)
+    ] = None,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Measure vLLM as it is, too: plain, and its own ngram, suffix, eagle3, ...")
+    ] = False,
 ) -> None:
     """Compare the modes on the same prompts, seeds and cores; exit code 1 if any token differs from plain decoding."""
     from specactor_ray.config import load_config
     from specactor_ray.config.validate import validate
     from specactor_ray.observability.console import log_through, make_console
 
-    settings = load_config(config_file, [*(overrides or ()), "target.record_margins=true"])
+    chosen_backend = [f"target.backend={backend}"] if backend is not None else []
+    settings = load_config(config_file, [*(overrides or ()), *chosen_backend, "target.record_margins=true"])
     if max_tokens is not None:
         settings.sampling.max_tokens = max_tokens
         validate(settings)
@@ -224,7 +231,7 @@ def bench_rollout(
     from specactor_ray.benchmarks.rollout_modes import all_identical, plan_workloads, run_bench
 
     workloads = plan_workloads(settings, prompts or (), parse_temperatures(temperatures))
-    report = run_bench(settings, chosen, batches, workloads, output, progress)
+    report = run_bench(settings, chosen, batches, workloads, output, progress, peers)
     _show_bench(report)
     if report["status"] == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)

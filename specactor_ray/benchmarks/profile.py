@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
+import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from specactor_ray.benchmarks.profile_process import Axes, Measured, Share, run_share
+from specactor_ray.benchmarks.child import Report, run_in_child
+from specactor_ray.benchmarks.profile_process import Axes, Measured, Share, measure_share
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import MAX_WINDOW
-from specactor_ray.errors import ConfigError, InputError, SpecActorError
+from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.phase_progress import PhaseProgress, show_steps
 from specactor_ray.rollout.compatibility import check_backend, export_what_drafters_read
@@ -120,8 +121,14 @@ def _measure(
                 max_requests,
                 shares[0].recorded if shares else (),
             )
-            shares.append(_run(share, show))
+            where = f"{count} {'GPU' if config.target.gpus else 'core(s)'}"
+            named = functools.partial(_show_named, show, where)
+            shares.append(run_in_child(measure_share, share, f"profile-{count}", named))
     return shares
+
+
+def _show_named(show: Report, where: str, text: str) -> None:
+    show(f"{where}: {text}")
 
 
 def parse_axes(batches: Sequence[int], windows: Sequence[int], contexts: Sequence[int], repeats: int) -> Axes:
@@ -148,34 +155,6 @@ def default_devices(config: Config) -> list[int]:
         return [1]
     cores = len(os.sched_getaffinity(0))
     return [1 << power for power in range(cores.bit_length()) if 1 << power <= cores]
-
-
-def _run(share: Share, show: Callable[[str], None]) -> Measured:
-    """Run one share in a fresh process and pass its progress on."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=run_share, args=(share, theirs), name=f"profile-{share.devices}", daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        while True:
-            kind, content = ours.recv()
-            if kind == "progress":
-                show(f"{share.devices} {'GPU' if share.device == 'cuda' else 'core(s)'}: {content}")
-            elif kind == "error":
-                raise content
-            else:
-                return content
-    except EOFError:
-        process.join(10.0)
-        raise SpecActorError(
-            f"the profiling process for {share.devices} device(s) died with exit code {process.exitcode} (killed for "
-            "memory?); nothing was written"
-        ) from None
-    finally:
-        process.terminate()
-        process.join(10.0)
-        ours.close()
 
 
 def _figures(config: Config, shares: Sequence[Measured], identities: dict[str, Any]) -> dict[str, Any]:

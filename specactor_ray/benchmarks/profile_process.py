@@ -9,18 +9,18 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
 
+from specactor_ray.benchmarks.child import Report
 from specactor_ray.benchmarks.drafting_on_text import Recorded, TextStream, measure_acceptance, seconds_per_token
 from specactor_ray.cluster.cores import bind_to_cores
 from specactor_ray.config.schema import Config, DrafterConfig
-from specactor_ray.errors import ConfigError, InputError, SpecActorError, UserError
+from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.speculation.costs import CostPoint
 from specactor_ray.targets.base import TargetEngine, TargetRequest
@@ -32,8 +32,6 @@ WRONG_TOKEN = 1
 
 LEAST_STEP_TOKENS = 512
 """Prompts are read in chunks of at least half of this."""
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -98,22 +96,12 @@ class Measured:
     """CPU time this process got per core and second; far below 1 on cores that others use too."""
 
 
-def run_share(share: Share, channel: Any) -> None:
-    """Main function of the process. Sends `("progress", text)`, then `("done", Measured)` or `("error", exception)`."""
-    try:
-        if share.cores:
-            bind_to_cores(share.cores)
-        channel.send(("done", measure_share(share, lambda text: channel.send(("progress", text)))))
-    except UserError as error:
-        channel.send(("error", error))
-    except Exception:  # noqa: BLE001 - the parent shows it
-        channel.send(("error", SpecActorError(f"profiling failed:\n{traceback.format_exc()}")))
-
-
 def measure_share(share: Share, report: Report) -> Measured:
     """Record outputs if asked to, then measure verifying, drafting and acceptance; `report` once per figure."""
     from specactor_ray.targets.registry import build_engine
 
+    if share.cores:
+        bind_to_cores(share.cores)
     axes, config = share.axes, _roomy(share.config, share.axes)
     engine = build_engine(config.target, share.device, max(axes.windows))
     try:

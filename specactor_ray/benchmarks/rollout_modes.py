@@ -29,7 +29,7 @@ from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.output import remove_if_empty, write_json
-from specactor_ray.rollout.prompts import Prompt, read_prompts, sampling_from_config
+from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts, sampling_from_config
 from specactor_ray.rollout.run import sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def run_bench(
     workloads: Sequence[Workload],
     output: Path | None,
     console: Console,
+    peers: bool = False,
 ) -> dict[str, Any]:
     """Measure all variants on all workloads and write the report as JSON.
 
@@ -93,6 +94,7 @@ def run_bench(
         batches: Values of `target.max_batch`, each measured in every mode.
         output: The JSON file; default `bench.json` in a new folder under `run.dir`. Never overwritten.
         console: Where progress is shown.
+        peers: Measure vLLM as it is, too (`benchmarks/peers.py`).
 
     Returns:
         The report, as in the file. An interruption leaves a report of the variants measured so far
@@ -111,9 +113,12 @@ def run_bench(
     from specactor_ray.cluster.connection import connect  # takes seconds, so only after the checks
 
     try:
-        with sigterm_interrupts(), connect(config.cluster):
-            for number, variant in enumerate(variants, start=1):
-                bench.measure(variant, f"[{number}/{len(variants)}]")
+        with sigterm_interrupts():
+            with connect(config.cluster):
+                for number, variant in enumerate(variants, start=1):
+                    bench.measure(variant, f"[{number}/{len(variants)}]")
+            if peers:
+                bench.measure_peers(config, batches)
         report["status"] = "complete"
     except KeyboardInterrupt:
         report["status"] = "interrupted"
@@ -183,6 +188,23 @@ class Bench:
                 "differences": differences(reference, outputs),
             }
         )
+
+    def measure_peers(self, config: Config, batches: Sequence[int]) -> None:
+        """vLLM alone, on the same workloads."""
+        from specactor_ray.benchmarks.peers import measure_peers
+        from specactor_ray.modeling.loading import load_tokenizer
+
+        tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
+        encoded = [
+            (
+                workload.name,
+                tuple(encode_prompt(tokenizer, prompt, config.data.chat) for prompt in workload.prompts)
+                * config.data.n,
+                workload.sampling,
+            )
+            for workload in self._workloads
+        ]
+        self._measured += measure_peers(config, batches, encoded, self._console)
 
     def results(self) -> list[dict[str, Any]]:
         """All figures so far, by batch and workload, with the ratio to the fastest plain variant of both."""

@@ -68,7 +68,7 @@ def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
             f"{metrics['acceptance_length']:.2f}",
             f"{metrics['supply']:.2f}",
             _share(metrics["supply_share"], metrics["row_steps"]),
-            f"{result['identical']}/{result['requests']}",
+            "-" if result.get("peer") else f"{result['identical']}/{result['requests']}",
             end_section=result["last_of_group"],
         )
     table.caption = (
@@ -84,6 +84,8 @@ def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
     for name in ("steps", "forward", "sampling", "protocol", "waiting", "protocol median"):
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
+        if result.get("peer"):
+            continue  # its steps are not ours to time
         split = result["ms_per_step"]
         table.add_row(
             *_variant_cells(result),

@@ -113,7 +113,7 @@ class EngineCoreHandle:
 
         try:
             config = EngineArgs(**_engine_arguments(settings)).create_engine_config()
-            with _kernel_scan_without_llvmlite():
+            with kernel_scan_without_llvmlite():
                 self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise ModelLoadError(f"vllm cannot serve {settings.model}: {_first_lines(error)}") from error
@@ -258,7 +258,7 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _kernel_scan_without_llvmlite() -> Iterator[None]:
+def kernel_scan_without_llvmlite() -> Iterator[None]:
     """vLLM's CPU build looks through all attributes of all modules for kernels to replace, and falls over an object of
     llvmlite (numba) whose `__dict__` is none."""
     from vllm.triton_utils import dispatcher

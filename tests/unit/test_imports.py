@@ -57,7 +57,7 @@ MAY_IMPORT = {
         "training/",
         "submission.py",
     ),
-    "vllm": ("targets/vllm_bridge.py", "targets/vllm_worker.py"),
+    "vllm": ("targets/vllm_bridge.py", "targets/vllm_worker.py", "benchmarks/vllm_peer.py"),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
     "transformers": ("modeling/", "training/", "drafter_training/"),
     "torch": (

@@ -1,0 +1,145 @@
+"""vLLM as its users run it, beside the variants of `bench rollout`: plain, and with its own draft methods.
+
+Each peer is `vllm.LLM` in a process of its own, bound to its cores. The prompts, lengths and sampling parameters are
+those of the workloads; the sampled tokens are vLLM's own above temperature 0. Plain decoding is measured on all cores
+and on one, everything else on all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from specactor_ray.benchmarks.child import Report, run_in_child
+from specactor_ray.benchmarks.variants import BenchMode, plan_variants
+from specactor_ray.config.schema import Config
+from specactor_ray.messages import SamplingParams
+from specactor_ray.observability.console import say
+
+TokenIds = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PeerWork:
+    """One peer and what it has to do."""
+
+    label: str
+    speculative: dict[str, Any] | None
+    """vLLM's `speculative_config`; None is plain decoding."""
+    cores: tuple[int, ...]
+    batch: int
+    config: Config
+    workloads: tuple[tuple[str, tuple[TokenIds, ...], SamplingParams], ...]
+    """Name, encoded prompts, sampling."""
+
+
+@dataclass(frozen=True)
+class PeerMeasured:
+    """What one workload gave."""
+
+    workload: str
+    seconds: float
+    requests: int
+    tokens: int
+    draft_steps: int
+    """Steps of requests that verified drafts."""
+    accepted: int
+    drafted: int
+
+
+def measure_peers(
+    config: Config,
+    batches: Sequence[int],
+    workloads: Sequence[tuple[str, tuple[TokenIds, ...], SamplingParams]],
+    console: Console,
+) -> list[dict[str, Any]]:
+    """All peers at all batch sizes; rows as those of `Bench`, with the mode `peer` (plain decoding: `plain`).
+
+    Raises:
+        ConfigError: vLLM is not installed, or of an untested version.
+        SpecActorError: A peer failed.
+    """
+    from specactor_ray.benchmarks.vllm_peer import measure_peer
+    from specactor_ray.targets.vllm_bridge import require_vllm
+
+    require_vllm()
+    results = []
+    for batch in batches:
+        for label, speculative, cores in _peers(config, batch):
+            say(console, f"batch {batch}, {label}: starting")
+            work = PeerWork(label, speculative, cores, batch, config, tuple(workloads))
+            for measured in run_in_child(measure_peer, work, label, _shown(console, f"batch {batch}, {label}")):
+                results.append(_row(work, measured))
+    return results
+
+
+def _shown(console: Console, title: str) -> Report:
+    return lambda text: say(console, f"{title}, {text}")
+
+
+def _peers(config: Config, batch: int) -> Iterator[tuple[str, dict[str, Any] | None, tuple[int, ...]]]:
+    """Label, speculation and cores of every peer."""
+    plain = plan_variants(config, [BenchMode.plain], [batch])[0]
+    usable = sorted(os.sched_getaffinity(0))[: plain.total_cores]
+    for count in dict.fromkeys((len(usable), 1)):
+        yield f"vllm plain 1x{count}", None, tuple(usable[:count])
+    for method, speculative in _own_methods(config):
+        yield f"vllm {method} 1x{len(usable)}", speculative, tuple(usable)
+
+
+def _own_methods(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
+    """vLLM's counterparts of the configured methods; its `suffix` needs a package that it does not bring along."""
+    for drafter in config.drafters:
+        window = drafter.window or config.speculation.window
+        common = {"num_speculative_tokens": window}
+        if drafter.method == "ngram":
+            matches = {"prompt_lookup_min": drafter.min_match, "prompt_lookup_max": drafter.max_match}
+            yield "ngram", {"method": "ngram", **common, **matches}
+        elif drafter.method == "suffix" and importlib.util.find_spec("arctic_inference") is not None:
+            yield "suffix", {"method": "suffix", **common}
+        elif drafter.method == "draft_model":
+            yield "draft_model", {"method": "draft_model", "model": drafter.model, **common}
+        elif drafter.method == "eagle":
+            yield "eagle3", {"method": "eagle3", "model": drafter.model, "num_speculative_tokens": min(window, 3)}
+
+
+def _row(work: PeerWork, measured: PeerMeasured) -> dict[str, Any]:
+    requests_steps = measured.tokens - measured.accepted
+    metrics = {
+        "committed_tokens": measured.tokens,
+        "row_steps": requests_steps,
+        "drafted_tokens": measured.drafted,
+        "accepted_tokens": measured.accepted,
+        "acceptance_length": measured.tokens / max(requests_steps, 1),
+        "acceptance_rate": measured.accepted / max(measured.drafted, 1),
+        "supply": measured.drafted / max(requests_steps, 1),
+        "supply_share": measured.draft_steps / max(requests_steps, 1),
+        "steps": 0,
+    }
+    return {
+        "variant": work.label,
+        "mode": "plain" if work.speculative is None else "peer",
+        "batch": work.batch,
+        "verifiers": 1,
+        "cores_per_verifier": len(work.cores),
+        "rows_per_verifier": work.batch,
+        "draft_cores": 0,
+        "total_cores": len(work.cores),
+        "workload": measured.workload,
+        "start_seconds": 0.0,
+        "seconds": round(measured.seconds, 3),
+        "requests": measured.requests,
+        "tokens": measured.tokens,
+        "tokens_per_s": round(measured.tokens / max(measured.seconds, 1e-9), 3),
+        "ms_per_step": dict.fromkeys(("forward", "sampling", "protocol", "waiting", "protocol_median"), 0.0),
+        "metrics": metrics,
+        "failures": {},
+        "actors": [],
+        "differences": [],
+        "peer": True,
+    }

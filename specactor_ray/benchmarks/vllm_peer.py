@@ -1,0 +1,106 @@
+"""One peer's measurement: `vllm.LLM` in this process, with nothing of ours in it but two repairs of its CPU build."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from specactor_ray.benchmarks.child import Report
+from specactor_ray.benchmarks.peers import PeerMeasured, PeerWork, TokenIds
+from specactor_ray.cluster.cores import bind_to_cores
+from specactor_ray.messages import SamplingParams
+
+
+def measure_peer(work: PeerWork, report: Report) -> list[PeerMeasured]:
+    """Start vLLM, warm it up, and time every workload."""
+    bind_to_cores(work.cores)
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    os.environ.update(settings)
+    llm = _start(work)
+    _generate(llm, [(1, 2, 3)], SamplingParams(temperature=0.0, max_tokens=8))
+    measured = []
+    for name, prompts, sampling in work.workloads:
+        llm.reset_prefix_cache()
+        before, begin = _counters(llm), time.perf_counter()
+        outputs = _generate(llm, prompts, sampling)
+        seconds = time.perf_counter() - begin
+        steps, drafted, accepted = (now - then for now, then in zip(_counters(llm), before, strict=True))
+        tokens = sum(map(len, outputs))
+        measured.append(PeerMeasured(name, seconds, len(outputs), tokens, steps, accepted, drafted))
+        report(f"{name}: {tokens} tokens, {tokens / seconds:.1f} tokens/s")
+    llm.llm_engine.engine_core.shutdown()
+    return measured
+
+
+def _start(work: PeerWork) -> Any:
+    from vllm import LLM
+
+    from specactor_ray.modeling.loading import resolve_model
+    from specactor_ray.targets.vllm_bridge import kernel_scan_without_llvmlite
+
+    target = work.config.target
+    with kernel_scan_without_llvmlite():
+        llm = LLM(
+            model=str(resolve_model(target.model)),
+            dtype=target.dtype,
+            max_model_len=target.max_model_len,
+            max_num_seqs=work.batch,
+            max_num_batched_tokens=max(target.max_step_tokens, target.max_model_len or 0),
+            kv_cache_memory_bytes=int(target.kv_cache_gb * 2**30),
+            enforce_eager=not target.compiled,
+            speculative_config=work.speculative,
+            generation_config="vllm",
+            disable_log_stats=False,
+            use_tqdm_on_load=False,
+        )
+    _repair_expand_kernel()
+    return llm
+
+
+def _generate(llm: Any, prompts: Any, sampling: SamplingParams) -> list[TokenIds]:
+    from vllm import SamplingParams as VllmSamplingParams
+
+    params = [
+        VllmSamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k or -1,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=list(sampling.stop_token_ids),
+            detokenize=False,
+            seed=number,
+        )
+        for number in range(len(prompts))
+    ]
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return [tuple(one.outputs[0].token_ids) for one in llm.generate(inputs, params, use_tqdm=False)]
+
+
+def _counters(llm: Any) -> tuple[int, int, int]:
+    """Drafts verified, draft tokens, accepted tokens since the start."""
+    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    drafts, drafted, accepted = (int(values.get(f"vllm:spec_decode_{name}", 0)) for name in names)
+    return drafts, drafted, accepted
+
+
+def _repair_expand_kernel() -> None:
+    """vLLM 0.32's CPU build writes what this function computes into a copy (issue 55005 there), so that temperatures
+    and filters of steps with drafts are uninitialised memory. A comparison with that would be unfair to it."""
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(output: Any, values: Any, ends: Any, old: Any, new: Any, longest: int = 0) -> None:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        replaced = torch.where(values == old, torch.as_tensor(new, dtype=values.dtype), values)
+        output[: int(ends[-1])] = torch.repeat_interleave(replaced, counts.long()).to(output.dtype)
+
+    if hasattr(rejection_sampler.expand_kernel, "_impl"):  # only the CPU build has put something in its place
+        rejection_sampler.expand_kernel._impl = expand
