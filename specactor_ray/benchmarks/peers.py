@@ -18,6 +18,7 @@ from rich.console import Console
 from specactor_ray.benchmarks.child import Report, run_in_child
 from specactor_ray.benchmarks.variants import BenchMode, plan_variants
 from specactor_ray.config.schema import Config
+from specactor_ray.errors import SpecActorError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.console import say
 
@@ -60,9 +61,10 @@ def measure_peers(
 ) -> list[dict[str, Any]]:
     """All peers at all batch sizes; rows as those of `Bench`, with the mode `peer` (plain decoding: `plain`).
 
+    A peer that fails (vLLM refuses a drafter, say) is named and left out.
+
     Raises:
         ConfigError: vLLM is not installed, or of an untested version.
-        SpecActorError: A peer failed.
     """
     from specactor_ray.benchmarks.vllm_peer import measure_peer
     from specactor_ray.targets.vllm_bridge import require_vllm
@@ -73,8 +75,12 @@ def measure_peers(
         for label, speculative, cores in _peers(config, batch):
             say(console, f"batch {batch}, {label}: starting")
             work = PeerWork(label, speculative, cores, batch, config, tuple(workloads))
-            for measured in run_in_child(measure_peer, work, label, _shown(console, f"batch {batch}, {label}")):
-                results.append(_row(work, measured))
+            try:
+                done = run_in_child(measure_peer, work, label, _shown(console, f"batch {batch}, {label}"))
+            except SpecActorError as error:
+                say(console, f"batch {batch}, {label}: left out, it failed: {str(error).strip().splitlines()[-1]}")
+                continue
+            results += [_row(work, measured) for measured in done]
     return results
 
 

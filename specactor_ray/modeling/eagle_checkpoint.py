@@ -74,14 +74,13 @@ def save_head(head: EagleHead, folder: Path) -> None:
     config = head.config
     facts = {
         "architectures": ["Eagle3Speculator"],
-        "model_type": "speculator_model",
         "speculators_model_type": "eagle3",
         "speculators_version": "0.1.0",
         "draft_vocab_size": config.draft_vocab_size,
         "norm_before_residual": config.norm_before_residual,
         "target_hidden_size": config.target_hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
-        "transformer_layer_config": {"model_type": "llama", **config.layer, "num_hidden_layers": 1},
+        "transformer_layer_config": {"model_type": "llama", **_LAYER_DEFAULTS, **config.layer, "num_hidden_layers": 1},
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
@@ -144,7 +143,11 @@ def _parse(folder: Path, facts: Mapping[str, Any], target_layers: int, target_hi
     about = facts.get("speculators_config") or {}
     methods = about.get("proposal_methods") or [{}]
     return EagleHeadConfig(
-        layer={key: value for key, value in layer.items() if key in _LAYER_KEYS and value is not None},
+        layer={
+            key: value
+            for key, value in layer.items()
+            if key in _LAYER_KEYS and value is not None and value != _LAYER_DEFAULTS.get(key)
+        },
         draft_vocab_size=int(facts["draft_vocab_size"]),
         target_hidden_size=int(facts.get("target_hidden_size") or layer.get("target_hidden_size") or target_hidden),
         aux_layers=tuple(int(index) for index in aux or default_aux_layers(target_layers)),
@@ -172,6 +175,10 @@ _LAYER_KEYS = (
     "attention_bias",
     "mlp_bias",
 )
+
+
+_LAYER_DEFAULTS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+"""Of Llama; written out, since vLLM takes the layer's configuration as it is."""
 
 
 def _reject_other_target(config: EagleHeadConfig, name: str, target: str, model: Any) -> None:
