@@ -71,6 +71,7 @@ MAY_IMPORT = {
         "drafter_training/",
         "actors/",
         "training/",
+        "benchmarks/vllm_peer.py",
     ),
 }
 # These take seconds to import: only inside the function that needs them.
