@@ -10,7 +10,7 @@ from specactor_ray.config.schema import learns_from_outputs, reads_features
 from specactor_ray.controller.state import VERIFIER, DraftEndpoint, InlineSpec, VerifierSpec
 from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.drafter_table import DrafterLink
-from specactor_ray.loops.inline_drafters import InlineDrafter
+from specactor_ray.loops.inline_drafters import InlineDrafter, outbox_to
 from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import ToDrafter, ToRollout, ToVerifier, WeightSet
@@ -54,15 +54,16 @@ class VerifierActor:
         drafter, spec = hosted.drafter, self._spec
         drafter_id = spec.actor_id.replace(VERIFIER, drafter.method, 1)  # ngram-0#3f2a in verifier-0#3f2a
         device = "cuda" if spec.gpus and drafter.gpus else "cpu"
-        return InlineDrafter(
-            DraftLoop(drafter_id, build_proposer(drafter, spec.target, device)),
+        loop = DraftLoop(drafter_id, build_proposer(drafter, spec.target, device))
+        link = DrafterLink(
             drafter.method,
             hosted.window,
+            outbox_to(loop),
             drafter.max_batch,
             reads_features=reads_features(drafter),
             remembers=learns_from_outputs(drafter),
-            follows_policy=drafter.follow_policy,
         )
+        return InlineDrafter(loop, link, drafter.follow_policy)
 
     def ping(self) -> dict[str, Any]:
         """Counters. Raises when the loop has ended by an error: the controller then replaces this actor."""

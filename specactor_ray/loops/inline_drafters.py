@@ -23,12 +23,9 @@ class InlineDrafter:
     """A drafter that a verifier drives itself."""
 
     loop: DraftLoop
-    method: str
-    window: int
-    max_batch: int = 64
-    reads_features: bool = False
-    remembers: bool = False
-    """It looks guesses up, in microseconds: it is driven at every step, whether or not a wait pays."""
+    link: DrafterLink
+    """What the verifier knows of it; its outbox leads to `loop` (`outbox_to`). One that `remembers` looks guesses up in
+    microseconds, and is driven at every step, whether or not a wait pays."""
     follows_policy: bool = False
     """It takes over every version of the target's weights."""
 
@@ -37,7 +34,7 @@ class InlineDrafters:
     """All drafters in the process of one verifier. Every method but `snapshot` is for the verifier's thread.
 
     A drafter that fails is logged and loses its requests, as in a process of its own; one that hangs holds the verifier
-    up, which is why methods that are not ours never run here.
+    up, which is why methods that are not ours run here only where the configuration says so.
 
     Args:
         verifier_id: Whose requests they draft for.
@@ -49,8 +46,8 @@ class InlineDrafters:
         self, verifier_id: str, drafters: Iterable[InlineDrafter], receive: Callable[[list[ToVerifier]], Any]
     ) -> None:
         # Lookups first: what they find is there before a model is asked.
-        self._drafters = sorted(drafters, key=lambda drafter: not drafter.remembers)
-        self.links: Mapping[str, DrafterLink] = {d.loop.drafter_id: _link(d) for d in self._drafters}
+        self._drafters = sorted(drafters, key=lambda drafter: not drafter.link.remembers)
+        self.links: Mapping[str, DrafterLink] = {d.loop.drafter_id: d.link for d in self._drafters}
         """Drafter id → how the verifier reaches it."""
         for drafter in self._drafters:
             drafter.loop.set_verifiers({verifier_id: Outbox(direct_sender(receive), for_verifier())})
@@ -58,7 +55,7 @@ class InlineDrafters:
     def look_up(self) -> None:
         """Let those that look guesses up answer all they were told."""
         for drafter in self._drafters:
-            if drafter.remembers:
+            if drafter.link.remembers:
                 drafter.loop.run_guarded()
 
     def draft(self) -> bool:
@@ -84,13 +81,6 @@ class InlineDrafters:
         return {drafter.loop.drafter_id: drafter.loop.snapshot() for drafter in self._drafters}
 
 
-def _link(drafter: InlineDrafter) -> DrafterLink:
-    outbox: Outbox[ToDrafter] = Outbox(direct_sender(drafter.loop.deliver), for_drafter())
-    return DrafterLink(
-        drafter.method,
-        drafter.window,
-        outbox,
-        drafter.max_batch,
-        reads_features=drafter.reads_features,
-        remembers=drafter.remembers,
-    )
+def outbox_to(loop: DraftLoop) -> Outbox[ToDrafter]:
+    """Delivers at once, in the caller's thread."""
+    return Outbox(direct_sender(loop.deliver), for_drafter())

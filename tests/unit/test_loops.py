@@ -21,7 +21,7 @@ from specactor_ray.drafters.suffix import SuffixProposer
 from specactor_ray.loops import planner
 from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.drafter_table import DrafterLink
-from specactor_ray.loops.inline_drafters import InlineDrafter
+from specactor_ray.loops.inline_drafters import InlineDrafter, outbox_to
 from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import Finished, Mode, Progress, SamplingParams
@@ -108,7 +108,10 @@ class Bench:
         self._threads: list[threading.Thread] = []
         if inline:
             hosted = [
-                InlineDrafter(loop, loop.proposer.method, window, reads_features=loop.proposer in reading)
+                InlineDrafter(
+                    loop,
+                    DrafterLink(loop.proposer.method, window, outbox_to(loop), reads_features=loop.proposer in reading),
+                )
                 for loop in self.drafts.values()
             ]
             self.verifier = VerifyLoop(target, speculator, hosted)
