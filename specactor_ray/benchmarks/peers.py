@@ -62,14 +62,9 @@ def measure_peers(
     """All peers at all batch sizes; rows as those of `Bench`, with the mode `peer` (plain decoding: `plain`).
 
     A peer that fails (vLLM refuses a drafter, say) is named and left out.
-
-    Raises:
-        ConfigError: vLLM is not installed, or of an untested version.
     """
     from specactor_ray.benchmarks.vllm_peer import measure_peer
-    from specactor_ray.targets.vllm_bridge import require_vllm
 
-    require_vllm()
     results = []
     for batch in batches:
         for label, speculative, cores in _peers(config, batch):

@@ -107,6 +107,10 @@ def run_bench(
     _reject_existing(output)
     variants = plan_variants(config, modes, batches)
     _reject_more_cores_than_there_are(config, variants)
+    if peers:
+        from specactor_ray.targets.vllm_bridge import require_vllm
+
+        require_vllm()
     made = _make_folder(output.parent)
     report = _head(config, workloads, output)
     bench = Bench(workloads, console)

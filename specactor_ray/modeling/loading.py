@@ -110,9 +110,8 @@ def load_model_config(name: str, *, trust_remote_code: bool = False) -> Pretrain
         return AutoConfig.from_pretrained(source, **access)
 
 
-def weight_shapes(name: str, *, trust_remote_code: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Hugging Face names of all weights and their shapes, and which names share their values (each → its source).
-    Reads no weights.
+def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model on the `meta` device: its shape and no weights.
 
     Raises:
         ModelLoadError: As for `load_model`.
@@ -122,7 +121,18 @@ def weight_shapes(name: str, *, trust_remote_code: bool = False) -> tuple[dict[s
 
     config = load_model_config(name, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return model
+
+
+def weight_shapes(name: str, *, trust_remote_code: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Hugging Face names of all weights and their shapes, and which names share their values (each → its source).
+    Reads no weights.
+
+    Raises:
+        ModelLoadError: As for `load_model`.
+    """
+    model = load_empty_model(name, trust_remote_code=trust_remote_code)
     model.tie_weights()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
     own = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -6,6 +6,7 @@ vLLM plans and computes; what a token is and whether a draft was right is decide
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -170,12 +171,16 @@ class VllmEngine:
         return output
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        settings = self._settings
-        shapes, tied = weight_shapes(settings.model, trust_remote_code=settings.trust_remote_code)
+        shapes, tied = self._expected_weights
         shared = {name: state_dict[source] for name, source in tied.items() if source in state_dict}
         check_names_and_shapes({**shared, **state_dict}, shapes)
         self._core.load_weights(state_dict)
         self.weight_version = version
+
+    @functools.cached_property
+    def _expected_weights(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+        """Shapes and ties, which no update changes."""
+        return weight_shapes(self._settings.model, trust_remote_code=self._settings.trust_remote_code)
 
     def sleep(self) -> None:
         if self._rows:

@@ -74,7 +74,6 @@ class CoreSettings:
     trust_remote_code: bool = False
     compiled: bool = True
     """Let vLLM compile the model when it starts."""
-    tensor_parallel: int = 1
 
 
 @dataclass(slots=True)
@@ -115,7 +114,7 @@ class EngineCoreHandle:
             config = EngineArgs(**_engine_arguments(settings)).create_engine_config()
             with kernel_scan_without_llvmlite():
                 self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
-        except (ValueError, RuntimeError, NotImplementedError) as error:
+        except (ValueError, RuntimeError) as error:  # its checks of the model and its settings raise both
             raise ModelLoadError(f"vllm cannot serve {settings.model}: {_first_lines(error)}") from error
         self._scheduler: Any = self._core.scheduler
         self.vocab_size = int(config.model_config.get_vocab_size())
@@ -231,7 +230,6 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
         "max_num_batched_tokens": max(settings.max_step_tokens, settings.max_batch),
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "trust_remote_code": settings.trust_remote_code,
-        "tensor_parallel_size": settings.tensor_parallel,
         "skip_tokenizer_init": True,
         "enable_chunked_prefill": True,
         # The states of positions that were found in the cache are never computed.

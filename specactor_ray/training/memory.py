@@ -11,7 +11,7 @@ from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.online import OnlineConfig, OnlineWhere
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig, reads_features
 from specactor_ray.errors import ConfigError
-from specactor_ray.modeling.loading import load_model_config, parse_dtype
+from specactor_ray.modeling.loading import load_empty_model, parse_dtype
 
 _FLOAT32 = 4
 _PROCESS = 0.35 * 2**30
@@ -29,13 +29,8 @@ class MemoryItem:
 
 def count_parameters(name: str, trust_remote_code: bool = False) -> tuple[int, Any]:
     """Number of parameters of a model and its text configuration; no weight is read."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    config = load_model_config(name, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return sum(parameter.numel() for parameter in model.parameters()), config.get_text_config()
+    model = load_empty_model(name, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters()), model.config.get_text_config()
 
 
 def plan_memory(config: Config) -> list[MemoryItem]:

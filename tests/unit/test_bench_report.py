@@ -348,6 +348,16 @@ def test_more_cores_than_there_are_is_said_before_anything_starts(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+def test_peers_need_vllm_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specactor_ray.targets.vllm_bridge.DISTRIBUTIONS", ())
+    settings = config()
+    settings.cluster.num_cpus = 2
+    report, console = tmp_path / "bench.json", Console(file=io.StringIO())
+    with pytest.raises(ConfigError, match="vllm is not installed"):
+        rollout_modes.run_bench(settings, ALL, [4], [], report, console, peers=True)
+    assert not list(tmp_path.iterdir())
+
+
 class TestFiles:
     def test_an_existing_report_is_refused_before_anything_starts(self, tmp_path: Path) -> None:
         (tmp_path / "bench.json").write_text("{}")
