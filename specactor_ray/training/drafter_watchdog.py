@@ -11,12 +11,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_FEWEST = 200
-"""Draft tokens of a step to judge by."""
+_ENOUGH = 200
+"""Draft tokens to judge by. A method that has gone bad is soon asked for few, so they may take several steps; the alarm
+does not wait for them once it is sure."""
 _COLLAPSE = 0.5
 """Share of the usual acceptance below which it is an alarm."""
-_SIGMAS = 3.0
-"""How sure the alarm has to be, in standard deviations of the step's share of accepted tokens."""
+_DOUBT = 0.001
+"""Largest probability of a false alarm: of so few accepted tokens with an acceptance at that bound."""
 _MEMORY = 0.8
 """Weight of the past in the usual acceptance."""
 
@@ -25,8 +26,11 @@ _MEMORY = 0.8
 class _Usual:
     """What is usual for one method."""
 
-    rate: float
+    rate: float | None = None
     alarmed: bool = False
+    drafted: int = 0
+    """Draft tokens since the last judgement, and how many of them were right."""
+    accepted: int = 0
 
 
 class DrafterWatchdog:
@@ -47,13 +51,17 @@ class DrafterWatchdog:
         """
         alarms: dict[str, tuple[float, float]] = {}
         for method, (drafted, accepted) in by_method.items():
-            if drafted < _FEWEST:
+            usual = self._usual.setdefault(method, _Usual())
+            usual.drafted += drafted
+            usual.accepted += accepted
+            collapsed = usual.rate is not None and _is_below(_COLLAPSE * usual.rate, usual.drafted, usual.accepted)
+            if usual.drafted < _ENOUGH and not collapsed:
                 continue
-            rate = accepted / drafted
-            usual = self._usual.setdefault(method, _Usual(rate))
-            threshold = _COLLAPSE * usual.rate
-            doubt = _SIGMAS * math.sqrt(max(threshold * (1.0 - threshold), 0.0) / drafted)
-            if rate < threshold - doubt:
+            rate = usual.accepted / usual.drafted
+            usual.drafted = usual.accepted = 0
+            if usual.rate is None:
+                usual.rate = rate
+            if collapsed:
                 if not usual.alarmed:
                     alarms[method] = (rate, usual.rate)
                 usual.alarmed = True
@@ -61,3 +69,15 @@ class DrafterWatchdog:
             usual.alarmed = usual.alarmed and rate < usual.rate
             usual.rate = _MEMORY * usual.rate + (1.0 - _MEMORY) * rate
         return alarms
+
+
+def _is_below(bound: float, drafted: int, accepted: int) -> bool:
+    """Whether the acceptance is surely below `bound`: `accepted` of `drafted` tokens are too few for it (Chernoff:
+    P <= exp(-n KL(accepted / n || bound)))."""
+    rate = accepted / max(drafted, 1)
+    if not rate < bound < 1.0:
+        return False
+    divergence = (1.0 - rate) * math.log((1.0 - rate) / (1.0 - bound))
+    if rate > 0.0:
+        divergence += rate * math.log(rate / bound)
+    return drafted * divergence > -math.log(_DOUBT)

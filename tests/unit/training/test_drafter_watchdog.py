@@ -39,5 +39,12 @@ def test_methods_are_judged_on_their_own_and_not_by_a_few_tokens() -> None:
     watchdog = DrafterWatchdog()
     for _ in range(3):
         assert not watchdog.observe({"ngram": (1000, 300), "eagle": (1000, 600)})
-    assert not watchdog.observe({"ngram": (150, 0), "eagle": (1000, 600)})
+    assert not watchdog.observe({"ngram": (30, 0), "eagle": (1000, 600)})
     assert watchdog.observe({"ngram": (1000, 10), "eagle": (1000, 600)}).keys() == {"ngram"}
+
+
+def test_a_method_that_is_soon_asked_for_few_drafts_is_judged_by_several_steps() -> None:
+    watchdog = DrafterWatchdog()
+    assert not watchdog.observe({"ngram": (1000, 150)})
+    alarms = [watchdog.observe({"ngram": (20, 0)}) for _ in range(20)]
+    assert [number for number, alarm in enumerate(alarms) if alarm] == [4], "once, when (1 - 0.075)^n is below 0.001"
