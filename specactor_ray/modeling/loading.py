@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.modeling.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers
+from specactor_ray.signals import signals_deferred
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +71,7 @@ def load_model(
     Raises:
         ModelLoadError: The model is not there, incomplete, damaged, or of a kind that cannot be loaded.
     """
+    _import_compiled_modules()
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM  # its stated return type does not know output_loading_info
@@ -89,6 +91,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     Raises:
         ModelLoadError: The tokenizer's files are not there or cannot be read.
     """
+    _import_compiled_modules()
     from transformers import AutoTokenizer
 
     source = resolve_model(name)
@@ -104,10 +107,22 @@ def load_model_config(name: str, *, trust_remote_code: bool = False) -> Pretrain
     Raises:
         ModelLoadError: As for `load_model`.
     """
+    _import_compiled_modules()
     from transformers import AutoConfig
 
     with _open(name, trust_remote_code) as (source, access):
         return AutoConfig.from_pretrained(source, **access)
+
+
+def _import_compiled_modules() -> None:
+    """What transformers may import in the course of a load, and what it must not be interrupted in. In other threads,
+    such as those of actors, no signal raises anything: what is needed is imported when it is needed."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    with signals_deferred():
+        import torch._dynamo  # noqa: F401
+        import transformers.generation
+        import transformers.modeling_utils  # noqa: F401
 
 
 def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -116,6 +131,7 @@ def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTraine
     Raises:
         ModelLoadError: As for `load_model`.
     """
+    _import_compiled_modules()
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from specactor_ray.rollout.run import interruption, sigterm_interrupts
+from specactor_ray.signals import interruption, sigterm_interrupts
 from tests.tiny import tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]

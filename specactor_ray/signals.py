@@ -1,0 +1,72 @@
+"""SIGTERM as an interruption like Ctrl-C, and parts of the work that neither of them may tear."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, for example of `ray job stop`: the same orderly end as Ctrl-C."""
+
+
+_sigterm_seen = threading.Event()
+"""While Ray waits, whatever a signal handler raises becomes a plain KeyboardInterrupt; this remembers what it was."""
+
+
+def interruption(error: KeyboardInterrupt) -> str:
+    """What interrupted, in words."""
+    return "SIGTERM" if isinstance(error, Terminated) or _sigterm_seen.is_set() else "Ctrl-C"
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """While inside, SIGTERM raises `Terminated` in the main thread. Does nothing in any other thread.
+
+    `connect` keeps it in place when Ray sets a handler of its own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        _sigterm_seen.set()
+        raise Terminated
+
+    _sigterm_seen.clear()
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """SIGINT and SIGTERM that come while inside are handled at the end, by the handlers in place before.
+
+    For imports above all: a compiled module's start may end the whole process when an exception comes out of the
+    Python code it calls. Does nothing outside the main thread, and for a signal whose handler is not Python code
+    (SIGTERM ends the process at once then).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[tuple[int, FrameType | None]] = []
+    before = {number: signal.getsignal(number) for number in _INTERRUPTS if callable(signal.getsignal(number))}
+    for number in before:
+        signal.signal(number, lambda number, frame: arrived.append((number, frame)))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for arrival, frame in arrived[:1]:
+        handler = before[signal.Signals(arrival)]
+        assert callable(handler)
+        handler(arrival, frame)

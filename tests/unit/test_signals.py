@@ -1,0 +1,106 @@
+"""Interruptions wait for what they must not tear."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specactor_ray.signals import interruption, signals_deferred, sigterm_interrupts
+from tests.tiny import tiny_target
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts() -> Iterator[None]:
+    """As in a terminal; whoever runs the tests in the background may ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")])
+def test_a_signal_inside_is_raised_at_the_end(number: signal.Signals, words: str) -> None:
+    done = []
+
+    @signals_deferred()
+    def work() -> None:
+        os.kill(os.getpid(), number)
+        done.append("all of it")
+
+    with sigterm_interrupts():
+        with pytest.raises(KeyboardInterrupt) as caught:
+            work()
+        assert interruption(caught.value) == words
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert done
+
+
+def test_without_a_handler_in_python_sigterm_is_left_alone() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray leaves a handler of its own behind
+    try:
+        with signals_deferred():
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_error_inside_is_not_hidden_by_a_signal() -> None:
+    @signals_deferred()
+    def work() -> float:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 1 / 0
+
+    with sigterm_interrupts(), pytest.raises(ZeroDivisionError):
+        work()
+
+
+def test_other_threads_have_nothing_to_defer() -> None:
+    inside = []
+
+    def work() -> None:
+        with signals_deferred(), sigterm_interrupts():
+            inside.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert inside == [signal.getsignal(signal.SIGINT)]
+
+
+PROGRAM = """
+import os, signal, sys
+
+class Sender:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._dynamo":  # triton, compiled with nanobind, is loaded within
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Sender())
+from specactor_ray.modeling import loading
+from specactor_ray.signals import Terminated, sigterm_interrupts
+
+with sigterm_interrupts():
+    try:
+        loading.{call}
+    except Terminated:
+        sys.exit(0 if "torch._dynamo.convert_frame" in sys.modules else "an import was torn")
+sys.exit("SIGTERM had no effect")
+"""
+
+
+@pytest.mark.parametrize("function", ["load_model_config", "load_empty_model", "load_tokenizer", "load_model"])
+def test_sigterm_never_tears_the_import_of_a_compiled_module(function: str) -> None:
+    program = PROGRAM.format(call=f"{function}({str(tiny_target())!r})")
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
