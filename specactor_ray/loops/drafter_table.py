@@ -27,6 +27,8 @@ class DrafterLink:
     """It is sent the target's hidden states."""
     remembers: bool = False
     """It looks guesses up and learns from the outputs it follows: it follows all it has room for, race or no race."""
+    on_demand: bool = False
+    """It runs in the verifier's process and drafts only while a step waits for it."""
 
 
 @dataclass(slots=True)

@@ -14,11 +14,12 @@ from typing import Any
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.loops.assignment import AssignmentChange, DrafterAssignment, Wish
-from specactor_ray.loops.drafter_table import DrafterTable
+from specactor_ray.loops.drafter_table import DrafterLink, DrafterTable
 from specactor_ray.messages import Mode
-from specactor_ray.speculation.ladder import Estimate
+from specactor_ray.speculation.ladder import Estimate, Rung
 from specactor_ray.speculation.race import Straggler
 from specactor_ray.speculation.reconfigure import (
+    MIN_GAIN,
     PLAIN,
     Reconfigurator,
     RequestPlan,
@@ -87,7 +88,8 @@ class DraftPlanner:
         self._bases: dict[str, RequestPlan] = {}
         """Drafter id → its window in the base mode."""
         self._starts: dict[str, tuple[RequestPlan, RequestPlan]] = {}
-        """Coupled: drafter id → plan of requests that Algorithm 2 has not judged yet (of most, of those that try)."""
+        """Coupled: drafter id → plan of requests that Algorithm 2 has not judged yet (of most, of those that try), or
+        does not judge: of drafters that work on demand each step asks anew whether drafts for all its rows pay."""
         self._rows = 1
         self._opened = 0
         self._steps = 0
@@ -217,10 +219,15 @@ class DraftPlanner:
         )
         held = {rung.method: rung.tgs * (1.0 + SWITCH_GAIN * (rung.method == base)) for rung in rungs}
         if self._mode is Mode.COUPLED:
-            # Lookups cost no wait: a model that beats plain decoding drafts where they have found nothing.
-            pays = {rung.method for rung in rungs if rung.tgs > 1.0 / self._verify_s[0] and rung.method not in free}
-            return sorted(held, key=lambda method: (method not in pays, -held[method]))
+            # Lookups cost no wait: a model that is worth one drafts where they have found nothing.
+            first = {rung.method for rung in rungs if rung.method not in free and self._may_draft(rung)}
+            return sorted(held, key=lambda method: (method not in first, -held[method]))
         return sorted(held, key=lambda method: -held[method])
+
+    def _may_draft(self, rung: Rung) -> bool:
+        """Coupled: whether a model is given requests. One that drafts on demand costs nothing where no step waits."""
+        links = [drafter.link for drafter in self._table.of_method(rung.method)]
+        return self._pays(rung.tgs) or all(link.on_demand for link in links)
 
     def _update_race(self, decoding: Sequence[str]) -> bool:
         """Whether the race begins or ends with this step.
@@ -257,7 +264,7 @@ class DraftPlanner:
         views = []
         for request_id in decoding:
             drafters = self._assignment.of(request_id)
-            if drafters:
+            if drafters and not self._table[drafters[0]].link.on_demand:
                 views.append(self._view(request_id, drafters, committed_len(request_id)))
         self._reconfigurator.revise(views, self._verify_s)
 
@@ -305,12 +312,27 @@ class DraftPlanner:
 
     def _find_starts(self) -> Iterator[tuple[str, tuple[RequestPlan, RequestPlan]]]:
         for drafter_id, link in self._table.links():
-            known, token_s = self._track.ladder.estimate(link.method, 0), self._table[drafter_id].token_s
-            if token_s <= 0.0 or link.window < 1:
+            token_s = self._table[drafter_id].token_s
+            if token_s <= 0.0 or link.window < 1 or (link.on_demand and link.remembers):
                 continue
-            rate, window = best_window(Mode.COUPLED, known.probability, token_s, self._verify_s, link.window)
+            probability = self._mean_probability(drafter_id, link)
+            rate, window = best_window(Mode.COUPLED, probability, token_s, self._verify_s, link.window)
             drafted = RequestPlan(window, Mode.COUPLED)
-            yield drafter_id, (drafted if rate > 1.0 / self._verify_s[0] else PLAIN, drafted)
+            yield drafter_id, (drafted if link.on_demand or self._pays(rate) else PLAIN, drafted)
+
+    def _mean_probability(self, drafter_id: str, link: DrafterLink) -> float:
+        """That of requests that begin; of one that drafts on demand, whose window is the same for all, that of its
+        requests."""
+        own = [
+            self._track.probability(request_id, drafter_id)
+            for request_id in (self._requests if link.on_demand else ())
+            if drafter_id in self._assignment.of(request_id)
+        ]
+        return fmean(own) if own else self._track.ladder.probability(link.method, 0)
+
+    def _pays(self, rate: float) -> bool:
+        """Whether this many tokens per second are so many more than plain decoding's that drafting is begun."""
+        return rate > (1.0 + MIN_GAIN) / self._verify_s[0]
 
     def _rate(self, method: str, known: Estimate, token_s: float) -> float:
         """Predicted TGS of a method: its best window and mode where it has a guess, plain decoding where not."""

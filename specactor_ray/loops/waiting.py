@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
-from specactor_ray.loops.drafter_table import DrafterTable
+from specactor_ray.loops.drafter_table import Drafter, DrafterTable
 from specactor_ray.loops.planner import DraftPlanner
 from specactor_ray.messages import Mode
 from specactor_ray.speculation.acceptance import expected_accepted
@@ -19,6 +19,10 @@ from specactor_ray.speculation.window import VerifyCandidate, choose_verify_leng
 _PROBE_EVERY = 32
 """Every so many steps a decoupled verifier waits as if drafters always answered in time, to see whether they do, and a
 coupled one waits whatever that promises."""
+_TRY_EVERY = 4
+"""The same of a model that drafts on demand, until `_TRIED` of its tokens were put to the test. A divisor of
+`_PROBE_EVERY`."""
+_TRIED = 32
 _PLAIN_EVERY = (4, 64)
 """One step in so many is plain, to learn what that costs: while too few were seen at this batch, and afterwards."""
 _PLAIN_STEPS = 3
@@ -78,6 +82,8 @@ class DraftWaits:
         self._timely = 1.0
         """Moving share of what was waited for, in expected tokens, that came in time."""
         self._steps = 0
+        self._trying = False
+        """A model drafts in this step to see how good it is; what is verified of it is another question."""
         self.plain_step = False
         """This step verifies nothing, to learn what that costs: without, drafting is compared with a guess. It waits
         like the others, or drafters that share the verifier's cores would slow it down."""
@@ -95,10 +101,13 @@ class DraftWaits:
             return now
         every = _PLAIN_EVERY[self._cost.seen(len(decoding)) >= _PLAIN_STEPS]
         self.plain_step = self._config.verify != VerifyPolicy.all and self._steps % every == 1
-        hopes = {request_id: self._potential(request_id, now) for request_id in decoding}
+        trials = self._trials(decoding, now)
+        hopes = {request_id: self._potential(request_id, now) for request_id in decoding} | trials
         self._hoped = {request_id: hope.drafter_id for request_id, hope in hopes.items()}
         candidates = [VerifyCandidate(request_id, hope.probability, hope.window) for request_id, hope in hopes.items()]
         self._worthwhile = self.verify_lengths(candidates)
+        self._worthwhile |= {request_id: hope.window for request_id, hope in trials.items()}
+        self._trying = bool(trials)
         self._missing = {
             request_id: (hope, self._lacking(request_id, hope))
             for request_id, hope in hopes.items()
@@ -106,7 +115,7 @@ class DraftWaits:
         }
         if self._mode is Mode.COUPLED:
             self._began = now
-            if self._coupled_wait_pays(len(decoding)):
+            if self._coupled_wait_pays(hopes):
                 return now + self._config.coupled_wait_s
             self._worthwhile, self._missing = {}, {}
             return now
@@ -190,6 +199,23 @@ class DraftWaits:
             hopes.append(_Hope(known.probability if window else 0.0, window, guessing, drafter_id))
         return max(hopes, key=_Hope.value)
 
+    def _trials(self, decoding: Sequence[str], now: float) -> dict[str, _Hope]:
+        """Request → what its model is to show in this step, of models that draft on demand and are due for a trial."""
+        if self._config.verify == VerifyPolicy.all or self._steps % _TRY_EVERY:
+            return {}
+        trials = {}
+        for request_id in decoding:
+            for drafter_id in self.healthy(request_id, now):
+                window, link = self._planner.plan(request_id, drafter_id).window, self._table[drafter_id].link
+                if window and link.on_demand and not link.remembers and self._is_due(link.method):
+                    probability = self._track.probability(request_id, drafter_id)
+                    trials[request_id] = _Hope(probability, window, 1.0, drafter_id)
+                    break
+        return trials
+
+    def _is_due(self, method: str) -> bool:
+        return self._steps % _PROBE_EVERY == 0 or self._track.ladder.tried(method) < _TRIED
+
     def _lacking(self, request_id: str, hope: _Hope) -> float:
         """Expected tokens that may still come: those of the tail that would be verified, less those that are there."""
         wanted = self._worthwhile[request_id]
@@ -227,14 +253,53 @@ class DraftWaits:
     def _step_s(self, num_rows: int) -> float:
         return self._cost.seconds(num_rows, num_rows + sum(self._worthwhile.values()))
 
-    def _coupled_wait_pays(self, num_rows: int) -> bool:
-        """Whether what may come is worth more than the time a wait takes, by the inequality of `choose_wait_s`. A
-        model that drafts is always waited for: it shares the verifier's cores and would slow the step down."""
-        if self._config.verify == VerifyPolicy.all or self._steps % _PROBE_EVERY == 0:
+    def _coupled_wait_pays(self, hopes: Mapping[str, _Hope]) -> bool:
+        """Whether what may come is worth more than the time a wait takes: for lookups by the inequality of
+        `choose_wait_s`, for models that draft on demand by what the step would be without them. A model in another
+        process is always waited for: it shares the verifier's cores and would slow the step down."""
+        if self._config.verify == VerifyPolicy.all or self._trying or self._steps % _PROBE_EVERY == 0:
             return True
-        if any(not self._table[hope.drafter_id].link.remembers for hope, _ in self._missing.values()):
-            return True
-        return self._hoped_extra() * self._step_s(num_rows) >= num_rows * self._waits.wait_s
+        waited_for = {hope.drafter_id for hope, _ in self._missing.values()}
+        models = [drafter for drafter in map(self._table.__getitem__, waited_for) if not drafter.link.remembers]
+        if models:
+            return not all(drafter.link.on_demand for drafter in models) or self._drafting_pays(hopes, models)
+        return self._hoped_extra() * self._step_s(len(hopes)) >= len(hopes) * self._waits.wait_s
+
+    def _drafting_pays(self, hopes: Mapping[str, _Hope], models: Sequence[Drafter]) -> bool:
+        """Whether the step commits more tokens per second if these models draft first, for all its rows together, than
+        with the guesses that are there.
+
+        They take turns, each for as many forwards as its window is long: what one row gains is paid for by all.
+        """
+        if any(drafter.token_s <= 0.0 for drafter in models):
+            return True  # what a token costs shows when it has drafted
+        rounds = [
+            max(hope.window for hope, _ in self._missing.values() if self._table[hope.drafter_id] is drafter)
+            for drafter in models
+        ]
+        drafting_s = sum(window * drafter.token_s for window, drafter in zip(rounds, models, strict=True))
+        there = {request_id: self._there(request_id) for request_id in hopes}
+        lengths = self.verify_lengths([VerifyCandidate(request_id, *there[request_id]) for request_id in hopes])
+        before = self._rate(lengths, {request_id: probability for request_id, (probability, _) in there.items()}, 0.0)
+        after = self._rate(
+            self._worthwhile,
+            {request_id: hope.probability for request_id, hope in hopes.items()},
+            drafting_s + self._waits.overhead_s,
+        )
+        return after > before
+
+    def _there(self, request_id: str) -> tuple[float, int]:
+        """The best of the guesses that are there: chance that one of its tokens is right, and its length."""
+        guesses = [
+            (self._track.probability(request_id, drafter_id), len(tail))
+            for drafter_id, tail in self._book.usable(request_id).items()
+        ]
+        return max(guesses, key=lambda guess: expected_accepted(*guess), default=(0.0, 0))
+
+    def _rate(self, lengths: Mapping[str, int], probabilities: Mapping[str, float], before_s: float) -> float:
+        """Tokens per second of a step that verifies so many draft tokens per row, after `before_s` seconds."""
+        tokens = sum(1.0 + expected_accepted(probabilities[row], length) for row, length in lengths.items())
+        return tokens / (before_s + self._cost.seconds(len(lengths), len(lengths) + sum(lengths.values())))
 
     def _worthwhile_wait_s(self, num_rows: int) -> float:
         timely = 1.0 if self._steps % _PROBE_EVERY == 0 else self._timely

@@ -194,6 +194,10 @@ class DraftLadder:
     def estimate(self, method: str, bucket: int) -> Estimate:
         return Estimate(self.probability(method, bucket), self.guessing(method, bucket))
 
+    def tried(self, method: str) -> float:
+        """Its tokens that were put to the test, in all ranges, faded to now."""
+        return sum(of_range.now(method).tried for of_range in self._ranges)
+
     def token_s(self, method: str) -> float:
         """Seconds per drafted token; 0 if unknown."""
         cost = self._costs.get(method)

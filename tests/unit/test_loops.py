@@ -110,7 +110,13 @@ class Bench:
             hosted = [
                 InlineDrafter(
                     loop,
-                    DrafterLink(loop.proposer.method, window, outbox_to(loop), reads_features=loop.proposer in reading),
+                    DrafterLink(
+                        loop.proposer.method,
+                        window,
+                        outbox_to(loop),
+                        reads_features=loop.proposer in reading,
+                        on_demand=True,
+                    ),
                 )
                 for loop in self.drafts.values()
             ]

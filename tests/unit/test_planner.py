@@ -273,11 +273,12 @@ def test_the_ladder_is_shown_as_plain_data(models: dict[str, Any]) -> None:
     assert shown["methods"]["ngram"]["buckets"]["1024+"]["acceptance"] is None
 
 
-@pytest.mark.parametrize(("token_s", "drafted"), [(0.2, 1), (0.0005, 8)])
+@pytest.mark.parametrize(("token_s", "drafted"), [(0.2, 1), (0.053, 1), (0.0005, 8)])
 def test_new_requests_of_a_coupled_layout_are_drafted_for_where_that_pays(
     models: dict[str, Any], token_s: float, drafted: int
 ) -> None:
-    """A drafter that is always right. When its tokens cost more than the target's, only one request in eight tries."""
+    """A drafter that is always right. When its tokens cost more than the target's, or so much that drafting promises
+    a few percent only, one request in eight tries."""
     drafter = Specialist("small", ragged(models, "target"), [f"r{number}" for number in range(24)])
     stepper = Stepper(engine(models), {"small": drafter}, Mode.COUPLED, {"small": token_s}, verify=VerifyPolicy.auto)
     batch = requests(24, 1.0, max_tokens=40, ignore_eos=True)

@@ -300,3 +300,71 @@ def test_in_a_coupled_layout_a_model_that_pays_is_the_base_and_lookups_follow() 
         spec.choose_tails(["r"])
         spec.commit(RowOutput("r", position, [9], [0.0]))
     assert spec._planner.drafters("r") == ["lookup"], "a model that is worse than plain decoding is let go"
+
+
+class OnDemand:
+    """A coupled verifier with a lookup and a model, both in its process, and eight requests; a step takes 20 ms and
+    1.5 ms per position, a token of the model 5 ms. The next token is always 7."""
+
+    def __init__(self, guess: int) -> None:
+        self.spec = Speculator("v0", Mode.COUPLED, SpeculationConfig(), vocab_size=100, clock=Clock(), max_batch=8)
+        self.rows = [f"r{number}" for number in range(8)]
+        self.guess, self.positions = guess, dict.fromkeys(self.rows, 0)
+        self.spec.set_drafters(
+            {
+                "lookup": DrafterLink("ngram", 4, Outbox(lambda batch: None, for_drafter()), 8, False, True, True),
+                "model": DrafterLink("eagle", 4, Outbox(lambda batch: None, for_drafter()), 8, on_demand=True),
+            }
+        )
+        for row in self.rows:
+            self.spec.open(TargetRequest(row, (1, 2), SamplingParams(max_tokens=1000)))
+        for tokens in (8, 8, 8, 16, 32):
+            self.spec.observe_step(StepResult(forward_s=0.02 + 0.0015 * tokens, num_tokens=tokens))
+
+    def step(self, found: int = 0) -> bool:
+        """`found`: requests for which the lookup has something. Returns whether the model drafted."""
+        for number, row in enumerate(self.rows):
+            self._offer("lookup", row, (7, 7) if number < found else (), 0.00001)
+        wait = self.spec.plan_waits(self.rows) > self.spec._clock() and not self.spec.all_answered(self.rows)
+        if wait:
+            for row in self.rows:
+                window = self.spec._planner.plan(row, "model").window
+                self._offer("model", row, (self.guess,) * window, 0.005)
+            self.spec.record_wait(self.rows, self.spec.all_answered(self.rows))
+        tails = self.spec.choose_tails(self.rows)
+        for row in self.rows:
+            tail = tails.get(row, ())
+            fresh = [7] * (1 + len(tail) * (7 in tail))
+            self.spec.commit(RowOutput(row, self.positions[row], fresh, [0.0] * len(fresh)))
+            self.positions[row] += len(fresh)
+        return wait
+
+    def _offer(self, drafter_id: str, row: str, tokens: tuple[int, ...], token_s: float) -> None:
+        self.spec.inbox.put([DraftTail(row, drafter_id, self.positions[row], tokens, complete=True, token_s=token_s)])
+        self.spec.take_messages()
+
+
+def test_a_model_that_guesses_right_drafts_for_every_step() -> None:
+    loop = OnDemand(guess=7)
+    assert sum(loop.step() for _ in range(100)) >= 97, "all but those whose guesses a plain step left over"
+
+
+def test_a_model_that_guesses_wrong_drafts_only_now_and_then() -> None:
+    loop = OnDemand(guess=8)
+    drafted = [loop.step() for _ in range(164)]
+    assert sum(drafted[100:164]) == 2, "to see whether it has become better"
+    assert all(loop.spec._planner.drafters(row)[0] == "model" for row in loop.rows), "it costs nothing meanwhile"
+    assert all(loop.spec._planner.plan(row, "model").window == 1 for row in loop.rows)
+    loop.guess = 7
+    drafted = [loop.step() for _ in range(400)]
+    assert sum(drafted[-50:]) >= 49, "it has become better"
+
+
+def test_a_model_does_not_draft_for_the_few_requests_that_lookups_leave() -> None:
+    """What one row gains is paid for by all: one in eight is not worth five milliseconds for each token."""
+    loop = OnDemand(guess=7)
+    for _ in range(64):
+        loop.step(found=4)
+    nobody, one, all_of_them = [sum(loop.step(found=found) for _ in range(64)) for found in (8, 7, 0)]
+    assert nobody == one == 2, "now and then, to see how good it is"
+    assert all_of_them >= 60
