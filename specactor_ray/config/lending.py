@@ -6,7 +6,7 @@ from specactor_ray.config.schema import Config, ModeName
 
 
 def lendable_methods(config: Config) -> tuple[str, ...]:
-    """Methods, in the order of the configuration, whose draft actors a verifier's cores and GPUs can hold.
+    """Methods, in the order of the configuration, whose draft actors a verifier's cores and GPU can hold.
 
     Empty where nothing is ever lent: in other modes than `decoupled` (coupled drafters are on their verifier's cores
     already), with one verifier only, or with `speculation.lend: false`.
@@ -14,6 +14,7 @@ def lendable_methods(config: Config) -> tuple[str, ...]:
     target = config.target
     if config.mode is not ModeName.decoupled or target.replicas < 2 or config.speculation.lend is False:
         return ()
+    gpus = target.gpus if target.tensor_parallel == 1 else 0  # Ray gives out parts of one GPU, not of several
     return tuple(
-        drafter.method for drafter in config.drafters if drafter.cores <= target.cores and drafter.gpus <= target.gpus
+        drafter.method for drafter in config.drafters if drafter.cores <= target.cores and drafter.gpus <= gpus
     )

@@ -117,6 +117,9 @@ class TargetConfig:
     """CPU cores of each verifier (its torch threads, pinned)."""
     gpus: int = 0
     """GPUs of each verifier; 0 runs on the CPU."""
+    tensor_parallel: int = 1
+    """For `vllm`: ranks that the model of a verifier is split over, each on a GPU of its own or on its share of the
+    verifier's cores."""
     dtype: str = "float32"
     """Weights and activations: float32, bfloat16 or float16. On CPUs without AVX-512 float32 is the fastest."""
     max_model_len: int | None = None
@@ -126,7 +129,7 @@ class TargetConfig:
     max_step_tokens: int = 512
     """Most positions (prefill chunks + verify tokens) in one forward; long prompts are prefilled in chunks."""
     kv_cache_gb: float = 1.0
-    """Memory budget of the key/value cache of each verifier, in 2**30 bytes."""
+    """Memory budget of the key/value cache of each verifier (all its ranks together), in 2**30 bytes."""
     trust_remote_code: bool = False
     """Run model code that a checkpoint brings along."""
     compiled: bool = True

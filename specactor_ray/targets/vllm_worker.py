@@ -53,7 +53,8 @@ class KeyedWorker(_Worker):
                     f"hidden layer {auxiliary[-1] - 1} does not exist: the model has layers 0 to {count - 1}"
                 )
             runner.get_model().set_aux_hidden_state_layers(tuple(auxiliary))
-        self._keyed = KeyedSampler(runner, layers, settings["record_margins"])
+        # All ranks choose the same tokens from the same logits; the first one tells.
+        self._keyed = KeyedSampler(runner, layers if self.rank == 0 else (), settings["record_margins"])
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
         """Warm up with vLLM's own samplers, which take rows without requests; then put ours in their place."""
@@ -62,9 +63,10 @@ class KeyedWorker(_Worker):
         warm_up()
         return times
 
-    def specactor_report(self) -> CoreStep:
-        """What the last step did."""
-        return self._keyed.take_report()
+    def specactor_report(self) -> CoreStep | None:
+        """What the last step did, from the first rank."""
+        report = self._keyed.take_report()
+        return report if self.rank == 0 else None
 
 
 class KeyedSampler:

@@ -73,9 +73,10 @@ def train(config: Config, console: Console) -> TrainOutcome:
 
 
 def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSignal, console: Console) -> TrainOutcome:
-    from specactor_ray.rollout.prompts import sampling_from_config
-    from specactor_ray.rollout.rollout import Rollout
-    from specactor_ray.training.trainer_group import TrainerGroup
+    with stop.shielded():
+        from specactor_ray.rollout.prompts import sampling_from_config
+        from specactor_ray.rollout.rollout import Rollout
+        from specactor_ray.training.trainer_group import TrainerGroup
 
     with (
         Rollout(config) as rollout,

@@ -12,9 +12,10 @@ from specactor_ray.config.validate_training import validate_training
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.modeling.loading import load_model_config, load_tokenizer
 from specactor_ray.observability.console import say
+from specactor_ray.rollout.memory import MemoryItem, available_bytes, check_memory, gib
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.training.data import TaskOrder, TaskStream, open_source
-from specactor_ray.training.memory import MemoryItem, available_bytes, check_memory, gib, plan_memory
+from specactor_ray.training.memory import FIXES, plan_memory
 from specactor_ray.training.rewards import NEED_ANSWERS, Scorer
 from specactor_ray.training.run_folder import TrainingRun
 
@@ -70,7 +71,7 @@ def checked_memory(config: Config) -> list[MemoryItem]:
         ConfigError: The run cannot fit this machine's memory; the numbers are in the message.
     """
     plan = plan_memory(config)
-    check_memory(config, plan, available_bytes())
+    check_memory(config, plan, available_bytes(), FIXES)
     return plan
 
 

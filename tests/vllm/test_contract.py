@@ -21,7 +21,9 @@ def test_the_engine_core_and_its_scheduler() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import DraftTokenIds
     from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    assert "weights_path" in inspect.signature(GPUModelRunner.reload_weights).parameters
     for name in ("preprocess_add_request", "add_request", "abort_requests", "step", "post_step", "collective_rpc"):
         assert callable(getattr(EngineCore, name)), name
     assert "step_fn" in inspect.getsource(EngineCore.__init__)
@@ -51,5 +53,13 @@ def test_workers_can_be_replaced_and_load_before_they_compile() -> None:
     from specactor_ray.targets.vllm_worker import KeyedWorker
 
     assert issubclass(KeyedWorker, WorkerBase)
+    assert "self.rank = rank" in inspect.getsource(WorkerBase.__init__)
     for name in ("load_model", "compile_or_warm_up_model"):
         assert getattr(KeyedWorker, name) is not getattr(KeyedWorker.__mro__[1], name)
+
+
+def test_ranks_are_bound_to_cores_by_an_environment_variable() -> None:
+    from vllm.utils.ompmultiprocessing import OMPProcessManager
+
+    source = inspect.getsource(OMPProcessManager._parse_omp_threads_bind_env)
+    assert "VLLM_CPU_OMP_THREADS_BIND" in source and 'split("|")' in source and '"nobind"' in source

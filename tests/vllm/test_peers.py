@@ -45,12 +45,15 @@ def test_vllm_runs_plain_and_with_its_own_drafters(tmp_path: Path) -> None:
             "speculation": {"window": 4},
         }
     )
-    workloads = [("tiny", tuple(tiny_prompt_ids(4)), SamplingParams(temperature=1.0, max_tokens=24))]
+    workloads = [("tiny", tuple(tiny_prompt_ids(16)), (SamplingParams(temperature=1.0, max_tokens=24),) * 16)]
     shown = io.StringIO()
-    rows = measure_peers(config, [2], workloads, Console(file=shown, width=200))
+    rows = measure_peers(config, [16], workloads, Console(file=shown, width=200))
     labels = [row["variant"].rpartition(" ")[0] for row in rows]
     assert labels == ["vllm plain", "vllm plain", "vllm ngram", "vllm eagle3"], shown.getvalue()
-    assert all(row["requests"] == 4 and row["tokens"] > 0 and row["seconds"] > 0 for row in rows)
+    assert all(row["requests"] == 16 and row["tokens"] > 0 and row["seconds"] > 0 for row in rows)
     plain, ngram = rows[0], rows[2]
     assert plain["mode"] == "plain" and plain["metrics"]["acceptance_length"] == 1.0
+    for row in rows[2:]:
+        assert 1.0 <= row["metrics"]["acceptance_length"] <= 5.0 and row["metrics"]["supply_share"] <= 1.0
+        assert row["metrics"]["accepted_tokens"] <= row["metrics"]["drafted_tokens"]
     assert ngram["metrics"]["accepted_tokens"] > 0 and rows[3]["metrics"]["drafted_tokens"] > 0

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from specactor_ray.errors import InputError
+from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.loading import load_eos_token_ids
 from specactor_ray.modeling.ragged_model import HEAD_INPUT
 from specactor_ray.modeling.wire import from_wire
@@ -16,8 +20,9 @@ from specactor_ray.targets.base import TargetEngine, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from specactor_ray.targets.vllm import VllmEngine
 from specactor_ray.targets.vllm_bridge import CoreSettings
-from tests.tiny import tiny_vllm_target
-from tests.unit.engine_conformance import EngineConformance, noisy_oracle, requests, run
+from tests.exact_distribution import assert_sampled_from
+from tests.tiny import tiny_prompt_ids, tiny_vllm_target
+from tests.unit.engine_conformance import Collected, Drafts, EngineConformance, noisy_oracle, requests, run
 from tests.unit.test_hf_engine import load
 from tests.unit.test_hf_engine import make as make_hf
 from tests.vllm import needs_vllm
@@ -76,6 +81,39 @@ def test_tokens_are_those_of_hf(temperature: float, filters: dict[str, Any], com
     assert ours.tokens == theirs.tokens and ours.reasons == theirs.reasons
     for request_id, expected in theirs.logprobs.items():
         assert ours.logprobs[request_id] == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("filters", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}], ids=["T1", "nucleus"])
+@pytest.mark.parametrize("quality", ["oracle", "random", "mixed"])
+def test_tokens_come_from_the_targets_distribution(filters: dict[str, Any], quality: str) -> None:
+    sampling = SamplingParams(**filters, max_tokens=8)
+    batch = [
+        TargetRequest(f"r{i}", ids, replace(sampling, seed=7000 + i)) for i, ids in enumerate(tiny_prompt_ids(6) * 50)
+    ]
+    engine = _distribution_engine()
+    truth = answers_of(engine, batch).tokens
+    rng = random.Random(9)
+    drafts: dict[str, Drafts] = {
+        "oracle": lambda rid, done: truth[rid][done : done + 4],
+        "random": lambda rid, done: [rng.randrange(engine.vocab_size) for _ in range(4)],
+        "mixed": noisy_oracle(truth, 9, engine.vocab_size),
+    }
+    collected = answers_of(engine, batch, drafts[quality])
+    accepted = sum(output.num_accepted for output in collected.outputs)
+    assert accepted > 500 or quality == "random"
+    outputs = [(request.prompt_token_ids, collected.tokens[request.request_id]) for request in batch]
+    assert_sampled_from(load(tiny_vllm_target()), outputs, sampling)
+
+
+@functools.cache
+def _distribution_engine() -> VllmEngine:
+    return make()
+
+
+def answers_of(engine: TargetEngine, batch: Sequence[TargetRequest], drafts: Drafts | None = None) -> Collected:
+    for request in batch:
+        engine.add(request)
+    return run(engine, drafts)
 
 
 def test_hidden_states_are_those_of_hf() -> None:
@@ -166,13 +204,22 @@ def test_a_request_near_the_end_of_its_context_takes_no_drafts_from_others() -> 
 
 def test_memory_pressure_preempts_without_changing_tokens() -> None:
     batch = requests(6, 1.0, max_tokens=180, ignore_eos=True)
-    results = []
+    results, preempted = [], []
     for cache_bytes in (32 << 20, 400 << 10):
         engine = make(kv_cache_bytes=cache_bytes)
         for request in batch:
             engine.add(request)
-        results.append(run(engine).tokens)
+        decoded: set[str] = set()
+        collected = Collected()
+        while engine.has_work():
+            decoding = set(engine.decoding())
+            preempted.append((cache_bytes, decoded - decoding - set(collected.reasons)))
+            decoded |= decoding
+            for output in engine.step({}).outputs:
+                collected.take(output)
+        results.append(collected.tokens)
     assert results[0] == results[1]
+    assert {size for size, requests_ in preempted if requests_} == {400 << 10}, "only the small cache is short of room"
 
 
 def test_logits_that_cannot_be_sampled_from_end_their_requests_alone() -> None:

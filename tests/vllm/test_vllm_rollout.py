@@ -16,7 +16,9 @@ from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
 from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.rollout import Rollout
+from tests.exact_distribution import assert_sampled_from
 from tests.tiny import tiny_draft, tiny_prompts, tiny_vllm_target
+from tests.unit.test_hf_engine import load
 from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.ray, pytest.mark.timeout(400)]
@@ -71,6 +73,48 @@ def test_every_mode_gives_the_tokens_of_hf(truth: Any, mode: str) -> None:
         metrics = rollout.metrics()
     assert (metrics.accepted_tokens > 0) == (mode != "plain")
     assert metrics.forward_s > 0 and metrics.sampling_s > 0
+
+
+@pytest.mark.parametrize("filters", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}], ids=["T1", "nucleus"])
+def test_tokens_come_from_the_targets_distribution(filters: dict[str, Any]) -> None:
+    """End to end, with drafts as two methods make them."""
+    sampling = SamplingParams(**filters, max_tokens=12, seed=11)
+    small = {"method": "draft_model", "model": str(tiny_draft()), "kv_cache_gb": 0.05}
+    settings = config("decoupled", [NGRAM, small])
+    settings.target.max_batch = 16
+    with Rollout.from_config(settings) as rollout:
+        done = rollout.generate(tiny_prompts(4), sampling, n=60)
+        assert rollout.metrics().accepted_tokens > 300
+    outputs = [(trajectory.prompt_token_ids, trajectory.token_ids) for trajectory in done]
+    assert_sampled_from(load(tiny_vllm_target()), outputs, sampling)
+
+
+def test_killed_and_frozen_draft_actors_change_no_token(truth: Any) -> None:
+    settings = config("decoupled", [{**NGRAM, "replicas": 2}])
+    settings.cluster.health_timeout_s = 3.0
+    with Rollout.from_config(settings) as rollout:
+        before = drafter_pids(rollout)
+        assert len(before) == 2
+
+        def meddle() -> None:
+            while rollout.committed_tokens == 0:
+                time.sleep(0.02)
+            os.kill(before[0], signal.SIGKILL)
+            os.kill(before[1], signal.SIGSTOP)
+
+        thread = threading.Thread(target=meddle, daemon=True)
+        thread.start()
+        assert tokens_of(rollout) == truth
+        thread.join(30)
+        deadline = time.monotonic() + 60
+        while set(before) & set(after := drafter_pids(rollout)) or len(after) < 2:
+            assert time.monotonic() < deadline, f"draft actors {before} were not replaced: {after}"
+            time.sleep(0.5)
+        assert tokens_of(rollout) == truth
+
+
+def drafter_pids(rollout: Rollout) -> list[int]:
+    return [row["pid"] for row in rollout.status() if row["kind"] != "verifier" and row["phase"] == "ready"]
 
 
 def test_a_killed_verifier_is_replaced_and_its_requests_go_on(truth: Any) -> None:

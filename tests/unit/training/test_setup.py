@@ -9,8 +9,9 @@ import pytest
 
 from specactor_ray.config import Config, load_config
 from specactor_ray.errors import ConfigError, InputError, UserError
+from specactor_ray.rollout.memory import check_memory
 from specactor_ray.training.checkpoint import TrainState
-from specactor_ray.training.memory import check_memory, plan_memory
+from specactor_ray.training.memory import FIXES, plan_memory
 from specactor_ray.training.run_folder import open_run, read_metrics
 from specactor_ray.training.setup import checked_tasks, prepare
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
@@ -68,11 +69,11 @@ def test_the_reward_follows_the_source(tmp_path: Path) -> None:
 def test_memory_that_does_not_suffice_is_refused_with_the_numbers(tmp_path: Path) -> None:
     config = settings(tmp_path)
     plan = plan_memory(config)
-    check_memory(config, plan, available=16 * 2**30)
+    check_memory(config, plan, available=16 * 2**30, fix=FIXES)
     with pytest.raises(
         ConfigError, match=r"the run needs about .* and 0.10 GiB are free(.|\n)*trainer.micro_batch_tokens"
     ):
-        check_memory(config, plan, available=0.1 * 2**30)
+        check_memory(config, plan, available=0.1 * 2**30, fix=FIXES)
     bigger = settings(tmp_path, "target.replicas=3", "algorithm.kl_coef=0.1", "trainer.micro_batch_tokens=65536")
     assert sum(i.num_bytes for i in plan_memory(bigger)) > sum(i.num_bytes for i in plan)
 

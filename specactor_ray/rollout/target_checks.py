@@ -1,0 +1,82 @@
+"""What can be known to be wrong about the target and its backend before any actor starts. Imports no backend."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from specactor_ray.config.schema import Config
+from specactor_ray.errors import ConfigError
+from specactor_ray.modeling.loading import load_model_config, parse_dtype
+
+_BLOCK_TOKENS = {"cpu": 128, "gpu": 16}
+"""Of vLLM's cache, unless its attention kernels want others."""
+
+
+def check_target(config: Config) -> None:
+    """Refuse a backend that is not installed or of an untested version, and a model that it cannot hold or split.
+
+    Raises:
+        ConfigError: The key and the fix are named.
+        ModelLoadError: The model cannot be found.
+    """
+    if config.target.backend != "vllm":
+        return
+    from specactor_ray.targets.vllm_bridge import require_vllm
+
+    require_vllm()
+    target = config.target
+    model = load_model_config(target.model, trust_remote_code=target.trust_remote_code)
+    if getattr(model, "is_encoder_decoder", False):
+        problem = f"{target.model} is an encoder-decoder model ({model.model_type}); the target must only decode."
+        raise ConfigError("target.model", problem, "choose a decoder-only model.")
+    text = model.get_text_config()
+    _reject_heads_that_cannot_be_split(config, text)
+    _reject_context_beyond_the_models(config, text)
+    _reject_cache_below_one_request(config, text)
+
+
+def _reject_heads_that_cannot_be_split(config: Config, text: Any) -> None:
+    """vLLM gives every rank whole heads; key/value heads may be copied instead."""
+    ranks, heads = config.target.tensor_parallel, int(text.num_attention_heads)
+    key_value_heads = _key_value_heads(text)
+    fits = [n for n in range(1, heads + 1) if heads % n == 0 and (key_value_heads % n == 0 or n % key_value_heads == 0)]
+    if ranks not in fits:
+        problem = f"{ranks} ranks cannot share {heads} attention heads and {key_value_heads} key/value heads evenly."
+        raise ConfigError("target.tensor_parallel", problem, f"use one of {', '.join(map(str, fits))}.")
+
+
+def _reject_context_beyond_the_models(config: Config, text: Any) -> None:
+    rope = getattr(text, "rope_parameters", None) or {}
+    longest = int(getattr(text, "max_position_embeddings", 0) or 0)
+    wanted = config.target.max_model_len
+    if wanted and longest and wanted > longest and rope.get("rope_type", "default") == "default":
+        problem = f"{wanted}, but {config.target.model} was made for {longest} tokens."
+        raise ConfigError("target.max_model_len", problem, f"use {longest} or less.")
+
+
+def _reject_cache_below_one_request(config: Config, text: Any) -> None:
+    """vLLM does not start with a cache that a single request of `max_model_len` could not be finished in."""
+    target, ranks = config.target, config.target.tensor_parallel
+    length = target.max_model_len or int(getattr(text, "max_position_embeddings", 0) or 0)
+    plain = not getattr(text, "sliding_window", None) and not getattr(text, "kv_lora_rank", None)
+    if not length or not plain or set(getattr(text, "layer_types", None) or ()) - {"full_attention"}:
+        return  # other layers keep less; vLLM knows how much
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = max(_key_value_heads(text), ranks)
+    per_token = 2 * int(text.num_hidden_layers) * heads * head_dim * parse_dtype(target.dtype).itemsize
+    block = _BLOCK_TOKENS["gpu" if target.gpus else "cpu"]
+    blocks = int(target.kv_cache_gb * 2**30 / per_token) // block - 1  # vLLM keeps one empty
+    if blocks * block < length:
+        needed = (-(-length // block) + 1) * block * per_token / 2**30
+        problem = (
+            f"{target.kv_cache_gb:g} holds {max(blocks, 0) * block} tokens of {target.model} in vLLM's blocks of "
+            f"{block}, and a request may have {length}."
+        )
+        fix = f"use {math.ceil(needed * 1000) / 1000:g} or more"
+        fix += f", or target.max_model_len={blocks * block}." if blocks > 0 else "."
+        raise ConfigError("target.kv_cache_gb", problem, fix)
+
+
+def _key_value_heads(text: Any) -> int:
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)

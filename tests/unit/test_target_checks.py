@@ -1,0 +1,89 @@
+"""What of a target is refused before anything starts: ranks, context, cache, memory. No vLLM is needed for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import BartConfig, LlamaConfig
+
+from specactor_ray.config import Config
+from specactor_ray.config.load import from_mapping
+from specactor_ray.errors import ConfigError
+from specactor_ray.rollout import memory, target_checks
+from specactor_ray.rollout.rollout import Rollout
+from specactor_ray.targets import vllm_bridge
+from tests.tiny import tiny_target
+
+LLAMA = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
+
+
+@pytest.fixture(autouse=True)
+def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_bridge.importlib.metadata, "version", lambda name: "0.32.0")
+
+
+def check(monkeypatch: pytest.MonkeyPatch, model: Any, **target: Any) -> None:
+    monkeypatch.setattr(target_checks, "load_model_config", lambda name, trust_remote_code: model)
+    target_checks.check_target(config_with(**target))
+
+
+def config_with(**target: Any) -> Config:
+    ranks = target.get("tensor_parallel", 1)
+    return from_mapping({"mode": "plain", "target": {"model": "m", "backend": "vllm", "cores": ranks, **target}})
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, True), (3, False), (4, True), (5, False), (12, True)])
+def test_ranks_share_heads_evenly(monkeypatch: pytest.MonkeyPatch, ranks: int, fits: bool) -> None:
+    """Of 12 heads and 4 key/value heads; with more ranks than these, they are copied."""
+    model = LlamaConfig(**LLAMA, max_position_embeddings=512)
+    if fits:
+        check(monkeypatch, model, tensor_parallel=ranks)
+        return
+    with pytest.raises(ConfigError, match="12 attention heads and 4 key/value heads") as error:
+        check(monkeypatch, model, tensor_parallel=ranks)
+    assert error.value.key == "target.tensor_parallel" and "1, 2, 4, 12" in error.value.fix
+
+
+def test_a_context_beyond_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, LlamaConfig(**LLAMA, max_position_embeddings=512), max_model_len=512)
+    with pytest.raises(ConfigError, match="513, but m was made for 512 tokens") as error:
+        check(monkeypatch, LlamaConfig(**LLAMA, max_position_embeddings=512), max_model_len=513)
+    assert error.value.key == "target.max_model_len"
+
+
+def test_a_cache_that_holds_no_whole_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token takes 4 layers x 2 x 4 heads x 8 numbers x 4 bytes = 1 KiB; blocks hold 128, and one stays empty."""
+    model = LlamaConfig(**LLAMA, max_position_embeddings=4096)
+    check(monkeypatch, model, kv_cache_gb=(4096 + 128) / 2**20)
+    check(monkeypatch, model, kv_cache_gb=(1024 + 128) / 2**20, max_model_len=1000)
+    with pytest.raises(ConfigError, match=r"holds 896 tokens of m in vLLM's blocks of 128.*may have 4096") as error:
+        check(monkeypatch, model, kv_cache_gb=1100 / 2**20)
+    assert error.value.key == "target.kv_cache_gb"
+    assert "use 0.005 or more" in error.value.fix and "target.max_model_len=896" in error.value.fix
+    check(monkeypatch, model, kv_cache_gb=1100 / 2**20, max_model_len=896)
+    with pytest.raises(ConfigError, match="holds 0 tokens") as error:
+        check(monkeypatch, model, kv_cache_gb=200 / 2**20)
+    assert "max_model_len" not in error.value.fix
+
+
+def test_models_that_do_not_only_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="encoder-decoder"):
+        check(monkeypatch, BartConfig())
+
+
+def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = from_mapping(
+        {
+            "target": {"model": str(tiny_target()), "kv_cache_gb": 8, "replicas": 2},
+            "drafters": [{"method": "ngram", "replicas": 3}],
+        }
+    )
+    plan = {item.what: item.num_bytes for item in memory.plan_rollout_memory(config)}
+    assert plan["2 x (weights + cache)"] > 16 * 2**30 and plan["3 x ngram"] == 3 * memory.PROCESS_BYTES
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4.0 * 2**30)
+    with pytest.raises(ConfigError, match=r"needs about 1[78]\.\d\d GiB, and 4\.00 GiB are free") as error:
+        Rollout(config)
+    assert "target.kv_cache_gb" in error.value.fix
+    config.cluster.address = "10.0.0.1:6379"  # its memory is not known here
+    memory.require_memory(config)

@@ -1,0 +1,118 @@
+"""A verifier of two ranks, each a process with a CPU core of its own: same tokens, same states, new weights, deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+
+from specactor_ray.config import Config
+from specactor_ray.modeling.ragged_model import HEAD_INPUT
+from specactor_ray.modeling.wire import from_wire
+from specactor_ray.rollout.rollout import Rollout
+from specactor_ray.targets.vllm import VllmEngine
+from tests.tiny import tiny_vllm_target
+from tests.unit.engine_conformance import Collected, noisy_oracle, requests
+from tests.unit.test_hf_engine import load
+from tests.unit.test_hf_engine import make as make_hf
+from tests.vllm import needs_vllm
+from tests.vllm.test_vllm_engine import answers_of, make
+from tests.vllm.test_vllm_rollout import NGRAM, config, tokens_of
+
+pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(400)]
+
+LAYERS = (0, 3, HEAD_INPUT)
+
+
+def ranks_of(process: psutil.Process) -> list[psutil.Process]:
+    return [child for child in process.children(recursive=True) if "VLLM::Worker" in " ".join(child.cmdline()[:1])]
+
+
+def states_of(collected: Collected, request_id: str) -> torch.Tensor:
+    return torch.cat([from_wire(o.hidden_states) for o in collected.outputs if o.request_id == request_id])
+
+
+class TestInThisProcess:
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[VllmEngine]:
+        engine = make(tensor_parallel=2, cores=2, hidden_layers=LAYERS)
+        ranks = ranks_of(psutil.Process())
+        assert len(ranks) == 2
+        yield engine
+        engine.close()
+        assert not psutil.wait_procs(ranks, timeout=20)[1], "ranks outlive their engine"
+
+    @pytest.mark.parametrize(("temperature", "filters"), [(0.0, {}), (1.0, {}), (0.7, {"top_k": 30, "top_p": 0.9})])
+    def test_ranks_verify_the_same_drafts_and_choose_the_tokens_of_hf(
+        self, engine: VllmEngine, temperature: float, filters: dict[str, Any]
+    ) -> None:
+        batch, reference = requests(8, temperature, **filters), make_hf(load(tiny_vllm_target()), hidden_layers=LAYERS)
+        truth, plain = answers_of(reference, batch), answers_of(engine, batch)
+        drafted = answers_of(engine, batch, noisy_oracle(truth.tokens, 4, engine.vocab_size))
+        assert plain.tokens == drafted.tokens == truth.tokens
+        assert sum(output.num_accepted for output in drafted.outputs) > 50
+        for request_id, expected in truth.logprobs.items():
+            assert drafted.logprobs[request_id] == pytest.approx(expected, abs=1e-3)
+            assert torch.allclose(states_of(drafted, request_id), states_of(truth, request_id), atol=1e-3)
+
+    def test_every_rank_takes_its_part_of_new_weights(self, engine: VllmEngine) -> None:
+        original = load(tiny_vllm_target()).state_dict()
+        model = load(tiny_vllm_target())
+        model.load_state_dict({name: tensor * 1.3 for name, tensor in original.items()})
+        batch = requests(4, 1.0)
+        before = answers_of(engine, batch).tokens
+        engine.load_weights(1, model.state_dict())
+        after = answers_of(engine, batch).tokens
+        assert after != before and after == answers_of(make_hf(model), batch).tokens
+        engine.load_weights(2, original)
+        assert answers_of(engine, batch).tokens == before
+
+
+class TestOverRay:
+    @pytest.fixture(autouse=True)
+    def cluster(self) -> Iterator[None]:
+        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+    def test_a_verifier_that_lost_a_rank_is_replaced(self) -> None:
+        """Its requests go on, and no rank is left behind."""
+        with Rollout.from_config(config("plain", [], backend="hf")) as rollout:
+            truth = tokens_of(rollout)
+        with Rollout.from_config(split_config()) as rollout, ThreadPoolExecutor() as pool:
+            killing = pool.submit(kill_a_rank, rollout)
+            assert tokens_of(rollout) == truth
+            seen = killing.result(60)
+            seen += ranks_of(psutil.Process(verifier_pid(rollout)))
+            assert len(seen) == 4, "the new verifier has ranks of its own"
+        assert not psutil.wait_procs(seen, timeout=30)[1]
+
+
+def split_config() -> Config:
+    settings = config("decoupled", [NGRAM])
+    settings.target.cores = settings.target.tensor_parallel = 2
+    settings.cluster.health_timeout_s = 20.0
+    return settings
+
+
+def verifier_pid(rollout: Rollout) -> int:
+    (pid,) = [row["pid"] for row in rollout.status() if row["kind"] == "verifier" and row["phase"] == "ready"]
+    return int(pid)
+
+
+def kill_a_rank(rollout: Rollout) -> list[psutil.Process]:
+    """Kill the second of a verifier's two ranks while the stream runs. Returns both."""
+    while rollout.committed_tokens == 0:
+        time.sleep(0.02)
+    ranks = ranks_of(psutil.Process(verifier_pid(rollout)))
+    assert len(ranks) == 2
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    return ranks
