@@ -209,6 +209,12 @@ def bench_rollout(
     backend: Annotated[
         str | None, typer.Option(help="hf or vllm. Default: target.backend.", show_default=False)
     ] = None,
+    long_tail: Annotated[
+        bool,
+        typer.Option(
+            "--long-tail", help="Outputs of fixed, long-tailed lengths: the i-th longest has 1/i of the tokens."
+        ),
+    ] = False,
     peers: Annotated[
         bool, typer.Option("--peers", help="Measure vLLM as it is, too: plain, and its own ngram, suffix, eagle3, ...")
     ] = False,
@@ -230,7 +236,7 @@ def bench_rollout(
     _use_token(settings.cluster.address)
     from specactor_ray.benchmarks.rollout_modes import all_identical, plan_workloads, run_bench
 
-    workloads = plan_workloads(settings, prompts or (), parse_temperatures(temperatures))
+    workloads = plan_workloads(settings, prompts or (), parse_temperatures(temperatures), long_tail)
     report = run_bench(settings, chosen, batches, workloads, output, progress, peers)
     _show_bench(report)
     if report["status"] == "interrupted":

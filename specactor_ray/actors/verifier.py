@@ -62,6 +62,7 @@ class VerifierActor:
             drafter.max_batch,
             reads_features=reads_features(drafter),
             remembers=learns_from_outputs(drafter),
+            on_demand=True,
         )
         return InlineDrafter(loop, link, drafter.follow_policy)
 

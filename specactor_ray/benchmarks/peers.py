@@ -23,6 +23,8 @@ from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.console import say
 
 TokenIds = tuple[int, ...]
+EncodedWorkload = tuple[str, tuple[TokenIds, ...], tuple[SamplingParams, ...]]
+"""Name, encoded prompts, and how each is sampled."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,7 @@ class PeerWork:
     cores: tuple[int, ...]
     batch: int
     config: Config
-    workloads: tuple[tuple[str, tuple[TokenIds, ...], SamplingParams], ...]
-    """Name, encoded prompts, sampling."""
+    workloads: tuple[EncodedWorkload, ...]
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,15 @@ class PeerMeasured:
     tokens: int
     draft_steps: int
     """Steps of requests that verified drafts."""
-    accepted: int
     drafted: int
+    row_steps: int
+    """Steps of requests that gave tokens. (vLLM's own count of accepted tokens includes those behind the end.)"""
 
 
 def measure_peers(
     config: Config,
     batches: Sequence[int],
-    workloads: Sequence[tuple[str, tuple[TokenIds, ...], SamplingParams]],
+    workloads: Sequence[EncodedWorkload],
     console: Console,
 ) -> list[dict[str, Any]]:
     """All peers at all batch sizes; rows as those of `Bench`, with the mode `peer` (plain decoding: `plain`).
@@ -110,16 +112,16 @@ def _own_methods(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _row(work: PeerWork, measured: PeerMeasured) -> dict[str, Any]:
-    requests_steps = measured.tokens - measured.accepted
+    steps, accepted = measured.row_steps, measured.tokens - measured.row_steps
     metrics = {
         "committed_tokens": measured.tokens,
-        "row_steps": requests_steps,
+        "row_steps": steps,
         "drafted_tokens": measured.drafted,
-        "accepted_tokens": measured.accepted,
-        "acceptance_length": measured.tokens / max(requests_steps, 1),
-        "acceptance_rate": measured.accepted / max(measured.drafted, 1),
-        "supply": measured.drafted / max(requests_steps, 1),
-        "supply_share": measured.draft_steps / max(requests_steps, 1),
+        "accepted_tokens": accepted,
+        "acceptance_length": measured.tokens / max(steps, 1),
+        "acceptance_rate": accepted / max(measured.drafted, 1),
+        "supply": measured.drafted / max(steps, 1),
+        "supply_share": measured.draft_steps / max(steps, 1),
         "steps": 0,
     }
     return {
@@ -141,6 +143,6 @@ def _row(work: PeerWork, measured: PeerMeasured) -> dict[str, Any]:
         "metrics": metrics,
         "failures": {},
         "actors": [],
-        "differences": [],
+        "differences": None,
         "peer": True,
     }

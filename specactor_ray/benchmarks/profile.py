@@ -19,9 +19,10 @@ from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.phase_progress import PhaseProgress, show_steps
-from specactor_ray.rollout.compatibility import check_backend, export_what_drafters_read
+from specactor_ray.rollout.compatibility import export_what_drafters_read
 from specactor_ray.rollout.prompts import read_prompts
-from specactor_ray.rollout.run import sigterm_interrupts
+from specactor_ray.rollout.target_checks import check_target
+from specactor_ray.signals import sigterm_interrupts
 from specactor_ray.speculation.costs import CostTable, fits_to_dict
 from specactor_ray.speculation.profile import parse_profile, points_to_json, seal, write_profile
 
@@ -63,7 +64,7 @@ def run_profile(
     config = copy.deepcopy(config)
     if config.drafters:
         config.mode = ModeName.decoupled  # whatever it will be run in, everything is measured
-    check_backend(config)
+    check_target(config)
     config = export_what_drafters_read(config)
     from specactor_ray.modeling.identity import method_identity
 
@@ -174,6 +175,9 @@ def _figures(config: Config, shares: Sequence[Measured], identities: dict[str, A
 
 
 def _reject_devices(config: Config, devices: Sequence[int], cores: int) -> None:
+    if config.target.tensor_parallel > 1:
+        problem = f"{config.target.tensor_parallel} ranks, and a profile is of one."
+        raise ConfigError("target.tensor_parallel", problem, "use 1.")
     if config.target.gpus:
         if list(devices) != [1]:
             raise InputError("--devices: a verifier runs on one GPU; use 1")

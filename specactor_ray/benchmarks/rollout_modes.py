@@ -7,6 +7,7 @@ prompt of its own is not counted, and leaves nothing behind that a drafter could
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,8 @@ from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.output import remove_if_empty, write_json
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts, sampling_from_config
-from specactor_ray.rollout.run import sigterm_interrupts
+from specactor_ray.rollout.target_checks import check_target
+from specactor_ray.signals import signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -46,16 +48,20 @@ class Workload:
 
     name: str
     prompts: tuple[Prompt, ...]
-    sampling: SamplingParams
+    sampling: tuple[SamplingParams, ...]
+    """One for each prompt."""
 
 
-def plan_workloads(config: Config, paths: Sequence[Path], temperatures: Sequence[float]) -> list[Workload]:
+def plan_workloads(
+    config: Config, paths: Sequence[Path], temperatures: Sequence[float], long_tail: bool = False
+) -> list[Workload]:
     """Every file of prompts at every temperature.
 
     Args:
         config: Gives the sampling, and the prompts where `paths` is empty.
         paths: Files of prompts; a workload is named after its file.
         temperatures: Default: that of the configuration.
+        long_tail: Fixed lengths (`long_tailed`) in place of ends of sequence.
 
     Raises:
         ConfigError: There are no prompts.
@@ -70,10 +76,28 @@ def plan_workloads(config: Config, paths: Sequence[Path], temperatures: Sequence
     prompts = {path.stem: tuple(read_prompts(str(path), config.data.limit)) for path in paths}
     base = sampling_from_config(config)
     return [
-        Workload(f"{name} T={temperature:g}", prompts[name], replace(base, temperature=temperature))
+        Workload(
+            f"{name} T={temperature:g}{', long tail' if long_tail else ''}",
+            prompts[name],
+            (long_tailed if long_tail else _alike)(replace(base, temperature=temperature), len(prompts[name])),
+        )
         for name in names
         for temperature in temperatures or [base.temperature]
     ]
+
+
+def _alike(sampling: SamplingParams, count: int) -> tuple[SamplingParams, ...]:
+    return (sampling,) * count
+
+
+def long_tailed(sampling: SamplingParams, count: int) -> tuple[SamplingParams, ...]:
+    """Output lengths of a rollout whose time is its tail: the i-th longest output has `1/i` of the most tokens (Zipf's
+    law), in an order drawn with the seed. Ends of sequence are ignored, so every variant has the same work."""
+    ranks = random.Random(sampling.seed).sample(range(1, count + 1), count)
+    return tuple(
+        replace(sampling, max_tokens=max(1, sampling.max_tokens // rank), ignore_eos=True, stop_token_ids=())
+        for rank in ranks
+    )
 
 
 def run_bench(
@@ -105,12 +129,7 @@ def run_bench(
     """
     output = output or Path(config.run.dir).expanduser() / f"bench-{new_run_name()}" / "bench.json"
     _reject_existing(output)
-    variants = plan_variants(config, modes, batches)
-    _reject_more_cores_than_there_are(config, variants)
-    if peers:
-        from specactor_ray.targets.vllm_bridge import require_vllm
-
-        require_vllm()
+    variants = _checked_variants(config, modes, batches, peers)
     made = _make_folder(output.parent)
     report = _head(config, workloads, output)
     bench = Bench(workloads, console)
@@ -134,6 +153,23 @@ def run_bench(
         else:
             remove_if_empty(*made)
     return report
+
+
+def _checked_variants(
+    config: Config, modes: Sequence[BenchMode], batches: Sequence[int], peers: bool
+) -> Sequence[Variant]:
+    """What will be measured, after all that can be checked before Ray starts."""
+    check_target(config)
+    variants = plan_variants(config, modes, batches)
+    _reject_more_cores_than_there_are(config, variants)
+    if peers:
+        from specactor_ray.targets.vllm_bridge import require_vllm
+
+        require_vllm()
+        if config.target.tensor_parallel > 1:
+            problem = f"{config.target.tensor_parallel} ranks, and --peers measures vLLM with one."
+            raise ConfigError("target.tensor_parallel", problem, "use 1, or leave --peers out.")
+    return variants
 
 
 def _reject_more_cores_than_there_are(config: Config, variants: Sequence[Variant]) -> None:
@@ -161,7 +197,8 @@ class Bench:
 
     def measure(self, variant: Variant, title: str) -> None:
         """Start the variant's actors, warm up, time each workload, compare its tokens, end the actors."""
-        from specactor_ray.rollout.rollout import Rollout
+        with signals_deferred():
+            from specactor_ray.rollout.rollout import Rollout
 
         name = f"{title} batch {variant.batch}, {variant.label}"
         say(self._console, f"{name}: starting")
@@ -204,7 +241,7 @@ class Bench:
                 workload.name,
                 tuple(encode_prompt(tokenizer, prompt, config.data.chat) for prompt in workload.prompts)
                 * config.data.n,
-                workload.sampling,
+                workload.sampling * config.data.n,
             )
             for workload in self._workloads
         ]
@@ -279,7 +316,7 @@ def with_ratios(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         base = best[_group(result)]
         following = _group(measured[number + 1]) if number + 1 < len(measured) else None
         added = {
-            "identical": result["requests"] - len(result["differences"]),
+            "identical": None if result.get("peer") else result["requests"] - len(result["differences"]),
             "ratio": round(result["tokens_per_s"] / max(base["tokens_per_s"], 1e-9), 4),
             "baseline": result is base,
             "last_of_group": following != _group(result),
@@ -293,8 +330,8 @@ def _group(result: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def all_identical(report: Mapping[str, Any]) -> bool:
-    """Whether every variant gave the tokens of plain decoding for every request."""
-    return all(result["identical"] == result["requests"] for result in report["results"])
+    """Whether every variant of ours gave the tokens of plain decoding for every request."""
+    return all(result["identical"] in (None, result["requests"]) for result in report["results"])
 
 
 def _reject_existing(output: Path) -> None:
@@ -319,7 +356,13 @@ def _head(config: Config, workloads: Sequence[Workload], output: Path) -> dict[s
         "output": str(output),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "workloads": [
-            {"name": w.name, "prompts": len(w.prompts), "samples_each": config.data.n, "sampling": asdict(w.sampling)}
+            {
+                "name": w.name,
+                "prompts": len(w.prompts),
+                "samples_each": config.data.n,
+                "sampling": asdict(w.sampling[0]),
+                "max_tokens": [sampling.max_tokens for sampling in w.sampling],
+            }
             for w in workloads
         ],
         "config": yaml.safe_load(to_yaml(config)),

@@ -60,7 +60,7 @@ def plan_variants(config: Config, modes: Sequence[BenchMode], batches: Sequence[
     `decoupled` is the configuration as given, with each draft method alone on all the draft cores; `fon` is the one
     with all of them. Plain and coupled verifiers get the drafters' cores on top of their own. Plain decoding may use
     the cores in the layout that suits it best: all cores in the given verifiers, as many verifiers more as the
-    drafters' cores can hold (the batch is then shared out), or one core per verifier.
+    drafters' cores can hold (the batch is then shared out), or one core per verifier (and rank).
 
     Raises:
         InputError: `modes` lacks plain, which the others are compared with, or a batch is below 1; or `fon` has only
@@ -145,6 +145,10 @@ def _extra_cores(config: Config) -> int:
         problem = f"{draft_cores(config)} draft cores cannot be shared out evenly among the verifiers."
         fix = f"choose drafters whose cores are a multiple of target.replicas ({config.target.replicas})."
         raise ConfigError("drafters", f"{problem} Plain decoding on the same cores cannot be measured.", fix)
+    if extra % config.target.tensor_parallel and not config.target.gpus:
+        ranks = config.target.tensor_parallel
+        problem = f"plain decoding gets {extra} draft core(s) on top, which {ranks} ranks cannot share evenly."
+        raise ConfigError("drafters", problem, f"choose drafters whose cores are a multiple of {ranks} per verifier.")
     return extra
 
 
@@ -154,7 +158,7 @@ def _other_plain_layouts(config: Config, batch: int) -> Iterator[tuple[int, int]
     replicas = target.replicas + more
     if more and not rest and batch * target.replicas % replicas == 0:
         yield replicas, target.cores
-    yield target.replicas, 1
+    yield target.replicas, target.tensor_parallel
 
 
 def _variant(config: Config, mode: ModeName, batch: int, label: str, replicas: int, cores: int, rows: int) -> Variant:

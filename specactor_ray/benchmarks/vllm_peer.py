@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from specactor_ray.benchmarks.child import Report
@@ -23,16 +24,16 @@ def measure_peer(work: PeerWork, report: Report) -> list[PeerMeasured]:
     }
     os.environ.update(settings)
     llm = _start(work)
-    _generate(llm, [(1, 2, 3)], SamplingParams(temperature=0.0, max_tokens=8))
+    _generate(llm, [(1, 2, 3)], [SamplingParams(temperature=0.0, max_tokens=8)])
     measured = []
     for name, prompts, sampling in work.workloads:
         llm.reset_prefix_cache()
         before, begin = _counters(llm), time.perf_counter()
         outputs = _generate(llm, prompts, sampling)
         seconds = time.perf_counter() - begin
-        steps, drafted, accepted = (now - then for now, then in zip(_counters(llm), before, strict=True))
+        drafts, drafted, rows = (now - then for now, then in zip(_counters(llm), before, strict=True))
         tokens = sum(map(len, outputs))
-        measured.append(PeerMeasured(name, seconds, len(outputs), tokens, steps, accepted, drafted))
+        measured.append(PeerMeasured(name, seconds, len(outputs), tokens, drafts, drafted, rows))
         report(f"{name}: {tokens} tokens, {tokens / seconds:.1f} tokens/s")
     llm.llm_engine.engine_core.shutdown()
     return measured
@@ -63,32 +64,32 @@ def _start(work: PeerWork) -> Any:
     return llm
 
 
-def _generate(llm: Any, prompts: Any, sampling: SamplingParams) -> list[TokenIds]:
+def _generate(llm: Any, prompts: Sequence[TokenIds], sampling: Sequence[SamplingParams]) -> list[TokenIds]:
     from vllm import SamplingParams as VllmSamplingParams
 
     params = [
         VllmSamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k or -1,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            ignore_eos=sampling.ignore_eos,
-            stop_token_ids=list(sampling.stop_token_ids),
-            detokenize=False,
-            seed=number,
+            temperature=one.temperature,
+            top_k=one.top_k or -1,
+            top_p=one.top_p,
+            max_tokens=one.max_tokens,
+            ignore_eos=one.ignore_eos,
+            stop_token_ids=list(one.stop_token_ids),
+            detokenize=False,  # without seeds: vLLM samples seeded requests one by one, and on CPUs not always
         )
-        for number in range(len(prompts))
+        for one in sampling
     ]
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     return [tuple(one.outputs[0].token_ids) for one in llm.generate(inputs, params, use_tqdm=False)]
 
 
 def _counters(llm: Any) -> tuple[int, int, int]:
-    """Drafts verified, draft tokens, accepted tokens since the start."""
-    values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    drafts, drafted, accepted = (int(values.get(f"vllm:spec_decode_{name}", 0)) for name in names)
-    return drafts, drafted, accepted
+    """Drafts verified, draft tokens, and steps that gave a request tokens (its first, and every interval after that),
+    since the start."""
+    values = {metric.name: getattr(metric, "value", getattr(metric, "count", 0)) for metric in llm.get_metrics()}
+    drafts, drafted = (int(values.get(f"vllm:spec_decode_num_{name}", 0)) for name in ("drafts", "draft_tokens"))
+    steps = (f"vllm:{name}_seconds" for name in ("time_to_first_token", "inter_token_latency"))
+    return drafts, drafted, sum(int(values[name]) for name in steps)
 
 
 def _repair_expand_kernel() -> None:

@@ -101,7 +101,7 @@ def difference_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
         f"  {result['variant']}, batch {result['batch']}, {result['workload']}: {_difference(difference)}"
         for result in results
-        for difference in result["differences"]
+        for difference in result["differences"] or ()
     ]
     if len(lines) > _MOST_DIFFERENCES:
         lines[_MOST_DIFFERENCES:] = [f"  and {len(lines) - _MOST_DIFFERENCES} more; all of them are in the JSON file"]

@@ -178,6 +178,7 @@ def test_a_killed_verifier_comes_back_with_its_inline_drafters(plain: Any) -> No
         assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)) == plain[1.0]
         meddler.join(60)
         assert assault.hits, "nothing was hit while the stream ran"
+        assert rollout.reissued_requests > 0
         rollout.forget_history()
         assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)) == plain[1.0]
         assert {drafter_id.partition("-")[0] for drafter_id in rollout.metrics().by_drafter} == {"ngram", "draft_model"}
@@ -231,6 +232,22 @@ def test_poison_fails_alone(plain: Any) -> None:
     for trajectory in done:
         if trajectory.prompt_index not in bad:
             assert trajectory.token_ids == plain[1.0][f"{trajectory.prompt_index}/{trajectory.sample_index}"]
+
+
+def test_every_prompt_may_be_sampled_in_its_own_way(plain: Any) -> None:
+    mixed = [SamplingParams(temperature=i % 2 * 1.0, max_tokens=48 // (1 + i), seed=3) for i in range(PROMPTS)]
+    with Rollout.from_config(config("decoupled", [NGRAM])) as rollout:
+        with pytest.raises(InputError, match="2 entries for 1 prompts"):
+            rollout.stream(tiny_prompts(1), mixed[:2])
+        with pytest.raises(InputError, match="0 entries for 1 prompts"):
+            rollout.stream(tiny_prompts(1), [])
+        for strange in ([mixed[0], None], [mixed[0], {"seed": 1}]):
+            with pytest.raises(InputError, match="must be SamplingParams"):
+                rollout.stream(tiny_prompts(2), strange)
+        done = tokens_of(rollout.generate(tiny_prompts(PROMPTS), mixed, n=SAMPLES))
+    for place, tokens in done.items():
+        params = mixed[int(place.partition("/")[0])]
+        assert tokens == plain[params.temperature][place][: params.max_tokens]
 
 
 def test_a_stream_left_early_frees_the_rollout(plain: Any) -> None:

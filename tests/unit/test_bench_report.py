@@ -370,12 +370,22 @@ class TestFiles:
         paths = [tmp_path / "chat.txt", tmp_path / "code.txt"]
         workloads = rollout_modes.plan_workloads(config(), paths, [0.0, 1.0])
         assert [w.name for w in workloads] == ["chat T=0", "chat T=1", "code T=0", "code T=1"]
-        assert [w.sampling.temperature for w in workloads] == [0.0, 1.0, 0.0, 1.0]
+        assert [[s.temperature for s in w.sampling] for w in workloads] == [[0.0, 0.0], [1.0, 1.0]] * 2
         assert all(w.prompts == ("one", "two") for w in workloads)
         with pytest.raises(InputError, match="same name"):
             rollout_modes.plan_workloads(config(), [paths[0], paths[0]], [])
         with pytest.raises(ConfigError, match=r"data\.path"):
             rollout_modes.plan_workloads(config(), [], [])
+
+    def test_a_long_tail_has_lengths_of_its_own_whatever_is_sampled(self, tmp_path: Path) -> None:
+        (tmp_path / "chat.txt").write_text("one\ntwo\nthree\nfour\n")
+        settings = config()
+        settings.sampling.max_tokens, settings.sampling.stop_token_ids = 60, [3]
+        (workload,) = rollout_modes.plan_workloads(settings, [tmp_path / "chat.txt"], [1.0], long_tail=True)
+        assert sorted(s.max_tokens for s in workload.sampling) == [15, 20, 30, 60]
+        assert all(s.ignore_eos and not s.stop_token_ids and s.temperature == 1.0 for s in workload.sampling)
+        assert workload.name == "chat T=1, long tail"
+        assert [workload] == rollout_modes.plan_workloads(settings, [tmp_path / "chat.txt"], [1.0], long_tail=True)
 
     def test_the_report_is_plain_data(self) -> None:
         results = with_ratios([measured("plain 1x2", 4, 40.0, differing=1)])

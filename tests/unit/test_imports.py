@@ -17,6 +17,7 @@ PACKAGE = REPOSITORY / "specactor_ray"
 # The pure half of the controller (plain data and decisions) lies below the actors, which are told what to be with it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("signals",),
     ("messages",),
     ("config",),
     ("_sampling_numba",),
@@ -70,6 +71,7 @@ MAY_IMPORT = {
         "learner/",
         "drafter_training/",
         "actors/",
+        "rollout/memory.py",
         "training/",
         "benchmarks/vllm_peer.py",
     ),
