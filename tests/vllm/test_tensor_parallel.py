@@ -33,7 +33,11 @@ LAYERS = (0, 3, HEAD_INPUT)
 
 
 def ranks_of(process: psutil.Process) -> list[psutil.Process]:
-    return [child for child in process.children(recursive=True) if "VLLM::Worker" in " ".join(child.cmdline()[:1])]
+    """The engine's ranks: by the title vLLM gives them or, where setproctitle cannot write it (the first environment
+    variable was changed before), by the command line of multiprocessing."""
+    signs = ("VLLM::Worker", "--multiprocessing-fork")
+    children = process.children(recursive=True)
+    return [child for child in children if any(sign in " ".join(child.cmdline()) for sign in signs)]
 
 
 def states_of(collected: Collected, request_id: str) -> torch.Tensor:
