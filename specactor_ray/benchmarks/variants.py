@@ -64,8 +64,7 @@ def plan_variants(config: Config, modes: Sequence[BenchMode], batches: Sequence[
 
     Raises:
         InputError: `modes` lacks plain, which the others are compared with, or a batch is below 1; or `fon` has only
-        one
-            method to race.
+            one method to race.
         ConfigError: The drafters' cores cannot be shared out evenly, or a batch contradicts another key.
     """
     if BenchMode.plain not in modes:
