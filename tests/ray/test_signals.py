@@ -19,7 +19,7 @@ import ray
 from specactor_ray.signals import interruption, sigterm_interrupts
 from tests.tiny import tiny_target
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ray
 ROOT = Path(__file__).resolve().parents[2]
 
 
