@@ -142,7 +142,7 @@ class VerifyLoop:
     # ---- the loop ----
 
     def run(self) -> None:
-        """Loop until `stop`. An engine that fails ends the loop; `error` then says why."""
+        """Loop until `stop`, then close the engine. An engine that fails ends the loop; `error` then says why."""
         try:
             while not self._stopping.is_set():
                 if not self.run_once():
@@ -150,6 +150,15 @@ class VerifyLoop:
         except Exception as error:
             self.error = error
             logger.exception("the verifier's engine failed")
+        finally:
+            self._close_engine()
+
+    def _close_engine(self) -> None:
+        """What an engine has outside this process (ranks, shared memory) would outlive a process that is killed."""
+        try:
+            self._engine.close()
+        except Exception:
+            logger.exception("the verifier's engine did not close in order")
 
     def run_once(self) -> bool:
         """One step. Returns False when there was nothing to do."""

@@ -185,6 +185,23 @@ def proposers(kind: str) -> dict[str, Proposer]:
     }
 
 
+@pytest.mark.parametrize("failing", [False, True])
+def test_an_engine_is_closed_when_its_loop_ends(failing: bool) -> None:
+    """What it has outside the process would stay behind otherwise."""
+    bench = Bench({}, Mode.PLAIN)
+    closed = []
+    bench.engine.close = lambda: closed.append(bench.verifier.error)  # type: ignore[method-assign]
+    if failing:
+        bench.engine.step = None  # type: ignore[method-assign, assignment]
+        bench._threads[0].start()
+        bench.verifier.submit(requests(1, 0.0))
+        bench._threads[0].join(10)
+    else:
+        bench.run(requests(2, 0.0))
+        bench.close()
+    assert len(closed) == 1 and isinstance(closed[0], TypeError) == failing
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("mode", "inline"), [(Mode.COUPLED, False), (Mode.COUPLED, True), (Mode.DECOUPLED, False)], ids=str

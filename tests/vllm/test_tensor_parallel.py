@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,7 +28,7 @@ from tests.vllm import needs_vllm
 from tests.vllm.test_vllm_engine import answers_of, make
 from tests.vllm.test_vllm_rollout import NGRAM, config, tokens_of
 
-pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
 
 LAYERS = (0, 3, HEAD_INPUT)
 
@@ -88,16 +89,23 @@ class TestOverRay:
         ray.shutdown()
 
     def test_a_verifier_that_lost_a_rank_is_replaced(self) -> None:
-        """Its requests go on, and no rank is left behind."""
+        """Its requests go on, no rank is left behind, and the verifier that ends in order leaves no shared memory."""
         with Rollout.from_config(config("plain", [], backend="hf")) as rollout:
             truth = tokens_of(rollout)
         with Rollout.from_config(split_config()) as rollout, ThreadPoolExecutor() as pool:
             killing = pool.submit(kill_a_rank, rollout)
             assert tokens_of(rollout) == truth
-            seen = killing.result(60)
+            seen, shared = killing.result(60)
             seen += ranks_of(psutil.Process(verifier_pid(rollout)))
             assert len(seen) == 4, "the new verifier has ranks of its own"
+            assert shared_memory() - shared, "and shares memory with them"
         assert not psutil.wait_procs(seen, timeout=30)[1]
+        assert not shared_memory() - shared
+
+
+def shared_memory() -> set[str]:
+    """Names of all segments that multiprocessing made, on this machine."""
+    return {path.name for path in Path("/dev/shm").glob("psm_*")}
 
 
 def split_config() -> Config:
@@ -112,11 +120,11 @@ def verifier_pid(rollout: Rollout) -> int:
     return int(pid)
 
 
-def kill_a_rank(rollout: Rollout) -> list[psutil.Process]:
-    """Kill the second of a verifier's two ranks while the stream runs. Returns both."""
+def kill_a_rank(rollout: Rollout) -> tuple[list[psutil.Process], set[str]]:
+    """Kill the second of a verifier's two ranks while the stream runs. Returns both, and the shared memory before."""
     while rollout.committed_tokens == 0:
         time.sleep(0.02)
-    ranks = ranks_of(psutil.Process(verifier_pid(rollout)))
+    ranks, shared = ranks_of(psutil.Process(verifier_pid(rollout))), shared_memory()
     assert len(ranks) == 2
     os.kill(ranks[1].pid, signal.SIGKILL)
-    return ranks
+    return ranks, shared
