@@ -31,7 +31,7 @@ from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.output import remove_if_empty, write_json
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts, sampling_from_config
-from specactor_ray.rollout.target_checks import check_target
+from specactor_ray.rollout.target_checks import check_target, start_note
 from specactor_ray.signals import signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ def run_bench(
     output = output or Path(config.run.dir).expanduser() / f"bench-{new_run_name()}" / "bench.json"
     _reject_existing(output)
     variants = _checked_variants(config, modes, batches, peers)
+    if note := start_note(config):
+        say(console, note)
     made = _make_folder(output.parent)
     report = _head(config, workloads, output)
     bench = Bench(workloads, console)

@@ -28,6 +28,7 @@ from specactor_ray.rollout.output import (
     write_json,
 )
 from specactor_ray.rollout.prompts import Prompt, read_prompts
+from specactor_ray.rollout.target_checks import start_note
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.signals import interruption, signals_deferred, sigterm_interrupts
 
@@ -114,6 +115,8 @@ def _run(config: Config, prompts: list[Prompt], folder: Path, writer: Trajectory
 
     begin = time.monotonic()
     say(console, f"run {config.run.name}: starting {config.mode.value} actors, results go to {folder}")
+    if note := start_note(config):
+        say(console, note)
     status, error, tally = "failed", "", Tally()
     started, summary = time.strftime("%Y-%m-%dT%H:%M:%S%z"), {}
     with Rollout(config) as rollout:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from specactor_ray.config.schema import Config
-from specactor_ray.errors import ConfigError
+from specactor_ray.errors import ConfigError, ModelLoadError
 from specactor_ray.modeling.loading import load_model_config, parse_dtype
 
 _BLOCK_TOKENS = {"cpu": 128, "gpu": 16}
@@ -18,22 +18,43 @@ def check_target(config: Config) -> None:
 
     Raises:
         ConfigError: The key and the fix are named.
-        ModelLoadError: The model cannot be found.
+        ModelLoadError: The model cannot be found; the key is named.
     """
-    if config.target.backend != "vllm":
-        return
-    from specactor_ray.targets.vllm_bridge import require_vllm
-
-    require_vllm()
     target = config.target
-    model = load_model_config(target.model, trust_remote_code=target.trust_remote_code)
+    if target.backend == "vllm":
+        from specactor_ray.targets.vllm_bridge import require_vllm
+
+        require_vllm()
+    model = load_target_config(config)
     if getattr(model, "is_encoder_decoder", False):
         problem = f"{target.model} is an encoder-decoder model ({model.model_type}); the target must only decode."
         raise ConfigError("target.model", problem, "choose a decoder-only model.")
+    if target.backend != "vllm":
+        return
     text = model.get_text_config()
     _reject_heads_that_cannot_be_split(config, text)
     _reject_context_beyond_the_models(config, text)
     _reject_cache_below_one_request(config, text)
+
+
+def load_target_config(config: Config) -> Any:
+    """The target's model configuration, as transformers has it.
+
+    Raises:
+        ModelLoadError: The model cannot be found; the key is named.
+    """
+    try:
+        return load_model_config(config.target.model, trust_remote_code=config.target.trust_remote_code)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"target.model: {error}") from error
+
+
+def start_note(config: Config) -> str:
+    """What to say before a start that takes minutes; empty otherwise."""
+    target = config.target
+    if target.backend != "vllm" or not target.compiled or target.gpus:
+        return ""
+    return "vLLM compiles the model at every start, minutes on a CPU; target.compiled=false starts in seconds"
 
 
 def _reject_heads_that_cannot_be_split(config: Config, text: Any) -> None:

@@ -10,10 +10,11 @@ from specactor_ray.config import Config
 from specactor_ray.config.training_schema import RewardFunctionConfig
 from specactor_ray.config.validate_training import validate_training
 from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.modeling.loading import load_model_config, load_tokenizer
+from specactor_ray.modeling.loading import load_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.rollout.memory import MemoryItem, available_bytes, check_memory, gib
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
+from specactor_ray.rollout.target_checks import load_target_config, start_note
 from specactor_ray.training.data import TaskOrder, TaskStream, open_source
 from specactor_ray.training.memory import FIXES, plan_memory
 from specactor_ray.training.rewards import NEED_ANSWERS, Scorer
@@ -82,7 +83,7 @@ def max_prompt_tokens(config: Config) -> int:
         ConfigError: There is no room for any.
     """
     target = config.target
-    text = load_model_config(target.model, trust_remote_code=target.trust_remote_code).get_text_config()
+    text = load_target_config(config).get_text_config()
     context = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
     context = min(context, target.max_model_len or context)
     limit = context - config.sampling.max_tokens
@@ -99,5 +100,7 @@ def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], con
     samples = config.trainer.prompts_per_step * config.data.n
     what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
     say(console, f"run {config.run.name}: {what}, mode {config.mode.value}; results go to {run.folder}")
+    if note := start_note(config):
+        say(console, note)
     if run.checkpoint is not None:
         say(console, f"run {config.run.name}: goes on from {run.checkpoint} (step {run.state.step})")

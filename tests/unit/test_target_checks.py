@@ -9,7 +9,7 @@ from transformers import BartConfig, LlamaConfig
 
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
-from specactor_ray.errors import ConfigError
+from specactor_ray.errors import ConfigError, ModelLoadError
 from specactor_ray.rollout import memory, target_checks
 from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.targets import vllm_bridge
@@ -87,3 +87,15 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeyp
     assert "target.kv_cache_gb" in error.value.fix
     config.cluster.address = "10.0.0.1:6379"  # its memory is not known here
     memory.require_memory(config)
+
+
+@pytest.mark.parametrize("backend", ["hf", "vllm"])
+def test_a_missing_model_is_named_with_its_key(backend: str) -> None:
+    with pytest.raises(ModelLoadError, match=r"^target\.model: There is no directory '/nowhere'\. Fix: "):
+        target_checks.check_target(config_with(model="/nowhere", backend=backend))
+
+
+def test_a_start_that_compiles_is_announced() -> None:
+    assert "target.compiled=false" in target_checks.start_note(config_with())
+    assert not target_checks.start_note(config_with(compiled=False))
+    assert not target_checks.start_note(config_with(backend="hf"))
