@@ -44,8 +44,8 @@ def checked_tasks(config: Config) -> TaskStream:
         ConfigError, InputError: See `open_source`; or there is no room for prompts, or no prompt fits.
     """
     target, data = config.target, config.data
-    tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
     limit = max_prompt_tokens(config)
+    tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
     source = open_source(data, config.sampling.seed)
 
     def count_tokens(prompt: Prompt) -> int:
