@@ -54,7 +54,7 @@ def start_note(config: Config) -> str:
     target = config.target
     if target.backend != "vllm" or not target.compiled or target.gpus:
         return ""
-    return "vLLM compiles the model at every start, minutes on a CPU; target.compiled=false starts in seconds"
+    return "vLLM compiles the model at every start, minutes on a CPU; target.compiled=false starts sooner, runs slower"
 
 
 def _reject_heads_that_cannot_be_split(config: Config, text: Any) -> None:
