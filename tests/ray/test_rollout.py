@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 PROMPTS = 16
 SAMPLES = 4
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,7 +120,7 @@ def test_fastest_of_n_with_trees_is_token_for_token_plain(plain: Any) -> None:
 @pytest.mark.parametrize("name", ["Liar", "Crasher", "Flooder"])
 def test_a_misbehaving_drafter_changes_nothing(plain: Any, name: str) -> None:
     drafters = [{"method": f"tests.misbehaving:{name}", "replicas": 2}, NGRAM]
-    done, _ = roll(config("decoupled", drafters), 1.0)
+    done, _ = roll(config("decoupled", drafters, verifiers=1), 1.0)
     assert tokens_of(done) == plain[1.0]
 
 
@@ -128,18 +129,18 @@ def pids(rollout: Rollout, kind: str) -> list[int]:
 
 
 class Assault:
-    """Sends a signal to an actor of a kind again and again while the stream runs."""
+    """Sends signals, one after the other, to actors of a kind while the stream runs; to none twice."""
 
-    def __init__(self, kind: str, signal_number: int, times: int) -> None:
-        self._kind, self._signal, self._times = kind, signal_number, times
+    def __init__(self, kind: str, *signals: int) -> None:
+        self._kind, self._signals = kind, signals
         self.hits: list[int] = []
 
     def __call__(self, rollout: Rollout) -> None:
-        while len(self.hits) < self._times:
+        while len(self.hits) < len(self._signals):
             for pid in [pid for pid in pids(rollout, self._kind) if pid not in self.hits][:1]:
                 if rollout.committed_tokens == 0:
                     continue
-                os.kill(pid, self._signal)
+                os.kill(pid, self._signals[len(self.hits)])
                 self.hits.append(pid)
             if rollout.committed_tokens == sum(map(len, self.expected.values())):
                 return
@@ -150,37 +151,33 @@ class Assault:
 
 @pytest.mark.parametrize(("mode", "inline"), [("coupled", False), ("decoupled", None)])
 @pytest.mark.parametrize(
-    ("kind", "signal_number", "times"),
+    ("kind", "signals"),
     [
-        ("drafter", signal.SIGKILL, 3),
-        ("drafter", signal.SIGSTOP, 2),
-        ("verifier", signal.SIGKILL, 1),
-        ("verifier", signal.SIGSTOP, 1),
+        ("drafter", [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL, signal.SIGSTOP]),
+        ("verifier", [signal.SIGKILL, signal.SIGSTOP]),  # all there are
     ],
+    ids=["drafter", "verifier"],
 )
-def test_killed_and_stopped_actors(
-    plain: Any, mode: str, inline: bool | None, kind: str, signal_number: int, times: int
-) -> None:
-    assault = Assault(kind, signal_number, times)
+def test_killed_and_stopped_actors(plain: Any, mode: str, inline: bool | None, kind: str, signals: list[int]) -> None:
+    assault = Assault(kind, *signals)
     assault.expected = plain[1.0]
     done, _ = roll(config(mode, [{**NGRAM, "inline": inline}]), 1.0, assault)
     assert tokens_of(done) == plain[1.0]
-    assert assault.hits, "nothing was hit while the stream ran"
+    assert len(assault.hits) > 1, "the stream ended before two were hit"
 
 
 def test_a_killed_verifier_comes_back_with_its_inline_drafters(plain: Any) -> None:
-    assault = Assault("verifier", signal.SIGKILL, 1)
+    assault = Assault("verifier", signal.SIGKILL)
     assault.expected = plain[1.0]
     with Rollout.from_config(config("coupled", [NGRAM, small()])) as rollout:
         meddler = threading.Thread(target=assault, args=(rollout,), daemon=True)
         meddler.start()
-        sampling = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
-        assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)) == plain[1.0]
+        assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)) == plain[1.0]
         meddler.join(60)
         assert assault.hits, "nothing was hit while the stream ran"
         assert rollout.reissued_requests > 0
         rollout.forget_history()
-        assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)) == plain[1.0]
+        assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)) == plain[1.0]
         assert {drafter_id.partition("-")[0] for drafter_id in rollout.metrics().by_drafter} == {"ngram", "draft_model"}
         rows = [row for row in rollout.status() if row["phase"] == "ready"]
         assert {row["kind"] for row in rows} == {"verifier"} and all("drafts itself" in row["note"] for row in rows)
@@ -188,55 +185,30 @@ def test_a_killed_verifier_comes_back_with_its_inline_drafters(plain: Any) -> No
             rollout.scale({"draft_model": 2})
 
 
-def test_scaling_while_it_runs(plain: Any) -> None:
-    seen: list[int] = []
-
-    def scale(rollout: Rollout) -> None:
-        for count in (3, 0, 1):
-            rollout.scale({"ngram": count})
-            deadline = time.monotonic() + 20
-            while time.monotonic() < deadline:
-                ready = [r for r in rollout.status() if r["kind"] == "drafter" and r["phase"] == "ready"]
-                if len(ready) == count:
-                    break
-                time.sleep(0.2)
-            seen.append(len(ready))
-        with pytest.raises(ConfigError, match="ngram"):
-            rollout.scale({"suffix": 1})
-        with pytest.raises(ConfigError):
-            rollout.scale({"ngram": -1})
-        seen.append(-1)
-
-    with Rollout.from_config(config("decoupled", [{**NGRAM, "replicas": 1}])) as rollout:
-        scaler = threading.Thread(target=scale, args=(rollout,), daemon=True)
-        scaler.start()
-        sampling = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
-        rounds = 0
-        while scaler.is_alive() or rounds == 0:
-            assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)) == plain[1.0]
-            rounds += 1
-    assert seen == [3, 0, 1, -1]
+@pytest.fixture(scope="class")
+def rollout() -> Iterator[Rollout]:
+    with Rollout.from_config(config("decoupled", [NGRAM], verifiers=1)) as rollout:
+        yield rollout
 
 
-def test_poison_fails_alone(plain: Any) -> None:
-    sampling = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
-    prompts: list[Any] = list(tiny_prompts(PROMPTS))
-    prompts[3] = [1, 2, 10**6]
-    prompts[5] = "word " * 2000
-    prompts[7] = []
-    with Rollout.from_config(config("decoupled", [NGRAM])) as rollout:
-        done = rollout.generate(prompts, sampling, n=SAMPLES)
-    bad = {t.prompt_index: t.error for t in done if t.finish_reason == "error"}
-    assert set(bad) == {3, 5, 7}
-    assert "vocabulary" in bad[3] and "must stay within" in bad[5] and "no tokens" in bad[7]
-    for trajectory in done:
-        if trajectory.prompt_index not in bad:
-            assert trajectory.token_ids == plain[1.0][f"{trajectory.prompt_index}/{trajectory.sample_index}"]
+class TestOneRollout:
+    """What one rollout with n-gram drafters goes through, in this order."""
 
+    def test_poison_fails_alone(self, plain: Any, rollout: Rollout) -> None:
+        prompts: list[Any] = list(tiny_prompts(PROMPTS))
+        prompts[3] = [1, 2, 10**6]
+        prompts[5] = "word " * 2000
+        prompts[7] = []
+        done = rollout.generate(prompts, SAMPLING, n=SAMPLES)
+        bad = {t.prompt_index: t.error for t in done if t.finish_reason == "error"}
+        assert set(bad) == {3, 5, 7}
+        assert "vocabulary" in bad[3] and "must stay within" in bad[5] and "no tokens" in bad[7]
+        for trajectory in done:
+            if trajectory.prompt_index not in bad:
+                assert trajectory.token_ids == plain[1.0][f"{trajectory.prompt_index}/{trajectory.sample_index}"]
 
-def test_every_prompt_may_be_sampled_in_its_own_way(plain: Any) -> None:
-    mixed = [SamplingParams(temperature=i % 2 * 1.0, max_tokens=48 // (1 + i), seed=3) for i in range(PROMPTS)]
-    with Rollout.from_config(config("decoupled", [NGRAM])) as rollout:
+    def test_every_prompt_may_be_sampled_in_its_own_way(self, plain: Any, rollout: Rollout) -> None:
+        mixed = [SamplingParams(temperature=i % 2 * 1.0, max_tokens=48 // (1 + i), seed=3) for i in range(PROMPTS)]
         with pytest.raises(InputError, match="2 entries for 1 prompts"):
             rollout.stream(tiny_prompts(1), mixed[:2])
         with pytest.raises(InputError, match="0 entries for 1 prompts"):
@@ -245,20 +217,44 @@ def test_every_prompt_may_be_sampled_in_its_own_way(plain: Any) -> None:
             with pytest.raises(InputError, match="must be SamplingParams"):
                 rollout.stream(tiny_prompts(2), strange)
         done = tokens_of(rollout.generate(tiny_prompts(PROMPTS), mixed, n=SAMPLES))
-    for place, tokens in done.items():
-        params = mixed[int(place.partition("/")[0])]
-        assert tokens == plain[params.temperature][place][: params.max_tokens]
+        for place, tokens in done.items():
+            params = mixed[int(place.partition("/")[0])]
+            assert tokens == plain[params.temperature][place][: params.max_tokens]
 
-
-def test_a_stream_left_early_frees_the_rollout(plain: Any) -> None:
-    sampling = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
-    with Rollout.from_config(config("decoupled", [NGRAM])) as rollout:
-        stream = rollout.stream(tiny_prompts(PROMPTS), sampling, n=SAMPLES)
+    def test_a_stream_left_early_frees_the_rollout(self, plain: Any, rollout: Rollout) -> None:
+        stream = rollout.stream(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)
         next(stream)
         with pytest.raises(InputError, match="still open"):
-            rollout.stream(tiny_prompts(1), sampling)
+            rollout.stream(tiny_prompts(1), SAMPLING)
         stream.close()
-        assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)) == plain[1.0]
+        assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)) == plain[1.0]
+
+    def test_scaling_while_it_runs(self, plain: Any, rollout: Rollout) -> None:
+        seen: list[int] = []
+
+        def scale() -> None:
+            for count in (3, 0, 1):
+                rollout.scale({"ngram": count})
+                deadline = time.monotonic() + 20
+                while time.monotonic() < deadline:
+                    ready = [r for r in rollout.status() if r["kind"] == "drafter" and r["phase"] == "ready"]
+                    if len(ready) == count:
+                        break
+                    time.sleep(0.2)
+                seen.append(len(ready))
+            with pytest.raises(ConfigError, match="ngram"):
+                rollout.scale({"suffix": 1})
+            with pytest.raises(ConfigError):
+                rollout.scale({"ngram": -1})
+            seen.append(-1)
+
+        scaler = threading.Thread(target=scale, daemon=True)
+        scaler.start()
+        rounds = 0
+        while scaler.is_alive() or rounds == 0:
+            assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)) == plain[1.0]
+            rounds += 1
+        assert seen == [3, 0, 1, -1]
 
 
 def test_nothing_is_left_behind() -> None:

@@ -34,13 +34,6 @@ def tasks(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, namespace="specactor", logging_level="ERROR")
-    yield
-    ray.shutdown()
-
-
 def settings(tasks: Path, folder: Path, name: str, *more: str) -> list[str]:
     return [
         f"run.dir={folder}",
@@ -66,6 +59,68 @@ def run(overrides: Sequence[str]) -> TrainOutcome:
 
 def records(outcome_folder: Path) -> list[dict[str, Any]]:
     return read_metrics(outcome_folder / "metrics.jsonl")
+
+
+def command(overrides: Sequence[str]) -> subprocess.Popen:
+    arguments = [sys.executable, "-m", "specactor_ray.cli", "train", *overrides]
+    return subprocess.Popen(
+        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def wait_for_steps(process: subprocess.Popen, metrics: Path, steps: int, timeout_s: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= steps):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no steps were done"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tasks: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    common = ("trainer.steps=6", "checkpoint.every=2", "algorithm.name=ppo")
+    whole = command(settings(tasks, folder, "whole", *common))
+    output = whole.communicate(timeout=200)[0]
+    assert whole.returncode == 0, output
+
+    killed = command(settings(tasks, folder, "killed", *common))
+    wait_for_steps(killed, folder / "killed" / "metrics.jsonl", 3)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate(timeout=60)
+    resumed = command(settings(tasks, folder, "killed", *common, "resume=auto"))
+    output = resumed.communicate(timeout=200)[0]
+    assert resumed.returncode == 0, output
+    assert "goes on from" in output
+    learnt = [[record["train"] for record in records(folder / name)] for name in ("whole", "killed")]
+    assert len(learnt[0]) == 6
+    assert learnt[0] == learnt[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_sigterm_saves_and_ends(whole_group: bool, tasks: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    process = command(settings(tasks, folder, "r", "trainer.steps=500", "checkpoint.every=100"))
+    wait_for_steps(process, folder / "r" / "metrics.jsonl", 2)
+    if whole_group:  # as `timeout` and schedulers do: it reaches the private cluster too
+        os.killpg(process.pid, signal.SIGTERM)
+    else:
+        process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=90)[0]
+    assert process.returncode == 130, output
+    assert "interrupted after step" in output
+    steps = len(records(folder / "r"))
+    assert [path.name for path in (folder / "r" / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
+    assert json.loads((folder / "r" / "summary.json").read_text())["status"] == "interrupted"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """For the tests after those that start a cluster of their own: there is never more than one."""
+    ray.init(address="local", num_cpus=2, include_dashboard=False, namespace="specactor", logging_level="ERROR")
+    yield
+    ray.shutdown()
 
 
 @pytest.mark.slow
@@ -137,57 +192,3 @@ def test_a_head_learns_while_training_goes_on_and_changes_nothing_that_is_learnt
         table = json.loads((outcome.folder / "summary.json").read_text())["totals"]["drafters"]["eagle"]
         assert {int(version) for version in table} == {int(v) for figure in figures for v in figure["by_version"]}
     assert learnt["plain"] == learnt["drafter"] == learnt["trainer"]
-
-
-def command(overrides: Sequence[str]) -> subprocess.Popen:
-    arguments = [sys.executable, "-m", "specactor_ray.cli", "train", *overrides]
-    return subprocess.Popen(
-        arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-
-def wait_for_steps(process: subprocess.Popen, metrics: Path, steps: int, timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= steps):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no steps were done"
-        time.sleep(0.05)
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tasks: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "runs"
-    common = ("trainer.steps=8", "checkpoint.every=2", "algorithm.name=ppo")
-    whole = command(settings(tasks, folder, "whole", *common))
-    output = whole.communicate(timeout=200)[0]
-    assert whole.returncode == 0, output
-
-    killed = command(settings(tasks, folder, "killed", *common))
-    wait_for_steps(killed, folder / "killed" / "metrics.jsonl", 5)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.communicate(timeout=60)
-    resumed = command(settings(tasks, folder, "killed", *common, "resume=auto"))
-    output = resumed.communicate(timeout=200)[0]
-    assert resumed.returncode == 0, output
-    assert "goes on from" in output
-    learnt = [[record["train"] for record in records(folder / name)] for name in ("whole", "killed")]
-    assert len(learnt[0]) == 8
-    assert learnt[0] == learnt[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("whole_group", [False, True])
-def test_sigterm_saves_and_ends(whole_group: bool, tasks: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "runs"
-    process = command(settings(tasks, folder, "r", "trainer.steps=500", "checkpoint.every=100"))
-    wait_for_steps(process, folder / "r" / "metrics.jsonl", 2)
-    if whole_group:  # as `timeout` and schedulers do: it reaches the private cluster too
-        os.killpg(process.pid, signal.SIGTERM)
-    else:
-        process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=90)[0]
-    assert process.returncode == 130, output
-    assert "interrupted after step" in output
-    steps = len(records(folder / "r"))
-    assert [path.name for path in (folder / "r" / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
-    assert json.loads((folder / "r" / "summary.json").read_text())["status"] == "interrupted"
