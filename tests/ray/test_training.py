@@ -24,6 +24,8 @@ from tests import tiny
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 ROOT = Path(__file__).resolve().parents[2]
+FEW = ("trainer.prompts_per_step=4", "data.n=4")
+"""Small steps, where nothing needs to be learnt well."""
 
 
 @pytest.fixture
@@ -79,7 +81,7 @@ def wait_for_steps(process: subprocess.Popen, metrics: Path, steps: int, timeout
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tasks: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
-    common = ("trainer.steps=6", "checkpoint.every=2", "algorithm.name=ppo")
+    common = ("trainer.steps=6", "checkpoint.every=2", "algorithm.name=ppo", *FEW)
     whole = command(settings(tasks, folder, "whole", *common))
     output = whole.communicate(timeout=200)[0]
     assert whole.returncode == 0, output
@@ -159,7 +161,7 @@ def test_a_tiny_model_learns(
 def test_drafts_change_nothing_that_is_learnt(tasks: Path, tmp_path: Path, cluster: None) -> None:
     learnt = {}
     for mode in ("plain", "decoupled"):
-        outcome = run(settings(tasks, tmp_path / "runs", mode, f"mode={mode}", "trainer.steps=6"))
+        outcome = run(settings(tasks, tmp_path / "runs", mode, f"mode={mode}", "trainer.steps=6", *FEW))
         learnt[mode] = [record["train"] for record in records(outcome.folder)]
         drafted = [sum(pair[0] for pair in r["speed"]["by_method"].values()) for r in records(outcome.folder)]
         assert (sum(drafted) > 0) == (mode == "decoupled")
@@ -173,12 +175,11 @@ def test_a_head_learns_while_training_goes_on_and_changes_nothing_that_is_learnt
 ) -> None:
     online = "{where: off, steps_per_version: 2, learning_rate: 0.001, batch_tokens: 128, depths: 2}"
     head = f"drafters=[{{method: eagle, model: {tiny.tiny_eagle()}, kv_cache_gb: 0.02, online: {online}}}]"
-    few = ("trainer.steps=3", "trainer.prompts_per_step=4", "data.n=4")
     always = ("speculation.verify=all", "speculation.draft_wait_s=0.5", "speculation.breaker.min_acceptance=0")
     learnt = {}
     for where in ("plain", "drafter", "trainer"):
         how = "mode=plain" if where == "plain" else f"drafters.0.online.where={where}"
-        outcome = run(settings(tasks, tmp_path / "runs", where, head, how, *few, *always))
+        outcome = run(settings(tasks, tmp_path / "runs", where, head, how, "trainer.steps=3", *FEW, *always))
         learnt[where] = [record["train"] for record in records(outcome.folder)]
         if where == "plain":
             continue
