@@ -15,6 +15,7 @@ import torch
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.errors import ConfigError
 from specactor_ray.learner.batching import MicroBatch
+from specactor_ray.learner.engines.extension_locks import remove_abandoned_locks
 from specactor_ray.learner.engines.torch_engine import autocast, parameter_groups
 from specactor_ray.learner.policy import Policy, TokenScores
 
@@ -51,6 +52,7 @@ def join(rendezvous: Rendezvous, device: torch.device) -> None:
     except ImportError:
         fix = "pip install 'specactor-ray[deepspeed]', or use trainer.backend=torch."
         raise ConfigError("trainer.backend", "DeepSpeed is not installed.", fix) from None
+    remove_abandoned_locks()
     # DeepSpeed calls collectives by names that newer torch renames; nobody who trains can do anything about it.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*deprecated", category=FutureWarning)
     deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl", verbose=False)
