@@ -1,4 +1,4 @@
-"""Errors of specactor_ray: one root, and one kind per party that can mend the cause.
+"""Errors of specactor_ray: one root, and one class per party who can fix the cause.
 
 A user's mistake (`ConfigError`, `InputError`, `ModelLoadError`, `ClusterError`) says what was found, what
 is allowed and what to do; the command line prints it without a traceback and exits with `EXIT_USER_ERROR`.
@@ -43,8 +43,36 @@ class ModelLoadError(UserError):
 
 
 class ClusterError(UserError):
-    """There is no cluster, or it has not what the configuration asks for."""
+    """There is no cluster, or it lacks the requested resources."""
 
 
-class ActorLostError(SpecActorError):
-    """An actor that a request cannot do without died and was not replaced in time."""
+class CallError(SpecActorError):
+    """A call to an actor failed; the subclass says what is known about the actor."""
+
+
+class ActorUnavailableError(CallError):
+    """The actor is out of reach for now. The call may or may not have been carried out; asking again may help."""
+
+
+class CallTimeoutError(CallError):
+    """There was no answer before the call's deadline. The call may still be carried out."""
+
+
+class ActorLostError(CallError):
+    """The actor is gone for good; nothing that it held can be asked for any more.
+
+    Args:
+        message: What was lost, for people.
+        node_lost: Its node went with it, so that nothing it did can have been the cause.
+    """
+
+    def __init__(self, message: str, node_lost: bool = False) -> None:
+        self.node_lost = node_lost
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[ActorLostError], tuple[str, bool]]:
+        return type(self), (str(self), self.node_lost)
+
+
+class RemoteError(CallError):
+    """The actor's method raised something that is neither a user's mistake nor an error of this package."""

@@ -1,0 +1,304 @@
+"""Calls to actors: every one has a deadline, a retry rule and an error of this package.
+
+The only module that waits for Ray's answers. What carries the calls is a `Transport`: Ray's in production, that of the
+simulator's network otherwise.
+
+An actor that is out of reach (`ActorUnavailableError`) may or may not have carried out a call. Methods of our actors
+are idempotent, so a call is sent again until its deadline unless `retry=False` says that its method is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import ray
+from ray import exceptions as ray_errors
+
+from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.errors import (
+    ActorLostError,
+    ActorUnavailableError,
+    CallError,
+    CallTimeoutError,
+    RemoteError,
+    SpecActorError,
+)
+
+_RETRY_S, _RETRY_MAX_S = 0.1, 2.0
+"""Wait before an unavailable actor is asked again: doubles from the first to the second."""
+
+
+class Transport(Protocol):
+    """Carries calls and objects. Its references are opaque to everyone else; they can be hashed."""
+
+    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Any:
+        """Begin a call; returns its reference at once. Failures show when the reference is taken."""
+
+    def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
+        """Those that are done; waits up to `timeout_s` seconds for the first. References must be distinct."""
+
+    def take(self, reference: Any) -> Any:
+        """The result of a reference that is done.
+
+        Raises:
+            SpecActorError: As the actor raised it, or a `CallError`.
+        """
+
+    def future(self, reference: Any) -> Future[Any]:
+        """A future of the reference; its exceptions are not translated, see `translate`."""
+
+    def translate(self, error: BaseException, what: str) -> SpecActorError:
+        """The error of this package for one that `future` shows."""
+
+    def put(self, value: Any) -> Any:
+        """Store an object; it lives as long as a reference to it does, and its owner."""
+
+    def fetch(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The objects of these references.
+
+        Raises:
+            CallError: They cannot be had (any more), or not within `timeout_s` seconds.
+        """
+
+
+class Call:
+    """One call on its way. Made by `Calls.start`; used by one thread."""
+
+    def __init__(
+        self, calls: Calls, actor: Any, method: str, arguments: Sequence[Any], end: float, retry: bool
+    ) -> None:
+        self._calls, self._actor, self._method, self._arguments = calls, actor, method, arguments
+        self._end, self._retry = end, retry
+        self._delay_s, self._again_at = _RETRY_S, 0.0
+        self._value: Any = None
+        self._unavailable: CallError | None = None
+        self.error: SpecActorError | None = None
+        """Why it failed; None while it is on its way or when it succeeded."""
+        self.done = False
+        """There is a result or an error; kept up to date by `poll` and `Calls.wait`."""
+        self.reference: Any = None
+        """Of the attempt under way; None between two attempts and at the end."""
+        self._send()
+
+    def poll(self) -> bool:
+        """Take an answer that came, try again if it is time. Never blocks. Returns whether it is done."""
+        if not self.done:
+            transport = self._calls.transport
+            arrived = self.reference is not None and bool(transport.wait([self.reference], 0.0))
+            self.advance(arrived, self._calls.clock.now())
+        return self.done
+
+    def result(self) -> Any:
+        """Wait for the answer, at most until the deadline.
+
+        Raises:
+            SpecActorError: As the actor raised it, or a `CallError`.
+        """
+        while not self.poll():
+            self._calls.wait([self], float("inf"))
+        if self.error is not None:
+            raise self.error
+        return self._value
+
+    def next_at(self) -> float:
+        """When something has to be done about it even if no answer comes."""
+        return self._end if self.reference is not None else min(self._end, self._again_at)
+
+    def advance(self, arrived: bool, now: float) -> None:
+        """Go one step further; `arrived` says whether the attempt under way has an answer."""
+        if arrived:
+            reference, self.reference = self.reference, None
+            try:
+                self._finish(self._calls.transport.take(reference))
+            except ActorUnavailableError as error:
+                self._unavailable, self._again_at = error, now + self._delay_s
+                self._delay_s = min(2.0 * self._delay_s, _RETRY_MAX_S)
+                if not self._retry or self._again_at >= self._end:
+                    self._fail(error)
+            except SpecActorError as error:
+                self._fail(error)
+        elif now >= self._end:
+            self._fail(self._unavailable or CallTimeoutError(f"{self._method}: no answer in time"))
+        elif self.reference is None and now >= self._again_at:
+            self._send()
+
+    def _send(self) -> None:
+        try:
+            self.reference = self._calls.transport.send(self._actor, self._method, self._arguments)
+        except SpecActorError as error:
+            self._fail(error)
+
+    def _finish(self, value: Any) -> None:
+        self._value, self.done = value, True
+
+    def _fail(self, error: SpecActorError) -> None:
+        self.error, self.done, self.reference = error, True, None
+
+
+class Calls:
+    """Starts calls and waits for them.
+
+    Args:
+        transport: What carries them; default: Ray.
+        clock: What deadlines and pauses are measured by.
+    """
+
+    def __init__(self, transport: Transport | None = None, clock: Clock = SYSTEM) -> None:
+        self.transport: Transport = transport if transport is not None else RayTransport()
+        self.clock = clock
+
+    def start(self, actor: Any, method: str, *arguments: Any, deadline_s: float, retry: bool = True) -> Call:
+        """Begin a call; returns at once.
+
+        Args:
+            actor: Handle of the actor.
+            method: Its method.
+            arguments: Of the method.
+            deadline_s: Seconds after which the call counts as failed (`CallTimeoutError`).
+            retry: Send it again while the actor is unavailable; only for methods that are idempotent.
+        """
+        return Call(self, actor, method, arguments, self.clock.now() + deadline_s, retry)
+
+    def ask(self, actor: Any, method: str, *arguments: Any, deadline_s: float, retry: bool = True) -> Any:
+        """Call and wait for the answer; arguments and errors as of `start` and `Call.result`."""
+        return self.start(actor, method, *arguments, deadline_s=deadline_s, retry=retry).result()
+
+    def ask_all(self, calls: Iterable[Call]) -> list[Any]:
+        """The results of all calls, in their order. The first that fails raises at once."""
+        calls = list(calls)
+        waiting = calls
+        while waiting:
+            for call in self.wait(waiting, float("inf")):
+                call.result()
+            waiting = [call for call in waiting if not call.done]
+        return [call.result() for call in calls]
+
+    def wait(self, calls: Sequence[Call], timeout_s: float) -> list[Call]:
+        """Wait until one of the calls is done, at most `timeout_s` seconds. Returns those that are done."""
+        end = self.clock.now() + timeout_s
+        while True:
+            flying = {call.reference: call for call in calls if call.reference is not None and not call.done}
+            arrived = self.transport.wait(list(flying), 0.0) if flying else set()
+            now = self.clock.now()
+            for call in calls:
+                if not call.done:
+                    call.advance(call.reference in arrived, now)
+            done = [call for call in calls if call.done]
+            if done or now >= end:
+                return done
+            until = min([end, *(call.next_at() for call in calls)])
+            flying = {call.reference: call for call in calls if call.reference is not None}
+            if flying:
+                self.transport.wait(list(flying), max(0.0, until - now))
+            else:
+                self.clock.sleep(max(0.0, until - now))
+
+    def sender(self, actor: Any, method: str) -> Callable[[list[Any]], Delivery]:
+        """A `send` for `Outbox`: the method takes a batch of messages; what it returns is ignored."""
+
+        def send(batch: list[Any]) -> Delivery:
+            return Delivery(self.transport, self.transport.send(actor, method, [batch]))
+
+        return send
+
+
+class Delivery:
+    """One delivery of an outbox on its way; the part of a future that `Outbox` uses."""
+
+    __slots__ = ("_future", "_transport")
+
+    def __init__(self, transport: Transport, reference: Any) -> None:
+        self._transport, self._future = transport, transport.future(reference)
+
+    def add_done_callback(self, done: Callable[[Delivery], None]) -> None:
+        self._future.add_done_callback(lambda _future: done(self))
+
+    def exception(self) -> BaseException | None:
+        """Why it failed, as an error of this package; None when it arrived."""
+        error = self._future.exception()
+        return None if error is None else self._transport.translate(error, "delivery")
+
+
+class RayTransport:
+    """Calls and objects of Ray."""
+
+    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Any:
+        try:
+            return getattr(actor, method).remote(*arguments)
+        except ray_errors.RayError as error:
+            raise self.translate(error, method) from None
+
+    def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
+        limit = None if timeout_s == float("inf") else timeout_s
+        done, waiting = ray.wait(list(references), num_returns=1, timeout=limit, fetch_local=False)
+        if done and waiting:  # those that came at the same time
+            done += ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)[0]
+        return set(done)
+
+    def take(self, reference: Any) -> Any:
+        try:
+            return ray.get(reference, timeout=_FETCH_S)
+        except ray_errors.RayError as error:
+            raise self.translate(error, "the call") from None
+
+    def future(self, reference: Any) -> Future[Any]:
+        future: Future[Any] = reference.future()
+        return future
+
+    def translate(self, error: BaseException, what: str) -> SpecActorError:
+        return translate_ray_error(error, what)
+
+    def put(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def fetch(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
+        try:
+            found: list[Any] = ray.get(list(references), timeout=timeout_s)
+        except ray_errors.RayError as error:
+            raise self.translate(error, "fetching an object") from None
+        return found
+
+
+_FETCH_S = 60.0
+"""Longest time for an answer that is there to cross the network."""
+
+
+def translate_ray_error(error: BaseException, what: str) -> SpecActorError:
+    """The error of this package that stands for one of Ray's.
+
+    Args:
+        error: As Ray raised it.
+        what: What was being done, for people: `verifier-0#3f2a: ping`.
+
+    Returns:
+        An error of this package as the actor raised it; else a `CallError` with what Ray says.
+    """
+    if isinstance(error, SpecActorError):
+        return error
+    if isinstance(error, ray_errors.RayTaskError):
+        cause = error.cause
+        if isinstance(cause, SpecActorError):
+            return cause
+        return RemoteError(f"{what}: {type(cause).__name__ if cause else 'error'}: {error}")
+    if isinstance(error, ray_errors.ActorUnavailableError):
+        return ActorUnavailableError(f"{what}: out of reach: {_first_line(error)}")
+    if isinstance(error, ray_errors.RayActorError):
+        node_lost = _is_node_loss(error)
+        hint = "its node is gone" if node_lost else "killed, out of memory, or crashed"
+        return ActorLostError(f"{what}: its process ended ({hint}): {_first_line(error)}", node_lost)
+    if isinstance(error, ray_errors.GetTimeoutError):
+        return CallTimeoutError(f"{what}: no answer in time")
+    if isinstance(error, (ray_errors.OwnerDiedError, ray_errors.NodeDiedError)):
+        return ActorLostError(f"{what}: {_first_line(error)}", isinstance(error, ray_errors.NodeDiedError))
+    return CallError(f"{what}: {type(error).__name__}: {_first_line(error)}")
+
+
+def _is_node_loss(error: ray_errors.RayActorError) -> bool:
+    """Ray tells the cause of a death in words, and preemption by a flag."""
+    return error.preempted or "its node has died" in str(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
