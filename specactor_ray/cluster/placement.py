@@ -7,7 +7,6 @@ sets what was asked for against what each node has.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +38,18 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What an actor takes of its placement group's bundle."""
+
+    cpus: float
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """A placement group that stands, resolved to its node."""
 
-    group: PlacementGroup
+    group: Any
     bundle_index: int
     node_id: str
     node_ip: str
@@ -73,52 +80,12 @@ def resolve(group: PlacementGroup) -> Placement | None:
     return Placement(group, 0, node_id, node["NodeManagerAddress"]) if node else None
 
 
-def wait_for_all(
-    groups: Mapping[str, PlacementGroup], demands: Sequence[Demand], timeout_s: float, supply: Sequence[NodeSupply]
-) -> dict[str, Placement]:
-    """Wait until every group stands.
-
-    Args:
-        groups: Owner → group.
-        demands: What the groups ask for, for the message.
-        timeout_s: Longest wait for all of them together.
-        supply: What the nodes had before the groups were asked for.
-
-    Raises:
-        ClusterError: Not all stood in time; the message shows demand and supply. All of them were removed.
-    """
-    deadline = time.monotonic() + timeout_s
-    placed: dict[str, Placement] = {}
-    try:
-        while True:
-            for owner in groups.keys() - placed.keys():
-                where = resolve(groups[owner])
-                if where is not None:
-                    placed[owner] = where
-            if len(placed) == len(groups):
-                return placed
-            if time.monotonic() >= deadline:
-                missing = sorted(groups.keys() - placed.keys())
-                problem = f"{len(missing)} of {len(groups)} actors found no room within {timeout_s:g} s"
-                raise ClusterError(f"{problem}: {', '.join(missing)}.\n{demand_against_supply(demands, supply)}")
-            time.sleep(0.05)
-    except BaseException:
-        for group in groups.values():
-            remove(group)
-        raise
-
-
 def remove(group: PlacementGroup) -> None:
     """Give the group's resources back; harmless when it is gone. Actors that run in it are ended by Ray."""
     try:
         remove_placement_group(group)
     except Exception as error:  # noqa: BLE001 - teardown goes on, whatever state the cluster is in
         logger.debug("removing a placement group failed: %s", error)
-
-
-def is_standing(group: PlacementGroup) -> bool:
-    """Whether an actor could be started in the group now."""
-    return resolve(group) is not None
 
 
 def cluster_supply() -> list[NodeSupply]:

@@ -16,8 +16,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from specactor_ray.cluster.calls import Calls, Transport
 from specactor_ray.cluster.cores import usable_cores
 from specactor_ray.cluster.placement import on_node
+from specactor_ray.errors import SpecActorError
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +40,8 @@ class ProcessFacts:
     """GPU ids that Ray gave it."""
 
 
-def ask_facts(handle: Any) -> Any:
-    """Ask an actor for its `ProcessFacts`; returns an object reference. It answers while it still loads."""
-    return handle.__ray_call__.remote(_facts)
-
-
-def _facts(_actor: Any) -> ProcessFacts:
+def process_facts(_actor: Any) -> ProcessFacts:
+    """Runs in an actor (`__ray_call__`), also while it still loads: which process it is."""
     context = ray.get_runtime_context()
     gpus = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", ()))
     return ProcessFacts(os.getpid(), _start_ticks(os.getpid()) or 0, context.get_node_id(), gpus)
@@ -86,16 +84,17 @@ def _kill(facts: ProcessFacts) -> None:
         logger.error("process %d belongs to another user and cannot be killed", facts.pid)
 
 
-class Undertaker:
+class ActorReaper:
     """Ends actors and follows their processes until they are gone; never blocks except in `wait`."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Calls) -> None:
+        self._clock, self._transport = calls.clock, calls.transport
         self._here = ray.get_runtime_context().get_node_id()
         self._local: dict[ProcessFacts, float] = {}
         self._remote: dict[Any, ProcessFacts] = {}
         self._end_remotely = ray.remote(end_process)
 
-    def bury(self, handle: Any, facts: ProcessFacts | None) -> None:
+    def reap(self, handle: Any, facts: ProcessFacts | None) -> None:
         """End this actor for good. Without facts (it never answered) Ray's word is all there is."""
         try:
             ray.kill(handle, no_restart=True)
@@ -104,12 +103,12 @@ class Undertaker:
         if facts is None:
             return
         if facts.node_id == self._here:
-            self._local[facts] = time.monotonic()
+            self._local[facts] = self._clock.now()
         else:
             self._remote[self._end_remotely.options(**on_node(facts.node_id)).remote(facts)] = facts
 
     def follows(self, facts: ProcessFacts) -> bool:
-        """Whether this process was buried and is not known to be gone, as of the last `poll`."""
+        """Whether this process was reaped and is not known to be gone, as of the last `poll`."""
         return facts in self._local or facts in self._remote.values()
 
     def poll(self) -> int:
@@ -117,33 +116,32 @@ class Undertaker:
         for facts, since in list(self._local.items()):
             if not is_alive(facts):
                 del self._local[facts]
-            elif time.monotonic() - since >= KILL_GRACE_S:
+            elif self._clock.now() - since >= KILL_GRACE_S:
                 _kill(facts)
-        if self._remote:
-            done, _ = ray.wait(list(self._remote), num_returns=len(self._remote), timeout=0)
-            for ref in done:
-                facts = self._remote.pop(ref)
-                try:
-                    if not ray.get(ref):
-                        logger.error("process %d on node %s does not end", facts.pid, facts.node_id[:8])
-                except RayError as error:  # the node is gone, and the process with it
-                    logger.debug("node %s: %s", facts.node_id[:8], error)
+        for reference in self._transport.wait(list(self._remote), 0.0) if self._remote else ():
+            facts = self._remote.pop(reference)
+            try:
+                if not self._transport.take(reference):
+                    logger.error("process %d on node %s does not end", facts.pid, facts.node_id[:8])
+            except SpecActorError as error:  # the node is gone, and the process with it
+                logger.debug("node %s: %s", facts.node_id[:8], error)
         return len(self._local) + len(self._remote)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all are gone. False when some are not within `timeout_s` seconds."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock.now() + timeout_s
         while self.poll():
-            if time.monotonic() >= deadline:
+            if self._clock.now() >= deadline:
                 return False
-            time.sleep(0.05)
+            self._clock.sleep(0.05)
         return True
 
 
 class CoreSurvey:
     """Learns which cores processes on a node may use: by a tiny task there, once per node; never blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self._here = ray.get_runtime_context().get_node_id()
         self._known: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._asked: dict[str, Any] = {}
@@ -157,13 +155,11 @@ class CoreSurvey:
             return self._known[node_id]
         if node_id not in self._asked:
             self._asked[node_id] = self._usable_cores.options(**on_node(node_id)).remote()
-        ready, _ = ray.wait([self._asked[node_id]], timeout=0)
-        if not ready:
+        if not self._transport.wait([self._asked[node_id]], 0.0):
             return None
-        ref = self._asked.pop(node_id)
         try:
-            self._known[node_id] = ray.get(ref)
-        except RayError as error:
+            self._known[node_id] = self._transport.take(self._asked.pop(node_id))
+        except SpecActorError as error:
             logger.warning("node %s did not tell its cores, asking again: %s", node_id[:8], error)
             return None
         return self._known[node_id]

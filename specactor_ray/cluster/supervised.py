@@ -6,51 +6,18 @@ A stuck actor costs its supervisor nothing: at most one call of each kind is in 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from specactor_ray.cluster.names import NAMESPACE
-from specactor_ray.cluster.placement import Placement
-from specactor_ray.cluster.processes import ProcessFacts, ask_facts
-from specactor_ray.errors import ActorLostError, SpecActorError, UserError
+from specactor_ray.cluster.calls import Call, Calls
+from specactor_ray.cluster.processes import ProcessFacts, process_facts
+from specactor_ray.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, SpecActorError, UserError
 
 logger = logging.getLogger(__name__)
 
-_CONCURRENCY = 8
-"""Threads of an actor: a long poll or a load must not hold up health checks and deliveries."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What an actor takes of its placement group's bundle."""
-
-    cpus: float
-    gpus: float = 0.0
-
-
-def launch(cls: Any, spec: Any, name: str, placement: Placement, share: Share) -> Any:
-    """Make the actor `cls(spec)` in its placement group; returns its handle at once.
-
-    A crashed actor is never restarted by Ray: it would come back without its state under the same name.
-    """
-    strategy = PlacementGroupSchedulingStrategy(placement.group, placement.bundle_index)
-    options: dict[str, Any] = {
-        "name": name,
-        "namespace": NAMESPACE,
-        "num_cpus": share.cpus,
-        "num_gpus": share.gpus,
-        "max_concurrency": _CONCURRENCY,
-        "max_restarts": 0,
-        "max_task_retries": 0,
-        "scheduling_strategy": strategy,
-    }
-    return ray.remote(cls).options(**options).remote(spec)
+_ERRAND_TIMEOUT_S = 300.0
+"""Longest time for an actor to do what it was told (weights of a large model take minutes)."""
+_STOP_POLL_S = 0.1
 
 
 class Errand:
@@ -59,23 +26,22 @@ class Errand:
     def __init__(self, actor_id: str) -> None:
         self.error: SpecActorError | None = None
         """Why the last one failed."""
-        self._actor_id, self._ref = actor_id, None
+        self._actor_id = actor_id
+        self._call: Call | None = None
 
-    def send(self, ref: Any) -> None:
+    def send(self, call: Call) -> None:
         """Look after this call."""
-        self._ref = ref
+        self._call = call
 
     def state(self) -> str:
         """`idle`, `in flight`, `done` or `failed`; the latter two once for every `send`."""
-        if self._ref is None:
+        if self._call is None:
             return "idle"
-        if not _is_done(self._ref):
+        if not self._call.poll():
             return "in flight"
-        ref, self._ref = self._ref, None
-        try:
-            ray.get(ref)
-        except RayError as error:
-            self.error = readable_error(error, self._actor_id, "did not take what it was told")
+        call, self._call = self._call, None
+        if call.error is not None:
+            self.error = named_error(call.error, self._actor_id, "did not take what it was told")
             logger.warning("%s", self.error)
             return "failed"
         return "done"
@@ -84,6 +50,12 @@ class Errand:
 class SupervisedActor:
     """The supervisor's side of one actor that has `start`, `ping` and `stop`.
 
+    Args:
+        actor_id: Its incarnation.
+        handle: To call it by.
+        calls: What calls are made with.
+        start_timeout_s: Longest wait for its start.
+
     Attributes:
         facts: Which process it is; None until it answered.
         started: What `start` returned; None until then.
@@ -91,22 +63,27 @@ class SupervisedActor:
         error: Why it is dead; None while it is not known to be.
     """
 
-    def __init__(self, actor_id: str, handle: Any) -> None:
+    def __init__(self, actor_id: str, handle: Any, calls: Calls, start_timeout_s: float) -> None:
         self.actor_id, self.handle = actor_id, handle
         self.facts: ProcessFacts | None = None
         self.started: dict[str, Any] | None = None
         self.counters: dict[str, Any] = {}
         self.error: SpecActorError | None = None
-        self._facts_ref: Any = ask_facts(handle)
-        self._start_ref: Any = handle.start.remote()
-        self._ping_ref: Any = None
+        self._calls = calls
+        self._facts: Call | None = calls.start(handle, "__ray_call__", process_facts, deadline_s=start_timeout_s)
+        self._start: Call | None = self.call("start", deadline_s=start_timeout_s)
+        self._ping: Call | None = None
         self._pinged_at = float("-inf")
         self._unanswered_since: float | None = None
         self.news = Errand(actor_id)
         self.weights = Errand(actor_id)
         self.learning = Errand(actor_id)
         self.rest = Errand(actor_id)
-        self._drain_ref: Any = None
+        self._drain: Call | None = None
+
+    def call(self, method: str, *arguments: Any, deadline_s: float = _ERRAND_TIMEOUT_S) -> Call:
+        """Begin a call of one of its methods."""
+        return self._calls.start(self.handle, method, *arguments, deadline_s=deadline_s)
 
     def poll(self, now: float, interval_s: float) -> None:
         """Take the answers that came, and ask for the health when it is time. Never blocks.
@@ -115,25 +92,32 @@ class SupervisedActor:
             now: Monotonic seconds.
             interval_s: Time between two health checks.
         """
-        if self._facts_ref is not None and _is_done(self._facts_ref):
-            ref, self._facts_ref = self._facts_ref, None
-            self.facts = self._result(ref, "did not come up")
-        if self._start_ref is not None and _is_done(self._start_ref):
-            ref, self._start_ref = self._start_ref, None
-            self.started = self._result(ref, "did not start")
-        if self._ping_ref is not None and _is_done(self._ping_ref):
-            ref, self._ping_ref = self._ping_ref, None
-            self._take_ping(ref)
-        if self.started is None or self.error is not None or self._ping_ref is not None:
+        if self._facts is not None and self._facts.poll():
+            call, self._facts = self._facts, None
+            self.facts = self._result(call, "did not come up")
+        if self._start is not None and self._start.poll():
+            call, self._start = self._start, None
+            self.started = self._result(call, "did not start")
+        if self._ping is not None and self._ping.poll():
+            call, self._ping = self._ping, None
+            self._take_ping(call)
+        if self.started is None or self.error is not None or self._ping is not None:
             return
         if now - self._pinged_at >= interval_s:
-            self._ping_ref, self._pinged_at = self.handle.ping.remote(), now
-            if self._unanswered_since is None:
-                self._unanswered_since = now
+            self._ask(now, interval_s)
+
+    def hurry(self) -> None:
+        """Somebody suspects it: ask for its health at the next `poll`."""
+        self._pinged_at = float("-inf")
 
     def silent_s(self, now: float) -> float:
         """Seconds that the oldest unanswered health check has waited."""
         return 0.0 if self._unanswered_since is None else max(0.0, now - self._unanswered_since)
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds that its loop had spent in one step when it last answered."""
+        return float(self.counters.get("busy_s", 0.0))
 
     def forgive(self, now: float) -> None:
         """The supervisor itself was held up: what is unanswered counts from now."""
@@ -142,61 +126,50 @@ class SupervisedActor:
 
     def drain(self) -> None:
         """Ask it to stop taking requests; `drained` tells when it has."""
-        self._drain_ref = self.handle.drain.remote()
+        self._drain = self.call("drain")
 
     def drained(self) -> bool:
-        return self._drain_ref is not None and _is_done(self._drain_ref)
+        return self._drain is not None and self._drain.poll()
 
-    def _take_ping(self, ref: Any) -> None:
-        try:
-            self.counters = ray.get(ref) or {}
+    def _ask(self, now: float, interval_s: float) -> None:
+        # A check that was lost on its way must not silence those after it.
+        self._ping = self._calls.start(self.handle, "ping", deadline_s=max(2.0 * interval_s, 1.0), retry=False)
+        self._pinged_at = now
+        if self._unanswered_since is None:
+            self._unanswered_since = now
+
+    def _take_ping(self, call: Call) -> None:
+        if call.error is None:
+            self.counters = call.result() or {}
             self._unanswered_since = None
-        except ActorUnavailableError:
-            pass  # out of reach for now, perhaps the network: stays unanswered until the health timeout decides
-        except RayError as error:
-            self.error = readable_error(error, self.actor_id, "failed its health check")
+        elif not isinstance(call.error, ActorUnavailableError | CallTimeoutError):
+            self.error = named_error(call.error, self.actor_id, "failed its health check")
+        # Else it is out of reach for now, perhaps the network: stays unanswered until the health timeout decides.
 
-    def _result(self, ref: Any, what: str) -> Any:
-        try:
-            return ray.get(ref)
-        except RayError as error:
-            if self.error is None or isinstance(error, RayTaskError):  # the latter says more than "it died"
-                self.error = readable_error(error, self.actor_id, what)
-            return None
+    def _result(self, call: Call, what: str) -> Any:
+        if call.error is None:
+            return call.result()
+        if self.error is None or not isinstance(call.error, ActorLostError):  # the latter says less than the others
+            self.error = named_error(call.error, self.actor_id, what)
+        return None
 
 
-def stop_in_order(actors: Iterable[SupervisedActor], timeout_s: float, interval_s: float) -> None:
+def stop_in_order(actors: Iterable[SupervisedActor], calls: Calls, timeout_s: float, interval_s: float) -> None:
     """Ask all to end their loops and wait until they have, or are dead, or stay silent; at most `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    pending = {actor.handle.stop.remote(): actor for actor in actors if actor.started is not None}
-    while pending and (now := time.monotonic()) < deadline:
-        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0.1)
-        for ref, actor in list(pending.items()):
+    clock = calls.clock
+    deadline = clock.now() + timeout_s
+    pending = {actor.call("stop", deadline_s=timeout_s): actor for actor in actors if actor.started is not None}
+    while pending and (now := clock.now()) < deadline:
+        calls.wait(list(pending), _STOP_POLL_S)
+        for call, actor in list(pending.items()):
             actor.poll(now, interval_s)
-            if ref in done or actor.error is not None or actor.silent_s(now) > max(2.0, 2.0 * interval_s):
-                del pending[ref]
+            if call.done or actor.error is not None or actor.silent_s(now) > max(2.0, 2.0 * interval_s):
+                del pending[call]
 
 
-def readable_error(error: Exception, actor_id: str, what: str) -> SpecActorError:
-    """What to show a person for an error that a call to an actor raised.
-
-    Returns:
-        A `UserError` as the actor raised it (type and message); anything else wrapped, with its traceback.
-    """
-    if isinstance(error, RayTaskError):
-        cause = error.cause
-        if isinstance(cause, UserError):
-            return cause
-        return SpecActorError(f"{actor_id} {what}: {type(cause).__name__ if cause else 'error'}: {error}")
-    if isinstance(error, RayActorError):
-        hint = "killed, out of memory, or its node is gone"
-        return ActorLostError(f"{actor_id} {what}: its process ended ({hint}): {_first_line(error)}")
-    return SpecActorError(f"{actor_id} {what}: {type(error).__name__}: {_first_line(error)}")
-
-
-def _is_done(ref: Any) -> bool:
-    return bool(ray.wait([ref], timeout=0)[0])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def named_error(error: SpecActorError, actor_id: str, what: str) -> SpecActorError:
+    """What to show a person for a failed call to an actor: a `UserError` as it was raised, others with the actor's id."""
+    if isinstance(error, UserError):
+        return error
+    text = f"{actor_id} {what}: {error}"
+    return ActorLostError(text, error.node_lost) if isinstance(error, ActorLostError) else SpecActorError(text)

@@ -100,6 +100,9 @@ class ClusterConfig:
     """Seconds between health checks of an actor."""
     health_timeout_s: float = 15.0
     """An actor that has not answered a health check for this long is replaced."""
+    stall_timeout_s: float = 300.0
+    """A verifier or draft actor that answers but has spent this long in one step is replaced. More than the longest
+    prefill takes."""
 
 
 @dataclass

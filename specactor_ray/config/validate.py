@@ -74,6 +74,7 @@ POSITIVE_NUMBERS = (
     "cluster.start_timeout_s",
     "cluster.health_interval_s",
     "cluster.health_timeout_s",
+    "cluster.stall_timeout_s",
     "target.kv_cache_gb",
     "speculation.coupled_wait_s",
     "speculation.breaker.cooldown_s",

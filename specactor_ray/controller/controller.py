@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import ray
-
+from specactor_ray.clock import Thread
 from specactor_ray.cluster import placement as placing
+from specactor_ray.cluster.backend import Backend, RayBackend
 from specactor_ray.cluster.names import actor_name, new_actor_id
-from specactor_ray.cluster.processes import Undertaker
-from specactor_ray.cluster.supervised import SupervisedActor, launch, stop_in_order
+from specactor_ray.cluster.supervised import SupervisedActor, stop_in_order
 from specactor_ray.config.inline import draft_actors
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.controller.decide import decide, has_lasted, record_failure
@@ -31,6 +29,7 @@ from specactor_ray.controller.state import (
     Action,
     ClusterView,
     CreateDrafter,
+    Departure,
     DesiredState,
     Drain,
     FailureRecord,
@@ -45,12 +44,14 @@ from specactor_ray.controller.state import (
     Wake,
 )
 from specactor_ray.controller.weights import WeightNews
-from specactor_ray.errors import ClusterError, SpecActorError
+from specactor_ray.errors import ActorLostError, ClusterError, SpecActorError
 from specactor_ray.messages import WeightSet
 from specactor_ray.speculation.ladder import MethodPrior
 
 logger = logging.getLogger(__name__)
 
+_REMEMBERED_DEPARTURES = 256
+_OWN_TIMEOUT_S = 60.0
 _TICK_S = 0.2
 _SYNC_TICK_S = 0.005
 """While weights are on their way."""
@@ -70,6 +71,7 @@ class Controller:
         classes: What to run as verifiers and draft actors.
         policy: Limits; default: from `config.cluster`.
         priors: Draft method → what a profile says about it, for the verifiers' ladders.
+        backend: Where actors live; default: the Ray cluster this process is connected to.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Controller:
         classes: ActorClasses | None = None,
         policy: Policy | None = None,
         priors: Mapping[str, MethodPrior] | None = None,
+        backend: Backend | None = None,
     ) -> None:
         logging.basicConfig(level=config.run.log_level, format=f"%(asctime)s %(levelname)s {run} %(name)s: %(message)s")
         self._config, self._run = config, run
@@ -89,24 +92,32 @@ class Controller:
         self._members: dict[str, Member] = {}
         self._used_ids: set[str] = set()
         self._failures: dict[str, FailureRecord] = {}
-        self._seating = Seating(run, config)
-        self._undertaker = Undertaker()
+        self._departed: dict[str, Departure] = {}
+        """Verifiers that were removed, the newest last."""
+        self._backend: Backend = backend if backend is not None else RayBackend()
+        self._calls, self._clock = self._backend.calls, self._backend.calls.clock
+        self._seating = Seating(run, config, self._backend)
+        self._reaper = self._backend.reaper
         self._news = PeerNews(config.cluster.health_interval_s)
         self._weights = WeightNews(config)
-        self._new_weights: WeightSet | None = None
-        self._in_place = threading.Condition()
-        """Notified when everyone has the current weights."""
+        self._in_place = self._clock.condition()
+        """Guards the policy's weights; notified when every verifier has the current ones."""
         self._version_in_place = 0
         self._lock = threading.Lock()
         self._forgiven: list[str] = []
         """Methods scaled by a person since the last step: what failed before is forgotten."""
         self._view = ClusterView()
         self._status: list[dict[str, Any]] = []
-        self._wake, self._stopping = threading.Event(), threading.Event()
-        self._lender = Lender(config, self._policy, self._undertaker, self._wake.set)
-        self._shutdown_lock, self._is_shut = threading.Lock(), False
-        self._thread: threading.Thread | None = None
-        self._last_step = time.monotonic()
+        """Guards the wishes of others: the desired state, methods forgiven, suspects."""
+        self._suspects: list[str] = []
+        """Actors that somebody could not reach since the last step."""
+        self._wake, self._stopping = self._clock.event(), self._clock.event()
+        self._lender = Lender(config, self._policy, self._reaper, self._clock, self._wake.set)
+        self._shutdown, self._is_shutting = self._clock.condition(), False
+        self._all_gone: bool | None = None
+        """Answer of the shutdown; None until it is over."""
+        self._thread: Thread | None = None
+        self._last_step = self._clock.now()
 
     # ---- what others call ----
 
@@ -122,13 +133,12 @@ class Controller:
             self._classes = self._classes if all(vars(self._classes).values()) else self._classes.resolved()
             self._place_first()
             for member in self._members.values():
-                self._launch(member, time.monotonic())
+                self._launch(member, self._clock.now())
             self._await_first()
         except BaseException:
             self._teardown()
             raise
-        self._thread = threading.Thread(target=self._reconcile, name="reconcile", daemon=True)
-        self._thread.start()
+        self._thread = self._clock.spawn(self._reconcile, "reconcile")
         return self._view
 
     def view(self) -> ClusterView:
@@ -155,18 +165,27 @@ class Controller:
         self._wake.set()
 
     def set_weights(self, weights: WeightSet, timeout_s: float) -> None:
-        """Give everyone who follows the policy these weights, now and when they join later. Waits until all that are
-        ready have them; who fails to take them is replaced.
+        """Give everyone who follows the policy these weights, now and when they join later. Waits until all verifiers
+        that are ready have them; who fails to take them is replaced. Harmless when repeated.
 
         Raises:
-            SpecActorError: Not all had them within `timeout_s` seconds.
+            InputError: The version is not above all earlier ones.
+            SpecActorError: Not all verifiers had them within `timeout_s` seconds; they will get them all the same.
         """
-        with self._lock:
-            self._new_weights = weights
+        with self._in_place:
+            self._weights.set_current(weights)
         self._wake.set()
         with self._in_place:
             if not self._in_place.wait_for(lambda: self._version_in_place >= weights.version, timeout_s):
                 raise SpecActorError(f"weights of version {weights.version} were not taken within {timeout_s:g} s")
+
+    def suspect(self, actor_id: str, reason: str) -> None:
+        """Somebody could not reach this actor: its health is asked for at once. Only the controller says who is gone;
+        whoever reports obeys its view."""
+        logger.info("%s is suspected: %s", actor_id, reason)
+        with self._lock:
+            self._suspects.append(actor_id)
+        self._wake.set()
 
     def offer_weights(self, method: str, teacher: str, weights: WeightSet) -> None:
         """New weights that a draft method has learnt; its draft actors get them, now and when they join later.
@@ -176,7 +195,7 @@ class Controller:
             teacher: Who learned them: the id of the draft actor that was told to, or `trainer`. Others are ignored.
             weights: Of a version above all earlier ones. They are copied: the teacher may die.
         """
-        self._weights.offer(method, teacher, replace(weights, buckets=_own(weights.buckets)))
+        self._weights.offer(method, teacher, replace(weights, buckets=self._own(weights.buckets)))
         self._wake.set()
 
     def release_verifiers(self, offer: Offer) -> tuple[str, ...]:
@@ -204,30 +223,34 @@ class Controller:
             self._thread.join(STOP_TIMEOUT_S)
         return self._teardown()
 
+    def _own(self, references: Sequence[Any]) -> tuple[Any, ...]:
+        """The same objects, owned by this process: others go when their owner dies."""
+        transport = self._calls.transport
+        return tuple(transport.put(bucket) for bucket in transport.fetch(references, _OWN_TIMEOUT_S))
+
     # ---- the start ----
 
     def _place_first(self) -> None:
-        supply = placing.cluster_supply()
-        self._apply(decide(self._desired, self._observe(), time.monotonic(), self._policy))
+        supply = self._backend.supply()
+        self._apply(decide(self._desired, self._observe(), self._clock.now(), self._policy))
         demands = self._seating.demands()
         if self._config.cluster.address == "local" and not placing.can_ever_fit(demands, supply):
             table = placing.demand_against_supply(demands, supply)
             raise ClusterError(f"the run asks for more than its private cluster has.\n{table}")
-        groups = {seat.stem: seat.group for seat in self._seating.seats if seat.group is not None}
         timeout_s = self._config.cluster.placement_timeout_s
-        deadline = time.monotonic() + timeout_s
-        placing.wait_for_all(groups, demands, timeout_s, supply)
+        deadline = self._clock.now() + timeout_s
         waiting = [member.seat for member in self._members.values()]
         while waiting := [seat for seat in waiting if not self._seating.settle(seat)]:
-            if time.monotonic() > deadline:
-                names = ", ".join(seat.stem for seat in waiting)
-                raise ClusterError(f"no answer within {timeout_s:g} s about the CPU cores of the nodes for {names}.")
-            time.sleep(0.05)
+            if self._clock.now() > deadline:
+                missing = ", ".join(sorted(seat.stem for seat in waiting))
+                problem = f"{len(waiting)} of {len(self._members)} actors found no room within {timeout_s:g} s"
+                raise ClusterError(f"{problem}: {missing}.\n{placing.demand_against_supply(demands, supply)}")
+            self._clock.sleep(0.05)
 
     def _await_first(self) -> None:
         while True:
             observed = self._observe()
-            for action in decide(self._desired, observed, time.monotonic(), self._policy):
+            for action in decide(self._desired, observed, self._clock.now(), self._policy):
                 if isinstance(action, Remove):
                     error = self._members[action.actor_id].error
                     raise error or SpecActorError(f"{action.actor_id}: {action.reason}")
@@ -249,28 +272,29 @@ class Controller:
             self._guarded("weights", self._tell_weights)
             self._guarded("publish", self._publish)
             self._guarded("tell peers", self._tell_peers)
-            self._guarded("bury", self._undertaker.poll)
-            lending = self._lender.answer(self._members.values())
+            self._guarded("reap", self._reaper.poll)
+            lending = self._guarded("answer offers", lambda: self._lender.answer(self._members.values()))
             self._wake.wait(_LENDING_TICK_S if lending else _TICK_S if self._weights_in_place() else _SYNC_TICK_S)
             self._wake.clear()
 
-    def _guarded(self, name: str, step: Callable[[], Any]) -> None:
+    def _guarded(self, name: str, step: Callable[[], Any]) -> Any:
         """A step that fails must not end the loop: the next round finds the same difference again."""
-        begin = time.monotonic()
+        begin, result = self._clock.now(), None
         try:
-            step()
+            result = step()
         except Exception:
             logger.exception("step %r of the controller failed", name)
             self._stopping.wait(1.0)  # whatever it is, do not repeat it in a hot loop
-        took = time.monotonic() - begin
+        took = self._clock.now() - begin
         if took > _SLOW_STEP_S:
             logger.warning("step %r of the controller took %.1f s", name, took)
+        return result
 
     def _decide_and_apply(self) -> None:
         with self._lock:
             desired = self._desired
-        self._apply(decide(desired, self._observe(), time.monotonic(), self._policy))
-        now, members = time.monotonic(), list(self._members.values())
+        self._apply(decide(desired, self._observe(), self._clock.now(), self._policy))
+        now, members = self._clock.now(), list(self._members.values())
         self._apply(self._lender.decide(members, self._failures, desired, now))
         self._seating.trim({key: desired.wanted(key) for key in desired.all_keys()})
 
@@ -281,7 +305,13 @@ class Controller:
             self._failures.pop(method, None)
 
     def _observe(self) -> ObservedState:
-        now = time.monotonic()
+        now = self._clock.now()
+        with self._lock:
+            suspects, self._suspects = self._suspects, []
+        for actor_id in suspects:
+            suspect = self._members.get(actor_id)
+            if suspect is not None and suspect.actor is not None:
+                suspect.actor.hurry()
         if now - self._last_step > self._policy.health_timeout_s / 2:  # we were held up, not they
             for member in self._members.values():
                 if member.actor is not None:
@@ -314,7 +344,7 @@ class Controller:
             member.actor.error, member.was_ready = error, False
 
     def _apply(self, actions: list[Action]) -> None:
-        now = time.monotonic()
+        now = self._clock.now()
         for action in actions:
             if isinstance(action, Remove):
                 self._remove(action, now)
@@ -344,7 +374,7 @@ class Controller:
         return member
 
     def _settle_pending(self) -> None:
-        now = time.monotonic()
+        now = self._clock.now()
         for member in self._members.values():
             if member.phase is not Phase.PENDING:
                 continue
@@ -354,7 +384,7 @@ class Controller:
                 if self._seating.settle(member.seat):
                     self._launch(member, now)
                 elif not member.note and now - member.since > 2.0:
-                    table = placing.demand_against_supply(self._seating.demands(), placing.cluster_supply())
+                    table = placing.demand_against_supply(self._seating.demands(), self._backend.supply())
                     member.note = f"waits for room on the cluster.\n{table}"
                     logger.warning("%s %s", member.actor_id, member.note)
             except ClusterError as error:
@@ -367,8 +397,9 @@ class Controller:
         assert seat.placement is not None  # callers settle the seat first
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
         spec = build_spec(self._config, self._run, member, self._priors)
-        handle = launch(cls, spec, actor_name(self._run, member.actor_id), seat.placement, seat.share)
-        member.actor = SupervisedActor(member.actor_id, handle)
+        name = actor_name(self._run, member.actor_id)
+        handle = self._backend.launch(cls, spec, name, seat.placement, seat.share)
+        member.actor = SupervisedActor(member.actor_id, handle, self._calls, self._policy.start_timeout_s)
         member.note = ""
         member.enter(Phase.STARTING, now)
 
@@ -384,22 +415,23 @@ class Controller:
         if action.failed:
             record = record_failure(self._failures.get(member.key), now, action.reason, member.was_ready)
             self._failures[member.key] = record
+        if member.key == VERIFIER:
+            self._departed[member.actor_id] = _departure(action, member)
+            for oldest in list(self._departed)[:-_REMEMBERED_DEPARTURES]:
+                del self._departed[oldest]
         if member.actor is not None:
-            self._undertaker.bury(member.actor.handle, member.actor.facts)
+            self._reaper.reap(member.actor.handle, member.actor.facts)
         self._lender.left(member)
         self._seating.vacate(member.seat)
 
     # ---- tell the others ----
 
     def _tell_weights(self) -> None:
-        with self._lock:
-            if self._new_weights is not None:
-                self._weights.current, self._new_weights = self._new_weights, None
-        self._weights.tell(self._members.values())
-        if self._weights.all_current(self._members.values()) and not self._weights_in_place():
-            assert self._weights.current is not None
-            with self._in_place:
-                self._version_in_place = self._weights.current.version
+        with self._in_place:
+            self._weights.tell(self._members.values())
+            current = self._weights.current
+            if current is not None and self._weights.in_place(self._members.values()):
+                self._version_in_place = current.version
                 self._in_place.notify_all()
 
     def _weights_in_place(self) -> bool:
@@ -409,36 +441,47 @@ class Controller:
     def _publish(self) -> None:
         """Replace the snapshots that `view` and `status` return; the version grows if anything changed."""
         members = list(self._members.values())
-        self._view = next_view(self._view, members, self._config, self._failures)
-        now = time.monotonic()
+        self._view = next_view(self._view, members, self._config, self._failures, self._departed)
+        now = self._clock.now()
         self._status = [member.row(now) for member in members]
 
     def _tell_peers(self) -> None:
-        self._news.tell(self._members.values(), self._view, time.monotonic())
+        self._news.tell(self._members.values(), self._view, self._clock.now())
 
     # ---- the end ----
 
     def _teardown(self) -> bool:
-        with self._shutdown_lock:
-            if self._is_shut:
-                return True
-            self._is_shut = True
-            actors = [member.actor for member in self._members.values() if member.actor is not None]
-            try:
-                stop_in_order(actors, STOP_TIMEOUT_S, self._config.cluster.health_interval_s)
-                for actor in actors:
-                    actor.poll(time.monotonic(), float("inf"))  # the facts may have come meanwhile
-                    self._undertaker.bury(actor.handle, actor.facts)
-                gone = self._undertaker.wait(GONE_TIMEOUT_S)
-                if not gone:
-                    logger.error("some actor processes of run %s did not end in time", self._run)
-            finally:
-                self._seating.close()
+        with self._shutdown:
+            if self._is_shutting:
+                limit_s = STOP_TIMEOUT_S + GONE_TIMEOUT_S
+                return self._shutdown.wait_for(lambda: self._all_gone is not None, limit_s) and bool(self._all_gone)
+            self._is_shutting = True
+        gone = False
+        try:
+            gone = self._end_all([member.actor for member in self._members.values() if member.actor is not None])
+        finally:
+            self._seating.close()
             self._members.clear()
             self._publish()
-            return gone
+            with self._shutdown:
+                self._all_gone = gone
+                self._shutdown.notify_all()
+        return gone
+
+    def _end_all(self, actors: Sequence[SupervisedActor]) -> bool:
+        stop_in_order(actors, self._calls, STOP_TIMEOUT_S, self._config.cluster.health_interval_s)
+        for actor in actors:
+            actor.poll(self._clock.now(), float("inf"))  # the facts may have come meanwhile
+            self._reaper.reap(actor.handle, actor.facts)
+        gone = self._reaper.wait(GONE_TIMEOUT_S)
+        if not gone:
+            logger.error("some actor processes of run %s did not end in time", self._run)
+        return gone
 
 
-def _own(references: Sequence[Any]) -> tuple[Any, ...]:
-    """The same objects, owned by this process: others go when their owner dies."""
-    return tuple(ray.put(bucket) for bucket in ray.get(list(references)))
+def _departure(action: Remove, member: Member) -> Departure:
+    """What the rollout may conclude from the end of this verifier."""
+    if not action.failed:
+        return Departure.RELEASED
+    lost = isinstance(member.error, ActorLostError) and member.error.node_lost
+    return Departure.NODE_LOST if lost else Departure.FAILED

@@ -103,6 +103,8 @@ def _removal(actor: ObservedActor, policy: Policy) -> Remove | None:
         return Remove(actor.actor_id, f"it did not wake within {policy.start_timeout_s:g} s", failed=True)
     if actor.phase in _ALIVE and actor.silent_s >= policy.health_timeout_s:
         return Remove(actor.actor_id, f"it gave no answer for {actor.silent_s:.1f} s", failed=True)
+    if actor.phase in _ALIVE and actor.stalled_s >= policy.stall_timeout_s:
+        return Remove(actor.actor_id, f"it was in one step for {actor.stalled_s:.1f} s", failed=True)
     return None
 
 

@@ -7,12 +7,12 @@ own; everything else is called by the one thread that works on the members.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from specactor_ray.cluster.processes import ProcessFacts, Undertaker
+from specactor_ray.clock import Clock
+from specactor_ray.cluster.backend import Reaper
+from specactor_ray.cluster.processes import ProcessFacts
 from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.lending import decide_lending, ladder_order
@@ -33,6 +33,7 @@ from specactor_ray.errors import SpecActorError
 logger = logging.getLogger(__name__)
 
 _RESTING = (Phase.ASLEEP, Phase.WAKING)
+OFFER_TIMEOUT_S = 10.0
 
 
 class Lender:
@@ -41,18 +42,21 @@ class Lender:
     Args:
         config: Which methods fit the seat of a verifier.
         policy: When lending pays.
-        undertaker: Knows whether the process of a draft actor that was removed is gone.
+        reaper: Knows whether the process of a draft actor that was removed is gone.
+        clock: Time.
         hurry: Wakes the thread that works on the members.
     """
 
-    def __init__(self, config: Config, policy: Policy, undertaker: Undertaker, hurry: Callable[[], None]) -> None:
-        self._methods, self._policy, self._undertaker = lendable_methods(config), policy, undertaker
-        self._hurry = hurry
+    def __init__(
+        self, config: Config, policy: Policy, reaper: Reaper, clock: Clock, hurry: Callable[[], None]
+    ) -> None:
+        self._methods, self._policy, self._reaper = lendable_methods(config), policy, reaper
+        self._clock, self._hurry = clock, hurry
         self._start_s: dict[str, float] = {}
         """Method → seconds that its last draft actor took from the launch until it was ready."""
         self._left: dict[Seat, ProcessFacts] = {}
         """Verifier's seat → the last draft actor that was removed from it."""
-        self._news = threading.Condition()
+        self._news = clock.condition()
         """Guards what follows; notified when an offer was dealt with."""
         self._offer, self._offered_at, self._number = Offer(), 0.0, 0
         self._seen = self._answered = 0
@@ -66,12 +70,14 @@ class Lender:
     def offer(self, offer: Offer) -> tuple[str, ...]:
         """Offer these verifiers, and no others. Returns those that were taken and left the view.
 
-        The others serve on: they will not be taken later, unless they are offered again. So this waits for the decision
-        however long it takes.
+        The others serve on: they will not be taken later, unless they are offered again. Without a decision within
+        `OFFER_TIMEOUT_S` the offer is withdrawn, and the answer names those that rest by then.
         """
         with self._news:
             number = self._take(offer)
-            self._news.wait_for(lambda: self._closed or self._answered >= number)
+            self._news.wait_for(lambda: self._closed or self._answered >= number, OFFER_TIMEOUT_S)
+            if self._answered < number and self._number == number:
+                self._take(replace(offer, verifiers=tuple(v for v in offer.verifiers if v in self._resting)))
             return tuple(name for name in offer.verifiers if name in self._resting)
 
     def take_back(self, timeout_s: float) -> bool:
@@ -89,7 +95,7 @@ class Lender:
             self._news.notify_all()
 
     def _take(self, offer: Offer) -> int:
-        self._offer, self._offered_at = offer, time.monotonic()
+        self._offer, self._offered_at = offer, self._clock.now()
         self._number += 1
         self._hurry()
         return self._number
@@ -107,9 +113,9 @@ class Lender:
             elif state == "done":
                 member.enter(Phase.READY, now)
             elif state == "failed" and member.phase is Phase.ASLEEP:
-                logger.warning("%s does not sleep and goes on serving", member.actor_id)
-                member.enter(Phase.READY, now)
+                logger.warning("%s does not sleep and is to serve again", member.actor_id)
                 self._withdraw(member.actor_id)
+                self.wake(member, now)  # what it did of the sleep, if anything, is unknown
             elif state == "failed":
                 member.actor.error = SpecActorError(f"it did not wake: {member.actor.rest.error}")
 
@@ -141,14 +147,14 @@ class Lender:
         assert member.actor is not None  # it was ready
         member.enter(Phase.ASLEEP, now)
         member.serves, member.slept, member.note = False, False, "asleep"
-        member.actor.rest.send(member.actor.handle.sleep.remote())
+        member.actor.rest.send(member.actor.call("sleep"))
 
     def wake(self, member: Member, now: float) -> None:
         """The verifier takes its memory back; `WeightNews` shows it again once it has the current weights."""
         assert member.actor is not None  # it was asleep
         member.enter(Phase.WAKING, now)
         member.slept, member.note = False, ""
-        member.actor.rest.send(member.actor.handle.wake.remote())
+        member.actor.rest.send(member.actor.call("wake"))
 
     def left(self, guest: Member) -> None:
         """A draft actor was removed from the seat of its host."""
@@ -161,7 +167,7 @@ class Lender:
         if any(member.host_id and member.seat.host is seat for member in members):
             return False
         facts = self._left.get(seat)
-        if facts is not None and not self._undertaker.follows(facts):
+        if facts is not None and not self._reaper.follows(facts):
             del self._left[seat]
         return seat not in self._left
 

@@ -13,6 +13,7 @@ from specactor_ray.controller.seats import Seat
 from specactor_ray.controller.state import (
     VERIFIER,
     ClusterView,
+    Departure,
     DraftEndpoint,
     DraftSpec,
     FailureRecord,
@@ -57,17 +58,20 @@ class Member:
     was_ready: bool = False
     note: str = ""
     """Why it is not ready, for people."""
-    told: int = 0
-    """Version of the peers that it has taken."""
-    telling: int = 0
+    acked_peers: int = 0
+    """Version of the list of peers that it has taken."""
+    sent_peers: int = 0
     """Version that is on its way to it."""
-    tell_after: float = 0.0
+    resend_at: float = 0.0
+    """When to send the list again after a failure."""
     weight_version: int = 0
     """Version that it has of the weights it follows: the policy's, or those its method learns."""
     sent_version: int = 0
     """Version that it has or that is on its way to it."""
+    weight_failures: int = 0
+    """Attempts to give it its weights that failed since the last success."""
     serves: bool = False
-    """Others may use it: it has been ready, with the weights that were current then."""
+    """Others may use it: a verifier that has the current weights, a draft actor that has had current ones."""
     host_id: str = ""
     """For a draft actor on the seat of a verifier that sleeps: the id of that verifier."""
     slept: bool = False
@@ -109,6 +113,7 @@ class Member:
             created_at=self.created_at,
             was_ready=self.was_ready,
             silent_s=actor.silent_s(now) if actor is not None else 0.0,
+            stalled_s=actor.stalled_s if actor is not None else 0.0,
             drained=self.phase is Phase.DRAINING and actor is not None and (actor.drained() or actor.error is not None),
             error=str(self.error or ""),
             host=self.host_id,
@@ -197,7 +202,11 @@ def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, Me
 
 
 def next_view(
-    last: ClusterView, members: Sequence[Member], config: Config, failures: Mapping[str, FailureRecord]
+    last: ClusterView,
+    members: Sequence[Member],
+    config: Config,
+    failures: Mapping[str, FailureRecord],
+    departed: Mapping[str, Departure],
 ) -> ClusterView:
     """The view of these members: `last` itself if nothing changed, else a new one of the next version."""
     handles = {
@@ -207,14 +216,17 @@ def next_view(
     }
     endpoints = tuple(member.endpoint(config) for member in members if member.key != VERIFIER)
     errors = tuple(f"{key}: {record.error}" for key, record in failures.items())
-    view = ClusterView(last.version + 1, handles, endpoints, errors)
+    view = ClusterView(last.version + 1, handles, endpoints, errors, dict(departed))
     return last if _shown(view) == _shown(last) else view
 
 
 def _shown(view: ClusterView) -> tuple[Any, ...]:
     """What makes two views differ for those who look at them; actors are told apart by their ids."""
     drafters = tuple((e.actor_id, e.phase, e.note, e.handle is None) for e in view.drafters)
-    return tuple(view.verifiers), drafters, view.errors
+    return tuple(view.verifiers), drafters, view.errors, tuple(view.departed)
+
+
+_NEWS_TIMEOUT_S = 30.0
 
 
 class PeerNews:
@@ -236,17 +248,16 @@ class PeerNews:
         if peers != self._peers:
             self._peers, self._version = peers, self._version + 1
         for member in members:
-            if member.phase is Phase.READY and member.actor is not None and self._is_due(member, member.actor, now):
-                member.telling = self._version
-                if member.key == VERIFIER:
-                    member.actor.news.send(member.actor.handle.set_drafters.remote(endpoints))
-                else:
-                    member.actor.news.send(member.actor.handle.set_verifiers.remote(verifiers))
+            actor = member.actor
+            if member.phase is Phase.READY and actor is not None and self._is_due(member, actor, now):
+                member.sent_peers = self._version
+                method, peers_of = ("set_drafters", endpoints) if member.key == VERIFIER else ("set_verifiers", verifiers)
+                actor.news.send(actor.call(method, self._version, peers_of, deadline_s=_NEWS_TIMEOUT_S))
 
     def _is_due(self, member: Member, actor: SupervisedActor, now: float) -> bool:
         state = actor.news.state()
         if state == "done":
-            member.told = member.telling
+            member.acked_peers = member.sent_peers
         elif state == "failed":
-            member.tell_after = now + self._retry_s
-        return state != "in flight" and member.told != self._version and now >= member.tell_after
+            member.resend_at = now + self._retry_s
+        return state != "in flight" and member.acked_peers != self._version and now >= member.resend_at

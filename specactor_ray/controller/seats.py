@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specactor_ray.cluster import placement as placing
+from specactor_ray.cluster.backend import Backend
 from specactor_ray.cluster.cores import CoreLedger
 from specactor_ray.cluster.names import actor_name
-from specactor_ray.cluster.placement import Demand, Placement
-from specactor_ray.cluster.processes import CoreSurvey
-from specactor_ray.cluster.supervised import Share
+from specactor_ray.cluster.placement import Demand, Placement, Share
 from specactor_ray.config.inline import draft_actors, is_inline
 from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
@@ -54,19 +52,19 @@ class Seat:
 
 
 class Seating:
-    """All seats of a run. Calls Ray only through `cluster/`; nothing here blocks for long.
+    """All seats of a run. Nothing here blocks for long.
 
     Args:
         run: Name of the run; names the placement groups.
         config: Sizes of the actors, mode, and whether cores are pinned.
+        backend: Where the room is.
     """
 
-    def __init__(self, run: str, config: Config) -> None:
-        self._run, self._config = run, config
+    def __init__(self, run: str, config: Config, backend: Backend) -> None:
+        self._run, self._config, self._backend = run, config, backend
         self._drafters = {drafter.method: drafter for drafter in config.drafters}
         self._coupled = config.mode is ModeName.coupled
         self._ledger = CoreLedger()
-        self._survey = CoreSurvey()
         self.seats: list[Seat] = []
         self._reject_coupled_gpu_without_host()
 
@@ -104,7 +102,7 @@ class Seating:
                 return False
             seat.placement, seat.cores = seat.host.placement, seat.host.cores
             return True
-        where = placing.resolve(seat.group)
+        where = self._backend.resolve(seat.group)
         if where is None:
             return False
         if self._config.cluster.pin_cores and not self._take_cores(seat, where.node_id):
@@ -141,7 +139,7 @@ class Seating:
             share = Share(0.0, _SHARED_DRAFTER_GPU if size.gpus else 0.0)
             return Seat(stem, key, index, share, None, host=self._host(index))
         demand = Demand(stem, size.cores, size.gpus)
-        group = placing.request(actor_name(self._run, stem), demand)
+        group = self._backend.request(actor_name(self._run, stem), demand)
         gpus = self._whole_or_shared(size.gpus) if key == VERIFIER else float(size.gpus)
         return Seat(stem, key, index, Share(size.cores, gpus), demand, group=group)
 
@@ -159,7 +157,7 @@ class Seating:
 
     def _take_cores(self, seat: Seat, node_id: str) -> bool:
         if not self._ledger.knows(node_id):
-            answer = self._survey.look(node_id)
+            answer = self._backend.cores(node_id)
             if answer is None:
                 return False
             machine, cores = answer
@@ -174,7 +172,7 @@ class Seating:
     def _discard(self, seat: Seat) -> None:
         self.seats.remove(seat)
         if seat.group is not None:
-            placing.remove(seat.group)
+            self._backend.remove(seat.group)
         self._ledger.release(seat.stem)
 
     def _reject_coupled_gpu_without_host(self) -> None:

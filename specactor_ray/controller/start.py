@@ -8,13 +8,14 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.lookup import list_runs
 from specactor_ray.cluster.names import NAMESPACE, controller_name, new_run_name
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.controller import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Controller
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.state import Policy
-from specactor_ray.errors import ClusterError, ConfigError
+from specactor_ray.errors import CallError, ClusterError, ConfigError
 from specactor_ray.speculation.ladder import MethodPrior
 
 
@@ -50,14 +51,11 @@ def start_controller(
     handle = remote_class.options(**options).remote(config, run, classes, policy, priors)
     limit_s = config.cluster.placement_timeout_s + config.cluster.start_timeout_s + STOP_TIMEOUT_S + GONE_TIMEOUT_S
     try:
-        ray.get(handle.start.remote(), timeout=limit_s + 30.0)
-    except ray.exceptions.RayTaskError as error:
-        ray.kill(handle)
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
-    except ray.exceptions.RayError as error:
+        Calls().ask(handle, "start", deadline_s=limit_s + 30.0, retry=False)
+    except CallError as error:
         ray.kill(handle)
         raise ClusterError(f"the controller of run {run} did not start: {error}") from None
-    except BaseException:  # interrupted: the controller's actors and placement groups end with it
+    except BaseException:  # also when interrupted: the controller's actors and placement groups end with it
         ray.kill(handle)
         raise
     return handle, run

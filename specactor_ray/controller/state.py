@@ -18,6 +18,17 @@ VERIFIER = "verifier"
 """Key of the verifiers wherever drafters are keyed by their method."""
 
 
+class Departure(StrEnum):
+    """Why a verifier left the view."""
+
+    FAILED = "failed"
+    """Its process died, stalled or fell silent; what it ran may have been the cause."""
+    NODE_LOST = "node lost"
+    """Its node went, whatever it ran."""
+    RELEASED = "released"
+    """In order."""
+
+
 class Phase(StrEnum):
     """Where an actor is in its life."""
 
@@ -121,6 +132,8 @@ class ClusterView:
     """Every draft actor, whatever its phase."""
     errors: tuple[str, ...] = ()
     """What went wrong and stays wrong, such as a method that was given up."""
+    departed: Mapping[str, Departure] = field(default_factory=dict)
+    """Verifiers that were removed lately."""
 
 
 # ---- what decide() works on ----
@@ -157,6 +170,8 @@ class ObservedActor:
     """It has been ready, whatever it is now."""
     silent_s: float = 0.0
     """Seconds that its oldest unanswered health check has waited; 0 when none does."""
+    stalled_s: float = 0.0
+    """Seconds that its loop had spent in one step when it answered last."""
     drained: bool = False
     """While draining: it has said that it holds nothing any more."""
     error: str = ""
@@ -205,6 +220,8 @@ class Policy:
 
     health_timeout_s: float = 15.0
     """A ready or draining actor that is silent for longer is replaced."""
+    stall_timeout_s: float = 300.0
+    """An actor that answers but has been in one step for longer is replaced."""
     start_timeout_s: float = 300.0
     """A starting actor that takes longer has failed."""
     drain_timeout_s: float = 10.0
@@ -215,7 +232,7 @@ class Policy:
     """Wait before the second replacement in a row; doubles with every further one. The first comes at once."""
     backoff_max_s: float = 60.0
     max_start_failures: int = 4
-    """A draft method is given up after so many failed starts in a row; verifiers never are."""
+    """A draft method is given up after this many failed starts in a row; verifiers never are."""
     surge: int = 1
     """How many draining actors of a key may exist beyond its wanted number while new ones are created."""
     assumed_start_s: float = 5.0
@@ -225,7 +242,11 @@ class Policy:
 
     @classmethod
     def from_config(cls, cluster: ClusterConfig) -> Policy:
-        return cls(health_timeout_s=cluster.health_timeout_s, start_timeout_s=cluster.start_timeout_s)
+        return cls(
+            health_timeout_s=cluster.health_timeout_s,
+            stall_timeout_s=cluster.stall_timeout_s,
+            start_timeout_s=cluster.start_timeout_s,
+        )
 
 
 # ---- what it decides ----

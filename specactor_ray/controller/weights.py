@@ -10,11 +10,12 @@ from specactor_ray.config.online import OnlineWhere
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member
 from specactor_ray.controller.state import VERIFIER, Phase
-from specactor_ray.errors import SpecActorError
+from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import WeightSet
 
 logger = logging.getLogger(__name__)
 
+_MAX_FAILURES = 3
 TRAINER = "trainer"
 """Who offers the weights of a method that the trainer teaches."""
 
@@ -22,8 +23,8 @@ TRAINER = "trainer"
 class WeightNews:
     """Sends the current weights to members that lack them; one call per member in flight.
 
-    A member that joins late is not shown to others (`Member.serves`) before it has them. One that fails to take them is
-    marked dead, and so replaced.
+    A verifier without the current weights is not shown to others (`Member.serves`), and a draft actor not before it has
+    had current ones. One that fails to take them again and again is marked dead, and so replaced.
 
     A method that learns online has weights of its own. One draft actor of it learns, the oldest; when that is gone, the
     next one goes on from the newest version that was offered here. Nobody uses a version before it was offered, so that
@@ -55,22 +56,37 @@ class WeightNews:
         for member in members:
             if member.phase is not Phase.READY or member.actor is None:
                 continue
-            if member.actor.weights.state() == "done":
-                member.weight_version = member.sent_version
-            elif member.actor.weights.error is not None:
-                member.actor.error = SpecActorError(f"weights: {member.actor.weights.error}")
-                continue
-            if self._is_current(member):
-                member.serves = True
-            elif member.sent_version == member.weight_version:
+            state = member.actor.weights.state()
+            if state == "done":
+                member.weight_version, member.weight_failures = member.sent_version, 0
+            elif state == "failed":
+                member.sent_version = member.weight_version
+                member.weight_failures += 1
+                if member.weight_failures >= _MAX_FAILURES:
+                    member.actor.error = SpecActorError(f"weights: {member.actor.weights.error}")
+                    continue
+            current = self._is_current(member)
+            member.serves = current or (member.serves and member.key != VERIFIER)
+            if not current and member.sent_version == member.weight_version:
                 self._send(member)
         for method in self._learning:
             self._choose_teacher(method, [member for member in members if member.key == method])
 
-    def all_current(self, members: Iterable[Member]) -> bool:
-        """Whether nobody who follows the policy and is ready still lacks its current version."""
-        followers = (member for member in members if member.key in self._followers)
-        return all(self._is_current(member) for member in followers if member.phase is Phase.READY)
+    def set_current(self, weights: WeightSet) -> None:
+        """New weights of the policy.
+
+        Raises:
+            InputError: They are not newer than the current ones: a version is one set of weights, for ever.
+        """
+        if self.current is None or weights.version > self.current.version:
+            self.current = weights
+        elif weights.version < self.current.version or weights.buckets != self.current.buckets:
+            raise InputError(f"weights of version {weights.version} come after version {self.current.version}")
+
+    def in_place(self, members: Iterable[Member]) -> bool:
+        """Whether no verifier that is ready lacks the current version. Draft actors may lag: it costs speed at most."""
+        verifiers = (member for member in members if member.key == VERIFIER and member.phase is Phase.READY)
+        return all(self._is_current(member) for member in verifiers)
 
     def _wanted(self, member: Member) -> WeightSet | None:
         return self.current if member.key in self._followers else self._learnt.get(member.key)
@@ -83,7 +99,7 @@ class WeightNews:
         wanted = self._wanted(member)
         assert wanted is not None and member.actor is not None  # callers have looked
         member.sent_version = wanted.version
-        member.actor.weights.send(member.actor.handle.load_weights.remote(wanted))
+        member.actor.weights.send(member.actor.call("load_weights", wanted))
 
     def _take_offers(self) -> None:
         while self._offers:
@@ -107,5 +123,5 @@ class WeightNews:
         if teacher is not None and teacher.actor is not None:
             self._teachers[method] = teacher.actor_id
             newest = self._learnt.get(method)
-            teacher.actor.learning.send(teacher.actor.handle.learn.remote(newest))
+            teacher.actor.learning.send(teacher.actor.call("learn", newest))
             logger.info("%s learns from version %d on", teacher.actor_id, newest.version if newest else 0)

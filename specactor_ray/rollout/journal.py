@@ -1,11 +1,13 @@
 """The journal: what was committed for every request, and who may commit for it.
 
-Pure bookkeeping. Each request has at most one owner (a verifier's incarnation id); messages of anyone else are
-ignored, so a verifier that was taken for dead and comes back cannot do harm. A request ends exactly once.
+Pure bookkeeping. Each time a request is handed to a verifier begins a new attempt, and only events of the present
+attempt count: a verifier that was taken for dead and comes back, or a message that comes late, cannot do harm. A
+request ends exactly once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from specactor_ray.messages import Finished, Progress, SamplingParams
@@ -19,22 +21,18 @@ class JournalEntry:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    weight_version: int = 0
+    """Version of the policy's weights that all of its tokens come from."""
     owner: str | None = None
     """Verifier that is authoritative for it now; None while it waits to be handed out."""
-    issues: int = 0
-    """How often it was handed to a verifier because it was new or its verifier had died."""
+    attempt: int = 0
+    """How often it was handed to a verifier."""
     moves: int = 0
     """How often it was moved from one healthy verifier to another."""
-    owners: set[str] = field(default_factory=set)
-    """Every verifier that it was handed to."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     margins: list[float] | None = None
     finished: Finished | None = None
-
-    def to_request(self) -> TargetRequest:
-        """The request as a verifier takes it, going on after the journaled tokens."""
-        return TargetRequest(self.request_id, self.prompt_token_ids, self.sampling, tuple(self.token_ids))
 
 
 class Journal:
@@ -44,44 +42,51 @@ class Journal:
         self.entries: dict[str, JournalEntry] = {}
         self.committed_tokens = 0
         """Tokens journaled since the start, over all requests."""
+        self._loads: Counter[str] = Counter()
 
     def add(self, entry: JournalEntry) -> None:
         if entry.request_id in self.entries:
             raise ValueError(f"request {entry.request_id} is in the journal already")
         self.entries[entry.request_id] = entry
 
-    def assign(self, request_id: str, verifier_id: str) -> TargetRequest:
-        """Make this verifier the owner; returns what to hand it."""
-        self.entries[request_id].issues += 1
-        return self._hand_to(request_id, verifier_id)
+    def hand_to(self, request_id: str, verifier_id: str) -> TargetRequest:
+        """Make this verifier the owner, in place of an earlier one if there is any; returns what to hand it.
 
-    def move(self, request_id: str, verifier_id: str) -> TargetRequest:
-        """Make this verifier the owner in place of one that is alive; returns what to hand it.
-
-        What the old owner still says is ignored, so tokens that it committed and that are not journaled yet are
+        What an earlier owner still says is ignored, so tokens that it committed and that are not journaled yet are
         computed again.
         """
-        self.entries[request_id].moves += 1
-        return self._hand_to(request_id, verifier_id)
-
-    def _hand_to(self, request_id: str, verifier_id: str) -> TargetRequest:
         entry = self.entries[request_id]
-        entry.owner = verifier_id
-        entry.owners.add(verifier_id)
-        return entry.to_request()
+        self._set_owner(entry, verifier_id)
+        entry.attempt += 1
+        return TargetRequest(
+            request_id,
+            entry.prompt_token_ids,
+            entry.sampling,
+            tuple(entry.token_ids),
+            attempt=entry.attempt,
+            weight_version=entry.weight_version,
+        )
 
-    def release(self, verifier_id: str) -> list[JournalEntry]:
-        """Take all unfinished requests off a verifier; they go on elsewhere from the journaled tokens."""
-        released = [entry for entry in self.entries.values() if entry.owner == verifier_id and entry.finished is None]
-        for entry in released:
-            entry.owner = None
-        return released
+    def release(self, request_id: str) -> JournalEntry:
+        """Take a request off its verifier; it continues elsewhere from the journaled tokens."""
+        entry = self.entries[request_id]
+        self._set_owner(entry, None)
+        return entry
 
-    def progress(self, verifier_id: str, message: Progress) -> bool:
-        """Append committed tokens. False (and nothing changes) for a stranger's, a repeated or a gapped message."""
-        entry = self.entries.get(message.request_id)
-        if entry is None or entry.owner != verifier_id or entry.finished is not None:
+    def owned_by(self, verifier_id: str) -> list[JournalEntry]:
+        """The requests of this verifier."""
+        return [entry for entry in self.entries.values() if entry.owner == verifier_id]
+
+    def is_current(self, request_id: str, attempt: int) -> bool:
+        """Whether this attempt at a request is under way."""
+        entry = self.entries.get(request_id)
+        return entry is not None and entry.owner is not None and entry.attempt == attempt
+
+    def progress(self, message: Progress) -> bool:
+        """Append committed tokens. False (and nothing changes) for another attempt's, a repeated or a gapped message."""
+        if not self.is_current(message.request_id, message.attempt):
             return False
+        entry = self.entries[message.request_id]
         if message.start != len(entry.token_ids):
             return False
         entry.token_ids.extend(message.token_ids)
@@ -91,22 +96,35 @@ class Journal:
         self.committed_tokens += len(message.token_ids)
         return True
 
-    def finish(self, verifier_id: str, message: Finished) -> JournalEntry | None:
-        """End a request. None when the message is a stranger's, repeated, or tokens before it are missing."""
-        entry = self.entries.get(message.request_id)
-        if entry is None or entry.owner != verifier_id or entry.finished is not None:
+    def finish(self, message: Finished) -> JournalEntry | None:
+        """End a request. None when the message is another attempt's or repeated, or tokens before it are missing."""
+        if not self.is_current(message.request_id, message.attempt):
             return None
-        if not message.error and message.num_tokens != len(entry.token_ids):
+        if not message.error and message.num_tokens != len(self.entries[message.request_id].token_ids):
             return None
-        entry.finished = message
-        return self.entries.pop(message.request_id)
+        return self.end(message)
 
-    def fail(self, request_id: str, message: Finished) -> JournalEntry:
-        """End a request from the rollout's side (no verifier could run it)."""
-        entry = self.entries.pop(request_id)
+    def end(self, message: Finished) -> JournalEntry:
+        """End a request, whoever has it."""
+        entry = self.entries.pop(message.request_id)
+        self._set_owner(entry, None)
         entry.finished = message
         return entry
 
     def load(self, verifier_id: str) -> int:
         """Requests this verifier owns."""
-        return sum(entry.owner == verifier_id for entry in self.entries.values())
+        return self._loads[verifier_id]
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self.entries.clear()
+        self._loads.clear()
+
+    def _set_owner(self, entry: JournalEntry, owner: str | None) -> None:
+        if entry.owner is not None:
+            self._loads[entry.owner] -= 1
+            if not self._loads[entry.owner]:
+                del self._loads[entry.owner]
+        if owner is not None:
+            self._loads[owner] += 1
+        entry.owner = owner

@@ -1,0 +1,83 @@
+"""What the controller stands on: rooms for actors, their processes, and calls to them. Ray's, or the simulator's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from specactor_ray.cluster import placement
+from specactor_ray.cluster.calls import Calls
+from specactor_ray.cluster.names import NAMESPACE
+from specactor_ray.cluster.placement import Demand, NodeSupply, Placement, Share
+from specactor_ray.cluster.processes import ActorReaper, CoreSurvey, ProcessFacts
+
+_CONCURRENCY = 8
+"""Threads of an actor: a long poll or a load must not hold up health checks and deliveries."""
+
+
+class Reaper(Protocol):
+    """Ends actors and follows their processes until they are gone; see `processes.ActorReaper`."""
+
+    def reap(self, handle: Any, facts: ProcessFacts | None) -> None: ...
+
+    def follows(self, facts: ProcessFacts) -> bool: ...
+
+    def poll(self) -> int: ...
+
+    def wait(self, timeout_s: float) -> bool: ...
+
+
+class Backend(Protocol):
+    """Makes, places and ends actors. Nothing here blocks for long."""
+
+    calls: Calls
+    reaper: Reaper
+
+    def supply(self) -> Sequence[NodeSupply]:
+        """The live nodes, with what they have in all and what is free now."""
+
+    def request(self, name: str, demand: Demand) -> Any:
+        """Ask for a placement group; returns at once, whether or not there is room."""
+
+    def resolve(self, group: Any) -> Placement | None:
+        """Where the group stands; None while it waits for room."""
+
+    def remove(self, group: Any) -> None:
+        """Give the group's room back; harmless when repeated."""
+
+    def cores(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
+        """`(machine, core ids)` that processes on a node may use; None while the answer is on its way."""
+
+    def launch(self, cls: Any, spec: Any, name: str, where: Placement, share: Share) -> Any:
+        """Make the actor `cls(spec)` in its placement group; returns its handle at once. A crashed actor is never
+        restarted: it would come back without its state under the same name."""
+
+
+class RayBackend:
+    """The cluster that this process is connected to."""
+
+    def __init__(self) -> None:
+        self.calls = Calls()
+        self.reaper = ActorReaper(self.calls)
+        self._survey = CoreSurvey(self.calls.transport)
+        self.supply = placement.cluster_supply
+        self.request = placement.request
+        self.resolve = placement.resolve
+        self.remove = placement.remove
+        self.cores = self._survey.look
+
+    def launch(self, cls: Any, spec: Any, name: str, where: Placement, share: Share) -> Any:
+        options: dict[str, Any] = {
+            "name": name,
+            "namespace": NAMESPACE,
+            "num_cpus": share.cpus,
+            "num_gpus": share.gpus,
+            "max_concurrency": _CONCURRENCY,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(where.group, where.bundle_index),
+        }
+        return ray.remote(cls).options(**options).remote(spec)

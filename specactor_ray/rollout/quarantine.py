@@ -1,0 +1,122 @@
+"""Requests whose verifier failed under them: run apart from the others, in ever smaller groups, until one stands alone.
+
+One request can crash every verifier it is given to. Its neighbours must not fail with it, and requests must not fail
+for deaths that none of them caused. So those that a failed verifier had are suspects: split into halves, each half runs
+on a verifier of its own. Sampling is keyed, so a request that killed its verifier kills the next one at the same output
+position: a suspect that gets past the position where the verifier failed is acquitted and runs with the others again.
+A suspect that runs alone, makes no progress and loses `MAX_DEATHS` verifiers in a row is the cause.
+
+Pure bookkeeping: no Ray, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ACQUITTED_AFTER = 16
+"""Output tokens past the journaled position at the failure: what may have been committed and not yet journaled."""
+MAX_DEATHS = 3
+
+
+@dataclass(eq=False)
+class _Group:
+    members: dict[str, int]
+    """Suspect → output tokens it had in the journal when its verifier failed."""
+    deaths: int = 1
+    """For a group of one: failures in a row without progress."""
+
+
+class Quarantine:
+    """Who is suspected, and which verifiers run suspects. A suspect is either in a group that waits or at a verifier."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Group] = deque()
+        self._at: dict[str, _Group] = {}
+        self._group_of: dict[str, _Group] = {}
+
+    def accuse(self, verifier_id: str, requests: Mapping[str, int]) -> list[str]:
+        """A verifier failed.
+
+        Args:
+            verifier_id: The verifier.
+            requests: What it had → output tokens journaled.
+
+        Returns:
+            Those of `requests` that are the cause. The other suspects wait for `take`; those that are no suspects were
+            acquitted before.
+        """
+        group = self._at.pop(verifier_id, None)
+        if group is None or not group.members:
+            self._add(dict(requests))
+            return []
+        for name in group.members:
+            self._group_of.pop(name)
+        positions = {name: requests.get(name, position) for name, position in group.members.items()}
+        if len(positions) > 1:
+            self._add(positions)
+            return []
+        (name, position), = positions.items()
+        deaths = 1 if position > group.members[name] else group.deaths + 1
+        if deaths >= MAX_DEATHS:
+            return [name]
+        self._wait(_Group(positions, deaths))
+        return []
+
+    def excuse(self, verifier_id: str) -> None:
+        """A verifier is gone for a reason of its own: its suspects wait again."""
+        group = self._at.pop(verifier_id, None)
+        if group is not None and group.members:
+            self._waiting.append(group)
+
+    def take(self, verifier_id: str) -> list[str]:
+        """The next group for a verifier that has no requests; nothing when none waits."""
+        if not self._waiting:
+            return []
+        group = self._waiting.popleft()
+        self._at[verifier_id] = group
+        return list(group.members)
+
+    def progress(self, request_id: str, tokens: int) -> None:
+        """A request has this many output tokens in the journal."""
+        group = self._group_of.get(request_id)
+        if group is not None and tokens >= group.members[request_id] + ACQUITTED_AFTER:
+            self.forget(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """It ended, or is acquitted."""
+        group = self._group_of.pop(request_id, None)
+        if group is None:
+            return
+        del group.members[request_id]
+        if not group.members:
+            self._waiting = deque(waiting for waiting in self._waiting if waiting is not group)
+            self._at = {verifier_id: at for verifier_id, at in self._at.items() if at is not group}
+
+    def is_suspect(self, request_id: str) -> bool:
+        return request_id in self._group_of
+
+    def occupies(self, verifier_id: str) -> bool:
+        """Whether this verifier runs suspects, and so must not be given others."""
+        return verifier_id in self._at
+
+    @property
+    def waiting(self) -> int:
+        """Groups that wait for a verifier."""
+        return len(self._waiting)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._at.clear()
+        self._group_of.clear()
+
+    def _add(self, positions: Mapping[str, int]) -> None:
+        names, half = list(positions), (len(positions) + 1) // 2
+        for part in (names[:half], names[half:]):
+            if part:
+                self._wait(_Group({name: positions[name] for name in part}))
+
+    def _wait(self, group: _Group) -> None:
+        self._waiting.append(group)
+        self._group_of.update(dict.fromkeys(group.members, group))

@@ -1,0 +1,370 @@
+"""A deterministic kernel: synchronous code runs as coroutines of one thread, on virtual time.
+
+Code that takes a `Clock` runs here unmodified. Each task is a greenlet; a wait hands control to the kernel, which takes
+the next event from one heap ordered by (time, seeded random number, sequence number). So what is ready at the same time
+runs in an order that the seed chooses, and the same seed gives the same run: `digest` is a checksum of the events.
+
+Simulated processes group tasks: they can be frozen, slowed down and killed as a whole, and their clocks have offsets of
+their own, so that code that compares times of two machines shows.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import struct
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeVar
+
+from greenlet import getcurrent, greenlet
+
+T = TypeVar("T")
+
+_MAX_EVENTS_AT_ONCE = 500_000
+_MAX_READS_AT_ONCE = 200_000
+"""Events at one moment, and looks at the clock without a wait, after which the code is taken to spin."""
+_STAMP = struct.Struct("<dI")
+
+
+class SimulationError(Exception):
+    """The simulated program cannot go on: it spins without waiting, or waits for something that cannot happen."""
+
+
+@dataclass(eq=False)
+class Process:
+    """A simulated process: what it runs stops, slows down and dies together."""
+
+    name: str
+    offset_s: float = 0.0
+    """What its clocks show at virtual time 0."""
+    slowness: float = 1.0
+    """Factor of the durations of `work`."""
+    dead: bool = False
+    frozen: bool = False
+    held: list[tuple[Task, int]] = field(default_factory=list)
+    """Tasks that became ready while it was frozen."""
+
+
+class Task:
+    """One coroutine."""
+
+    __slots__ = ("coroutine", "done", "error", "label", "name", "process", "waiters", "wake_id", "woken_by")
+
+    def __init__(self, name: str, process: Process, number: int) -> None:
+        self.name, self.process = name, process
+        self.label = number
+        self.coroutine: greenlet | None = None
+        self.wake_id = 0
+        """Number of the wait it is in; a wake-up of an earlier wait is void."""
+        self.woken_by = False
+        """The last wait ended by a signal rather than by time."""
+        self.done = False
+        self.error: BaseException | None = None
+        self.waiters: list[tuple[Task, int]] = []
+
+
+class Kernel:
+    """Runs tasks and callbacks on virtual time.
+
+    Args:
+        seed: Decides the order of what is ready at the same time.
+        trace: Called with (time, what) for each event; for people who look into a run.
+    """
+
+    def __init__(self, seed: int, trace: Callable[[float, str], None] | None = None) -> None:
+        self.now = 0.0
+        """Virtual seconds."""
+        self.events = 0
+        self.digest = 0
+        """Checksum of all events so far: equal for equal runs."""
+        self.crashes: list[tuple[str, BaseException]] = []
+        """Tasks that raised, in processes that were not killed."""
+        self.closed = False
+        self._random = random.Random(f"kernel {seed}").random
+        self._heap: list[tuple[float, float, int, Task | None, Any]] = []
+        self._number = self._tasks = self._reads = 0
+        self._hub = getcurrent()
+        self._trace = trace
+        self._alive: dict[Task, None] = {}
+        self._dead: list[Task] = []
+        """Kept, so that no `finally` of a killed process runs in the middle of the simulation."""
+
+    # ---- tasks ----
+
+    def spawn(self, target: Callable[[], None], name: str, process: Process) -> Task:
+        """Start a task; it runs as soon as the kernel comes to it."""
+        self._tasks += 1
+        task = Task(name, process, self._tasks)
+
+        def main() -> None:
+            try:
+                target()
+            except Exception as error:  # noqa: BLE001 - whoever runs the kernel looks at the crashes
+                task.error = error
+                if not process.dead and not self.closed:
+                    self.crashes.append((f"{process.name}/{name}", error))
+            task.done = True
+            self._alive.pop(task, None)
+            for waiter, wake_id in task.waiters:
+                self._ready(waiter, wake_id)
+
+        task.coroutine = greenlet(main, parent=self._hub)
+        self._alive[task] = None
+        self._push(self.now, task, 0)
+        return task
+
+    def current(self) -> Task:
+        """The task that runs. Its coroutine is the current greenlet."""
+        running = self._running
+        if running is None:
+            raise SimulationError("a wait outside a task of the simulation")
+        return running
+
+    _running: Task | None = None
+
+    def block(self, until: float) -> bool:
+        """Suspend the running task until it is woken or `until` (virtual time). Returns whether it was woken.
+
+        The caller has registered (task, `task.wake_id + 1`) with whoever is to wake it: see `arm`.
+        """
+        task = self.current()
+        if self.closed:
+            raise SimulationError("the simulation is over")
+        task.woken_by = False
+        if until != float("inf"):
+            self._push(until, task, task.wake_id)
+        self._reads = 0
+        self._hub.switch()
+        return task.woken_by
+
+    def arm(self) -> tuple[Task, int]:
+        """Begin a wait: the running task and the number of the wait, for `wake`."""
+        task = self.current()
+        task.wake_id += 1
+        return task, task.wake_id
+
+    def wake(self, waiter: tuple[Task, int]) -> None:
+        """End a wait; void if it has ended already."""
+        self._ready(*waiter)
+
+    def at(self, time: float, callback: Callable[[], None]) -> None:
+        """Call something at a virtual time, outside of all processes. It must not wait."""
+        self._push(time, None, callback)
+
+    def kill(self, process: Process) -> None:
+        """End a process: none of its tasks runs any more, not even a `finally`."""
+        process.dead = True
+        process.held.clear()
+        for task in [task for task in self._alive if task.process is process]:
+            del self._alive[task]
+            self._dead.append(task)
+
+    def freeze(self, process: Process) -> None:
+        process.frozen = True
+
+    def thaw(self, process: Process) -> None:
+        process.frozen = False
+        held, process.held = process.held, []
+        for task, wake_id in held:
+            self._push(self.now, task, wake_id)
+
+    # ---- the loop ----
+
+    def run(self, until: float = float("inf"), done: Callable[[], bool] = lambda: False) -> None:
+        """Run events until `done` holds, time passes `until`, or nothing is left to do.
+
+        Raises:
+            SimulationError: Something spins at one moment of virtual time.
+        """
+        heap, pop = self._heap, heapq.heappop
+        at_once, moment = 0, self.now
+        while heap and not done():
+            if heap[0][0] > until:
+                self.now = until
+                return
+            time, _tie, _number, task, what = pop(heap)
+            if time > moment:
+                at_once, moment = 0, time
+                self.now = time
+            at_once += 1
+            if at_once > _MAX_EVENTS_AT_ONCE:
+                raise SimulationError(f"more than {_MAX_EVENTS_AT_ONCE} events at {time:.6f} s: something spins")
+            if task is None:
+                self._count(0, getattr(what, "__qualname__", "callback"))
+                what()
+            else:
+                self._resume(task, what)
+
+    def close(self) -> None:
+        """End all tasks. Nothing of the simulation may run afterwards."""
+        self.closed = True
+        for task in [*self._alive, *self._dead]:
+            if task.coroutine is not None and not task.coroutine.dead:
+                self._running = task
+                try:
+                    task.coroutine.throw()
+                except BaseException:  # noqa: BLE001 - what a task does while it is ended is of no interest
+                    continue
+                finally:
+                    self._running = None
+        self._alive.clear()
+        self._dead.clear()
+
+    def waiting(self) -> list[str]:
+        """Names of the tasks that have not ended."""
+        return [f"{task.process.name}/{task.name}" for task in self._alive]
+
+    def look(self) -> float:
+        """The time, for code that may spin.
+
+        Raises:
+            SimulationError: The running task looks again and again without waiting.
+        """
+        self._reads += 1
+        if self._reads > _MAX_READS_AT_ONCE:
+            raise SimulationError(f"{self.current().name} looks at the clock without waiting: it spins")
+        return self.now
+
+    def _resume(self, task: Task, wake_id: int) -> None:
+        if wake_id != task.wake_id or task.done or task.process.dead:
+            return
+        if task.process.frozen:
+            task.process.held.append((task, wake_id))
+            return
+        task.wake_id += 1
+        self._count(task.label, task.name)
+        self._running = task
+        assert task.coroutine is not None
+        task.coroutine.switch()
+        self._running = None
+
+    def _ready(self, task: Task, wake_id: int) -> None:
+        if wake_id == task.wake_id:
+            task.woken_by = True
+            self._push(self.now, task, wake_id)
+
+    def _push(self, time: float, task: Task | None, what: Any) -> None:
+        self._number += 1
+        heapq.heappush(self._heap, (time, self._random(), self._number, task, what))
+
+    def _count(self, label: int, what: str) -> None:
+        self.events += 1
+        self.digest = zlib.crc32(_STAMP.pack(self.now, label), self.digest)
+        if self._trace is not None:
+            self._trace(self.now, what)
+
+
+class VirtualClock:
+    """The `Clock` of a simulated process."""
+
+    def __init__(self, kernel: Kernel, process: Process) -> None:
+        self.kernel, self.process = kernel, process
+
+    def now(self) -> float:
+        return self.kernel.look() + self.process.offset_s
+
+    def sleep(self, seconds: float) -> None:
+        kernel = self.kernel
+        kernel.arm()
+        kernel.block(kernel.now + max(seconds, 0.0))
+
+    def work(self, seconds: float) -> None:
+        """Be busy for as long as this takes on a process of this speed."""
+        self.sleep(seconds * self.process.slowness)
+
+    def event(self) -> VirtualEvent:
+        return VirtualEvent(self.kernel)
+
+    def condition(self) -> VirtualCondition:
+        return VirtualCondition(self.kernel)
+
+    def spawn(self, target: Callable[[], None], name: str) -> VirtualThread:
+        return VirtualThread(self.kernel, self.kernel.spawn(target, name, self.process))
+
+    def result(self, future: Future[T], timeout_s: float) -> T:
+        if not future.done():
+            arrived = self.event()
+            future.add_done_callback(lambda _future: arrived.set())
+            if not arrived.wait(timeout_s):
+                raise TimeoutError
+        return future.result(0)
+
+
+class VirtualEvent:
+    """`threading.Event` on virtual time."""
+
+    __slots__ = ("_is_set", "_kernel", "_waiters")
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel, self._is_set = kernel, False
+        self._waiters: list[tuple[Task, int]] = []
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiters:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                self._kernel.wake(waiter)
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._is_set and (timeout is None or timeout > 0.0):
+            kernel = self._kernel
+            self._waiters.append(kernel.arm())
+            kernel.block(kernel.now + (float("inf") if timeout is None else timeout))
+        return self._is_set
+
+
+class VirtualCondition:
+    """`threading.Condition` on virtual time. Tasks switch at waits only, so there is nothing to lock."""
+
+    __slots__ = ("_changed",)
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._changed = VirtualEvent(kernel)
+
+    def __enter__(self) -> bool:
+        return True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def notify_all(self) -> None:
+        self._changed.set()
+        self._changed.clear()
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        kernel = self._changed._kernel
+        end = kernel.now + (float("inf") if timeout is None else timeout)
+        while not predicate():
+            if kernel.now >= end:
+                return False
+            self._changed.wait(end - kernel.now)
+        return True
+
+
+class VirtualThread:
+    """`threading.Thread` on virtual time."""
+
+    def __init__(self, kernel: Kernel, task: Task) -> None:
+        self._kernel, self._task = kernel, task
+
+    def is_alive(self) -> bool:
+        return not self._task.done
+
+    def join(self, timeout: float | None = None) -> None:
+        if not self._task.done:
+            kernel = self._kernel
+            self._task.waiters.append(kernel.arm())
+            kernel.block(kernel.now + (float("inf") if timeout is None else timeout))
