@@ -64,7 +64,8 @@ class Producer:
             posted.append(time.time())
             self._outbox.post(tails)
             time.sleep(pace_s)
-        self._outbox.join(10.0)
+        while self._outbox.in_flight or len(self._outbox):
+            time.sleep(0.001)
         return posted, self._outbox.stats().conflated - before
 
 

@@ -146,7 +146,7 @@ class DrafterAssignment:
     def _level(self, base: Placement, loads: Counter[str]) -> None:
         """Move base requests from the fullest to the emptiest drafter of a method until they differ by one at most."""
         usable = {drafter: seat for drafter, seat in self._seats.items() if seat.usable}
-        for method in {seat.method for seat in usable.values()}:
+        for method in dict.fromkeys(seat.method for seat in usable.values()):
             peers = [drafter for drafter, seat in usable.items() if seat.method == method]
             while True:
                 full = max(peers, key=lambda d: loads[d])

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any
 
+from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.drafters.base import KeepsHistory, Proposer, ReadsFeatures
 from specactor_ray.loops.idle_learning import IdleLearning
 from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftResync, DraftTail, Features, Mode, ToDrafter
@@ -48,10 +47,10 @@ class DraftLoop:
     Args:
         drafter_id: Incarnation id of this draft actor; goes into every tail.
         proposer: The draft method.
-        clock: Monotonic seconds, for measuring what a draft token costs.
+        clock: What waits and the cost of a draft token are measured by.
     """
 
-    def __init__(self, drafter_id: str, proposer: Proposer, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, drafter_id: str, proposer: Proposer, clock: Clock = SYSTEM) -> None:
         self.drafter_id = drafter_id
         self.proposer = proposer
         self.counters = DraftCounters()
@@ -59,8 +58,8 @@ class DraftLoop:
         self._cost = DraftCost()
         self._inbox: Mailbox[ToDrafter] = Mailbox(for_drafter())
         self._commands: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
-        self._wake = threading.Event()
-        self._stopping = threading.Event()
+        self._wake = clock.event()
+        self._stopping = clock.event()
         self._outboxes: dict[str, Outbox[Any]] = {}
         self._left: set[str] = set()
         self._verifier_of: dict[str, str] = {}
@@ -175,9 +174,9 @@ class DraftLoop:
     def _extend(self) -> Sequence[str]:
         """One `extend` of the proposer, timed by the tokens it adds."""
         lengths = {request_id: len(self.proposer.tail(request_id)[1]) for request_id in self._verifier_of}
-        begin = self._clock()
+        begin = self._clock.now()
         changed = self.proposer.extend()
-        seconds = self._clock() - begin
+        seconds = self._clock.now() - begin
         if not changed:
             return changed
         longer = [

@@ -63,11 +63,11 @@ class DrafterTable:
 
     Args:
         config: When to stop asking a drafter that does not help.
-        clock: Monotonic seconds.
+        now: Monotonic seconds.
     """
 
-    def __init__(self, config: BreakerConfig, clock: Callable[[], float]) -> None:
-        self._config, self._clock = config, clock
+    def __init__(self, config: BreakerConfig, now: Callable[[], float]) -> None:
+        self._config, self._now = config, now
         self._drafters: dict[str, Drafter] = {}
 
     def set(self, links: Mapping[str, DrafterLink]) -> list[str]:
@@ -107,7 +107,7 @@ class DrafterTable:
 
     def seats(self) -> dict[str, DraftSeat]:
         """What the assignment has to know."""
-        now = self._clock()
+        now = self._now()
         return {
             drafter_id: DraftSeat(drafter.link.method, drafter.link.max_batch, drafter.reachable(now))
             for drafter_id, drafter in self._drafters.items()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.drafter_table import DrafterLink
 from specactor_ray.messages import ToDrafter, ToVerifier
@@ -40,17 +41,22 @@ class InlineDrafters:
         verifier_id: Whose requests they draft for.
         drafters: At most one of each method.
         receive: Takes their tails.
+        clock: What deliveries are timed by.
     """
 
     def __init__(
-        self, verifier_id: str, drafters: Iterable[InlineDrafter], receive: Callable[[list[ToVerifier]], Any]
+        self,
+        verifier_id: str,
+        drafters: Iterable[InlineDrafter],
+        receive: Callable[[list[ToVerifier]], Any],
+        clock: Clock = SYSTEM,
     ) -> None:
         # Lookups first: what they find is there before a model is asked.
         self._drafters = sorted(drafters, key=lambda drafter: not drafter.link.remembers)
         self.links: Mapping[str, DrafterLink] = {d.loop.drafter_id: d.link for d in self._drafters}
         """Drafter id → how the verifier reaches it."""
         for drafter in self._drafters:
-            drafter.loop.set_verifiers({verifier_id: Outbox(direct_sender(receive), for_verifier())})
+            drafter.loop.set_verifiers({verifier_id: Outbox(direct_sender(receive), for_verifier(), clock=clock)})
 
     def look_up(self) -> None:
         """Let those that look guesses up answer all they were told."""
@@ -81,6 +87,6 @@ class InlineDrafters:
         return {drafter.loop.drafter_id: drafter.loop.snapshot() for drafter in self._drafters}
 
 
-def outbox_to(loop: DraftLoop) -> Outbox[ToDrafter]:
+def outbox_to(loop: DraftLoop, clock: Clock = SYSTEM) -> Outbox[ToDrafter]:
     """Delivers at once, in the caller's thread."""
-    return Outbox(direct_sender(loop.deliver), for_drafter())
+    return Outbox(direct_sender(loop.deliver), for_drafter(), clock=clock)

@@ -6,11 +6,11 @@ Who drafts for what is decided in `planner.py`, how long a step waits in `waitin
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.config.schema import Candidates, SpeculationConfig, VerifyPolicy
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.loops.assignment import AssignmentChange
@@ -39,7 +39,7 @@ class Speculator:
         mode: The layout: how its requests are drafted for, unless a request's own acceptance calls for another mode.
         config: Windows, waits, races and the circuit breaker.
         vocab_size: Draft tokens outside `[0, vocab_size)` are dropped.
-        clock: Monotonic seconds.
+        clock: What waits and breakers are measured by; the same as of the loop that calls it.
         max_batch: Most requests the verifier runs at once.
         priors: Draft method → what is known about it offline.
         trees: The engine can verify draft trees.
@@ -51,7 +51,7 @@ class Speculator:
         mode: Mode,
         config: SpeculationConfig,
         vocab_size: int,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock = SYSTEM,
         max_batch: int = 16,
         priors: Mapping[str, MethodPrior] | None = None,
         trees: bool = False,
@@ -62,13 +62,13 @@ class Speculator:
         self._whole_trees = config.verify == VerifyPolicy.all
         self._book = TailBook(vocab_size)
         self._acceptance = TrackRecord(DraftLadder(priors))
-        self._drafters = DrafterTable(config.breaker, clock)
+        self._drafters = DrafterTable(config.breaker, clock.now)
         self._requests: dict[str, DraftedRequest] = {}
         self._cost, wait_cost = StepCostModel(), WaitCost()
         self._metrics = StepMetrics()
         self._planner = DraftPlanner(mode, config, max_batch, self._drafters, self._acceptance, self._cost, wait_cost)
         self._waits = DraftWaits(
-            mode, config, self._drafters, self._book, self._planner, self._acceptance, self._cost, wait_cost, clock
+            mode, config, self._drafters, self._book, self._planner, self._acceptance, self._cost, wait_cost, clock.now
         )
 
     def use_metrics(self, metrics: StepMetrics) -> None:
@@ -171,7 +171,7 @@ class Speculator:
         a tree of all of them."""
         if not self._drafters:
             return {}
-        now, requests = self._clock(), {request_id: self._requests[request_id] for request_id in decoding}
+        now, requests = self._clock.now(), {request_id: self._requests[request_id] for request_id in decoding}
         for request_id, state in requests.items():
             usable, healthy = self._book.usable(request_id), self._healthy(request_id, now)
             state.usable = {drafter_id: usable[drafter_id] for drafter_id in healthy if drafter_id in usable}

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
+from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.errors import InputError
 from specactor_ray.loops.drafter_table import DrafterLink
 from specactor_ray.loops.inline_drafters import InlineDrafter, InlineDrafters
@@ -49,23 +48,30 @@ class VerifyLoop:
         engine: The target; only the loop's thread touches it after `run` began.
         speculator: The side of drafts: which tails there are, which to verify, whom to tell.
         inline: Drafters in this process, which the loop drives; the others are made known by `set_drafters`.
+        clock: What steps and waits are measured by; the same as the speculator's.
     """
 
-    def __init__(self, engine: TargetEngine, speculator: Speculator, inline: Sequence[InlineDrafter] = ()) -> None:
+    def __init__(
+        self,
+        engine: TargetEngine,
+        speculator: Speculator,
+        inline: Sequence[InlineDrafter] = (),
+        clock: Clock = SYSTEM,
+    ) -> None:
         self.metrics = StepMetrics()
         self.vocab_size = engine.vocab_size
         self.error: BaseException | None = None
         """What ended the loop, if the engine failed."""
-        self._engine = engine
+        self._engine, self._clock = engine, clock
         self._speculator = speculator
         speculator.use_metrics(self.metrics)
-        self._events: EventQueue[ToRollout] = EventQueue()
+        self._events: EventQueue[ToRollout] = EventQueue(clock)
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._wake = threading.Event()
-        self._ended = threading.Event()
-        self._stopping = threading.Event()
+        self._wake = clock.event()
+        self._ended = clock.event()
+        self._stopping = clock.event()
         self._tallies: dict[str, _Tally] = {}
-        self._inline = InlineDrafters(speculator.verifier_id, inline, speculator.inbox.put)
+        self._inline = InlineDrafters(speculator.verifier_id, inline, speculator.inbox.put, clock)
         self._links: Mapping[str, DrafterLink] = {}
         if inline:
             self.set_drafters({})
@@ -162,7 +168,7 @@ class VerifyLoop:
 
     def run_once(self) -> bool:
         """One step. Returns False when there was nothing to do."""
-        begin = time.perf_counter()
+        begin = self._clock.now()
         self._wake.clear()
         self._run_commands()
         if not self._engine.has_work():
@@ -178,7 +184,7 @@ class VerifyLoop:
             self._commit(output)
         self._speculator.observe_step(result)
         self._speculator.flush()
-        self.metrics.record_step(result, time.perf_counter() - begin, waiting_s)
+        self.metrics.record_step(result, self._clock.now() - begin, waiting_s)
         return True
 
     def _command(self, command: Callable[[], Any]) -> None:
@@ -218,14 +224,14 @@ class VerifyLoop:
         """Take what drafters sent; wait, bounded, where a wait pays. Returns the seconds spent waiting."""
         self._inline.look_up()
         self._speculator.take_messages()
-        begin = time.perf_counter()
+        begin = self._clock.now()
         deadline = self._speculator.plan_waits(decoding)
         if deadline <= begin or self._speculator.all_answered(decoding):
             return 0.0
         self._speculator.flush()
         answered = False
         while not answered and not self._stopping.is_set():
-            left = deadline - time.perf_counter()
+            left = deadline - self._clock.now()
             if left <= 0:
                 break
             if not self._inline.draft():
@@ -237,7 +243,7 @@ class VerifyLoop:
             self._speculator.flush()
             answered = self._speculator.all_answered(decoding)
         self._speculator.record_wait(decoding, answered)
-        return time.perf_counter() - begin
+        return self._clock.now() - begin
 
     def _add(self, request: TargetRequest) -> None:
         try:

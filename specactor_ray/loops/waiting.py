@@ -53,6 +53,7 @@ class DraftWaits:
             that promises too little; in a decoupled one as long as pays, also for requests that are in mode `coupled`
             (those count as answered only when their drafters are done with the newest commit).
         waits: What waiting costs in a coupled layout; measured here.
+        now: Monotonic seconds.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class DraftWaits:
         track: TrackRecord,
         cost: StepCostModel,
         waits: WaitCost,
-        clock: Callable[[], float],
+        now: Callable[[], float],
     ) -> None:
-        self._mode, self._config, self._clock = mode, config, clock
+        self._mode, self._config, self._now = mode, config, now
         self._table, self._book, self._planner, self._track, self._cost = table, book, planner, track, cost
         self._waits, self._began = waits, 0.0
         # Of a lookup that has found a long guess and a model that would take longer for a worse one, the first is
@@ -94,7 +95,7 @@ class DraftWaits:
         Returns:
             Clock time until which the step may wait; now, when no wait pays.
         """
-        now = self._clock()
+        now = self._now()
         self._steps += 1
         if not len(self._table) or not decoding:
             self._worthwhile, self._missing = {}, {}
@@ -138,7 +139,7 @@ class DraftWaits:
         """Whether no wait would bring anything: every request has what its drafters can say about its newest commit."""
         if not len(self._table):
             return True
-        now = self._clock()
+        now = self._now()
         return all(self.answered(request_id, now) for request_id in decoding)
 
     def answered(self, request_id: str, now: float) -> bool:
@@ -168,14 +169,14 @@ class DraftWaits:
         Decoupled waits are short: a drafter that has sent anything since the last one is late, not silent, and the
         waits adapt to that.
         """
-        now = self._clock()
+        now = self._now()
         self._timely = _MEMORY * self._timely + (1.0 - _MEMORY) * self._fulfilled(now)
         if answered:
             if self._mode is Mode.COUPLED:
                 self._waits.record(now - self._began, max(map(self._drafting_s, decoding), default=0.0))
             return
-        missed = {
-            drafter_id
+        missed = {  # a dict, not a set: its order does not depend on the hash of strings
+            drafter_id: None
             for request_id in decoding
             if self._worthwhile.get(request_id)
             for drafter_id in self.healthy(request_id, now)
@@ -259,7 +260,7 @@ class DraftWaits:
         process is always waited for: it shares the verifier's cores and would slow the step down."""
         if self._config.verify == VerifyPolicy.all or self._trying or self._steps % _PROBE_EVERY == 0:
             return True
-        waited_for = {hope.drafter_id for hope, _ in self._missing.values()}
+        waited_for = dict.fromkeys(hope.drafter_id for hope, _ in self._missing.values())
         models = [drafter for drafter in map(self._table.__getitem__, waited_for) if not drafter.link.remembers]
         if models:
             return not all(drafter.link.on_demand for drafter in models) or self._drafting_pays(hopes, models)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from typing import Generic, TypeVar
+
+from specactor_ray.clock import SYSTEM, Clock
 
 E = TypeVar("E")
 
@@ -13,10 +14,13 @@ class EventQueue(Generic[E]):
     """First in, first out, unbounded; every method may be called from any thread.
 
     There is no bound because its contents are: every event is a part of an output that the run keeps anyway.
+
+    Args:
+        clock: What waiting is measured by.
     """
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    def __init__(self, clock: Clock = SYSTEM) -> None:
+        self._changed = clock.condition()
         self._events: list[E] = []
         self._closed = False
 

@@ -8,12 +8,12 @@ than one slot per key. One delivery at a time also keeps the order of messages.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.queues.conflation import DEFAULT_MAX_KEYS, ConflatingBuffer, Rules
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Outbox(Generic[T]):
         send: Starts the delivery of a batch and returns at once with its future; see `ray_sender`.
         rules: How messages conflate while they wait, for example `for_drafter()`.
         max_keys: Most waiting slots, as in `Mailbox`.
-        clock: Seconds, for the statistics.
+        clock: What deliveries are timed by.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Outbox(Generic[T]):
         rules: Rules[T],
         *,
         max_keys: int = DEFAULT_MAX_KEYS,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM,
     ) -> None:
         self._send = send
         self._clock = clock
-        self._idle = threading.Condition()
+        self._lock = threading.Lock()
         self._buffer = ConflatingBuffer(rules, max_keys)
         self._in_flight = False
         self._sent_at = 0.0
@@ -70,19 +70,19 @@ class Outbox(Generic[T]):
 
     def queue(self, messages: Iterable[T]) -> None:
         """Queue without sending: goes out with the next `post` or `flush`, or when the delivery in flight is done."""
-        with self._idle:
+        with self._lock:
             self._buffer.add(messages)
             if self._failed is not None:
                 self._discard()
 
     def flush(self) -> bool:
         """Send what waits if nothing is in flight. Returns True if a delivery was started."""
-        with self._idle:
+        with self._lock:
             if self._in_flight or self._failed is not None or not len(self._buffer):
                 return False
             batch = self._buffer.take()
             self._in_flight = True
-            self._sent_at = self._clock()
+            self._sent_at = self._clock.now()
             self._deliveries += 1
             self._messages += len(batch)
         # Outside the lock: a future that is done already calls back at once, in this thread.
@@ -96,15 +96,8 @@ class Outbox(Generic[T]):
 
     def discard(self) -> int:
         """Drop what waits (not what is in flight). Returns how many messages that were."""
-        with self._idle:
+        with self._lock:
             return self._discard()
-
-    def join(self, timeout_s: float) -> bool:
-        """Flush, and wait until nothing is in flight or waiting. False if `timeout_s` did not suffice, or it failed."""
-        self.flush()
-        with self._idle:
-            done = self._idle.wait_for(lambda: not self._in_flight and not len(self._buffer), max(0.0, timeout_s))
-            return done and self._failed is None
 
     @property
     def failed(self) -> BaseException | None:
@@ -118,16 +111,16 @@ class Outbox(Generic[T]):
     @property
     def in_flight_since(self) -> float | None:
         """When the delivery under way was started, by the outbox's clock; None if there is none."""
-        with self._idle:
+        with self._lock:
             return self._sent_at if self._in_flight else None
 
     def __len__(self) -> int:
         """Number of waiting slots."""
-        with self._idle:
+        with self._lock:
             return len(self._buffer)
 
     def stats(self) -> OutboxStats:
-        with self._idle:
+        with self._lock:
             dropped = self._buffer.dropped + self._discarded
             return OutboxStats(
                 self._deliveries, self._messages, self._buffer.conflated, dropped, in_flight_s=self._in_flight_s
@@ -146,13 +139,12 @@ class Outbox(Generic[T]):
         self._landed(error)
 
     def _landed(self, error: BaseException | None) -> None:
-        with self._idle:
+        with self._lock:
             self._in_flight = False
-            self._in_flight_s += self._clock() - self._sent_at
+            self._in_flight_s += self._clock.now() - self._sent_at
             if error is not None:
                 self._failed = error
                 self._discard()
-            self._idle.notify_all()
         self.flush()
 
 

@@ -14,6 +14,7 @@ from specactor_ray.queues.conflation import for_verifier
 from specactor_ray.queues.outbox import Outbox
 from specactor_ray.speculation.draft_cost import DraftCost
 from specactor_ray.speculation.wait_cost import WaitCost
+from tests.clocks import HandClock
 from tests.tiny import tiny_draft
 
 
@@ -42,8 +43,7 @@ def test_outliers_nonsense_and_old_measurements_do_not_count() -> None:
 
 
 def test_tails_carry_what_the_drafter_measured() -> None:
-    ticks = iter(range(1000))
-    loop = DraftLoop("d", NgramProposer(1, 4, 0, 8), clock=lambda: 0.5 * next(ticks))
+    loop = DraftLoop("d", NgramProposer(1, 4, 0, 8), clock=HandClock(tick_s=0.5))
     got: list[DraftTail] = []
     loop.set_verifiers({"v": Outbox(lambda batch: got.extend(batch) or _done(), for_verifier())})
     loop.deliver([DraftOpen(f"r{i}", "v", (1, 2, 3, 1, 2, 3), (), SamplingParams(), 4) for i in range(2)])

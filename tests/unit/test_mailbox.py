@@ -183,18 +183,6 @@ def woken(wait: Callable[[], object], wake: Callable[[], None]) -> object:
     return results[0]
 
 
-def test_wait_wakes_on_put_and_on_close() -> None:
-    mailbox = Mailbox(for_verifier())
-    assert mailbox.wait(0.0) is False
-    assert woken(lambda: mailbox.wait(600.0), lambda: mailbox.put([tail("a", 1)])) is True
-    mailbox.drain()
-    assert woken(lambda: mailbox.wait(600.0), mailbox.close) is False
-    assert mailbox.closed
-    assert mailbox.wait(600.0) is False
-    mailbox.put([tail("a", 2)])
-    assert mailbox.drain() == []
-
-
 def test_many_producers_lose_nothing_that_has_its_own_key() -> None:
     mailbox, seen = Mailbox(for_verifier()), set()
 

@@ -22,6 +22,7 @@ from specactor_ray.queues.conflation import for_drafter, for_verifier
 from specactor_ray.queues.outbox import Outbox
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
+from tests.clocks import HandClock
 from tests.tiny import tiny_draft, tiny_target
 from tests.unit.engine_conformance import requests, run
 
@@ -37,15 +38,6 @@ def models() -> dict[str, Any]:
 
     folders = {"target": tiny_target(), "draft": tiny_draft()}
     return {n: AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for n, f in folders.items()}
-
-
-class Clock:
-    """Seconds that pass only when something is done."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Specialist(DraftModelProposer):
@@ -73,7 +65,7 @@ class Stepper:
         b_max: int = 64,
         **speculation: Any,
     ) -> None:
-        self.clock, self.target = Clock(), target
+        self.clock, self.target = HandClock(), target
         config = SpeculationConfig(window=WINDOW, **{"verify": VerifyPolicy.all, **speculation})
         self.spec = Speculator("v0", mode, config, target.vocab_size, self.clock, max_batch)
         self.drafts = {name: DraftLoop(name, proposer, self.clock) for name, proposer in proposers.items()}
@@ -118,7 +110,7 @@ class Stepper:
                 self.target.remove(output.request_id)
                 self.spec.close(output.request_id, finished=True)
         result.forward_s, result.sampling_s = 0.05 + 0.001 * result.num_tokens, 0.0
-        self.clock.now += result.forward_s
+        self.clock.seconds += result.forward_s
         self.spec.observe_step(result)
 
     def run(self, max_steps: int = 2000) -> dict[str, list[int]]:

@@ -15,21 +15,15 @@ from specactor_ray.queues.outbox import Outbox
 from specactor_ray.speculation.reconfigure import PLAIN, RequestPlan
 from specactor_ray.speculation.tree import DraftTree
 from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
+from tests.clocks import HandClock
 
 SILENT_WAITS = 4
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def speculator(mode: Mode) -> Speculator:
     breaker = BreakerConfig(max_silent_waits=SILENT_WAITS, cooldown_s=60.0)
     config = SpeculationConfig(verify=VerifyPolicy.all, breaker=breaker)
-    made = Speculator("v0", mode, config, vocab_size=100, clock=Clock())
+    made = Speculator("v0", mode, config, vocab_size=100, clock=HandClock())
     outbox: Outbox = Outbox(lambda batch: None, for_drafter())
     made.set_drafters({"slow": DrafterLink("draft_model", 4, outbox)})
     made.open(TargetRequest("r", (1, 2), SamplingParams()))
@@ -69,7 +63,7 @@ def test_a_drafter_that_is_always_one_step_late_is_not_silent_in_decoupled_mode(
 
 def decoupled_with_a_coupled_request() -> Speculator:
     """Two requests of a decoupled layout that are alike but for the mode of one of them."""
-    clock = Clock()
+    clock = HandClock()
     config = SpeculationConfig(verify=VerifyPolicy.all)
     made = Speculator("v0", Mode.DECOUPLED, config, vocab_size=100, clock=clock)
     outbox: Outbox = Outbox(lambda batch: None, for_drafter())
@@ -144,7 +138,7 @@ def test_verify_lengths_follow_the_windows_of_the_requests() -> None:
 def racing(candidates: Candidates, trees: bool) -> Speculator:
     """Three drafters of one request, of different methods; each has said something."""
     config = SpeculationConfig(verify=VerifyPolicy.all, candidates=candidates, race=RaceName.always)
-    made = Speculator("v0", Mode.DECOUPLED, config, vocab_size=100, clock=Clock(), trees=trees)
+    made = Speculator("v0", Mode.DECOUPLED, config, vocab_size=100, clock=HandClock(), trees=trees)
     outbox: Outbox = Outbox(lambda batch: None, for_drafter())
     made.set_drafters({name: DrafterLink(name, 4, outbox) for name in "abc"})
     made.open(TargetRequest("r", (1, 2), SamplingParams()))
@@ -200,7 +194,7 @@ def test_a_poor_guess_does_not_end_the_wait_for_a_better_drafter() -> None:
 
 def auto(mode: Mode, remembers: bool) -> Speculator:
     """One drafter and one request, drafts verified where that pays; a step takes 50 ms and 1 ms per position."""
-    made = Speculator("v0", mode, SpeculationConfig(), vocab_size=100, clock=Clock())
+    made = Speculator("v0", mode, SpeculationConfig(), vocab_size=100, clock=HandClock())
     outbox: Outbox = Outbox(lambda batch: None, for_drafter())
     made.set_drafters({"d": DrafterLink("ngram", 4, outbox, remembers=remembers)})
     made.open(TargetRequest("r", (1, 2), SamplingParams(max_tokens=1000)))
@@ -226,9 +220,10 @@ def test_a_coupled_step_does_not_wait_for_lookups_that_hardly_ever_find_anything
     """A model that drafts is waited for all the same: it runs on the verifier's cores."""
     spec = auto(Mode.COUPLED, remembers)
     clock = spec._clock
+    assert isinstance(clock, HandClock)
     for position in range(60):
         spec.plan_waits(["r"])
-        clock.now += 0.004  # type: ignore[attr-defined]
+        clock.seconds += 0.004
         spec.inbox.put([DraftTail("r", "d", position, (), complete=True)])
         spec.take_messages()
         spec.record_wait(["r"], spec.all_answered(["r"]))
@@ -236,7 +231,7 @@ def test_a_coupled_step_does_not_wait_for_lookups_that_hardly_ever_find_anything
         spec.commit(RowOutput("r", position, [7], [0.0]))
     waits = []
     for position in range(60, 124):
-        waits.append(spec.plan_waits(["r"]) > clock() and not spec.all_answered(["r"]))
+        waits.append(spec.plan_waits(["r"]) > clock.now() and not spec.all_answered(["r"]))
         spec.choose_tails(["r"])
         spec.commit(RowOutput("r", position, [7], [0.0]))
     assert sum(waits) == (64 if waited else 2), "and now and then, to see whether that has changed"
@@ -244,7 +239,7 @@ def test_a_coupled_step_does_not_wait_for_lookups_that_hardly_ever_find_anything
 
 def lookup_and_model() -> Speculator:
     """A coupled verifier with two drafters and one request; a step takes 50 ms and 1 ms per position."""
-    made = Speculator("v0", Mode.COUPLED, SpeculationConfig(), vocab_size=100, clock=Clock())
+    made = Speculator("v0", Mode.COUPLED, SpeculationConfig(), vocab_size=100, clock=HandClock())
     links = {
         "lookup": DrafterLink("ngram", 4, Outbox(lambda batch: None, for_drafter()), remembers=True),
         "model": DrafterLink("eagle", 4, Outbox(lambda batch: None, for_drafter())),
@@ -307,7 +302,7 @@ class OnDemand:
     1.5 ms per position, a token of the model 5 ms. The next token is always 7."""
 
     def __init__(self, guess: int) -> None:
-        self.spec = Speculator("v0", Mode.COUPLED, SpeculationConfig(), vocab_size=100, clock=Clock(), max_batch=8)
+        self.spec = Speculator("v0", Mode.COUPLED, SpeculationConfig(), vocab_size=100, clock=HandClock(), max_batch=8)
         self.rows = [f"r{number}" for number in range(8)]
         self.guess, self.positions = guess, dict.fromkeys(self.rows, 0)
         self.spec.set_drafters(
@@ -325,7 +320,7 @@ class OnDemand:
         """`found`: requests for which the lookup has something. Returns whether the model drafted."""
         for number, row in enumerate(self.rows):
             self._offer("lookup", row, (7, 7) if number < found else (), 0.00001)
-        wait = self.spec.plan_waits(self.rows) > self.spec._clock() and not self.spec.all_answered(self.rows)
+        wait = self.spec.plan_waits(self.rows) > self.spec._clock.now() and not self.spec.all_answered(self.rows)
         if wait:
             for row in self.rows:
                 window = self.spec._planner.plan(row, "model").window

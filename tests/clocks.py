@@ -1,0 +1,23 @@
+"""A clock that a test moves by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from specactor_ray.clock import SystemClock
+
+
+class HandClock(SystemClock):
+    """Seconds that pass only when the test says so; events and conditions are those of this machine.
+
+    Args:
+        tick_s: Seconds that pass with every look at it.
+    """
+
+    def __init__(self, tick_s: float = 0.0) -> None:
+        self.seconds, self._tick_s = 0.0, tick_s
+        self.now: Callable[[], float] = self._read  # type: ignore[misc]
+
+    def _read(self) -> float:
+        self.seconds += self._tick_s
+        return self.seconds - self._tick_s
