@@ -96,7 +96,7 @@ class SystemClock:
         return thread
 
     def result(self, future: Future[T], timeout_s: float) -> T:
-        return future.result(timeout_s)
+        return future.result(None if timeout_s == float("inf") else timeout_s)
 
 
 SYSTEM: Clock = SystemClock()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from specactor_ray.actors.process import (
-    COMMAND_TIMEOUT_S,
-    LoopThread,
-    configure_process,
-    fetch_weights,
-    process_facts,
-    put_weights,
-)
+from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost, LoopThread, put_weights
+from specactor_ray.cluster.calls import Call
 from specactor_ray.cluster.cores import DRAFTER_SPINS
 from specactor_ray.cluster.lookup import find_controller
 from specactor_ray.controller.state import DraftSpec
@@ -20,28 +16,34 @@ from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.idle_learning import IdleLearning
 from specactor_ray.messages import ToDrafter, WeightSet
 from specactor_ray.queues.conflation import for_verifier
-from specactor_ray.queues.outbox import Outbox, ray_sender
+from specactor_ray.queues.outbox import Outbox
 
 
 class DraftActor:
     """Hosts one proposer. Its methods only touch queues; one thread of its own does the work."""
 
-    def __init__(self, spec: DraftSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: DraftSpec, host: ActorHost | None = None) -> None:
+        self._spec, self._host = spec, host or ActorHost()
         self._thread: LoopThread[DraftLoop] | None = None
         self._outboxes: dict[str, Outbox[Any]] = {}
+        self._lock = threading.Lock()
+        """Guards the start, and the list of verifiers against older ones that come late."""
+        self._peers_version = -1
+        self._announced: Call | None = None
 
     def start(self) -> dict[str, Any]:
-        """Bind the cores, make the proposer, start the loop. Returns pid, cores and vocabulary size."""
-        configure_process(self._spec.actor_id, self._spec.cores, self._spec.log_level, DRAFTER_SPINS)
-        self._thread = LoopThread(self._make_loop, "draft")
-        return {**process_facts(), "vocab_size": self._thread.loop().proposer.vocab_size}
+        """Bind the cores, make the proposer, start the loop. Returns pid, cores and vocabulary size. Harmless when
+        repeated."""
+        with self._lock:
+            if self._thread is None:
+                self._host.configure(self._spec.actor_id, self._spec.cores, self._spec.log_level, DRAFTER_SPINS)
+                self._thread = LoopThread(self._make_loop, "draft", self._host.clock)
+        return {**self._host.facts(), "vocab_size": self._thread.loop().proposer.vocab_size}
 
     def _make_loop(self) -> DraftLoop:
-        from specactor_ray.drafters.registry import build_proposer
-
-        spec = self._spec
-        return DraftLoop(spec.actor_id, build_proposer(spec.drafter, spec.target, "cuda" if spec.gpus else "cpu"))
+        spec, host = self._spec, self._host
+        proposer = host.build_proposer(spec.drafter, spec.target, "cuda" if spec.gpus else "cpu")
+        return DraftLoop(spec.actor_id, proposer, host.clock)
 
     def ping(self) -> dict[str, Any]:
         """Counters. Raises when the loop has ended: the controller then replaces this actor."""
@@ -54,17 +56,22 @@ class DraftActor:
         """Opens, commits and closes of verifiers."""
         self._running().deliver(messages)
 
-    def set_verifiers(self, handles: Mapping[str, Any]) -> None:
-        """The complete list of verifiers: id → actor handle."""
-        self._outboxes = {
-            verifier_id: self._outboxes.get(verifier_id) or Outbox(ray_sender(handle.deliver), for_verifier())
-            for verifier_id, handle in handles.items()
-        }
-        self._running().set_verifiers(self._outboxes)
+    def set_verifiers(self, version: int, handles: Mapping[str, Any]) -> None:
+        """The complete list of verifiers, id → actor handle; one that is older than the last is ignored."""
+        loop = self._running()
+        with self._lock:
+            if version < self._peers_version:
+                return
+            self._peers_version = version
+            self._outboxes = {name: self._outboxes.get(name) or self._outbox(handles[name]) for name in handles}
+            loop.set_verifiers(self._outboxes)
+
+    def _outbox(self, verifier: Any) -> Outbox[Any]:
+        return Outbox(self._host.calls.sender(verifier, "deliver"), for_verifier(), clock=self._host.clock)
 
     def load_weights(self, weights: WeightSet) -> None:
         """Take over a version of the weights it follows: the policy's, or those its method learns."""
-        self._running().load_weights(weights.version, fetch_weights(weights)).result(COMMAND_TIMEOUT_S)
+        self._do(self._running().load_weights(weights.version, self._host.fetch_weights(weights)))
 
     def learn(self, newest: WeightSet | None) -> None:
         """From now on, learn in idle time (`drafters.N.online`), and offer every new version to the controller.
@@ -72,9 +79,9 @@ class DraftActor:
         Args:
             newest: Where to begin; None: with the weights that were loaded first.
         """
-        weights = fetch_weights(newest) if newest is not None else None
+        weights = self._host.fetch_weights(newest) if newest is not None else None
         version = newest.version if newest is not None else 0
-        self._running().learn(lambda: self._make_learning(version, weights)).result(COMMAND_TIMEOUT_S)
+        self._do(self._running().learn(lambda: self._make_learning(version, weights)))
 
     def _make_learning(self, version: int, weights: Mapping[str, Any] | None) -> IdleLearning:
         from specactor_ray.drafter_training.online import load_learner
@@ -88,14 +95,16 @@ class DraftActor:
         controller = find_controller(spec.run)
 
         def announce(version: int, weights: Mapping[str, Any]) -> None:
-            news = put_weights(version, weights)
-            controller.offer_weights.remote(spec.drafter.method, spec.actor_id, news)
+            calls = self._host.calls
+            arguments = (spec.drafter.method, spec.actor_id, put_weights(version, weights, calls))
+            # Nobody waits for the answer: a version that does not arrive is made up for by the next one.
+            self._announced = calls.start(controller, "offer_weights", *arguments, deadline_s=COMMAND_TIMEOUT_S)
 
         return IdleLearning(learner, RolloutRecorder(spec.drafter.online.buffer_tokens), announce)
 
     def forget_history(self) -> None:
         """Forget earlier outputs."""
-        self._running().forget_history().result(COMMAND_TIMEOUT_S)
+        self._do(self._running().forget_history())
 
     def drain(self) -> None:
         """Before removal: verifiers have been told to use others, so what is still open may be forgotten."""
@@ -105,6 +114,9 @@ class DraftActor:
         """End the loop in order; returns when it has ended, or after ten seconds."""
         if self._thread is not None:
             self._thread.stop(10.0)
+
+    def _do(self, command: Future[None]) -> None:
+        self._host.clock.result(command, COMMAND_TIMEOUT_S)
 
     def _running(self) -> DraftLoop:
         if self._thread is None:

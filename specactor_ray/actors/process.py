@@ -1,16 +1,21 @@
-"""What every actor process does first: logging, title, core binding; and how its loop thread is kept."""
+"""What every actor process has: logging, core binding, calls and models; and how its loop thread is kept."""
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import VERIFIER_SPINS, bind_to_cores
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.controller.state import VerifierSpec
+from specactor_ray.drafters.base import Proposer
 from specactor_ray.messages import WeightSet
+from specactor_ray.targets.base import TargetEngine
 
 if TYPE_CHECKING:
     import torch
@@ -28,27 +33,59 @@ def configure_process(actor_id: str, cores: Sequence[int], log_level: str, spins
 
 
 COMMAND_TIMEOUT_S = 300.0
-"""Longest wait for the loop to carry out a command between two steps."""
+"""Longest wait for the loop to carry out a command between two steps, and for weights to arrive."""
 
 
-def fetch_weights(weights: WeightSet) -> dict[str, torch.Tensor]:
-    """All tensors of a version, as views of the object store's memory."""
-    import ray
+class ActorHost:
+    """What the process of an actor offers it: calls, time, models. The simulator has one of its own."""
 
-    from specactor_ray.modeling.weight_buckets import unpack
+    def __init__(self) -> None:
+        self.calls = Calls()
 
-    return {name: tensor for bucket in ray.get(list(weights.buckets)) for name, tensor in unpack(bucket)}
+    @property
+    def clock(self) -> Clock:
+        return self.calls.clock
+
+    def configure(self, actor_id: str, cores: Sequence[int], log_level: str, spins: int = VERIFIER_SPINS) -> None:
+        """Prepare the process; before anything is loaded."""
+        configure_process(actor_id, cores, log_level, spins)
+
+    def facts(self) -> dict[str, object]:
+        """Facts about the process for the controller: pid and the cores it may run on."""
+        return {"pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0))}
+
+    def build_engine(self, spec: VerifierSpec) -> TargetEngine:
+        """The target engine of a verifier; loads the model."""
+        from specactor_ray.targets.registry import build_engine
+
+        return build_engine(spec.target, "cuda" if spec.gpus else "cpu", spec.max_drafts)
+
+    def build_proposer(self, drafter: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
+        """The proposer of a draft method; loads its model if it has one."""
+        from specactor_ray.drafters.registry import build_proposer
+
+        return build_proposer(drafter, target, device)
+
+    def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
+        """All tensors of a version, as views of the object store's memory.
+
+        Raises:
+            CallError: They cannot be had.
+        """
+        from specactor_ray.modeling.weight_buckets import unpack
+
+        buckets = self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)
+        return {name: tensor for bucket in buckets for name, tensor in unpack(bucket)}
 
 
-def put_weights(version: int, weights: Mapping[str, torch.Tensor]) -> WeightSet:
+def put_weights(version: int, weights: Mapping[str, torch.Tensor], calls: Calls) -> WeightSet:
     """A copy of the weights in the object store, in float32."""
-    import ray
     import torch
 
     from specactor_ray.modeling.weight_buckets import pack
 
     bucket = pack(weights.items(), torch.float32)
-    return WeightSet(version, (ray.put(bucket),), bucket.data.nbytes)
+    return WeightSet(version, (calls.transport.put(bucket),), bucket.data.nbytes)
 
 
 class Loop(Protocol):
@@ -72,16 +109,17 @@ class LoopThread(Generic[L]):
     Args:
         make_loop: Makes the loop (loads the model).
         name: Name of the thread.
+        clock: Starts it.
     """
 
-    def __init__(self, make_loop: Callable[[], L], name: str) -> None:
+    def __init__(self, make_loop: Callable[[], L], name: str, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
         self._made: Future[L] = Future()
-        self._thread = threading.Thread(target=self._main, args=(make_loop,), name=name, daemon=True)
-        self._thread.start()
+        self._thread = clock.spawn(lambda: self._main(make_loop), name)
 
     def loop(self) -> L:
-        """The loop, once it is made. Raises what making it raised."""
-        return self._made.result()
+        """The loop, once it is made (the controller limits how long that may take). Raises what making it raised."""
+        return self._clock.result(self._made, float("inf"))
 
     @property
     def alive(self) -> bool:
@@ -102,8 +140,3 @@ class LoopThread(Generic[L]):
             return
         self._made.set_result(loop)
         loop.run()
-
-
-def process_facts() -> dict[str, object]:
-    """Facts about this process for the controller: pid and the cores it may run on."""
-    return {"pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specactor_ray.actors.process import put_weights
+from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.drafter_training.eagle import EagleExample
 from specactor_ray.drafter_training.online import EagleLearner, choose_samples, load_learner
@@ -55,4 +56,4 @@ class TaughtDrafter:
             pass
         if self._learner.version == before:
             return None
-        return put_weights(self._learner.version, self._learner.weights())
+        return put_weights(self._learner.version, self._learner.weights(), Calls())

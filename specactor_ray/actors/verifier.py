@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from specactor_ray.actors.process import COMMAND_TIMEOUT_S, LoopThread, configure_process, fetch_weights, process_facts
+from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost, LoopThread
 from specactor_ray.config.schema import learns_from_outputs, reads_features
 from specactor_ray.controller.state import VERIFIER, DraftEndpoint, InlineSpec, VerifierSpec
 from specactor_ray.loops.draft_loop import DraftLoop
@@ -15,50 +17,53 @@ from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import ToDrafter, ToRollout, ToVerifier, WeightSet
 from specactor_ray.queues.conflation import for_drafter
-from specactor_ray.queues.outbox import Outbox, ray_sender
+from specactor_ray.queues.outbox import Outbox
 from specactor_ray.targets.base import TargetRequest
 
 
 class VerifierActor:
     """Hosts one target engine. Its methods only touch queues; one thread of its own does the work."""
 
-    def __init__(self, spec: VerifierSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: VerifierSpec, host: ActorHost | None = None) -> None:
+        self._spec, self._host = spec, host or ActorHost()
         self._thread: LoopThread[VerifyLoop] | None = None
+        self._lock = threading.Lock()
+        """Guards the start, and the list of drafters against older ones that come late."""
+        self._peers_version = -1
 
     def start(self) -> dict[str, Any]:
-        """Bind the cores, load the target, start the loop. Returns pid, cores and vocabulary size."""
-        configure_process(self._spec.actor_id, self._spec.cores, self._spec.log_level)
-        self._thread = LoopThread(self._make_loop, "verify")
-        return {**process_facts(), "vocab_size": self._thread.loop().vocab_size}
+        """Bind the cores, load the target, start the loop. Returns pid, cores and vocabulary size. Harmless when
+        repeated."""
+        with self._lock:
+            if self._thread is None:
+                self._host.configure(self._spec.actor_id, self._spec.cores, self._spec.log_level)
+                self._thread = LoopThread(self._make_loop, "verify", self._host.clock)
+        return {**self._host.facts(), "vocab_size": self._thread.loop().vocab_size}
 
     def _make_loop(self) -> VerifyLoop:
-        from specactor_ray.targets.registry import build_engine
-
-        spec = self._spec
-        engine = build_engine(spec.target, "cuda" if spec.gpus else "cpu", spec.max_drafts)
+        spec, clock = self._spec, self._host.clock
+        engine = self._host.build_engine(spec)
         speculator = Speculator(
             spec.actor_id,
             spec.mode,
             spec.speculation,
             engine.vocab_size,
+            clock,
             max_batch=spec.target.max_batch,
             priors=spec.priors,
             trees=engine.supports_trees,
         )
-        return VerifyLoop(engine, speculator, [self._inline(hosted) for hosted in spec.inline])
+        return VerifyLoop(engine, speculator, [self._inline(hosted) for hosted in spec.inline], clock)
 
     def _inline(self, hosted: InlineSpec) -> InlineDrafter:
-        from specactor_ray.drafters.registry import build_proposer
-
-        drafter, spec = hosted.drafter, self._spec
+        drafter, spec, clock = hosted.drafter, self._spec, self._host.clock
         drafter_id = spec.actor_id.replace(VERIFIER, drafter.method, 1)  # ngram-0#3f2a in verifier-0#3f2a
         device = "cuda" if spec.gpus and drafter.gpus else "cpu"
-        loop = DraftLoop(drafter_id, build_proposer(drafter, spec.target, device))
+        loop = DraftLoop(drafter_id, self._host.build_proposer(drafter, spec.target, device), clock)
         link = DrafterLink(
             drafter.method,
             hosted.window,
-            outbox_to(loop),
+            outbox_to(loop, clock),
             drafter.max_batch,
             reads_features=reads_features(drafter),
             remembers=learns_from_outputs(drafter),
@@ -76,44 +81,62 @@ class VerifierActor:
     def submit(self, requests: Sequence[TargetRequest]) -> None:
         self._running().submit(requests)
 
-    def cancel(self, request_ids: Sequence[str]) -> None:
-        self._running().cancel(request_ids)
+    def cancel(self, attempts: Sequence[tuple[str, int]]) -> None:
+        """Drop these attempts, (request, attempt), now or when they arrive."""
+        self._running().cancel(attempts)
 
     def deliver(self, messages: Sequence[ToVerifier]) -> None:
         """Draft tails and resync requests of drafters."""
         self._running().deliver(messages)
 
-    def poll(self, timeout_s: float, linger_s: float) -> tuple[list[ToRollout], dict[str, Any]]:
-        """Events since the last poll and the counters; for the waits see `VerifyLoop.poll`."""
+    def poll(self, after: int, timeout_s: float, linger_s: float) -> tuple[int, list[ToRollout], dict[str, Any]]:
+        """Number of the first event, events, counters. Those below `after` are acknowledged; for the waits see
+        `VerifyLoop.poll`."""
         loop = self._running()
-        events = loop.poll(timeout_s, linger_s)
+        first, events = loop.poll(after, timeout_s, linger_s)
         if loop.error is not None:
             raise RuntimeError(f"the verifier's loop failed: {loop.error!r}")
-        return events, loop.snapshot()
+        return first, events, loop.snapshot()
 
-    def set_drafters(self, endpoints: Sequence[DraftEndpoint]) -> None:
-        """The complete list of draft actors."""
+    def set_drafters(self, version: int, endpoints: Sequence[DraftEndpoint]) -> None:
+        """The complete list of draft actors; one that is older than the last is ignored."""
         loop = self._running()
-        known = loop.drafter_links
-        links: Mapping[str, DrafterLink] = {
-            endpoint.actor_id: known.get(endpoint.actor_id) or _link(endpoint) for endpoint in endpoints
-        }
-        loop.set_drafters(links)
+        with self._lock:
+            if version < self._peers_version:
+                return
+            self._peers_version = version
+            known = loop.drafter_links
+            links: Mapping[str, DrafterLink] = {
+                endpoint.actor_id: known.get(endpoint.actor_id) or self._link(endpoint) for endpoint in endpoints
+            }
+            loop.set_drafters(links)
+
+    def _link(self, endpoint: DraftEndpoint) -> DrafterLink:
+        send = self._host.calls.sender(endpoint.handle, "deliver")
+        outbox: Outbox[ToDrafter] = Outbox(send, for_drafter(), clock=self._host.clock)
+        return DrafterLink(
+            endpoint.method,
+            endpoint.window,
+            outbox,
+            endpoint.max_batch,
+            reads_features=endpoint.reads_features,
+            remembers=endpoint.remembers,
+        )
 
     def load_weights(self, weights: WeightSet) -> None:
-        """Take over a version of the policy's weights. Raises InputError while requests are running."""
-        self._running().load_weights(weights.version, fetch_weights(weights)).result(COMMAND_TIMEOUT_S)
+        """Take over a version of the policy's weights; requests of older versions end. Harmless when repeated."""
+        self._do(self._running().load_weights(weights.version, self._host.fetch_weights(weights)))
 
     def sleep(self) -> None:
         """Give up the cache's memory until `wake`."""
-        self._running().sleep().result(COMMAND_TIMEOUT_S)
+        self._do(self._running().sleep())
 
     def wake(self) -> None:
-        self._running().wake().result(COMMAND_TIMEOUT_S)
+        self._do(self._running().wake())
 
     def forget_history(self) -> None:
         """Let the drafters of this process forget earlier outputs."""
-        self._running().forget_history().result(COMMAND_TIMEOUT_S)
+        self._do(self._running().forget_history())
 
     def reset_metrics(self) -> None:
         self._running().reset_metrics()
@@ -123,19 +146,10 @@ class VerifierActor:
         if self._thread is not None:
             self._thread.stop(10.0)
 
+    def _do(self, command: Future[None]) -> None:
+        self._host.clock.result(command, COMMAND_TIMEOUT_S)
+
     def _running(self) -> VerifyLoop:
         if self._thread is None:
             raise RuntimeError("the verifier was not started")
         return self._thread.loop()
-
-
-def _link(endpoint: DraftEndpoint) -> DrafterLink:
-    outbox: Outbox[ToDrafter] = Outbox(ray_sender(endpoint.handle.deliver), for_drafter())
-    return DrafterLink(
-        endpoint.method,
-        endpoint.window,
-        outbox,
-        endpoint.max_batch,
-        reads_features=endpoint.reads_features,
-        remembers=endpoint.remembers,
-    )

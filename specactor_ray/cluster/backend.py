@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from specactor_ray.cluster import placement
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.cluster.names import NAMESPACE
+from specactor_ray.cluster.names import NAMESPACE, random_suffix
 from specactor_ray.cluster.placement import Demand, NodeSupply, Placement, Share
 from specactor_ray.cluster.processes import ActorReaper, CoreSurvey, ProcessFacts
 
@@ -35,6 +35,9 @@ class Backend(Protocol):
 
     calls: Calls
     reaper: Reaper
+
+    def suffix(self) -> str:
+        """A random end of a name."""
 
     def supply(self) -> Sequence[NodeSupply]:
         """The live nodes, with what they have in all and what is free now."""
@@ -61,8 +64,9 @@ class RayBackend:
 
     def __init__(self) -> None:
         self.calls = Calls()
-        self.reaper = ActorReaper(self.calls)
+        self.reaper: Reaper = ActorReaper(self.calls)
         self._survey = CoreSurvey(self.calls.transport)
+        self.suffix = random_suffix
         self.supply = placement.cluster_supply
         self.request = placement.request
         self.resolve = placement.resolve

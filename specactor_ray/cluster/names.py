@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Callable, Collection
 
 NAMESPACE = "specactor"
 """The Ray namespace of all named actors of this package."""
@@ -26,10 +27,15 @@ def new_run_name(now: float | None = None) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(2)}"
 
 
-def new_actor_id(stem: str, taken: set[str]) -> str:
+def random_suffix() -> str:
+    """Four hexadecimal digits."""
+    return secrets.token_hex(2)
+
+
+def new_actor_id(stem: str, taken: Collection[str], suffix: Callable[[], str] = random_suffix) -> str:
     """A fresh incarnation of `stem`, such as `ngram-1#9c0d`; never one of `taken`."""
     while True:
-        actor_id = f"{stem}#{secrets.token_hex(2)}"
+        actor_id = f"{stem}#{suffix()}"
         if actor_id not in taken:
             return actor_id
 

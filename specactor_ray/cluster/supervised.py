@@ -168,7 +168,7 @@ def stop_in_order(actors: Iterable[SupervisedActor], calls: Calls, timeout_s: fl
 
 
 def named_error(error: SpecActorError, actor_id: str, what: str) -> SpecActorError:
-    """What to show a person for a failed call to an actor: a `UserError` as it was raised, others with the actor's id."""
+    """What to show a person for a failed call to an actor: a `UserError` as it is, others with the actor's id."""
     if isinstance(error, UserError):
         return error
     text = f"{actor_id} {what}: {error}"

@@ -367,7 +367,7 @@ class Controller:
                 self._create(key, self._seating.claim(key), now)
 
     def _create(self, key: str, seat: Seat, now: float) -> Member:
-        actor_id = new_actor_id(seat.stem, self._used_ids)
+        actor_id = new_actor_id(seat.stem, self._used_ids, self._backend.suffix)
         self._used_ids.add(actor_id)
         seat.occupant = actor_id
         self._members[actor_id] = member = Member(actor_id, key, seat, created_at=now, since=now)

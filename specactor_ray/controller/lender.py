@@ -47,9 +47,7 @@ class Lender:
         hurry: Wakes the thread that works on the members.
     """
 
-    def __init__(
-        self, config: Config, policy: Policy, reaper: Reaper, clock: Clock, hurry: Callable[[], None]
-    ) -> None:
+    def __init__(self, config: Config, policy: Policy, reaper: Reaper, clock: Clock, hurry: Callable[[], None]) -> None:
         self._methods, self._policy, self._reaper = lendable_methods(config), policy, reaper
         self._clock, self._hurry = clock, hurry
         self._start_s: dict[str, float] = {}

@@ -251,7 +251,9 @@ class PeerNews:
             actor = member.actor
             if member.phase is Phase.READY and actor is not None and self._is_due(member, actor, now):
                 member.sent_peers = self._version
-                method, peers_of = ("set_drafters", endpoints) if member.key == VERIFIER else ("set_verifiers", verifiers)
+                method, peers_of = (
+                    ("set_drafters", endpoints) if member.key == VERIFIER else ("set_verifiers", verifiers)
+                )
                 actor.news.send(actor.call(method, self._version, peers_of, deadline_s=_NEWS_TIMEOUT_S))
 
     def _is_due(self, member: Member, actor: SupervisedActor, now: float) -> bool:

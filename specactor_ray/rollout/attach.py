@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from specactor_ray.clock import SYSTEM
 from specactor_ray.cluster.token import send_saved_token
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.errors import InputError
@@ -28,14 +29,14 @@ def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tup
         InputError: There is no such run.
         ConfigError: The run has no such method, or a number is negative.
     """
-    with _attached(run, address) as (name, controller, get):
-        get(controller.scale.remote(dict(drafters)))
-        deadline = time.monotonic() + _ACT_S
+    with _attached(run, address) as (name, ask):
+        ask("scale", dict(drafters))
+        deadline = SYSTEM.now() + _ACT_S
         while True:
-            rows = get(controller.status.remote())
-            if _has_acted(rows, drafters) or time.monotonic() > deadline:
+            rows = ask("status")
+            if _has_acted(rows, drafters) or SYSTEM.now() > deadline:
                 return name, rows
-            time.sleep(0.1)
+            SYSTEM.sleep(0.1)
 
 
 def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int]) -> bool:
@@ -55,25 +56,26 @@ def status_of_run(run: str | None, address: str) -> tuple[str, list[dict[str, An
         ClusterError: There is no such cluster.
         InputError: There is no such run.
     """
-    with _attached(run, address) as (name, controller, get):
-        return name, get(controller.status.remote())
+    with _attached(run, address) as (name, ask):
+        return name, ask("status")
 
 
 _ACT_S = 4.0
 """Longest time to wait for the controller to act on a new number."""
+_ASK_S = 60.0
 
 
 @contextlib.contextmanager
-def _attached(run: str | None, address: str) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
-    """The run's name, its controller, and how to wait for an answer of it."""
+def _attached(run: str | None, address: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The run's name, and how to ask its controller."""
     send_saved_token()
+    from specactor_ray.cluster.calls import Calls
     from specactor_ray.cluster.connection import connect
     from specactor_ray.cluster.lookup import find_controller, list_runs
-    from specactor_ray.rollout.rollout import get_or_raise
 
     with connect(ClusterConfig(address=address)):
         name = run or _only_run(list_runs())
-        yield name, find_controller(name), get_or_raise
+        yield name, functools.partial(Calls().ask, find_controller(name), deadline_s=_ASK_S)
 
 
 def _only_run(runs: list[str]) -> str:

@@ -29,6 +29,8 @@ class JournalEntry:
     """How often it was handed to a verifier."""
     moves: int = 0
     """How often it was moved from one healthy verifier to another."""
+    stalls: int = 0
+    """How often it stopped making progress at a verifier that answered."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     margins: list[float] | None = None
@@ -83,7 +85,7 @@ class Journal:
         return entry is not None and entry.owner is not None and entry.attempt == attempt
 
     def progress(self, message: Progress) -> bool:
-        """Append committed tokens. False (and nothing changes) for another attempt's, a repeated or a gapped message."""
+        """Append committed tokens. False, and nothing changes, for a repeated or gapped message, or an old attempt's."""
         if not self.is_current(message.request_id, message.attempt):
             return False
         entry = self.entries[message.request_id]

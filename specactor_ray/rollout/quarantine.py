@@ -29,7 +29,7 @@ class _Group:
 
 
 class Quarantine:
-    """Who is suspected, and which verifiers run suspects. A suspect is either in a group that waits or at a verifier."""
+    """Who is suspected, and which verifiers run suspects. Each suspect is in a group that waits or at a verifier."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Group] = deque()
@@ -57,7 +57,7 @@ class Quarantine:
         if len(positions) > 1:
             self._add(positions)
             return []
-        (name, position), = positions.items()
+        ((name, position),) = positions.items()
         deaths = 1 if position > group.members[name] else group.deaths + 1
         if deaths >= MAX_DEATHS:
             return [name]

@@ -9,7 +9,7 @@ its m requests wait for as well. `v` stands on both sides, so the choice needs n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 MAX_MOVES = 2
@@ -32,8 +32,6 @@ class RunningRequest:
     remaining: float
     """Output tokens it is expected to have ahead."""
     moves: int = 0
-    owners: Collection[str] = ()
-    """Verifiers that had it before; it never goes back, so no message of an earlier stay can meet it there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ def _best_move(at: Mapping[str, list[RunningRequest]]) -> tuple[RunningRequest, 
             loads = len(at[source]), len(at[target])
             if loads[0] - loads[1] < 2:
                 break
-            able = [r for r in at[source] if r.moves < MAX_MOVES and target not in r.owners]
+            able = [r for r in at[source] if r.moves < MAX_MOVES]
             best = max(able, key=lambda request: gain(request, *loads), default=None)
             if best is not None and gain(best, *loads) > 0:
                 return best, target

@@ -12,13 +12,10 @@ from typing import Any
 
 import ray
 
+from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.config import Config, load_config
-from specactor_ray.config.lending import lendable_methods
-from specactor_ray.config.schema import ModeName
 from specactor_ray.controller.start import start_controller
-from specactor_ray.controller.state import Phase
-from specactor_ray.controller.weights import TRAINER
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
 from specactor_ray.rollout.compatibility import (
@@ -26,13 +23,12 @@ from specactor_ray.rollout.compatibility import (
     export_what_drafters_read,
     warn_without_drafters,
 )
-from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.memory import require_memory
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.planning import ladder_priors, resolve_plan
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, sampling_from_config
-from specactor_ray.rollout.spares import Spares
+from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.rollout.target_checks import check_target
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling import derive_seed
@@ -67,8 +63,6 @@ class Rollout:
         self.config = config
         self._closed = False
         self._streams = 0
-        self._streaming = False
-        self._weight_version = 0
         priors = ladder_priors(config)
         self._tokenizer = check_drafters_fit_target(config)
         require_memory(config)
@@ -76,12 +70,7 @@ class Rollout:
         self._connection: Connection = connect(config.cluster)
         try:
             self._controller, self.run_name = start_controller(config, priors=priors)
-            self._dispatcher = Dispatcher(
-                fetch_view=self._controller.view.remote,
-                outstanding_per_verifier=2 * config.target.max_batch,
-                no_verifier_timeout_s=config.cluster.start_timeout_s + config.cluster.placement_timeout_s,
-                spares=Spares(self._controller, config.cluster.start_timeout_s) if lendable_methods(config) else None,
-            )
+            self._run = RunClient(config, self._controller, Calls())
         except BaseException:
             self._connection.close()
             raise
@@ -107,11 +96,11 @@ class Rollout:
             return
         self._closed = True
         try:
-            ray.get(self._controller.shutdown.remote(), timeout=60)
-            ray.kill(self._controller)
-        except Exception:
-            logger.exception("the controller did not shut down in order; its actors end with this process")
+            self._run.shutdown()
+        except SpecActorError as error:
+            logger.error("the controller did not shut down in order (%s); its actors end with it", error)
         finally:
+            ray.kill(self._controller)
             self._connection.close()
 
     def stream(
@@ -149,7 +138,7 @@ class Rollout:
             )
         if n < 1:
             raise InputError(f"n is {n}; it must be 1 or more")
-        if self._streaming:
+        if self._run.streaming:
             raise InputError("another stream of this rollout is still open; exhaust or close it first")
         return self._stream(list(prompts), each, n)
 
@@ -161,72 +150,54 @@ class Rollout:
         return sorted(done, key=lambda trajectory: (trajectory.prompt_index, trajectory.sample_index))
 
     def scale(self, drafters: Mapping[str, int]) -> None:
-        """Set how many draft actors of each method there should be; takes effect while the rollout goes on.
+        """Set how many draft actors of each method there should be; takes effect during the rollout.
 
         Raises:
             ConfigError: A method is not in the configuration, or a number is negative.
         """
-        get_or_raise(self._controller.scale.remote(dict(drafters)))
+        self._run.scale(drafters)
 
     def update_weights(self, weights: WeightSet) -> None:
         """Give every verifier, and the drafters that follow the policy, a new version of the target's weights.
 
-        Returns when all have it. A verifier or draft actor that joins later gets it before it serves.
+        Returns when all verifiers have it. A verifier or draft actor that joins later gets it before it serves. After
+        an error the new version holds all the same: it is taken as soon as it can be, and no token of another one is.
 
         Raises:
-            InputError: A stream is open: its trajectories would mix two versions.
+            InputError: A stream is open (its trajectories would mix two versions), or the version is not above all
+                earlier ones.
             SpecActorError: The weights were not taken in time.
         """
-        if self._streaming:
-            raise InputError("weights cannot change while a stream is open; exhaust or close it first")
-        timeout_s = self.config.cluster.start_timeout_s
-        get_or_raise(self._controller.set_weights.remote(weights, timeout_s), timeout_s + 60.0)
-        self._weight_version = weights.version
-        self._dispatcher.expect_version(weights.version)
+        self._run.update_weights(weights)
 
     def update_drafter(self, method: str, weights: WeightSet) -> None:
         """Give the draft actors of a method that the trainer teaches (`online.where=trainer`) a newer version of its
         weights. Returns before they have it: no token depends on when they do."""
-        get_or_raise(self._controller.offer_weights.remote(method, TRAINER, weights))
+        self._run.offer_drafter_weights(method, weights)
 
     def sleep(self) -> None:
         """Let the verifiers give up their caches' memory until the next stream (or `wake`)."""
-        self._call_verifiers("sleep")
+        self._run.call_verifiers("sleep")
 
     def wake(self) -> None:
         """Let the verifiers take their memory back."""
-        self._call_verifiers("wake")
-
-    def _call_verifiers(self, method: str) -> None:
-        if self._streaming:
-            raise InputError(f"{method}: a stream is open; exhaust or close it first")
-        get_or_raise([getattr(handle, method).remote() for handle in self._all_verifiers()])
-
-    def _all_verifiers(self) -> list[Any]:
-        """Handles of the verifiers that serve; between two streams those that were lent at the last tail as well."""
-        if not self._streaming and not self._dispatcher.await_spares():
-            raise SpecActorError("verifiers whose seats were lent to draft actors did not come back in time")
-        return list(get_or_raise(self._controller.view.remote()).verifiers.values())
+        self._run.call_verifiers("wake")
 
     def status(self) -> list[dict[str, Any]]:
         """One row per actor: id, kind, phase, placement and counters."""
-        return get_or_raise(self._controller.status.remote())
+        return self._run.status()
 
     def metrics(self) -> RolloutMetrics:
         """Counters over all verifiers since the start or the last `reset_metrics`."""
-        # A copy: progress is shown from another thread, while verifiers may join.
-        return RolloutMetrics.merge(self._dispatcher.counters.copy().values())
+        return self._run.metrics()
 
     def reset_metrics(self) -> None:
         """Set the verifiers' counters to zero (after a warm-up)."""
-        ray.get([handle.reset_metrics.remote() for handle in self._all_verifiers()])
-        self._dispatcher.counters.clear()
+        self._run.reset_metrics()
 
     def forget_history(self) -> None:
         """Let drafters forget earlier outputs, as if they had just been started; for benchmarks."""
-        view = get_or_raise(self._controller.view.remote())
-        ready = [endpoint.handle for endpoint in view.drafters if endpoint.phase is Phase.READY]
-        get_or_raise([handle.forget_history.remote() for handle in (*ready, *view.verifiers.values())])
+        self._run.forget_history()
 
     @property
     def address(self) -> str:
@@ -236,20 +207,20 @@ class Rollout:
     @property
     def moved_requests(self) -> int:
         """How often a request was moved from one healthy verifier to another since the start."""
-        return self._dispatcher.moves
+        return self._run.dispatcher.moves
 
     @property
     def reissued_requests(self) -> int:
         """How often a request was given to another verifier because its own was gone, since the start."""
-        return self._dispatcher.reissues
+        return self._run.dispatcher.reissues
 
     @property
     def committed_tokens(self) -> int:
         """Output tokens journaled since the start."""
-        return self._dispatcher.journal.committed_tokens
+        return self._run.dispatcher.journal.committed_tokens
 
     def _stream(self, prompts: list[Prompt], sampling: list[SamplingParams], n: int) -> Iterator[Trajectory]:
-        self._streaming = True
+        self._run.streaming = True
         self._streams += 1
         try:
             entries, refused = [], []
@@ -267,10 +238,10 @@ class Rollout:
                         refused.append((entry, str(error)))
             for entry, reason in refused:
                 yield self._trajectory(entry, places[entry.request_id], prompts, reason)
-            for entry in self._dispatcher.run(entries):
+            for entry in self._run.stream(entries):
                 yield self._trajectory(entry, places[entry.request_id], prompts)
         finally:
-            self._streaming = False
+            self._run.streaming = False
 
     def _trajectory(
         self, entry: JournalEntry, place: tuple[int, int], prompts: Sequence[Prompt], error: str = ""
@@ -291,21 +262,8 @@ class Rollout:
             error=finished.error if finished else error,
             margins=None if entry.margins is None else tuple(entry.margins),
             prompt=prompts[place[0]],
-            weight_version=self._weight_version,
+            weight_version=self._run.weight_version,
         )
-
-
-def get_or_raise(ref: Any, timeout_s: float = 60.0) -> Any:
-    """`ray.get` that raises the original error of this package instead of Ray's wrapping of it."""
-    try:
-        return ray.get(ref, timeout=timeout_s)
-    except ray.exceptions.RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, Exception) else error) from None
-
-
-def needs_drafters(config: Config) -> bool:
-    """Whether the configuration's mode uses draft actors."""
-    return config.mode is not ModeName.plain
 
 
 def default_run_dir(config: Config, run_name: str) -> Path:

@@ -6,17 +6,16 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
+from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.controller.state import Offer
+from specactor_ray.errors import SpecActorError
 
 logger = logging.getLogger(__name__)
 
 _OFFER_INTERVAL_S = 1.0
 """Time between two offers: what is not worth lending now may be in a while."""
 _ANSWER_TIMEOUT_S = 15.0
-"""Longest wait for the answer to an offer."""
+"""Longest wait for the answer to an offer; more than the controller takes to decide."""
 
 
 class Spares:
@@ -26,15 +25,17 @@ class Spares:
 
     Args:
         controller: Handle of the controller; None: nothing is ever offered.
+        calls: What calls are made with.
         back_timeout_s: Longest wait until verifiers that are asked for serve.
     """
 
-    def __init__(self, controller: Any = None, back_timeout_s: float = 60.0) -> None:
-        self.away: set[str] = set()
-        self._controller, self._back_timeout_s = controller, back_timeout_s
-        self._resting: set[str] = set()
-        self._offering: Any = None
-        self._asking: Any = None
+    def __init__(self, controller: Any, calls: Calls, back_timeout_s: float = 60.0) -> None:
+        self.away: dict[str, None] = {}
+        """Ids, in order."""
+        self._controller, self._calls, self._back_timeout_s = controller, calls, back_timeout_s
+        self._resting: tuple[str, ...] = ()
+        self._offering: Call | None = None
+        self._asking: Call | None = None
         self._are_back = True
         self._offered_at = float("-inf")
 
@@ -51,28 +52,30 @@ class Spares:
         if self._controller is None or busy or now - self._offered_at < _OFFER_INTERVAL_S:
             return
         self._offered_at = now
-        self.away = self._resting | set(verifiers)
-        offer = Offer(tuple(sorted(self.away)), requests, remaining_s)
-        self._offering = self._controller.release_verifiers.remote(offer)
+        self.away = dict.fromkeys(sorted({*self._resting, *verifiers}))
+        offer = Offer(tuple(self.away), requests, remaining_s)
+        self._offering = self._start("release_verifiers", offer, _ANSWER_TIMEOUT_S)
 
     def ask_back(self) -> None:
         """Begin to take all back; waits only for the answer to an offer that is on its way."""
         if self._offering is not None:
-            ray.wait([self._offering], timeout=_ANSWER_TIMEOUT_S)
+            self._calls.wait([self._offering], _ANSWER_TIMEOUT_S)
             self.poll()
         if self.away and self._asking is None and self._offering is None:
-            self._asking = self._controller.take_back_verifiers.remote(self._back_timeout_s)
+            limit_s = self._back_timeout_s
+            self._asking = self._start("take_back_verifiers", limit_s, limit_s + _ANSWER_TIMEOUT_S)
 
     def poll(self) -> bool:
         """Take an answer that came. Returns True when verifiers have just come back: they are in views from now on."""
-        if self._offering is not None and is_done(self._offering):
+        if self._offering is not None and self._offering.poll():
             call, self._offering = self._offering, None
-            self._resting = set(_result(call, ()))
-            self.away = set(self._resting)
-        if self._asking is not None and is_done(self._asking):
+            # Without an answer any of them may rest by now: all are asked back in time.
+            self._resting = tuple(_result(call, tuple(self.away)))
+            self.away = dict.fromkeys(self._resting)
+        if self._asking is not None and self._asking.poll():
             call, self._asking = self._asking, None
             self._are_back = bool(_result(call, False))
-            self._resting, self.away = set(), set()
+            self._resting, self.away = (), {}
             return True
         return False
 
@@ -81,18 +84,16 @@ class Spares:
         self.ask_back()
         if self._asking is None:
             return not self.away
-        ray.wait([self._asking], timeout=self._back_timeout_s + _ANSWER_TIMEOUT_S)
+        self._calls.wait([self._asking], self._back_timeout_s + _ANSWER_TIMEOUT_S)
         return self.poll() and self._are_back
 
-
-def is_done(call: Any) -> bool:
-    """Whether a call has returned or failed."""
-    return bool(ray.wait([call], timeout=0)[0])
+    def _start(self, method: str, argument: Any, deadline_s: float) -> Call:
+        return self._calls.start(self._controller, method, argument, deadline_s=deadline_s)
 
 
-def _result(call: Any, otherwise: Any) -> Any:
+def _result(call: Call, otherwise: Any) -> Any:
     try:
-        return ray.get(call)
-    except RayError as error:  # the controller is gone, and soon all its actors are
+        return call.result()
+    except SpecActorError as error:
         logger.warning("the controller does not answer about verifiers that are lent: %s", error)
         return otherwise

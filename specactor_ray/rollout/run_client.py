@@ -1,0 +1,138 @@
+"""The driver's side of one run: requests, weights and wishes to its controller and verifiers. Knows no models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from specactor_ray.cluster.calls import Calls
+from specactor_ray.config.lending import lendable_methods
+from specactor_ray.config.schema import Config
+from specactor_ray.controller.state import ClusterView, Phase
+from specactor_ray.controller.weights import TRAINER
+from specactor_ray.errors import ActorLostError, InputError, SpecActorError
+from specactor_ray.messages import WeightSet
+from specactor_ray.rollout.dispatch import Dispatcher
+from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.spares import Spares
+
+logger = logging.getLogger(__name__)
+
+_ASK_S = 60.0
+"""Longest wait for an answer to what takes no time."""
+_COMMAND_S = 300.0
+"""Longest wait for verifiers to do what they are told."""
+SHUTDOWN_S = 60.0
+
+
+class RunClient:
+    """One stream of requests at a time, and what happens between two of them.
+
+    Args:
+        config: The configuration the controller was started with.
+        controller: Its handle.
+        calls: What calls are made with.
+    """
+
+    def __init__(self, config: Config, controller: Any, calls: Calls) -> None:
+        cluster = config.cluster
+        self._controller, self._calls = controller, calls
+        self._sync_timeout_s = cluster.start_timeout_s
+        spares = Spares(controller, calls, cluster.start_timeout_s) if lendable_methods(config) else None
+        self.dispatcher = Dispatcher(
+            controller,
+            calls,
+            outstanding_per_verifier=2 * config.target.max_batch,
+            no_verifier_timeout_s=cluster.start_timeout_s + cluster.placement_timeout_s,
+            request_stall_timeout_s=2.0 * cluster.stall_timeout_s,
+            spares=spares,
+        )
+        self.streaming = False
+        self.weight_version = 0
+        """Version of the policy's weights that new requests are run with."""
+
+    def stream(self, entries: Sequence[JournalEntry]) -> Iterator[JournalEntry]:
+        """Yield each entry when it has ended; see `Dispatcher.run`."""
+        self.streaming = True
+        try:
+            yield from self.dispatcher.run(entries)
+        finally:
+            self.streaming = False
+
+    def update_weights(self, weights: WeightSet) -> None:
+        """See `Rollout.update_weights`."""
+        self.require_no_stream("weights cannot change")
+        if weights.version < self.weight_version:
+            raise InputError(f"weights of version {weights.version} come after version {self.weight_version}")
+        # From the call on the controller may be bringing everyone there, whether or not it says so in time.
+        self.weight_version = weights.version
+        self.dispatcher.expect_version(weights.version)
+        limit_s = self._sync_timeout_s
+        self.ask("set_weights", weights, limit_s, deadline_s=limit_s + _ASK_S)
+
+    def offer_drafter_weights(self, method: str, weights: WeightSet) -> None:
+        """See `Rollout.update_drafter`."""
+        self.ask("offer_weights", method, TRAINER, weights)
+
+    def call_verifiers(self, method: str) -> None:
+        """Call a method of every verifier, and of none that is lost: its replacement starts afresh anyway.
+
+        Raises:
+            InputError: A stream is open.
+            SpecActorError: A verifier that is alive did not do it.
+        """
+        self.require_no_stream(method)
+        if not self.dispatcher.await_spares():
+            raise SpecActorError("verifiers whose seats were lent to draft actors did not come back in time")
+        self._call_all(method, list(self.view().verifiers.values()))
+
+    def reset_metrics(self) -> None:
+        self.call_verifiers("reset_metrics")
+        self.dispatcher.counters.clear()
+
+    def forget_history(self) -> None:
+        view = self.view()
+        drafters = [endpoint.handle for endpoint in view.drafters if endpoint.phase is Phase.READY]
+        self._call_all("forget_history", [*drafters, *view.verifiers.values()])
+
+    def metrics(self) -> RolloutMetrics:
+        """Counters over all verifiers since the start or the last `reset_metrics`."""
+        # A copy: progress is shown from another thread, while verifiers may join.
+        return RolloutMetrics.merge(self.dispatcher.counters.copy().values())
+
+    def view(self) -> ClusterView:
+        view: ClusterView = self.ask("view")
+        return view
+
+    def status(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.ask("status")
+        return rows
+
+    def scale(self, drafters: Mapping[str, int]) -> None:
+        self.ask("scale", dict(drafters))
+
+    def shutdown(self) -> None:
+        """End all actors of the run.
+
+        Raises:
+            SpecActorError: The controller did not do it in order.
+        """
+        self.ask("shutdown", deadline_s=SHUTDOWN_S)
+
+    def ask(self, method: str, *arguments: Any, deadline_s: float = _ASK_S) -> Any:
+        """Call the controller and wait for the answer."""
+        return self._calls.ask(self._controller, method, *arguments, deadline_s=deadline_s)
+
+    def require_no_stream(self, what: str) -> None:
+        if self.streaming:
+            raise InputError(f"{what} while a stream is open; exhaust or close it first")
+
+    def _call_all(self, method: str, handles: Sequence[Any]) -> None:
+        calls = [self._calls.start(handle, method, deadline_s=_COMMAND_S) for handle in handles]
+        for call in calls:
+            try:
+                call.result()
+            except ActorLostError as error:
+                logger.warning("%s: %s", method, error)

@@ -1,0 +1,341 @@
+"""Actors, calls and objects of the virtual cluster: what Ray is to the product, with faults that a seed chooses.
+
+A call takes time both ways, runs as a task of the actor's process (eight at once), and fails as Ray's calls do: the
+actor is gone for good, or unavailable, and then nobody knows whether the call was carried out.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from specactor_ray.cluster.processes import ProcessFacts
+from specactor_ray.errors import (
+    ActorLostError,
+    ActorUnavailableError,
+    CallError,
+    CallTimeoutError,
+    RemoteError,
+    SpecActorError,
+)
+from specactor_ray.simulation.kernel import Kernel, Process, Task, VirtualClock
+
+_CONCURRENCY = 8
+_DETECTION_S = (0.01, 1.0)
+"""How long it takes until callers hear that an actor is gone, at least and at most."""
+_UNAVAILABLE_S = (0.05, 5.0)
+"""How long it takes until callers hear that an actor is out of reach."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A simulated machine."""
+
+    name: str
+    cpus: float
+    alive: bool = True
+    cut_off: bool = False
+    """No call gets in or out."""
+
+
+@dataclass
+class LinkFaults:
+    """What happens to calls, as probabilities; changed while the simulation runs."""
+
+    lost_before: float = 0.0
+    """The call does not arrive; its caller hears that the actor is unavailable."""
+    lost_after: float = 0.0
+    """It is carried out, and its answer is lost."""
+    repeated: float = 0.0
+    """It is carried out twice."""
+    delayed: float = 0.0
+    """It takes up to `delay_s` longer; calls overtake each other."""
+    delay_s: float = 2.0
+    object_lost: float = 0.0
+    """An object cannot be fetched this time."""
+
+
+class Reference:
+    """A call that is under way, or an answer."""
+
+    __slots__ = ("callbacks", "done", "error", "value", "waiters")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.value: Any = None
+        self.error: SpecActorError | None = None
+        self.waiters: list[tuple[Task, int]] = []
+        self.callbacks: list[Callable[[], None]] = []
+
+
+@dataclass(eq=False)
+class VirtualActor:
+    """An actor and its process; also the handle it is called by."""
+
+    name: str
+    node: Node
+    process: Process
+    instance: Any = None
+    """None until its constructor has run."""
+    running: int = 0
+    queue: deque[Callable[[], None]] = field(default_factory=deque)
+    open_calls: dict[Reference, None] = field(default_factory=dict)
+    """Calls that would fail if it died now."""
+    node_lost: bool = False
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """A reference to an object in the store."""
+
+    number: int
+    owner: VirtualActor
+
+
+class Network:
+    """Everything that connects the processes of one simulation.
+
+    Args:
+        kernel: Time.
+        rng: Latencies and faults.
+    """
+
+    def __init__(self, kernel: Kernel, rng: random.Random) -> None:
+        self.kernel, self.rng = kernel, rng
+        self.faults = LinkFaults()
+        self.actors: list[VirtualActor] = []
+        self.calls = 0
+        self.hits: dict[str, int] = {}
+        """Fault → how often it struck a call."""
+        self._objects: dict[int, Any] = {}
+
+    def latency(self) -> float:
+        return self.rng.uniform(0.0005, 0.002)
+
+    def start_actor(self, name: str, node: Node, make: Callable[[VirtualActor], Any], start_s: float) -> VirtualActor:
+        """Begin a process whose actor is made after `start_s` seconds."""
+        process = Process(name, offset_s=self.rng.uniform(0.0, 1e5))
+        actor = VirtualActor(name, node, process)
+        self.actors.append(actor)
+
+        def construct() -> None:
+            VirtualClock(self.kernel, process).sleep(start_s)
+            actor.instance = make(actor)
+            self._start_calls(actor)
+
+        self.kernel.spawn(construct, "init", process)
+        return actor
+
+    def kill(self, actor: VirtualActor, node_lost: bool = False) -> None:
+        """End an actor's process; its callers hear of it after a while."""
+        if actor.process.dead:
+            return
+        actor.node_lost = node_lost
+        self.kernel.kill(actor.process)
+        for reference in list(actor.open_calls):
+            self._fail_later(actor, reference, self._lost(actor), _DETECTION_S)
+        actor.open_calls.clear()
+        actor.queue.clear()
+
+    def lose_node(self, node: Node) -> None:
+        """A machine is gone with all its actors."""
+        node.alive = False
+        for actor in self.actors:
+            if actor.node is node:
+                self.kill(actor, node_lost=True)
+
+    # ---- calls ----
+
+    def send(self, caller: VirtualActor, actor: VirtualActor, method: str, arguments: Sequence[Any]) -> Reference:
+        """Begin a call."""
+        self.calls += 1
+        reference, faults, rng = Reference(), self.faults, self.rng
+        if self._strikes("lost_before", faults.lost_before):
+            self._unavailable(reference, method)
+            return reference
+        keep_answer = not self._strikes("lost_after", faults.lost_after)
+        self._deliver(caller, actor, method, arguments, reference, keep_answer)
+        if self._strikes("repeated", faults.repeated):
+            self._deliver(caller, actor, method, arguments, Reference(), True)
+        if not keep_answer:
+            self._unavailable(reference, method, after=rng.uniform(0.01, 1.0))
+        return reference
+
+    def _deliver(
+        self,
+        caller: VirtualActor,
+        actor: VirtualActor,
+        method: str,
+        arguments: Sequence[Any],
+        reference: Reference,
+        keep_answer: bool,
+    ) -> None:
+        def arrive() -> None:
+            if actor.process.dead:
+                self._fail_later(actor, reference, self._lost(actor), _DETECTION_S)
+            elif caller.node.cut_off != actor.node.cut_off:
+                self._unavailable(reference, method)
+            else:
+                if keep_answer:
+                    actor.open_calls[reference] = None
+                actor.queue.append(lambda: self._execute(caller, actor, method, arguments, reference, keep_answer))
+                self._start_calls(actor)
+
+        self.kernel.at(self.kernel.now + self.latency() + self._delay(), arrive)
+
+    def _start_calls(self, actor: VirtualActor) -> None:
+        while actor.instance is not None and actor.queue and actor.running < _CONCURRENCY:
+            actor.running += 1
+            self.kernel.spawn(actor.queue.popleft(), "call", actor.process)
+
+    def _execute(
+        self,
+        caller: VirtualActor,
+        actor: VirtualActor,
+        method: str,
+        arguments: Sequence[Any],
+        reference: Reference,
+        keep_answer: bool,
+    ) -> None:
+        """Runs as a task of the actor's process."""
+        value, error = None, None
+        try:
+            value = self._invoke(actor, method, arguments)
+        except SpecActorError as raised:
+            error = raised
+        except Exception as raised:  # noqa: BLE001 - Ray hands whatever a method raises to its caller
+            error = RemoteError(f"{method}: {type(raised).__name__}: {raised}")
+        actor.running -= 1
+        self._start_calls(actor)
+        if not keep_answer:
+            return
+
+        def answer() -> None:
+            if caller.node.cut_off != actor.node.cut_off:
+                self._unavailable(reference, method)
+            else:
+                actor.open_calls.pop(reference, None)
+                self.resolve(reference, value, error)
+
+        self.kernel.at(self.kernel.now + self.latency() + self._delay(), answer)
+
+    def _invoke(self, actor: VirtualActor, method: str, arguments: Sequence[Any]) -> Any:
+        if method == "__ray_call__":
+            return facts_of(actor)
+        return getattr(actor.instance, method)(*arguments)
+
+    def resolve(self, reference: Reference, value: Any, error: SpecActorError | None) -> None:
+        """An answer has arrived; the first one counts."""
+        if reference.done:
+            return
+        reference.done, reference.value, reference.error = True, value, error
+        for waiter in reference.waiters:
+            self.kernel.wake(waiter)
+        reference.waiters.clear()
+        for callback in reference.callbacks:
+            callback()
+
+    def _unavailable(self, reference: Reference, method: str, after: float = 0.0) -> None:
+        error = ActorUnavailableError(f"{method}: out of reach")
+        when = self.kernel.now + after + self.rng.uniform(*_UNAVAILABLE_S)
+        self.kernel.at(when, lambda: self.resolve(reference, None, error))
+
+    def _fail_later(
+        self, actor: VirtualActor, reference: Reference, error: SpecActorError, within: tuple[float, float]
+    ) -> None:
+        when = self.kernel.now + self.rng.uniform(*within)
+        self.kernel.at(when, lambda: self.resolve(reference, None, error))
+
+    def _lost(self, actor: VirtualActor) -> ActorLostError:
+        return ActorLostError(f"{actor.name}: its process ended", actor.node_lost)
+
+    def _delay(self) -> float:
+        faults = self.faults
+        return self.rng.uniform(0.0, faults.delay_s) if self._strikes("delayed", faults.delayed) else 0.0
+
+    def _strikes(self, name: str, probability: float) -> bool:
+        if probability and self.rng.random() < probability:
+            self.hits[name] = self.hits.get(name, 0) + 1
+            return True
+        return False
+
+    # ---- objects ----
+
+    def put(self, owner: VirtualActor, value: Any) -> StoredObject:
+        number = len(self._objects)
+        self._objects[number] = value
+        return StoredObject(number, owner)
+
+    def get(self, stored: StoredObject) -> Any:
+        if stored.owner.process.dead:
+            raise ActorLostError("the owner of the object is gone", stored.owner.node_lost)
+        if self._strikes("object_lost", self.faults.object_lost):
+            raise CallError("the object is lost")
+        return self._objects[stored.number]
+
+
+def facts_of(actor: VirtualActor) -> ProcessFacts:
+    """What `process_facts` tells of a real actor; the pid is a number that is the same in each run."""
+    return ProcessFacts(zlib.crc32(actor.name.encode()), 0, actor.node.name)
+
+
+class VirtualTransport:
+    """The `Transport` of one simulated process."""
+
+    def __init__(self, network: Network, caller: VirtualActor) -> None:
+        self._network, self._caller, self._kernel = network, caller, network.kernel
+        self._clock = VirtualClock(network.kernel, caller.process)
+
+    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Reference:
+        return self._network.send(self._caller, actor, method, arguments)
+
+    def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
+        done = {reference for reference in references if reference.done}
+        if done or timeout_s <= 0.0:
+            return done
+        kernel = self._kernel
+        waiter = kernel.arm()
+        for reference in references:
+            reference.waiters.append(waiter)
+        kernel.block(kernel.now + timeout_s)
+        return {reference for reference in references if reference.done}
+
+    def take(self, reference: Any) -> Any:
+        if reference.error is not None:
+            raise reference.error
+        return reference.value
+
+    def future(self, reference: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def finish() -> None:
+            if self._caller.process.dead:
+                return
+            if reference.error is not None:
+                future.set_exception(reference.error)
+            else:
+                future.set_result(reference.value)
+
+        if reference.done:
+            finish()
+        else:
+            reference.callbacks.append(finish)
+        return future
+
+    def translate(self, error: BaseException, what: str) -> SpecActorError:
+        return error if isinstance(error, SpecActorError) else CallError(f"{what}: {error}")
+
+    def put(self, value: Any) -> StoredObject:
+        return self._network.put(self._caller, value)
+
+    def fetch(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
+        took = self._network.latency()
+        if took > timeout_s:
+            raise CallTimeoutError("fetching an object: not in time")
+        self._clock.sleep(took)
+        return [self._network.get(reference) for reference in references]
