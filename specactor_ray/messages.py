@@ -156,6 +156,8 @@ class Progress:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     margins: tuple[float, ...] | None = None
+    attempt: int = 0
+    """Of the request, as `TargetRequest.attempt`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,17 @@ class Finished:
     error: str = ""
     num_tokens: int = 0
     """Output tokens in all; what the journal must hold."""
+    attempt: int = 0
+    """Of the request, as `TargetRequest.attempt`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Verifier → rollout: this attempt was not begun, because the weights are of another version than it asks for."""
+
+    request_id: str
+    attempt: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,4 +213,4 @@ class WeightSet:
 
 ToDrafter = DraftOpen | Commit | DraftClose
 ToVerifier = DraftTail | DraftResync
-ToRollout = Progress | Finished
+ToRollout = Progress | Finished | Refused

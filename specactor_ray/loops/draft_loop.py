@@ -16,6 +16,7 @@ from typing import Any
 
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.drafters.base import KeepsHistory, Proposer, ReadsFeatures
+from specactor_ray.loops.heartbeat import Heartbeat
 from specactor_ray.loops.idle_learning import IdleLearning
 from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftResync, DraftTail, Features, Mode, ToDrafter
 from specactor_ray.queues.conflation import for_drafter
@@ -33,6 +34,8 @@ _IDLE_WAIT_S = 0.5
 class DraftCounters:
     """What a draft actor has done since it started."""
 
+    steps: int = 0
+    """Rounds of the loop in which there was something to do."""
     opens: int = 0
     commits: int = 0
     resyncs: int = 0
@@ -55,6 +58,7 @@ class DraftLoop:
         self.proposer = proposer
         self.counters = DraftCounters()
         self._clock = clock
+        self._heartbeat = Heartbeat(clock.now)
         self._cost = DraftCost()
         self._inbox: Mailbox[ToDrafter] = Mailbox(for_drafter())
         self._commands: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
@@ -103,14 +107,16 @@ class DraftLoop:
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters, the number of open requests, what a draft token costs (seconds), what a proposer that remembers
-        outputs takes for them, and how far learning has come."""
+        """Counters, the number of open requests, what a draft token costs (seconds), how long the step under way has
+        taken so far (`busy_s`, 0 when there is none), what a proposer that remembers outputs takes for them, and how
+        far learning has come."""
         memory = {
             name: getattr(self.proposer, name)
             for name in ("history_tokens", "history_bytes")
             if hasattr(self.proposer, name)
         }
         counters = {**asdict(self.counters), "open_requests": len(self._verifier_of), "token_s": self._cost.token_s}
+        counters["busy_s"] = self._heartbeat.busy_s
         learning = self._learning
         return {**counters, **memory, **({"learning": learning.snapshot()} if learning is not None else {})}
 
@@ -124,13 +130,18 @@ class DraftLoop:
 
     def run_guarded(self) -> bool:
         """`run_once`; a failure is logged and counted, and loses the open requests."""
+        self._heartbeat.begin()
         try:
-            return self.run_once()
+            worked = self.run_once()
+            self.counters.steps += worked
+            return worked
         except Exception:
             self.counters.failures += 1
             logger.exception("%s: a draft step failed; its requests will be opened again", self.drafter_id)
             self._reset()
             return False
+        finally:
+            self._heartbeat.end()
 
     def run_once(self) -> bool:
         """Drain, extend, publish; without any open request, learn for one step: that is how long a message may have to
@@ -190,12 +201,14 @@ class DraftLoop:
     def _run_commands(self) -> None:
         while not self._commands.empty():
             command, future = self._commands.get()
+            self._heartbeat.begin()
             try:
                 command()
             except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
                 future.set_exception(error)
             else:
                 future.set_result(None)
+            self._heartbeat.begin()
 
     def _take(self, message: ToDrafter) -> None:
         match message:

@@ -17,11 +17,13 @@ from typing import Any
 
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.errors import InputError
+from specactor_ray.loops.attempts import EndedAttempts
 from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.heartbeat import Heartbeat
 from specactor_ray.loops.inline_drafters import InlineDrafter, InlineDrafters
 from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.step_metrics import StepMetrics
-from specactor_ray.messages import Finished, Progress, RequestStats, ToRollout, ToVerifier
+from specactor_ray.messages import Finished, Progress, Refused, RequestStats, ToRollout, ToVerifier
 from specactor_ray.queues.events import EventQueue
 from specactor_ray.targets.base import RowOutput, TargetEngine, TargetRequest
 
@@ -35,6 +37,7 @@ _IDLE_WAIT_S = 0.5
 class _Tally:
     """Counters of one running request."""
 
+    attempt: int
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -71,6 +74,10 @@ class VerifyLoop:
         self._ended = clock.event()
         self._stopping = clock.event()
         self._tallies: dict[str, _Tally] = {}
+        self._ended_attempts = EndedAttempts()
+        self._heartbeat = Heartbeat(clock.now)
+        self._fresh: list[ToRollout] = []
+        """Events of the step under way."""
         self._inline = InlineDrafters(speculator.verifier_id, inline, speculator.inbox.put, clock)
         self._links: Mapping[str, DrafterLink] = {}
         if inline:
@@ -79,14 +86,23 @@ class VerifyLoop:
     # ---- called from other threads ----
 
     def submit(self, requests: Sequence[TargetRequest]) -> None:
-        """Queue requests; a request that can never run comes back as `Finished` with its reason."""
+        """Queue requests; submitting one again is harmless.
+
+        A request that can never run comes back as `Finished` with its reason, one that asks for other weights than
+        those loaded as `Refused`. An attempt that runs or has ended, or one older than that, is ignored; a newer one
+        takes the place of the older without a `Finished` for it.
+        """
         for request in requests:
             self._command(functools.partial(self._add, request))
 
-    def cancel(self, request_ids: Sequence[str]) -> None:
-        """Drop requests without a `Finished`."""
-        for request_id in request_ids:
-            self._command(functools.partial(self._drop, request_id, finished=False))
+    def cancel(self, items: Sequence[tuple[str, int]]) -> None:
+        """Drop requests without a `Finished`: pairs of request id and attempt.
+
+        An older attempt that runs is dropped too, a newer one is not. Should the submission of a cancelled attempt
+        still arrive, it is ignored.
+        """
+        for request_id, attempt in items:
+            self._command(functools.partial(self._cancel, request_id, attempt))
 
     def deliver(self, messages: Sequence[ToVerifier]) -> None:
         """Take messages of drafters; returns at once."""
@@ -124,25 +140,37 @@ class VerifyLoop:
         """Take the memory back."""
         return self._call(self._engine.wake)
 
-    def poll(self, timeout_s: float, linger_s: float = 0.0) -> list[ToRollout]:
-        """Events since the last poll, waiting up to `timeout_s` seconds for the first.
+    def poll(self, after: int, timeout_s: float, linger_s: float = 0.0) -> tuple[int, list[ToRollout]]:
+        """Events from number `after` on, waiting up to `timeout_s` seconds for the first; see `EventQueue.read`.
 
         After that `linger_s` more are granted, or until a request has ended, so that a step that only makes progress
-        is not interrupted by a poll of its own.
+        is not interrupted by a poll of its own. Events before `after` are forgotten, the others are kept: a poll whose
+        answer was lost can be repeated.
+
+        Returns:
+            Number of the first event returned, and the events.
         """
-        events = self._events.drain(timeout_s)
-        if events and linger_s > 0 and self._ended.wait(linger_s):
-            self._ended.clear()
-        return events + self._events.drain()
+        first, events = self._events.read(after, timeout_s)
+        if linger_s <= 0 or not events:
+            return first, events
+        if all(isinstance(event, Progress) for event in events):
+            self._ended.wait(linger_s)
+        self._ended.clear()  # before reading: whatever ends from now on wakes the next poll
+        return self._events.read(after)
 
     def stop(self) -> None:
         self._stopping.set()
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters of the loop and of the drafts."""
+        """Counters of the loop and of the drafts. `busy_s`: seconds since the step or command under way began, 0 when
+        there is none; for how long the engine, or whatever else runs in the loop's thread, has not come back."""
         counters = {**self.metrics.to_dict(), **self._speculator.snapshot()}
-        loads = {"running": len(self._tallies), "weight_version": self._engine.weight_version}
+        loads = {
+            "running": len(self._tallies),
+            "weight_version": self._engine.weight_version,
+            "busy_s": self._heartbeat.busy_s,
+        }
         return {**counters, **loads, "inline": self._inline.snapshot()}
 
     # ---- the loop ----
@@ -168,7 +196,13 @@ class VerifyLoop:
 
     def run_once(self) -> bool:
         """One step. Returns False when there was nothing to do."""
-        begin = self._clock.now()
+        begin = self._heartbeat.begin()
+        try:
+            return self._step(begin)
+        finally:
+            self._heartbeat.end()
+
+    def _step(self, begin: float) -> bool:
         self._wake.clear()
         self._run_commands()
         if not self._engine.has_work():
@@ -182,6 +216,7 @@ class VerifyLoop:
         result = self._engine.step(tails)
         for output in result.outputs:
             self._commit(output)
+        self._publish()
         self._speculator.observe_step(result)
         self._speculator.flush()
         self.metrics.record_step(result, self._clock.now() - begin, waiting_s)
@@ -217,8 +252,13 @@ class VerifyLoop:
         self._speculator.use_metrics(self.metrics)
 
     def _run_commands(self) -> None:
+        if self._commands.empty():
+            return
         while not self._commands.empty():
+            self._heartbeat.begin()
             self._commands.get()()
+        self._heartbeat.begin()
+        self._publish()
 
     def _await_drafts(self, decoding: Sequence[str]) -> float:
         """Take what drafters sent; wait, bounded, where a wait pays. Returns the seconds spent waiting."""
@@ -245,17 +285,44 @@ class VerifyLoop:
         self._speculator.record_wait(decoding, answered)
         return self._clock.now() - begin
 
+    def _publish(self) -> None:
+        """Hand out the events of this step, all at once."""
+        if not self._fresh:
+            return
+        events, self._fresh = self._fresh, []
+        self._events.put(events)
+        if not all(isinstance(event, Progress) for event in events):
+            self._ended.set()
+
     def _add(self, request: TargetRequest) -> None:
+        request_id, attempt = request.request_id, request.attempt
+        running = self._tallies.get(request_id)
+        if self._ended_attempts.covers(request_id, attempt) or (running is not None and running.attempt >= attempt):
+            return
+        if running is not None:
+            self._drop(request_id, finished=False)
+        loaded = self._engine.weight_version
+        if request.weight_version != loaded:
+            reason = f"it asks for weights of version {request.weight_version}; those loaded are of version {loaded}"
+            self._ended_attempts.note(request_id, attempt)
+            self._fresh.append(Refused(request_id, attempt, reason))
+            return
         try:
             self._engine.add(request)
         except InputError as error:
             self.metrics.failed_requests += 1
             committed = len(request.committed_token_ids)
-            self._events.put([Finished(request.request_id, "error", RequestStats(), str(error), committed)])
-            self._ended.set()
+            self._ended_attempts.note(request_id, attempt)
+            self._fresh.append(Finished(request_id, "error", RequestStats(), str(error), committed, attempt))
             return
-        self._tallies[request.request_id] = _Tally()
+        self._tallies[request_id] = _Tally(attempt)
         self._speculator.open(request)
+
+    def _cancel(self, request_id: str, attempt: int) -> None:
+        self._ended_attempts.note(request_id, attempt)
+        running = self._tallies.get(request_id)
+        if running is not None and running.attempt <= attempt:
+            self._drop(request_id, finished=False)
 
     def _drop(self, request_id: str, finished: bool) -> None:
         self._engine.remove(request_id)
@@ -273,7 +340,7 @@ class VerifyLoop:
             tally.drafted += output.num_drafted
             tally.accepted += output.num_accepted
             tally.supplied_steps += supplied > 0
-            self._events.put([_progress(output)])
+            self._fresh.append(_progress(output, tally.attempt))
         if output.finish_reason is None:
             return
         self.metrics.failed_requests += output.finish_reason == "error"
@@ -285,16 +352,17 @@ class VerifyLoop:
             self._speculator.accepted_by_drafter(output.request_id),
         )
         total = output.start + len(output.token_ids)
-        self._events.put([Finished(output.request_id, output.finish_reason, stats, output.error, total)])
-        self._ended.set()
+        self._fresh.append(Finished(output.request_id, output.finish_reason, stats, output.error, total, tally.attempt))
+        self._ended_attempts.note(output.request_id, tally.attempt)
         self._drop(output.request_id, finished=output.finish_reason != "error")
 
 
-def _progress(output: RowOutput) -> Progress:
+def _progress(output: RowOutput, attempt: int) -> Progress:
     return Progress(
         output.request_id,
         output.start,
         tuple(output.token_ids),
         tuple(output.logprobs),
         None if output.margins is None else tuple(output.margins),
+        attempt,
     )

@@ -1,4 +1,4 @@
-"""A thread-safe queue for events that may be neither conflated nor lost (the rollout's journal)."""
+"""A thread-safe log of events that may be neither conflated nor lost (what the rollout's journal is made of)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ E = TypeVar("E")
 
 
 class EventQueue(Generic[E]):
-    """First in, first out, unbounded; every method may be called from any thread.
+    """Events in order, numbered from 0, kept until the reader says that it has them; for any thread.
 
-    There is no bound because its contents are: every event is a part of an output that the run keeps anyway.
+    A reader that lost an answer asks again with the same number and gets the same events. There is no bound but that:
+    every event is a part of an output that the run keeps anyway.
 
     Args:
         clock: What waiting is measured by.
@@ -22,31 +23,40 @@ class EventQueue(Generic[E]):
     def __init__(self, clock: Clock = SYSTEM) -> None:
         self._changed = clock.condition()
         self._events: list[E] = []
-        self._closed = False
+        self._first = 0
 
     def put(self, events: Iterable[E]) -> None:
-        """Append events. Also taken after `close`, so that nothing on its way is lost."""
+        """Append events."""
         with self._changed:
             self._events.extend(events)
             self._changed.notify_all()
 
-    def drain(self, timeout_s: float = 0.0) -> list[E]:
-        """All events so far. If there are none, wait up to `timeout_s` seconds, or until `close`, for the first."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._events) > 0, max(0.0, timeout_s))
-            events, self._events = self._events, []
-            return events
+    def read(self, after: int, timeout_s: float = 0.0) -> tuple[int, list[E]]:
+        """Events from number `after` on. If there are none, wait up to `timeout_s` seconds for the first.
 
-    def close(self) -> None:
-        """Wake whoever waits; from now on `drain` never blocks."""
+        Those before `after` have arrived where they belong and are discarded.
+
+        Returns:
+            Number of the first event returned, and the events. It is `after`, or more if those in between were
+            discarded by an earlier call.
+
+        Raises:
+            ValueError: No such number was given out yet, so that it cannot come from this queue.
+        """
         with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+            if after > self._end:
+                raise ValueError(f"event {after} was asked for, but the next one is number {self._end}")
+            del self._events[: max(0, after - self._first)]
+            self._first = max(self._first, after)
+            self._changed.wait_for(lambda: self._end > after, max(0.0, timeout_s))
+            skipped = max(0, after - self._first)  # acknowledged by another call while this one waited
+            return self._first + skipped, self._events[skipped:]
 
     @property
-    def closed(self) -> bool:
-        return self._closed
+    def _end(self) -> int:
+        return self._first + len(self._events)
 
     def __len__(self) -> int:
+        """Events that are kept."""
         with self._changed:
             return len(self._events)

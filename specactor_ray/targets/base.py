@@ -26,6 +26,10 @@ class TargetRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     committed_token_ids: tuple[int, ...] = ()
+    attempt: int = 0
+    """Grows whenever the request is handed out again; a verifier begins each attempt at most once."""
+    weight_version: int = 0
+    """Version of the weights that its tokens must come from."""
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,6 +107,7 @@ class Bench:
         speculator = Speculator("v0", mode, config, target.vocab_size, trees=target.supports_trees)
         self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
         self._threads: list[threading.Thread] = []
+        self._attempt, self._next_event = 0, 0
         if inline:
             hosted = [
                 InlineDrafter(
@@ -140,13 +142,17 @@ class Bench:
         for thread in self._threads:
             if not thread.is_alive():
                 thread.start()
-        self.verifier.submit(batch)
+        self.verifier.submit([replace(request, attempt=self._attempt) for request in batch])
+        self._attempt += 1
         tokens: dict[str, list[int]] = {request.request_id: [] for request in batch}
         left = set(tokens)
         self.finished: dict[str, Finished] = {}
         deadline = time.monotonic() + timeout_s
         while left and time.monotonic() < deadline:
-            for event in self.verifier.poll(0.5):
+            first, events = self.verifier.poll(self._next_event, 0.5)
+            assert first == self._next_event
+            self._next_event += len(events)
+            for event in events:
                 if isinstance(event, Progress):
                     assert event.start == len(tokens[event.request_id])
                     tokens[event.request_id] += event.token_ids

@@ -199,19 +199,31 @@ def test_many_producers_lose_nothing_that_has_its_own_key() -> None:
     assert len(seen) == 800
 
 
-def test_event_queue_keeps_everything_in_order() -> None:
+def test_events_are_kept_until_the_reader_has_them() -> None:
     queue: EventQueue[int] = EventQueue()
     queue.put([1, 2])
     queue.put([2, 3])
-    assert len(queue) == 4
-    assert queue.drain() == [1, 2, 2, 3]
-    assert queue.drain() == []
-    assert woken(lambda: queue.drain(timeout_s=600.0), lambda: queue.put([4])) == [4]
-    assert woken(lambda: queue.drain(timeout_s=600.0), queue.close) == []
-    assert queue.closed
-    assert queue.drain(timeout_s=600.0) == []
-    queue.put([5])
-    assert queue.drain() == [5]
+    assert queue.read(0) == queue.read(0) == (0, [1, 2, 2, 3]), "an answer that was lost can be had again"
+    assert queue.read(1) == (1, [2, 2, 3])
+    assert len(queue) == 3
+    assert queue.read(4) == (4, [])
+    assert queue.read(1) == (4, []), "a late repetition of an older call brings nothing back"
+    assert woken(lambda: queue.read(4, timeout_s=600.0), lambda: queue.put([4])) == (4, [4])
+    assert queue.read(4, timeout_s=600.0) == (4, [4]), "what is there is not waited for"
+    with pytest.raises(ValueError, match="next one is number 5"):
+        queue.read(6)
+    assert queue.read(4) == (4, [4]), "and nothing was lost by the nonsense"
+
+
+def test_an_event_read_by_a_repeated_call_is_not_given_out_twice() -> None:
+    """Two polls with one number wait; the reader has the events and goes on before the second returns."""
+    queue: EventQueue[int] = EventQueue()
+
+    def read_on() -> None:
+        queue.put([1, 2])
+        assert queue.read(2) == (2, [])
+
+    assert woken(lambda: queue.read(0, timeout_s=600.0), read_on) in [(0, [1, 2]), (2, [])]
 
 
 def test_a_mailbox_needs_room_for_a_key() -> None:

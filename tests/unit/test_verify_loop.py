@@ -1,0 +1,239 @@
+"""What the verifier's loop promises its callers: attempts, versions, polls that can be repeated, a heartbeat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specactor_ray.config.schema import SpeculationConfig
+from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.loops.attempts import EndedAttempts
+from specactor_ray.loops.draft_loop import DraftLoop
+from specactor_ray.loops.speculator import Speculator
+from specactor_ray.loops.verify_loop import VerifyLoop
+from specactor_ray.messages import DraftOpen, Finished, Mode, Progress, Refused, SamplingParams, ToRollout
+from specactor_ray.targets.base import TargetRequest
+from tests.clocks import HandClock
+from tests.tiny import tiny_target
+from tests.unit.engine_conformance import requests
+from tests.unit.test_loops import engine, truth_of
+
+torch.set_num_threads(1)
+
+
+class Verifier:
+    """A verify loop that is stepped by hand, and a reader that notes what comes out of it."""
+
+    def __init__(self) -> None:
+        self.clock, self.engine = HandClock(), engine()
+        speculator = Speculator("v0", Mode.PLAIN, SpeculationConfig(), self.engine.vocab_size, self.clock)
+        self.loop = VerifyLoop(self.engine, speculator, clock=self.clock)
+        self.events: list[ToRollout] = []
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.loop.run_once()
+            self.poll()
+
+    def poll(self) -> None:
+        first, events = self.loop.poll(len(self.events), 0.0)
+        assert first == len(self.events)
+        self.events += events
+
+    def finish(self) -> None:
+        self.step()
+        for _ in range(1000):
+            if not self.engine.has_work():
+                return
+            self.step()
+        raise AssertionError("it did not finish")
+
+    def ends(self) -> list[tuple[str, int]]:
+        return [(e.request_id, e.attempt) for e in self.events if isinstance(e, Finished)]
+
+    def tokens(self, request_id: str, attempt: int) -> list[int]:
+        mine = [
+            e for e in self.events if isinstance(e, Progress) and (e.request_id, e.attempt) == (request_id, attempt)
+        ]
+        return [token for event in mine for token in event.token_ids]
+
+
+@pytest.fixture
+def verifier() -> Verifier:
+    return Verifier()
+
+
+def one(attempt: int = 0, committed: Sequence[int] = ()) -> TargetRequest:
+    return replace(requests(1, 1.0)[0], attempt=attempt, committed_token_ids=tuple(committed))
+
+
+def test_a_request_that_is_submitted_twice_runs_once(verifier: Verifier) -> None:
+    verifier.loop.submit([one(), one()])
+    verifier.step(3)
+    verifier.loop.submit([one()])
+    verifier.finish()
+    verifier.loop.submit([one()])
+    verifier.finish()
+    assert verifier.ends() == [("r0", 0)]
+    assert verifier.tokens("r0", 0) == truth_of([one()])["r0"]
+
+
+def test_a_newer_attempt_replaces_the_older_and_an_older_one_does_not_come_back(verifier: Verifier) -> None:
+    truth = truth_of([one()])["r0"]
+    verifier.loop.submit([one()])
+    verifier.step(4)
+    begun = verifier.tokens("r0", 0)
+    assert begun and verifier.engine.has_work()
+    verifier.loop.submit([one(2, begun[:1]), one(1)])
+    verifier.finish()
+    assert verifier.ends() == [("r0", 2)], "nothing is said of an attempt that was replaced"
+    assert begun[:1] + verifier.tokens("r0", 2) == truth
+    assert not verifier.tokens("r0", 1)
+    for late in (0, 1, 2):
+        verifier.loop.submit([one(late)])
+    verifier.finish()
+    assert verifier.ends() == [("r0", 2)]
+
+
+def test_a_cancellation_that_overtakes_its_submission_still_holds(verifier: Verifier) -> None:
+    verifier.loop.cancel([("r0", 1)])
+    verifier.loop.submit([one(1), one(0)])
+    verifier.step(3)
+    assert not verifier.engine.has_work() and not verifier.events
+    verifier.loop.submit([one(2)])
+    verifier.finish()
+    assert verifier.ends() == [("r0", 2)]
+
+
+def test_a_cancellation_ends_this_attempt_or_an_older_one_and_no_newer(verifier: Verifier) -> None:
+    verifier.loop.submit([one(3)])
+    verifier.step(2)
+    verifier.loop.cancel([("r0", 2)])
+    verifier.step()
+    assert verifier.engine.has_work(), "that was about an earlier attempt"
+    verifier.loop.cancel([("r0", 4), ("nobody", 0)])
+    verifier.step()
+    assert not verifier.engine.has_work() and verifier.loop.snapshot()["running"] == 0
+    verifier.loop.submit([one(4)])
+    verifier.finish()
+    assert verifier.ends() == []
+
+
+def test_a_request_for_other_weights_is_refused_once_and_makes_no_token(verifier: Verifier) -> None:
+    from transformers import AutoModelForCausalLM
+
+    other = replace(one(), weight_version=1)
+    verifier.loop.submit([other, other])
+    verifier.finish()
+    (refused,) = verifier.events
+    assert isinstance(refused, Refused) and (refused.request_id, refused.attempt) == ("r0", 0)
+    assert "version 1" in refused.reason and "version 0" in refused.reason
+    loaded = verifier.loop.load_weights(1, AutoModelForCausalLM.from_pretrained(tiny_target()).state_dict())
+    verifier.loop.submit([one(1), replace(one(2), weight_version=1)])
+    verifier.finish()
+    loaded.result(0)
+    assert [type(event) for event in verifier.events[:2]] == [Refused, Refused]
+    assert verifier.ends() == [("r0", 2)]
+
+
+def test_a_request_that_can_never_run_says_so_once(verifier: Verifier) -> None:
+    bad = TargetRequest("bad", (10**6,), SamplingParams(), attempt=5)
+    verifier.loop.submit([bad, bad])
+    verifier.finish()
+    (finished,) = verifier.events
+    assert isinstance(finished, Finished) and (finished.finish_reason, finished.attempt) == ("error", 5)
+
+
+def test_ended_attempts_are_remembered_within_a_bound() -> None:
+    ended = EndedAttempts(remembered=2)
+    ended.note("a", 3)
+    ended.note("b", 0)
+    ended.note("a", 1)
+    assert ended.covers("a", 3) and not ended.covers("a", 4), "an older one does not hide a newer"
+    ended.note("c", 0)
+    assert len(ended) == 2
+    assert not ended.covers("b", 0), "the one that was noted longest ago is forgotten"
+    assert ended.covers("a", 3) and ended.covers("c", 0)
+
+
+def test_a_poll_that_is_repeated_brings_the_same_events(verifier: Verifier) -> None:
+    verifier.loop.submit([one()])
+    for _ in range(5):
+        verifier.loop.run_once()
+    lost = verifier.loop.poll(0, 0.0)
+    assert lost[1] and verifier.loop.poll(0, 600.0, linger_s=0.0) == lost
+    verifier.finish()
+    assert verifier.tokens("r0", 0) == truth_of([one()])["r0"]
+    verifier.poll()
+    assert verifier.loop.poll(0, 600.0) == (len(verifier.events), []), "they were acknowledged by a later poll"
+
+
+def test_a_poll_does_not_linger_behind_an_end(verifier: Verifier) -> None:
+    """With what has ended in its answer it returns at once: the wait below would outlast the test."""
+    verifier.loop.submit([one()])
+    while verifier.loop.run_once() or not len(verifier.loop._events):
+        pass
+    for _ in range(2):
+        _, events = verifier.loop.poll(0, 600.0, linger_s=600.0)
+        assert isinstance(events[-1], Finished)
+
+
+def test_the_heartbeat_tells_since_when_a_step_has_been_under_way(verifier: Verifier) -> None:
+    step, seen = verifier.engine.step, list[float]()
+
+    def slow(tails: object) -> object:
+        seen.append(verifier.loop.snapshot()["busy_s"])
+        verifier.clock.seconds += 60.0
+        seen.append(verifier.loop.snapshot()["busy_s"])
+        return step(tails)  # type: ignore[arg-type]
+
+    verifier.engine.step = slow  # type: ignore[method-assign, assignment]
+    verifier.loop.submit([one()])
+    verifier.step()
+    assert seen == [0.0, 60.0]
+    verifier.clock.seconds += 60.0
+    assert verifier.loop.snapshot()["busy_s"] == 0.0, "between two steps"
+
+
+def test_a_command_that_does_not_come_back_shows_too(verifier: Verifier) -> None:
+    def hang() -> None:
+        verifier.clock.seconds += 30.0
+        hung.append(verifier.loop.snapshot()["busy_s"])
+
+    hung = list[float]()
+    verifier.engine.sleep = verifier.engine.wake = hang  # type: ignore[method-assign]
+    verifier.loop.sleep()
+    verifier.loop.wake()
+    verifier.step()
+    assert hung == [30.0, 30.0], "each counts from its own beginning"
+    assert verifier.loop.snapshot()["busy_s"] == 0.0
+
+
+def test_a_failed_step_leaves_no_heartbeat(verifier: Verifier) -> None:
+    verifier.engine.step = None  # type: ignore[method-assign, assignment]
+    verifier.loop.submit([one()])
+    with pytest.raises(TypeError):
+        verifier.loop.run_once()
+    verifier.clock.seconds += 30.0
+    assert verifier.loop.snapshot()["busy_s"] == 0.0
+
+
+def test_a_draft_loop_has_a_heartbeat_too() -> None:
+    clock, seen = HandClock(), list[float]()
+
+    class Slow(NgramProposer):
+        def extend(self) -> list[str]:
+            clock.seconds += 45.0
+            seen.append(loop.snapshot()["busy_s"])
+            return super().extend()
+
+    loop = DraftLoop("d", Slow(1, 4, 0, 8), clock)
+    assert not loop.run_guarded() and loop.snapshot()["steps"] == 0
+    loop.deliver([DraftOpen("r", "v", (1, 2, 1), (), SamplingParams(), 4)])
+    assert loop.run_guarded()
+    assert seen == [45.0, 45.0]
+    clock.seconds += 5.0
+    assert (loop.snapshot()["busy_s"], loop.snapshot()["steps"]) == (0.0, 1)
