@@ -124,8 +124,9 @@ class VerifyLoop:
         self._command(self._clear_metrics)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
-        """Replace the weights between two steps. The future raises InputError while requests are running: an output
-        must not mix two versions."""
+        """Replace the weights between two steps. Requests that still run are dropped without a `Finished`, since an
+        output must not mix two versions: whoever sends new weights has given them up. Weights that are not newer than
+        those loaded are ignored: the message came twice, or late."""
         return self._call(functools.partial(self._load_weights, version, state_dict))
 
     def forget_history(self) -> Future[None]:
@@ -242,8 +243,10 @@ class VerifyLoop:
         return future
 
     def _load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        if self._tallies:
-            raise InputError(f"weights of version {version} came while {len(self._tallies)} requests are running")
+        if version <= self._engine.weight_version:
+            return
+        for request_id in list(self._tallies):
+            self._drop(request_id, finished=False)
         self._engine.load_weights(version, state_dict)
         self._inline.load_weights(version, state_dict)
 

@@ -1,0 +1,140 @@
+"""Nodes, placement groups and processes of the virtual cluster: the `Backend` of a simulated controller."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specactor_ray.cluster.calls import Calls
+from specactor_ray.cluster.placement import Demand, NodeSupply, Placement, Share
+from specactor_ray.cluster.processes import ProcessFacts
+from specactor_ray.simulation.kernel import VirtualClock
+from specactor_ray.simulation.models import SimulatedHost, World
+from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
+
+_START_S = (0.1, 2.0)
+"""How long the process of an actor takes to come up."""
+_LINGER_S = (0.0, 1.5)
+"""How long a process takes to end after it was told to."""
+
+
+@dataclass(eq=False)
+class Group:
+    """A placement group of one bundle."""
+
+    demand: Demand
+    node: Node | None = None
+    removed: bool = False
+
+
+@dataclass
+class Machines:
+    """The nodes of a cluster, and what is taken of them."""
+
+    nodes: list[Node]
+    groups: list[Group] = field(default_factory=list)
+
+    def free(self, node: Node) -> float:
+        taken = sum(group.demand.cpus for group in self.groups if group.node is node)
+        return node.cpus - taken if node.alive else 0.0
+
+    def place(self, group: Group) -> None:
+        """Give the group a node that has room, if it has none that lives."""
+        if group.node is not None and group.node.alive:
+            return
+        group.node = None
+        group.node = next((node for node in self.nodes if self.free(node) >= group.demand.cpus), None)
+
+
+class VirtualReaper:
+    """The `Reaper` of a simulated controller."""
+
+    def __init__(self, network: Network, clock: VirtualClock) -> None:
+        self._network, self._clock = network, clock
+        self._dying: dict[ProcessFacts, VirtualActor] = {}
+
+    def reap(self, handle: VirtualActor, facts: ProcessFacts | None) -> None:
+        kernel, network = self._network.kernel, self._network
+        kernel.at(kernel.now + network.rng.uniform(*_LINGER_S), lambda: network.kill(handle, handle.node_lost))
+        if facts is not None:
+            self._dying[facts] = handle
+
+    def follows(self, facts: ProcessFacts) -> bool:
+        return facts in self._dying
+
+    def poll(self) -> int:
+        self._dying = {facts: actor for facts, actor in self._dying.items() if not actor.process.dead}
+        return len(self._dying)
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline = self._clock.now() + timeout_s
+        while self.poll():
+            if self._clock.now() >= deadline:
+                return False
+            self._clock.sleep(0.05)
+        return True
+
+
+class VirtualBackend:
+    """What a simulated controller stands on.
+
+    Args:
+        network: Connects it to its actors.
+        machines: Where they live.
+        controller: Its own process.
+        world: What the actors' models know.
+    """
+
+    def __init__(self, network: Network, machines: Machines, controller: VirtualActor, world: World) -> None:
+        self._network, self._machines, self._world = network, machines, world
+        clock = VirtualClock(network.kernel, controller.process)
+        self.calls = Calls(VirtualTransport(network, controller), clock)
+        self.reaper = VirtualReaper(network, clock)
+        self.actors: dict[str, VirtualActor] = {}
+        """Every actor that was launched, by its id."""
+        self._numbers = itertools.count()
+
+    def suffix(self) -> str:
+        return f"{next(self._numbers):04x}"
+
+    def supply(self) -> Sequence[NodeSupply]:
+        return [
+            NodeSupply(node.name, node.name, {"CPU": node.cpus}, {"CPU": self._machines.free(node)})
+            for node in self._machines.nodes
+            if node.alive
+        ]
+
+    def request(self, name: str, demand: Demand) -> Group:
+        group = Group(demand)
+        self._machines.groups.append(group)
+        self._machines.place(group)
+        return group
+
+    def resolve(self, group: Group) -> Placement | None:
+        self._machines.place(group)
+        return Placement(group, 0, group.node.name, group.node.name) if group.node is not None else None
+
+    def remove(self, group: Group) -> None:
+        if not group.removed:
+            group.removed = True
+            self._machines.groups.remove(group)
+
+    def cores(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
+        node = next(node for node in self._machines.nodes if node.name == node_id)
+        return node.name, tuple(range(int(node.cpus)))
+
+    def launch(self, cls: Any, spec: Any, name: str, where: Placement, share: Share) -> VirtualActor:
+        network = self._network
+        node = where.group.node
+        start_s = network.rng.uniform(*_START_S)
+
+        def make(actor: VirtualActor) -> Any:
+            return cls(spec, SimulatedHost(network, actor, self._world))
+
+        actor = network.start_actor(spec.actor_id, node, make, start_s)
+        self.actors[spec.actor_id] = actor
+        if not node.alive:
+            network.kill(actor, node_lost=True)
+        return actor
