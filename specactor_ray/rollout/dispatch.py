@@ -17,7 +17,7 @@ from specactor_ray.controller.state import ClusterView, Departure
 from specactor_ray.errors import ActorLostError, SpecActorError
 from specactor_ray.messages import Finished, Progress, Refused, RequestStats, ToRollout
 from specactor_ray.rollout.journal import Journal, JournalEntry
-from specactor_ray.rollout.quarantine import MAX_DEATHS, Quarantine
+from specactor_ray.rollout.quarantine import Quarantine
 from specactor_ray.rollout.rebalance import (
     Pace,
     RunningRequest,
@@ -206,7 +206,7 @@ class Dispatcher:
         if self._departed.get(verifier_id) is Departure.FAILED:
             for request_id in self._quarantine.accuse(verifier_id, positions):
                 del positions[request_id]
-                self._fail(request_id, f"its verifier failed {MAX_DEATHS} times while it ran alone")
+                self._fail(request_id, "its verifiers failed again and again while it ran alone")
         else:
             self._quarantine.excuse(verifier_id)
         self._reissue(list(positions), f"verifier {verifier_id} is gone")

@@ -4,7 +4,8 @@ One request can crash every verifier it is given to. Its neighbours must not fai
 for deaths that none of them caused. So those that a failed verifier had are suspects: split into halves, each half runs
 on a verifier of its own. Sampling is keyed, so a request that killed its verifier kills the next one at the same output
 position: a suspect that gets past the position where the verifier failed is acquitted and runs with the others again.
-A suspect that runs alone, makes no progress and loses `MAX_DEATHS` verifiers in a row is the cause.
+A suspect that runs alone, makes no progress and loses `MAX_DEATHS` verifiers in a row is the cause; more where
+verifiers fail without it at the same time, since then something else is the matter.
 
 Pure bookkeeping: no Ray, no clock.
 """
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 
 ACQUITTED_AFTER = 16
 """Output tokens past the journaled position at the failure: what may have been committed and not yet journaled."""
-MAX_DEATHS = 3
+MAX_DEATHS, MOST_DEATHS = 3, 8
+"""Failures alone, in a row and without progress, that convict: at least, and at most."""
 
 
 @dataclass(eq=False)
@@ -26,6 +28,8 @@ class _Group:
     """Suspect → output tokens it had in the journal when its verifier failed."""
     deaths: int = 1
     """For a group of one: failures in a row without progress."""
+    since: int = 0
+    """Failures of all verifiers before those."""
 
 
 class Quarantine:
@@ -35,6 +39,8 @@ class Quarantine:
         self._waiting: deque[_Group] = deque()
         self._at: dict[str, _Group] = {}
         self._group_of: dict[str, _Group] = {}
+        self._failures = 0
+        """Failures of all verifiers."""
 
     def accuse(self, verifier_id: str, requests: Mapping[str, int]) -> list[str]:
         """A verifier failed.
@@ -48,6 +54,7 @@ class Quarantine:
             acquitted before.
         """
         group = self._at.pop(verifier_id, None)
+        self._failures += 1
         if group is None or not group.members:
             self._add(dict(requests))
             return []
@@ -58,10 +65,14 @@ class Quarantine:
             self._add(positions)
             return []
         ((name, position),) = positions.items()
-        deaths = 1 if position > group.members[name] else group.deaths + 1
-        if deaths >= MAX_DEATHS:
+        if position > group.members[name]:
+            self._add(positions)
+            return []
+        deaths = group.deaths + 1
+        elsewhere = self._failures - group.since - deaths
+        if deaths >= min(MAX_DEATHS + elsewhere, MOST_DEATHS):
             return [name]
-        self._wait(_Group(positions, deaths))
+        self._wait(_Group(positions, deaths, group.since))
         return []
 
     def excuse(self, verifier_id: str) -> None:
@@ -115,7 +126,7 @@ class Quarantine:
         names, half = list(positions), (len(positions) + 1) // 2
         for part in (names[:half], names[half:]):
             if part:
-                self._wait(_Group({name: positions[name] for name in part}))
+                self._wait(_Group({name: positions[name] for name in part}, since=self._failures - 1))
 
     def _wait(self, group: _Group) -> None:
         self._waiting.append(group)

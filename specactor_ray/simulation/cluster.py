@@ -14,8 +14,6 @@ from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.models import SimulatedHost, World
 from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
 
-_START_S = (0.1, 2.0)
-"""How long the process of an actor takes to come up."""
 _LINGER_S = (0.0, 1.5)
 """How long a process takes to end after it was told to."""
 
@@ -80,6 +78,10 @@ class VirtualReaper:
 class VirtualBackend:
     """What a simulated controller stands on.
 
+    Attributes:
+        start_s: How long the process of an actor takes to come up, at least and at most.
+        actors: Every actor that was launched, by its id.
+
     Args:
         network: Connects it to its actors.
         machines: Where they live.
@@ -87,13 +89,14 @@ class VirtualBackend:
         world: What the actors' models know.
     """
 
+    start_s: tuple[float, float] = (0.1, 2.0)
+
     def __init__(self, network: Network, machines: Machines, controller: VirtualActor, world: World) -> None:
-        self._network, self._machines, self._world = network, machines, world
+        self._network, self.machines, self._world = network, machines, world
         clock = VirtualClock(network.kernel, controller.process)
         self.calls = Calls(VirtualTransport(network, controller), clock)
         self.reaper = VirtualReaper(network, clock)
         self.actors: dict[str, VirtualActor] = {}
-        """Every actor that was launched, by its id."""
         self._numbers = itertools.count()
 
     def suffix(self) -> str:
@@ -101,34 +104,34 @@ class VirtualBackend:
 
     def supply(self) -> Sequence[NodeSupply]:
         return [
-            NodeSupply(node.name, node.name, {"CPU": node.cpus}, {"CPU": self._machines.free(node)})
-            for node in self._machines.nodes
+            NodeSupply(node.name, node.name, {"CPU": node.cpus}, {"CPU": self.machines.free(node)})
+            for node in self.machines.nodes
             if node.alive
         ]
 
     def request(self, name: str, demand: Demand) -> Group:
         group = Group(demand)
-        self._machines.groups.append(group)
-        self._machines.place(group)
+        self.machines.groups.append(group)
+        self.machines.place(group)
         return group
 
     def resolve(self, group: Group) -> Placement | None:
-        self._machines.place(group)
+        self.machines.place(group)
         return Placement(group, 0, group.node.name, group.node.name) if group.node is not None else None
 
     def remove(self, group: Group) -> None:
         if not group.removed:
             group.removed = True
-            self._machines.groups.remove(group)
+            self.machines.groups.remove(group)
 
     def cores(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
-        node = next(node for node in self._machines.nodes if node.name == node_id)
+        node = next(node for node in self.machines.nodes if node.name == node_id)
         return node.name, tuple(range(int(node.cpus)))
 
     def launch(self, cls: Any, spec: Any, name: str, where: Placement, share: Share) -> VirtualActor:
         network = self._network
         node = where.group.node
-        start_s = network.rng.uniform(*_START_S)
+        start_s = network.rng.uniform(*self.start_s)
 
         def make(actor: VirtualActor) -> Any:
             return cls(spec, SimulatedHost(network, actor, self._world))

@@ -44,6 +44,8 @@ class World:
     """Draft method → probability that a draft token is right."""
     wedged: set[str] = field(default_factory=set)
     """Verifiers whose engine does not come back from its next step."""
+    corrupt: set[str] = field(default_factory=set)
+    """Draft actors that draft nonsense."""
     step_s: float = 0.02
     position_s: float = 0.0002
     """Seconds of a step: for its own sake, and for each position."""
@@ -177,6 +179,7 @@ class SimulatedProposer:
     """A `Proposer` that knows the true tokens, and says them with a set probability.
 
     Args:
+        name: Its process.
         method: The draft method it stands for.
         clock: Time of its process.
         world: Its skill.
@@ -185,8 +188,9 @@ class SimulatedProposer:
 
     vocab_size: int | None = VOCAB_SIZE
 
-    def __init__(self, method: str, clock: VirtualClock, world: World, random: Callable[[], float]) -> None:
+    def __init__(self, name: str, method: str, clock: VirtualClock, world: World, random: Callable[[], float]) -> None:
         self.method, self.weight_version = method, 0
+        self._name = name
         self._clock, self._world, self._random = clock, world, random
         self._mirrors: dict[str, RequestMirror] = {}
         self._changed: dict[str, None] = {}
@@ -218,6 +222,8 @@ class SimulatedProposer:
             seed, position = mirror.sampling.seed, mirror.base_len + len(mirror.tail)
             token = true_token(seed, self._world.version_of.get(seed, 0), position)
             right = self._random() < self._world.skill.get(self.method, 0.5)
+            if self._name in self._world.corrupt:
+                token, right = int(self._random() * 2e9) - 10**9, True
             mirror.tail.append(token if right else (token + 1) % VOCAB_SIZE)
         changed, self._changed = self._changed, {}
         return list(dict.fromkeys([*changed, *growing]))
@@ -266,7 +272,9 @@ class SimulatedHost(ActorHost):
 
     def build_proposer(self, drafter: DrafterConfig, target: TargetConfig, device: str) -> SimulatedProposer:
         self._clock.work(self._world.load_s)
-        proposer = SimulatedProposer(drafter.method, self._clock, self._world, self._network.rng.random)
+        proposer = SimulatedProposer(
+            self._actor.name, drafter.method, self._clock, self._world, self._network.rng.random
+        )
         self.proposers.append(proposer)
         return proposer
 

@@ -1,0 +1,284 @@
+"""Faults of a simulated run: what may strike, when, and how it ends again.
+
+Swarm testing: each run draws its own subset of the kinds and its own rates from its seed, so that runs differ in what
+they are rich in. All faults end when the run's number of them is used up; then the checks of `scenario.py` are due.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from specactor_ray.messages import Commit, DraftTail
+from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
+
+if TYPE_CHECKING:
+    from specactor_ray.simulation.scenario import Simulation
+
+SCHEDULED = (
+    "kill verifier",
+    "kill drafter",
+    "freeze actor",
+    "freeze controller",
+    "freeze driver",
+    "wedge engine",
+    "slow actor",
+    "bad links",
+    "partition",
+    "lose node",
+    "late joiners",
+    "corrupt drafts",
+    "malformed messages",
+    "lose objects",
+    "scale",
+)
+BY_ROUND = ("poison", "close early", "lend")
+"""Switched on for a whole run; they strike at the start of a round."""
+RARE = ("kill controller",)
+"""Ends the run; drawn seldom."""
+KINDS = (*SCHEDULED, *BY_ROUND, *RARE)
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """Which kinds may strike, and how often."""
+
+    kinds: tuple[str, ...] = ()
+    """Empty: a calm run."""
+    count: int = 0
+    """How many faults are scheduled. Those that bad links inflict on single calls come on top."""
+    interval_s: float = 1.0
+    """Mean virtual seconds between two of them."""
+
+    @classmethod
+    def draw(cls, seed: int, count: int) -> FaultPlan:
+        """The plan of a seed: each kind is on in half of all plans."""
+        rng = random.Random(f"plan {seed}")
+        kinds = tuple(kind for kind in (*SCHEDULED, *BY_ROUND) if rng.random() < 0.5) or ("kill verifier",)
+        rare = tuple(kind for kind in RARE if rng.random() < 0.05)
+        return cls((*kinds, *rare), count, 10.0 ** rng.uniform(-1.0, 0.7))
+
+
+class Injector:
+    """Strikes one simulation according to a plan.
+
+    Args:
+        simulation: What to strike.
+        plan: With what.
+    """
+
+    def __init__(self, simulation: Simulation, plan: FaultPlan) -> None:
+        self.plan = plan
+        self.struck: Counter[str] = Counter()
+        self.left = plan.count if any(kind in SCHEDULED + RARE for kind in plan.kinds) else 0
+        """Faults that are still to come."""
+        self.controller_killed = False
+        self._simulation = simulation
+        self._kernel, self._network, self._world = simulation.kernel, simulation.network, simulation.world
+        self._rng = random.Random(f"faults {simulation.scenario.seed}")
+        self._kinds = [kind for kind in plan.kinds if kind in SCHEDULED]
+        self._wanted = {one.method: one.replicas for one in simulation.config.drafters}
+        self._nodes = 0
+        self._undo: list[Callable[[], None]] = []
+        """Ends of faults that last, for `heal`."""
+
+    def begin(self) -> None:
+        """The run has started."""
+        if self.left:
+            self._schedule()
+
+    def heal(self) -> None:
+        """No more faults; what lasts ends now."""
+        self.left = 0
+        undo, self._undo = self._undo, []
+        for end in undo:
+            end()
+        self._network.faults = LinkFaults()
+
+    def on(self, kind: str) -> bool:
+        """Whether a kind that is switched on for a whole run is, and has faults left."""
+        return kind in self.plan.kinds and self.left > 0
+
+    def closes_early(self) -> bool:
+        strikes = self.on("close early") and self._rng.random() < 0.3
+        self.struck["close early"] += strikes
+        return strikes
+
+    def poison(self, length: int) -> tuple[str, int] | None:
+        """How a request of this length breaks engines, and where; None for nearly all."""
+        if not self.on("poison") or self._rng.random() > 0.01:
+            return None
+        self.struck["poison"] += 1
+        return self._rng.choice(["crash", "wedge"]), self._rng.randrange(length)
+
+    def wanted_drafters(self) -> dict[str, int]:
+        """Draft method → how many there should be now."""
+        return dict(self._wanted)
+
+    # ---- strikes ----
+
+    def _schedule(self) -> None:
+        self._kernel.at(self._kernel.now + self._rng.expovariate(1.0 / self.plan.interval_s), self._strike)
+
+    def _strike(self) -> None:
+        if self.left <= 0 or self._simulation.done:
+            return
+        self.left -= 1
+        if "kill controller" in self.plan.kinds and self._rng.random() < 2.0 / max(self.plan.count, 2):
+            self.struck["kill controller"] += 1
+            self._kill_controller()
+        elif self._kinds:
+            kind = self._rng.choice(self._kinds)
+            method: Callable[[], bool] = getattr(self, "_" + kind.replace(" ", "_"))
+            self.struck[kind] += bool(method())
+        if self.left > 0:
+            self._schedule()
+
+    def _kill_controller(self) -> None:
+        """Its actors and placement groups are owned by it and end with it."""
+        self.controller_killed = True
+        self.left = 0
+        backend = self._simulation.backend
+        self._network.kill(self._simulation.controller)
+        for actor in self._alive():
+            self._network.kill(actor)
+        if backend is not None:
+            backend.machines.groups.clear()
+
+    def _kill_verifier(self) -> bool:
+        return self._on_one("verifier", self._network.kill)
+
+    def _kill_drafter(self) -> bool:
+        return self._on_one("drafter", self._network.kill)
+
+    def _freeze_actor(self) -> bool:
+        return self._on_one("", self._freeze)
+
+    def _freeze_controller(self) -> bool:
+        self._freeze(self._simulation.controller)
+        return True
+
+    def _freeze_driver(self) -> bool:
+        self._freeze(self._simulation.driver)
+        return True
+
+    def _freeze(self, actor: VirtualActor) -> None:
+        if actor.process.frozen or actor.process.dead:
+            return
+        self._kernel.freeze(actor.process)
+        self._for(10.0 ** self._rng.uniform(-1.0, 1.3), lambda: self._kernel.thaw(actor.process))
+
+    def _wedge_engine(self) -> bool:
+        return self._on_one("verifier", lambda actor: self._world.wedged.add(actor.name))
+
+    def _slow_actor(self) -> bool:
+        def slow(actor: VirtualActor) -> None:
+            actor.process.slowness = self._rng.uniform(2.0, 20.0)
+            self._for(self._rng.uniform(1.0, 10.0), lambda: setattr(actor.process, "slowness", 1.0))
+
+        return self._on_one("", slow)
+
+    def _bad_links(self) -> bool:
+        rng = self._rng
+        faults = self._network.faults
+        for name in ("lost_before", "lost_after", "repeated", "delayed"):
+            if rng.random() < 0.6:
+                setattr(faults, name, 10.0 ** rng.uniform(-2.5, -0.5))
+        faults.delay_s = 10.0 ** rng.uniform(-1.0, 0.8)
+        self._for(rng.uniform(0.5, 15.0), self._mend_links)
+        return True
+
+    def _mend_links(self) -> None:
+        self._network.faults = LinkFaults(object_lost=self._network.faults.object_lost)
+
+    def _partition(self) -> bool:
+        node = self._rng.choice(self._simulation.machines.nodes)
+        node.cut_off = True
+        self._for(self._rng.uniform(0.2, 15.0), lambda: setattr(node, "cut_off", False))
+        return node.alive
+
+    def _lose_node(self) -> bool:
+        machines = self._simulation.machines
+        alive = [node for node in machines.nodes if node.alive]
+        if len(alive) < 2:
+            return False
+        self._network.lose_node(self._rng.choice(alive))
+        self._nodes += 1
+        fresh = Node(f"spare-{self._nodes}", cpus=8.0)
+        self._for(self._rng.uniform(0.5, 20.0), lambda: machines.nodes.append(fresh))
+        return True
+
+    def _late_joiners(self) -> bool:
+        backend = self._simulation.backend
+        assert backend is not None  # the run has started
+        backend.start_s = (0.1, self._rng.uniform(5.0, 40.0))  # the latest of them misses the limit for a start
+        usual = type(backend).start_s
+        self._for(self._rng.uniform(2.0, 20.0), lambda: setattr(backend, "start_s", usual))
+        return True
+
+    def _corrupt_drafts(self) -> bool:
+        def corrupt(actor: VirtualActor) -> None:
+            self._world.corrupt.add(actor.name)
+            self._for(self._rng.uniform(1.0, 20.0), lambda: self._world.corrupt.discard(actor.name))
+
+        return self._on_one("drafter", corrupt)
+
+    def _malformed_messages(self) -> bool:
+        def send(actor: VirtualActor) -> None:
+            batch = [self._garbage(actor) for _ in range(self._rng.randrange(1, 20))]
+            self._network.send(self._simulation.driver, actor, "deliver", [batch])
+
+        return self._on_one("", send)
+
+    def _garbage(self, actor: VirtualActor) -> Any:
+        rng = self._rng
+        strange = [None, -1, 3, 1.5, "x", (), (None,), ("a",), (10**9,), True, float("nan"), {}, b"y"]
+        names = [one.name for one in self._alive()]
+        request = f"{rng.randrange(3)}-{rng.randrange(self._simulation.scenario.requests)}"
+        if rng.random() < 0.2:
+            return rng.choice(strange)
+        if actor.name.startswith("verifier"):
+            values = [request, rng.choice(names), *(rng.choice(strange) for _ in range(5))]
+            return DraftTail(*values)
+        return Commit(request, rng.choice(names), *(rng.choice(strange) for _ in range(5)))
+
+    def _lose_objects(self) -> bool:
+        self._network.faults.object_lost = self._rng.uniform(0.1, 0.9)
+        self._for(self._rng.uniform(0.5, 10.0), lambda: setattr(self._network.faults, "object_lost", 0.0))
+        return True
+
+    def _scale(self) -> bool:
+        method = self._rng.choice(list(self._wanted))
+        self._wanted[method] = self._rng.randrange(0, 5)
+        simulation = self._simulation
+        # Sent until it arrives, as a person at a terminal would.
+        self._kernel.spawn(lambda: simulation.scale(dict(self._wanted)), "scale", simulation.driver.process)
+        return True
+
+    # ---- helpers ----
+
+    def _alive(self) -> list[VirtualActor]:
+        backend = self._simulation.backend
+        return [] if backend is None else [one for one in backend.actors.values() if not one.process.dead]
+
+    def _on_one(self, kind: str, do: Callable[[VirtualActor], Any]) -> bool:
+        """Do something to one of the actors of a kind (`verifier`, `drafter`, or any). False when there are none."""
+        verifier = kind == "verifier"
+        able = [one for one in self._alive() if not kind or one.name.startswith("verifier") == verifier]
+        if able:
+            do(self._rng.choice(able))
+        return bool(able)
+
+    def _for(self, seconds: float, end: Callable[[], None]) -> None:
+        """End a fault after a while, or when all is healed; whichever comes first."""
+        self._undo.append(end)
+
+        def due() -> None:
+            if end in self._undo:
+                self._undo.remove(end)
+                end()
+
+        self._kernel.at(self._kernel.now + seconds, due)

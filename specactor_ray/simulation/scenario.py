@@ -1,0 +1,301 @@
+"""One simulated run: a driver that streams requests, updates weights and scales drafters while faults strike, and the
+checks of what must hold whatever happened."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specactor_ray.actors.draft import DraftActor
+from specactor_ray.actors.verifier import VerifierActor
+from specactor_ray.cluster.calls import Calls
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import Config
+from specactor_ray.controller.controller import Controller
+from specactor_ray.controller.members import ActorClasses
+from specactor_ray.errors import ActorLostError, SpecActorError
+from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.rollout.run_client import RunClient
+from specactor_ray.simulation.cluster import Machines, VirtualBackend
+from specactor_ray.simulation.faults import FaultPlan, Injector
+from specactor_ray.simulation.kernel import Kernel, SimulationError, VirtualClock
+from specactor_ray.simulation.models import World, true_output
+from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
+
+_LIMIT_S = 10_000.0
+"""Virtual seconds after which a run has failed to end."""
+_SETTLE_S = 180.0
+"""Virtual seconds for the desired state to be reached once faults have ended."""
+_START_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is run. Every run is a function of this and nothing else."""
+
+    seed: int
+    requests: int = 64
+    verifiers: int = 2
+    drafters: int = 4
+    nodes: int = 3
+    mode: str = "decoupled"
+    lend: bool = False
+    faults: FaultPlan = field(default_factory=FaultPlan)
+
+
+@dataclass
+class Report:
+    """What became of one run."""
+
+    scenario: Scenario
+    violations: list[str] = field(default_factory=list)
+    faults: dict[str, int] = field(default_factory=dict)
+    """Kind → how often it struck."""
+    finished: int = 0
+    failed: int = 0
+    gave_up: str = ""
+    """Why the rollout ended with an error, if it may."""
+    events: int = 0
+    virtual_s: float = 0.0
+    digest: int = 0
+    reissues: int = 0
+    moves: int = 0
+
+
+def make_config(scenario: Scenario) -> Config:
+    """The product's own configuration of the simulated run."""
+    per_method = max(1, scenario.drafters // 2)
+    return from_mapping(
+        {
+            "mode": scenario.mode,
+            "cluster": {
+                "address": "auto",
+                "health_interval_s": 1.0,
+                "health_timeout_s": 6.0,
+                "stall_timeout_s": 20.0,
+                "start_timeout_s": _START_TIMEOUT_S,
+                "placement_timeout_s": 60.0,
+            },
+            "target": {"replicas": scenario.verifiers, "max_batch": 16},
+            "speculation": {"lend": scenario.lend, "window": 4},
+            "drafters": [
+                {"method": "ngram", "replicas": per_method},
+                {
+                    "method": "draft_model",
+                    "model": "m",
+                    "replicas": scenario.drafters - per_method,
+                    "follow_policy": True,
+                },
+            ],
+        }
+    )
+
+
+class Simulation:
+    """Sets a scenario up, runs it and checks it."""
+
+    def __init__(self, scenario: Scenario, trace: Callable[[float, str], None] | None = None) -> None:
+        self.scenario, self.report = scenario, Report(scenario)
+        self.rng = random.Random(f"scenario {scenario.seed}")
+        self.kernel = Kernel(scenario.seed, trace)
+        self.network = Network(self.kernel, random.Random(f"network {scenario.seed}"))
+        self.world = World(skill={"ngram": self.rng.uniform(0.1, 0.9), "draft_model": self.rng.uniform(0.1, 0.9)})
+        self.machines = Machines([Node(f"node-{index}", cpus=8.0) for index in range(scenario.nodes)])
+        self.head = Node("head", cpus=0.0)
+        self.config = make_config(scenario)
+        self.driver = VirtualActor("driver", self.head, self._process("driver"))
+        self.clock = VirtualClock(self.kernel, self.driver.process)
+        self.calls = Calls(VirtualTransport(self.network, self.driver), self.clock)
+        self.backend: VirtualBackend | None = None
+        self.done = False
+        self.version = 0
+        self.injector = Injector(self, scenario.faults)
+
+    def run(self) -> Report:
+        """Run to the end."""
+        report, kernel = self.report, self.kernel
+        kernel.spawn(self._drive, "main", self.driver.process)
+        try:
+            kernel.run(until=_LIMIT_S, done=lambda: self.done)
+            if not self.done:
+                self.fail(f"the run had not ended after {_LIMIT_S:.0f} s")
+        except SimulationError as error:
+            self.fail(str(error))
+        for name, error in kernel.crashes:
+            self.fail(f"{name} raised {type(error).__name__}: {error}")
+        report.events, report.virtual_s, report.digest = kernel.events, kernel.now, kernel.digest
+        report.faults = {**self.injector.struck, **self.network.hits}
+        kernel.close()
+        return report
+
+    def scale(self, wanted: dict[str, int]) -> None:
+        """Runs as a task of the driver."""
+        while not self.controller.process.dead and wanted == self.injector.wanted_drafters():
+            try:
+                self.client.scale(wanted)
+            except SpecActorError:
+                continue
+            return
+
+    def fail(self, what: str) -> None:
+        self.report.violations.append(what)
+
+    # ---- the driver ----
+
+    def _drive(self) -> None:
+        self.controller = self.network.start_actor("controller", self.head, self._make_controller, 0.1)
+        self.calls.ask(self.controller, "start", deadline_s=300.0, retry=False)
+        self.client = RunClient(self.config, self.controller, self.calls)
+        self.injector.begin()
+        try:
+            number = 0
+            while number < 1 or self.injector.left:
+                self._round(number)
+                number += 1
+            self.injector.heal()
+            self._round(number)
+            self.client.scale(self.injector.wanted_drafters())
+            self._check_settled()
+        except ActorLostError as error:
+            self._check_loss(error)
+        self.injector.heal()
+        self._shut_down()
+        self.done = True
+
+    def _make_controller(self, actor: VirtualActor) -> Controller:
+        self.backend = VirtualBackend(self.network, self.machines, actor, self.world)
+        classes = ActorClasses(VerifierActor, DraftActor)
+        return Controller(self.config, "sim", classes, backend=self.backend)
+
+    def _round(self, number: int) -> None:
+        """New weights, then a stream; what the plan says is done beside them."""
+        if number:
+            self._update_weights(number)
+        entries = self._entries(number)
+        expected = {entry.request_id: entry for entry in entries}
+        close_after = self.rng.randrange(len(entries)) if self.injector.closes_early() else len(entries)
+        stream = self.client.stream(entries)
+        seen: dict[str, None] = {}
+        for entry in stream:
+            if entry.request_id in seen:
+                self.fail(f"{entry.request_id} ended twice")
+            seen[entry.request_id] = None
+            self._check_entry(entry)
+            if len(seen) >= close_after:
+                break
+        stream.close()
+        if close_after == len(entries) and len(seen) != len(expected):
+            self.fail(f"round {number}: {len(expected) - len(seen)} requests did not end")
+
+    def _entries(self, number: int) -> list[JournalEntry]:
+        entries = []
+        for index in range(self.scenario.requests):
+            seed = self.scenario.seed * 1_000_000 + number * 10_000 + index
+            length = min(400, int(self.rng.lognormvariate(3.5, 0.8)) + 1)
+            sampling = SamplingParams(max_tokens=length, seed=seed)
+            self.world.version_of[seed] = self.version
+            poison = self.injector.poison(length)
+            if poison is not None:
+                self.world.poison[seed] = poison
+            prompt = tuple(range(self.rng.randrange(1, 40)))
+            entries.append(JournalEntry(f"{number}-{index}", prompt, sampling))
+        return entries
+
+    def _update_weights(self, number: int) -> None:
+        self.version += 1
+        weights = WeightSet(self.version, (self.calls.transport.put(f"weights {number}"),), 1)
+        for _attempt in range(20):
+            try:
+                self.client.update_weights(weights)
+                return
+            except ActorLostError:
+                raise
+            except SpecActorError as error:
+                reason = error
+        self.fail(f"weights of version {self.version} could not be set: {reason}")
+
+    # ---- checks ----
+
+    def _check_entry(self, entry: JournalEntry) -> None:
+        truth = true_output(entry.sampling, entry.weight_version)
+        tokens, finished = tuple(entry.token_ids), entry.finished
+        assert finished is not None
+        if tokens != truth[: len(tokens)]:
+            self.fail(f"{entry.request_id} has other tokens than plain decoding")
+        poisoned = entry.sampling.seed in self.world.poison
+        if finished.finish_reason == "error":
+            self.report.failed += 1
+            if not poisoned:
+                self.fail(f"{entry.request_id} failed and is innocent: {finished.error}")
+        else:
+            self.report.finished += 1
+            if len(tokens) != len(truth):
+                self.fail(f"{entry.request_id} ended with {len(tokens)} of {len(truth)} tokens")
+            if len(entry.logprobs) != len(tokens):
+                self.fail(f"{entry.request_id} has {len(entry.logprobs)} log-probabilities for {len(tokens)} tokens")
+
+    def _check_loss(self, error: ActorLostError) -> None:
+        """The rollout gave up: it may, if its controller was killed."""
+        self.report.gave_up = str(error)
+        if not self.injector.controller_killed:
+            self.fail(f"the rollout gave up: {error}")
+
+    def _check_settled(self) -> None:
+        """Faults are over and no request runs: the desired state is reached, and nothing is left over."""
+        deadline = self.kernel.now + _SETTLE_S
+        problems = ["not looked at"]
+        while problems and self.kernel.now < deadline:
+            self.clock.sleep(1.0)
+            problems = list(self._unsettled())
+        for problem in problems:
+            self.fail(f"{_SETTLE_S:.0f} s after the last fault: {problem}")
+
+    def _unsettled(self) -> Iterator[str]:
+        assert self.backend is not None
+        view = self.client.view()
+        if len(view.verifiers) != self.scenario.verifiers:
+            yield f"{len(view.verifiers)} verifiers serve instead of {self.scenario.verifiers}"
+        wanted = self.injector.wanted_drafters()
+        for method, number in wanted.items():
+            ready = [one for one in view.drafters if one.method == method and one.phase == "ready"]
+            if len(ready) != number:
+                yield f"{len(ready)} draft actors of {method} are ready instead of {number}"
+        alive = [actor for actor in self.backend.actors.values() if not actor.process.dead]
+        if len(alive) != self.scenario.verifiers + sum(wanted.values()):
+            yield f"{len(alive)} actors live: {[actor.name for actor in alive]}"
+        for actor in alive:
+            counters = {} if actor.instance is None else actor.instance.ping()
+            open_requests = counters.get("running", 0) + counters.get("open_requests", 0)
+            if open_requests:
+                yield f"{actor.name} still has {open_requests} requests"
+
+    def _shut_down(self) -> None:
+        assert self.backend is not None
+        if not self.controller.process.dead:
+            try:
+                self.client.shutdown()
+            except SpecActorError as error:
+                self.fail(f"the shutdown failed: {error}")
+            left = [name for name, actor in self.backend.actors.items() if not actor.process.dead]
+            if left:
+                self.fail(f"after the shutdown these live: {left}")
+            if self.machines.groups:
+                self.fail(f"after the shutdown {len(self.machines.groups)} placement groups stand")
+
+    def _process(self, name: str) -> Any:
+        from specactor_ray.simulation.kernel import Process
+
+        return Process(name, offset_s=self.rng.uniform(0.0, 1e5))
+
+
+def simulate(scenario: Scenario, trace: Callable[[float, str], None] | None = None) -> Report:
+    """Run one scenario to its end."""
+    return Simulation(scenario, trace).run()
+
+
+def calm(scenario: Scenario) -> Scenario:
+    """The same scenario without faults."""
+    return replace(scenario, faults=FaultPlan())
