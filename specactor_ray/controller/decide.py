@@ -124,6 +124,9 @@ def _balance(
         return []
     if record is not None and key != VERIFIER and record.never_started >= policy.max_start_failures:
         return [] if record.given_up else [GiveUp(key, record.error)]
+    if record is not None and key == VERIFIER:
+        # One that served and died is replaced at once: the rollout stands still without, and finds out what killed it.
+        record = replace(record, quick=record.never_started)
     if record is not None and now - record.last_at < backoff_s(record, policy):
         return []
     room = wanted + policy.surge - len(actors)
