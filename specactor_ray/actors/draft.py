@@ -13,6 +13,7 @@ from specactor_ray.actors.process import (
     process_facts,
     put_weights,
 )
+from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import DRAFTER_SPINS
 from specactor_ray.cluster.lookup import find_controller
 from specactor_ray.controller.state import DraftSpec
@@ -20,7 +21,7 @@ from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.idle_learning import IdleLearning
 from specactor_ray.messages import ToDrafter, WeightSet
 from specactor_ray.queues.conflation import for_verifier
-from specactor_ray.queues.outbox import Outbox, ray_sender
+from specactor_ray.queues.outbox import Outbox
 
 
 class DraftActor:
@@ -57,7 +58,7 @@ class DraftActor:
     def set_verifiers(self, handles: Mapping[str, Any]) -> None:
         """The complete list of verifiers: id → actor handle."""
         self._outboxes = {
-            verifier_id: self._outboxes.get(verifier_id) or Outbox(ray_sender(handle.deliver), for_verifier())
+            verifier_id: self._outboxes.get(verifier_id) or Outbox(Calls().sender(handle, "deliver"), for_verifier())
             for verifier_id, handle in handles.items()
         }
         self._running().set_verifiers(self._outboxes)

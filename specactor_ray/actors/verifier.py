@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, LoopThread, configure_process, fetch_weights, process_facts
+from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.schema import learns_from_outputs, reads_features
 from specactor_ray.controller.state import VERIFIER, DraftEndpoint, InlineSpec, VerifierSpec
 from specactor_ray.loops.draft_loop import DraftLoop
@@ -15,7 +16,7 @@ from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import ToDrafter, ToRollout, ToVerifier, WeightSet
 from specactor_ray.queues.conflation import for_drafter
-from specactor_ray.queues.outbox import Outbox, ray_sender
+from specactor_ray.queues.outbox import Outbox
 from specactor_ray.targets.base import TargetRequest
 
 
@@ -130,7 +131,7 @@ class VerifierActor:
 
 
 def _link(endpoint: DraftEndpoint) -> DrafterLink:
-    outbox: Outbox[ToDrafter] = Outbox(ray_sender(endpoint.handle.deliver), for_drafter())
+    outbox: Outbox[ToDrafter] = Outbox(Calls().sender(endpoint.handle, "deliver"), for_drafter())
     return DrafterLink(
         endpoint.method,
         endpoint.window,
