@@ -20,17 +20,19 @@ import ray
 from rich.console import Console
 from rich.table import Table
 
+from specactor_ray.cluster.calls import Calls
 from specactor_ray.messages import DraftTail, ToVerifier
 from specactor_ray.queues.conflation import for_verifier
 from specactor_ray.queues.mailbox import Mailbox
-from specactor_ray.queues.outbox import Outbox, ray_sender
+from specactor_ray.queues.outbox import Outbox
+from specactor_ray.queues.screening import verifier_screen
 
 
 class Consumer:
     """A mailbox that notes when each batch arrived; `base_len` carries the number of the round."""
 
     def __init__(self) -> None:
-        self._inbox: Mailbox[ToVerifier] = Mailbox(for_verifier())
+        self._inbox: Mailbox[ToVerifier] = Mailbox(for_verifier(), verifier_screen(1 << 20))
         self._arrivals: list[tuple[float, int, int]] = []
         self._lock = threading.Lock()
 
@@ -53,11 +55,11 @@ class Producer:
     """Posts rounds of tails at a pace."""
 
     def __init__(self, consumer: Any) -> None:
-        self._outbox: Outbox[ToVerifier] = Outbox(ray_sender(consumer.deliver), for_verifier())
+        self._outbox: Outbox[ToVerifier] = Outbox(Calls().sender(consumer, "deliver"), for_verifier())
 
     def run(self, requests: int, rounds: int, pace_s: float) -> tuple[list[float], int]:
         """Times at which each round was posted, and the messages that conflated before leaving."""
-        before = self._outbox.stats().conflated
+        before = self._outbox.conflated
         posted = []
         for number in range(rounds):
             tails = [DraftTail(f"r{i}", "d", number, tuple(range(8))) for i in range(requests)]
@@ -66,7 +68,7 @@ class Producer:
             time.sleep(pace_s)
         while self._outbox.in_flight or len(self._outbox):
             time.sleep(0.001)
-        return posted, self._outbox.stats().conflated - before
+        return posted, self._outbox.conflated - before
 
 
 def measure(requests: int, rounds: int, pace_s: float, producer: Any, consumer: Any) -> tuple[str, ...]:

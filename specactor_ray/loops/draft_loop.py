@@ -22,6 +22,7 @@ from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftResync, D
 from specactor_ray.queues.conflation import for_drafter
 from specactor_ray.queues.mailbox import Mailbox
 from specactor_ray.queues.outbox import Outbox
+from specactor_ray.queues.screening import drafter_screen
 from specactor_ray.speculation.draft_cost import DraftCost
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,14 @@ class DraftCounters:
     failures: int = 0
 
 
+@dataclass(slots=True)
+class _Open:
+    """A request that is drafted for."""
+
+    verifier_id: str
+    mode: Mode
+
+
 class DraftLoop:
     """Drives one proposer, in a thread of its own (`run`) or in that of a verifier (`run_guarded`).
 
@@ -60,20 +69,20 @@ class DraftLoop:
         self._clock = clock
         self._heartbeat = Heartbeat(clock.now)
         self._cost = DraftCost()
-        self._inbox: Mailbox[ToDrafter] = Mailbox(for_drafter())
+        self._screen = drafter_screen(proposer.vocab_size, on_cut=self._leave)
+        self._inbox: Mailbox[ToDrafter] = Mailbox(for_drafter(), self._screen)
         self._commands: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
         self._wake = clock.event()
         self._stopping = clock.event()
         self._outboxes: dict[str, Outbox[Any]] = {}
         self._left: set[str] = set()
-        self._verifier_of: dict[str, str] = {}
-        self._mode_of: dict[str, Mode] = {}
+        self._open: dict[str, _Open] = {}
         self._learning: IdleLearning | None = None
 
     # ---- called from other threads ----
 
     def deliver(self, messages: Sequence[ToDrafter]) -> None:
-        """Take messages of verifiers; returns at once."""
+        """Take messages of verifiers; returns at once. Malformed ones are dropped and counted for their sender."""
         self._inbox.put(messages)
         self._wake.set()
 
@@ -82,6 +91,11 @@ class DraftLoop:
         # An open may arrive before its verifier is listed here, so only verifiers that were listed can leave.
         self._left |= self._outboxes.keys() - outboxes.keys()
         self._outboxes = dict(outboxes)
+        self._wake.set()
+
+    def _leave(self, verifier_id: str) -> None:
+        """Nothing will come of this verifier any more."""
+        self._left.add(verifier_id)
         self._wake.set()
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
@@ -115,8 +129,10 @@ class DraftLoop:
             for name in ("history_tokens", "history_bytes")
             if hasattr(self.proposer, name)
         }
-        counters = {**asdict(self.counters), "open_requests": len(self._verifier_of), "token_s": self._cost.token_s}
+        counters: dict[str, Any] = {**asdict(self.counters), **self._screen.snapshot()}
+        counters |= {"open_requests": len(self._open), "token_s": self._cost.token_s}
         counters["busy_s"] = self._heartbeat.busy_s
+        counters["links"] = {verifier_id: outbox.snapshot() for verifier_id, outbox in self._outboxes.items()}
         learning = self._learning
         return {**counters, **memory, **({"learning": learning.snapshot()} if learning is not None else {})}
 
@@ -158,7 +174,7 @@ class DraftLoop:
             self._publish(changed)
         for outbox in list(self._outboxes.values()):
             outbox.flush()
-        return bool(messages or changed) or (not self._verifier_of and self._learn())
+        return bool(messages or changed) or (not self._open and self._learn())
 
     def _call(self, command: Callable[[], None]) -> Future[None]:
         """Run something in the loop's thread between two steps; the future has its outcome."""
@@ -184,7 +200,7 @@ class DraftLoop:
 
     def _extend(self) -> Sequence[str]:
         """One `extend` of the proposer, timed by the tokens it adds."""
-        lengths = {request_id: len(self.proposer.tail(request_id)[1]) for request_id in self._verifier_of}
+        lengths = {request_id: len(self.proposer.tail(request_id)[1]) for request_id in self._open}
         begin = self._clock.now()
         changed = self.proposer.extend()
         seconds = self._clock.now() - begin
@@ -211,11 +227,20 @@ class DraftLoop:
             self._heartbeat.begin()
 
     def _take(self, message: ToDrafter) -> None:
+        """Follow a message; where that fails, only the request that it is about is lost."""
+        try:
+            self._follow(message)
+        except Exception:
+            self.counters.failures += 1
+            logger.exception("%s: request %s is dropped, until it is opened again", self.drafter_id, message.request_id)
+            if message.request_id in self._open:
+                self._forget(message.request_id)
+
+    def _follow(self, message: ToDrafter) -> None:
         match message:
             case DraftOpen():
                 self.counters.opens += 1
-                self._verifier_of[message.request_id] = message.verifier_id
-                self._mode_of[message.request_id] = message.mode
+                self._open[message.request_id] = _Open(message.verifier_id, message.mode)
                 self.proposer.open(
                     message.request_id,
                     message.prompt_token_ids,
@@ -228,16 +253,18 @@ class DraftLoop:
             case Commit():
                 self._take_commit(message)
             case DraftClose():
-                if self._verifier_of.get(message.request_id) == message.verifier_id:
-                    del self._verifier_of[message.request_id], self._mode_of[message.request_id]
+                if self._is_open(message):
+                    del self._open[message.request_id]
                     self.proposer.close(message.request_id, message.finished)
                     self._with_learning(lambda learning: learning.follow(message))
 
     def _take_commit(self, message: Commit) -> None:
         self.counters.commits += 1
-        known = self._verifier_of.get(message.request_id) == message.verifier_id
-        if known and self.proposer.commit(message.request_id, message.start, message.token_ids, message.window):
-            self._mode_of[message.request_id] = message.mode
+        taken = self._is_open(message) and self.proposer.commit(
+            message.request_id, message.start, message.token_ids, message.window
+        )
+        if taken:
+            self._open[message.request_id].mode = message.mode
             self._add_features(message.request_id, message.features)
             self._with_learning(lambda learning: learning.follow(message))
             return
@@ -246,6 +273,11 @@ class DraftLoop:
         if outbox is not None:
             outbox.post([DraftResync(message.request_id, self.drafter_id)])
 
+    def _is_open(self, message: Commit | DraftClose) -> bool:
+        """The request is drafted for on behalf of this verifier."""
+        known = self._open.get(message.request_id)
+        return known is not None and known.verifier_id == message.verifier_id
+
     def _add_features(self, request_id: str, features: Sequence[Features]) -> None:
         if features and isinstance(self.proposer, ReadsFeatures):
             self.proposer.add_features(request_id, features)
@@ -253,16 +285,16 @@ class DraftLoop:
     def _publish(self, request_ids: Sequence[str]) -> None:
         tails: dict[str, list[DraftTail]] = {}
         for request_id in request_ids:
-            verifier_id = self._verifier_of.get(request_id)
-            if verifier_id is None:
+            known = self._open.get(request_id)
+            if known is None:
                 continue
             complete = not self.proposer.pending(request_id)
-            if not complete and self._mode_of[request_id] is Mode.COUPLED:
+            if not complete and known.mode is Mode.COUPLED:
                 continue  # its verifier waits for the whole tail
             base_len, token_ids = self.proposer.tail(request_id)
             version, token_s = self.proposer.weight_version, self._cost.token_s
             tail = DraftTail(request_id, self.drafter_id, base_len, token_ids, version, complete, token_s)
-            tails.setdefault(verifier_id, []).append(tail)
+            tails.setdefault(known.verifier_id, []).append(tail)
         for verifier_id, batch in tails.items():
             outbox = self._outboxes.get(verifier_id)
             if outbox is not None:
@@ -274,15 +306,20 @@ class DraftLoop:
         if not self._left:
             return
         left, self._left = self._left, set()
-        for request_id, verifier_id in list(self._verifier_of.items()):
-            if verifier_id in left:
+        for request_id, known in list(self._open.items()):
+            if known.verifier_id in left:
                 self._forget(request_id)
 
     def _reset(self) -> None:
-        for request_id in list(self._verifier_of):
+        for request_id in list(self._open):
             self._forget(request_id)
 
     def _forget(self, request_id: str) -> None:
-        del self._verifier_of[request_id], self._mode_of[request_id]
-        self.proposer.close(request_id, finished=False)
+        """Drop a request that did not end. Whoever verifies it is told by a resync at its next commit."""
+        del self._open[request_id]
+        try:
+            self.proposer.close(request_id, finished=False)
+        except Exception:
+            self.counters.failures += 1
+            logger.exception("%s: request %s could not be closed in order", self.drafter_id, request_id)
         self._with_learning(lambda learning: learning.forget(request_id))

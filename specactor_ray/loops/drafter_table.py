@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +53,6 @@ class Drafter:
         if 0.0 < tail.token_s < math.inf:
             self.token_s, self.cost_is_new = tail.token_s, True
 
-    def reachable(self, now: float) -> bool:
-        """It may be asked and waited for."""
-        return self.link.outbox.failed is None and self.breaker.allows(now)
-
 
 class DrafterTable:
     """All drafters of one verifier.
@@ -64,10 +60,11 @@ class DrafterTable:
     Args:
         config: When to stop asking a drafter that does not help.
         now: Monotonic seconds.
+        cut_off: Drafters that are not listened to any more; may grow.
     """
 
-    def __init__(self, config: BreakerConfig, now: Callable[[], float]) -> None:
-        self._config, self._now = config, now
+    def __init__(self, config: BreakerConfig, now: Callable[[], float], cut_off: Container[str] = ()) -> None:
+        self._config, self._now, self._cut_off = config, now, cut_off
         self._drafters: dict[str, Drafter] = {}
 
     def set(self, links: Mapping[str, DrafterLink]) -> list[str]:
@@ -91,6 +88,11 @@ class DrafterTable:
     def __len__(self) -> int:
         return len(self._drafters)
 
+    def reachable(self, drafter_id: str, now: float) -> bool:
+        """It may be asked and waited for. Raises KeyError for an unknown id."""
+        drafter = self._drafters[drafter_id]
+        return drafter.link.outbox.failed is None and drafter_id not in self._cut_off and drafter.breaker.allows(now)
+
     @property
     def methods(self) -> dict[str, str]:
         """Drafter id → method."""
@@ -109,7 +111,7 @@ class DrafterTable:
         """What the assignment has to know."""
         now = self._now()
         return {
-            drafter_id: DraftSeat(drafter.link.method, drafter.link.max_batch, drafter.reachable(now))
+            drafter_id: DraftSeat(drafter.link.method, drafter.link.max_batch, self.reachable(drafter_id, now))
             for drafter_id, drafter in self._drafters.items()
         }
 
@@ -137,8 +139,15 @@ class DrafterTable:
         """Which drafters are off, by their breakers or because they are out of reach; changes call for a new
         assignment. Looks at all of them without letting a probe begin."""
         return tuple(
-            drafter.breaker.state is BreakerState.OPEN or drafter.link.outbox.failed is not None for drafter in self
+            drafter.breaker.state is BreakerState.OPEN
+            or drafter.link.outbox.failed is not None
+            or drafter_id in self._cut_off
+            for drafter_id, drafter in self._drafters.items()
         )
+
+    def links_snapshot(self) -> dict[str, Any]:
+        """How deliveries to each drafter fare, for status displays; may be called from any thread."""
+        return {drafter_id: drafter.link.outbox.snapshot() for drafter_id, drafter in list(self._drafters.items())}
 
     def snapshot(self) -> dict[str, Any]:
         """State of the breakers, for status displays; may be called from any thread."""

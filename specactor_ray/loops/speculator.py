@@ -23,6 +23,7 @@ from specactor_ray.loops.waiting import DraftWaits
 from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftTail, Mode, ToVerifier
 from specactor_ray.queues.conflation import for_verifier
 from specactor_ray.queues.mailbox import Mailbox
+from specactor_ray.queues.screening import verifier_screen
 from specactor_ray.speculation.ladder import DraftLadder, MethodPrior
 from specactor_ray.speculation.step_cost import StepCostModel
 from specactor_ray.speculation.tails import TailBook
@@ -38,7 +39,7 @@ class Speculator:
         verifier_id: Incarnation id of the verifier; drafters answer to it.
         mode: The layout: how its requests are drafted for, unless a request's own acceptance calls for another mode.
         config: Windows, waits, races and the circuit breaker.
-        vocab_size: Draft tokens outside `[0, vocab_size)` are dropped.
+        vocab_size: Tails with tokens outside `[0, vocab_size)` are malformed.
         clock: What waits and breakers are measured by; the same as of the loop that calls it.
         max_batch: Most requests the verifier runs at once.
         priors: Draft method → what is known about it offline.
@@ -56,13 +57,14 @@ class Speculator:
         priors: Mapping[str, MethodPrior] | None = None,
         trees: bool = False,
     ) -> None:
-        self.inbox: Mailbox[ToVerifier] = Mailbox(for_verifier())
+        self._screen = verifier_screen(vocab_size)
+        self.inbox: Mailbox[ToVerifier] = Mailbox(for_verifier(), self._screen)
         self.verifier_id, self._clock = verifier_id, clock
         self._trees = trees and config.candidates is Candidates.tree
         self._whole_trees = config.verify == VerifyPolicy.all
-        self._book = TailBook(vocab_size)
+        self._book = TailBook()
         self._acceptance = TrackRecord(DraftLadder(priors))
-        self._drafters = DrafterTable(config.breaker, clock.now)
+        self._drafters = DrafterTable(config.breaker, clock.now, self._screen.cut_off)
         self._requests: dict[str, DraftedRequest] = {}
         self._cost, wait_cost = StepCostModel(), WaitCost()
         self._metrics = StepMetrics()
@@ -237,9 +239,12 @@ class Speculator:
         return {name: (pair[0], pair[1]) for name, pair in self._requests[request_id].by_drafter.items()}
 
     def snapshot(self) -> dict[str, Any]:
-        """Breakers, what became of tails, and the ladder's standings, for status displays and the controller."""
+        """What became of tails, breakers, deliveries to drafters, malformed messages of theirs and the ladder's
+        standings, for status displays and the controller."""
         return {
             "tails": asdict(self._book.counters),
             "breakers": self._drafters.snapshot(),
+            "links": self._drafters.links_snapshot(),
+            **self._screen.snapshot(),
             "ladder": self._planner.standings,
         }

@@ -133,7 +133,7 @@ class DraftWaits:
     def healthy(self, request_id: str, now: float) -> list[str]:
         """Drafters of the request that are reachable and whose breaker lets them be asked."""
         drafters = self._planner.drafters(request_id)
-        return [drafter_id for drafter_id in drafters if self._table[drafter_id].reachable(now)]
+        return [drafter_id for drafter_id in drafters if self._table.reachable(drafter_id, now)]
 
     def all_answered(self, decoding: Sequence[str]) -> bool:
         """Whether no wait would bring anything: every request has what its drafters can say about its newest commit."""

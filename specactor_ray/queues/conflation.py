@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Generic, TypeVar
 
-from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftTail, ToDrafter, ToRollout, ToVerifier
+from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftTail, ToDrafter, ToVerifier
 
 T = TypeVar("T")
 
 DEFAULT_MAX_KEYS = 65_536
 """Slots of a buffer: far above any number of (request, drafter) pairs that run at once."""
+MAX_PER_SENDER = DEFAULT_MAX_KEYS // 8
+"""Slots of one sender in a mailbox that several send to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,29 +29,38 @@ class Rules(Generic[T]):
     """Messages of equal key share a slot."""
     merge: Callable[[tuple[T, ...], T], tuple[T, ...]]
     """(what the slot holds, the newcomer) → what the slot holds from now on, in the order of delivery."""
-    droppable: Callable[[tuple[T, ...]], bool] | None = None
-    """May this slot be lost when there are too many keys? None: nothing may ever be lost."""
+    droppable: Callable[[tuple[T, ...]], bool]
+    """May this slot be lost when there are too many?"""
+    sender: Callable[[T], Hashable]
+    """Who sent a message; equal for all messages of a slot."""
 
 
 class ConflatingBuffer(Generic[T]):
     """Slots in the order in which their keys first arrived. Not thread-safe: `Mailbox` and `Outbox` lock around it.
 
+    Beyond a bound the oldest droppable slot is dropped and counted. Slots that may not be lost stay, even if that
+    exceeds the bound.
+
     Args:
         rules: How messages conflate.
-        max_keys: Beyond so many slots the oldest droppable one is dropped and counted. Slots that may not be lost
-            stay, even if that exceeds the bound.
+        max_keys: Most slots.
+        max_per_sender: Most slots of one sender, so that none can take the place of all others; None: `max_keys`.
     """
 
-    def __init__(self, rules: Rules[T], max_keys: int = DEFAULT_MAX_KEYS) -> None:
-        if max_keys < 1:
-            raise ValueError(f"max_keys is {max_keys}; it must be 1 or more")
-        self._rules = rules
-        self._max_keys = max_keys
+    def __init__(self, rules: Rules[T], max_keys: int = DEFAULT_MAX_KEYS, max_per_sender: int | None = None) -> None:
+        self._rules, self._max_keys = rules, max_keys
+        self._max_per_sender = max_keys if max_per_sender is None else max_per_sender
+        self._free = min(self._max_keys, self._max_per_sender)
+        """Up to so many slots no bound can be exceeded, and nobody has to be counted."""
+        if self._free < 1:
+            raise ValueError(f"max_keys is {max_keys} and max_per_sender {max_per_sender}; they must be 1 or more")
         self._slots: dict[Hashable, tuple[T, ...]] = {}
+        self._keys_of: dict[Hashable, dict[Hashable, None]] = {}
+        """Sender → keys of its slots, in the order of arrival; empty while no bound is near."""
         self.conflated = 0
         """Messages that a later one made superfluous."""
         self.dropped = 0
-        """Messages lost because there were too many keys."""
+        """Messages lost because there were too many slots."""
 
     def __len__(self) -> int:
         """Number of occupied slots."""
@@ -62,8 +72,8 @@ class ConflatingBuffer(Generic[T]):
             queued = self._slots.get(key)
             if queued is None:
                 self._slots[key] = (message,)
-                if len(self._slots) > self._max_keys:
-                    self._drop_oldest()
+                if len(self._slots) > self._free:
+                    self._bound(key, message)
             else:
                 merged = self._rules.merge(queued, message)
                 self.conflated += len(queued) + 1 - len(merged)
@@ -71,18 +81,30 @@ class ConflatingBuffer(Generic[T]):
 
     def take(self) -> list[T]:
         """Everything that waits; the buffer is empty afterwards."""
-        slots, self._slots = self._slots, {}
+        slots, self._slots, self._keys_of = self._slots, {}, {}
         return [message for slot in slots.values() for message in slot]
 
-    def _drop_oldest(self) -> None:
-        droppable = self._rules.droppable
-        if droppable is None:
+    def _bound(self, key: Hashable, message: T) -> None:
+        """A slot was added, and now some sender may have too many. Counts slots per sender from here on."""
+        sender_of = self._rules.sender
+        if not self._keys_of:
+            for other, slot in self._slots.items():
+                self._keys_of.setdefault(sender_of(slot[0]), {})[other] = None
+        own = self._keys_of.setdefault(sender_of(message), {})
+        own[key] = None
+        if len(own) > self._max_per_sender:
+            self._drop_oldest(own)
+        elif len(self._slots) > self._max_keys:
+            self._drop_oldest(self._slots)
+
+    def _drop_oldest(self, keys: Iterable[Hashable]) -> None:
+        """Drop the first droppable one of these slots."""
+        key = next((key for key in keys if self._rules.droppable(self._slots[key])), None)
+        if key is None:
             return
-        for key, slot in self._slots.items():
-            if droppable(slot):
-                del self._slots[key]
-                self.dropped += len(slot)
-                return
+        slot = self._slots.pop(key)
+        self.dropped += len(slot)
+        del self._keys_of[self._rules.sender(slot[0])][key]
 
 
 def for_verifier() -> Rules[ToVerifier]:
@@ -95,7 +117,9 @@ def for_verifier() -> Rules[ToVerifier]:
     def key(message: ToVerifier) -> Hashable:
         return isinstance(message, DraftTail), message.request_id, message.drafter_id
 
-    return Rules(key, lambda _queued, newest: (newest,), droppable=lambda _slot: True)
+    return Rules(
+        key, lambda _queued, newest: (newest,), droppable=lambda _slot: True, sender=lambda message: message.drafter_id
+    )
 
 
 def for_drafter() -> Rules[ToDrafter]:
@@ -115,13 +139,12 @@ def for_drafter() -> Rules[ToDrafter]:
     def key(message: ToDrafter) -> Hashable:
         return message.verifier_id, message.request_id
 
-    return Rules(key, _merge_for_drafter, droppable=lambda slot: not isinstance(slot[-1], DraftClose))
-
-
-def for_rollout() -> Rules[ToRollout]:
-    """Verifier → rollout: journal events never conflate and are never dropped; each has a slot of its own."""
-    numbers = count()
-    return Rules(lambda _event: next(numbers), lambda queued, event: (*queued, event), droppable=None)
+    return Rules(
+        key,
+        _merge_for_drafter,
+        droppable=lambda slot: not isinstance(slot[-1], DraftClose),
+        sender=lambda message: message.verifier_id,
+    )
 
 
 def _merge_for_drafter(queued: tuple[ToDrafter, ...], new: ToDrafter) -> tuple[ToDrafter, ...]:

@@ -93,13 +93,6 @@ class Plan:
                 best[candidate.layout] = candidate
         return sorted(best.values(), key=lambda candidate: -candidate.tokens_per_s)
 
-    def best_by_mode(self) -> list[Candidate]:
-        """The best candidate of every (mode, method), fastest first."""
-        best: dict[Any, Candidate] = {}
-        for candidate in self.best_by_layout():
-            best.setdefault((candidate.mode, candidate.method), candidate)
-        return list(best.values())
-
     def to_dict(self) -> dict[str, Any]:
         """For JSON: counts, choice, predictions (the best window of every layout), candidates, rejected, notes."""
         return {

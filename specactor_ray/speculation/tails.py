@@ -8,7 +8,7 @@ discards those with a stale base; whole tails make that bookkeeping unnecessary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specactor_ray.messages import DraftTail
@@ -28,8 +28,6 @@ class TailCounters:
     """Claimed a base longer than the committed prefix, which cannot come from this verifier's truth."""
     unknown: int = 0
     """Arrived for a request that is not open."""
-    bad_token: int = 0
-    """Held something that is not a token id of the vocabulary, a negative base, or a version that is no number."""
     truncated: int = 0
     """Were longer than allowed and were cut (counted beside `taken`)."""
     refuted: int = 0
@@ -57,13 +55,9 @@ class TailBook:
     """Committed output and the newest valid tail per drafter, for every open request. Not thread-safe.
 
     Methods other than `commit` take ids of requests that are not open for requests without tails.
-
-    Args:
-        vocab_size: Token ids must lie in `[0, vocab_size)`.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self) -> None:
         self.counters = TailCounters()
         self._books: dict[str, _Book] = {}
 
@@ -107,7 +101,8 @@ class TailBook:
                 tail.token_ids = rest
 
     def offer(self, tail: DraftTail, max_len: int) -> bool:
-        """Take in a tail that arrived. Tokens beyond `max_len` past the committed prefix are cut off.
+        """Take in a tail that arrived and is well-formed (`queues/screening.py`). Tokens beyond `max_len` past the
+        committed prefix are cut off.
 
         Returns:
             True if it became the drafter's tail of the request; else one of the counters says why not.
@@ -116,8 +111,6 @@ class TailBook:
         counters = self.counters
         if book is None:
             counters.unknown += 1
-        elif not self._well_formed(tail):
-            counters.bad_token += 1
         elif tail.base_len > len(book.committed):
             counters.ahead += 1
         else:
@@ -141,27 +134,10 @@ class TailBook:
         book.tails[tail.drafter_id] = _Tail(tail.base_len, rest, tail.complete, tail.weight_version)
         return True
 
-    def _well_formed(self, tail: DraftTail) -> bool:
-        vocab_size = self.vocab_size
-        if not isinstance(tail.weight_version, int):
-            return False
-        return tail.base_len >= 0 and all(isinstance(t, int) and 0 <= t < vocab_size for t in tail.token_ids)
-
     def usable(self, request_id: str) -> dict[str, tuple[int, ...]]:
         """Drafter id → draft tokens for the output positions from the committed length on; without empty ones."""
         book = self._books.get(request_id)
         return {drafter: tail.token_ids for drafter, tail in book.tails.items() if tail.token_ids} if book else {}
-
-    def best(self, request_id: str, score: Callable[[str, int], float]) -> tuple[str, tuple[int, ...]] | None:
-        """The usable tail with the highest `score(drafter_id, length)`, as (drafter id, tokens); None without any.
-
-        Of equal scores the longest wins, then the smallest drafter id, so that the choice is reproducible.
-        """
-        candidates = self.usable(request_id)
-        if not candidates:
-            return None
-        ranked = sorted(candidates.items(), key=lambda item: (-score(item[0], len(item[1])), -len(item[1]), item[0]))
-        return ranked[0]
 
     def answered(self, request_id: str, drafter_id: str) -> bool:
         """The drafter has said something of use for the next step: its tail covers at least one token past the
@@ -197,11 +173,6 @@ class TailBook:
     def __len__(self) -> int:
         """Open requests."""
         return len(self._books)
-
-    @property
-    def num_tails(self) -> int:
-        """Tails held: at most one per (request, drafter)."""
-        return sum(len(book.tails) for book in self._books.values())
 
 
 def _is_older(base_len: int, rest: tuple[int, ...], held: _Tail | None) -> bool:

@@ -49,7 +49,6 @@ LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in part
 # Heavy package → the modules (or folders) that may import it at all, inside functions included.
 MAY_IMPORT = {
     "ray": (
-        "queues/outbox.py",
         "cluster/",
         "actors/",
         "controller/controller.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,14 +19,14 @@ from specactor_ray.messages import (
     DraftResync,
     DraftTail,
     Features,
-    Finished,
-    Progress,
-    RequestStats,
     SamplingParams,
+    ToDrafter,
+    ToVerifier,
 )
-from specactor_ray.queues.conflation import ConflatingBuffer, for_drafter, for_rollout, for_verifier
+from specactor_ray.queues.conflation import ConflatingBuffer, for_drafter, for_verifier
 from specactor_ray.queues.events import EventQueue
 from specactor_ray.queues.mailbox import Mailbox
+from specactor_ray.queues.screening import drafter_screen, verifier_screen
 
 TRUTH = tuple(range(100, 140))
 SAMPLING = SamplingParams()
@@ -44,9 +45,17 @@ def close(finished: bool = True, request: str = "r", verifier: str = "v") -> Dra
 
 
 def conflate(*messages: object) -> list[object]:
-    mailbox = Mailbox(for_drafter())
-    mailbox.put(messages)
-    return mailbox.drain()
+    buffer: ConflatingBuffer[Any] = ConflatingBuffer(for_drafter())
+    buffer.add(messages)
+    return buffer.take()
+
+
+def drafter_mailbox(**bounds: int) -> Mailbox[ToDrafter]:
+    return Mailbox(for_drafter(), drafter_screen(None, on_cut=lambda sender: None), **bounds)
+
+
+def verifier_mailbox(**bounds: int) -> Mailbox[ToVerifier]:
+    return Mailbox(for_verifier(), verifier_screen(100), **bounds)
 
 
 def tail(drafter: str, *tokens: int, request: str = "r") -> DraftTail:
@@ -54,7 +63,7 @@ def tail(drafter: str, *tokens: int, request: str = "r") -> DraftTail:
 
 
 def test_newest_tail_of_a_drafter_replaces_the_older_and_resync_stays_apart() -> None:
-    mailbox = Mailbox(for_verifier())
+    mailbox = verifier_mailbox()
     resync = DraftResync("r", "a")
     mailbox.put([tail("a", 1), tail("b", 2), resync])
     mailbox.put([tail("a", 3), tail("a", 4, request="other"), resync])
@@ -125,21 +134,12 @@ def test_requests_and_verifiers_do_not_mix() -> None:
 
 
 def test_oldest_droppable_key_goes_first_but_a_close_stays() -> None:
-    mailbox = Mailbox(for_drafter(), max_keys=2)
+    mailbox = drafter_mailbox(max_keys=2)
     mailbox.put([close(request="a"), commit(0, 1, request="b"), commit(0, 2, request="c")])
     assert mailbox.drain() == [close(request="a"), commit(0, 2, request="c")]
     assert mailbox.dropped == 1
     mailbox.put([close(request=name) for name in "abc"])
     assert len(mailbox) == 3
-
-
-def test_journal_events_are_never_lost() -> None:
-    finished = Finished("r", "stop", RequestStats())
-    events = [Progress("r", 0, (1,), (0.0,))] * 2 + [finished, finished]
-    buffer = ConflatingBuffer(for_rollout(), max_keys=1)
-    buffer.add(events)
-    assert buffer.take() == events
-    assert (buffer.dropped, buffer.conflated) == (0, 0)
 
 
 commits = st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda pair: commit(pair[0], pair[0] + pair[1]))
@@ -184,7 +184,7 @@ def woken(wait: Callable[[], object], wake: Callable[[], None]) -> object:
 
 
 def test_many_producers_lose_nothing_that_has_its_own_key() -> None:
-    mailbox, seen = Mailbox(for_verifier()), set()
+    mailbox, seen = verifier_mailbox(), set()
 
     def produce(number: int) -> None:
         for request in range(200):
@@ -228,4 +228,27 @@ def test_an_event_read_by_a_repeated_call_is_not_given_out_twice() -> None:
 
 def test_a_mailbox_needs_room_for_a_key() -> None:
     with pytest.raises(ValueError, match="max_keys"):
-        Mailbox(for_verifier(), max_keys=0)
+        verifier_mailbox(max_keys=0)
+
+
+def test_a_sender_that_floods_drops_only_its_own() -> None:
+    mailbox = verifier_mailbox(max_keys=100, max_per_sender=5)
+    mailbox.put([tail("calm", 1, request=f"before {number}") for number in range(3)])
+    mailbox.put([tail("flood", 1, request=str(number)) for number in range(1000)])
+    mailbox.put([tail("calm", 1, request=f"after {number}") for number in range(2)])
+    left = [(message.drafter_id, message.request_id) for message in mailbox.drain()]
+    calm = [("calm", name) for name in ("before 0", "before 1", "before 2", "after 0", "after 1")]
+    newest = [("flood", str(number)) for number in range(995, 1000)]
+    assert left == calm[:3] + newest + calm[3:]
+    assert mailbox.dropped == 995
+    mailbox.put([tail("flood", 1, request=str(number)) for number in range(5)])
+    assert len(mailbox) == 5, "what was drained counts no more"
+
+
+def test_a_flood_leaves_closes_and_other_verifiers_alone() -> None:
+    mailbox = drafter_mailbox(max_keys=100, max_per_sender=3)
+    mailbox.put([opening(request="mine", verifier="w"), close(request="ended")])
+    mailbox.put([commit(0, 1, request=str(number)) for number in range(50)])
+    left = mailbox.drain()
+    assert left[:2] == [opening(request="mine", verifier="w"), close(request="ended")]
+    assert [message.request_id for message in left[2:]] == ["48", "49"]

@@ -7,10 +7,14 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from specactor_ray.messages import Commit, DraftTail, Progress
-from specactor_ray.queues.conflation import for_drafter, for_rollout, for_verifier
+import pytest
+
+from specactor_ray.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, RemoteError
+from specactor_ray.messages import Commit, DraftTail
+from specactor_ray.queues.conflation import for_drafter, for_verifier
 from specactor_ray.queues.mailbox import Mailbox
-from specactor_ray.queues.outbox import Outbox, ray_sender
+from specactor_ray.queues.outbox import Outbox
+from specactor_ray.queues.screening import verifier_screen
 from tests.clocks import HandClock
 
 
@@ -40,6 +44,10 @@ def commit(start: int, end: int) -> Commit:
     return Commit("r", "v", start, tuple(range(start, end)), 4)
 
 
+def other(end: int) -> Commit:
+    return Commit("other", "v", 0, tuple(range(end)), 4)
+
+
 def test_one_delivery_in_flight_and_the_rest_conflates() -> None:
     wire = Wire()
     outbox = Outbox(wire.send, for_drafter(), clock=wire.clock)
@@ -48,18 +56,13 @@ def test_one_delivery_in_flight_and_the_rest_conflates() -> None:
     outbox.post([commit(2, 4)])
     assert wire.batches == [[commit(0, 1)]]
     assert outbox.in_flight
-    assert outbox.in_flight_since == 0.0
     assert len(outbox) == 1
-    wire.clock.seconds = 1.5
     wire.futures[0].set_result(None)
     assert wire.batches == [[commit(0, 1)], [commit(1, 4)]]
-    wire.clock.seconds = 2.0
     wire.futures[1].set_result(None)
-    stats = outbox.stats()
-    assert (stats.deliveries, stats.messages, stats.conflated, stats.dropped) == (2, 2, 1, 0)
-    assert stats.in_flight_s == 2.0
+    assert outbox.conflated == 1
+    assert outbox.snapshot() == {"failed": "", "retries": 0, "rejected": 0, "dropped": 0}
     assert not outbox.in_flight
-    assert outbox.in_flight_since is None
     assert outbox.flush() is False
     assert len(wire.batches) == 2
 
@@ -74,44 +77,112 @@ def test_queue_alone_sends_nothing() -> None:
     assert wire.batches == [[commit(0, 2)]]
 
 
-def test_a_failed_delivery_drops_what_waits_and_stays_failed() -> None:
+def test_a_consumer_that_is_gone_for_good_is_sent_nothing_more() -> None:
     wire = Wire()
-    outbox = Outbox(wire.send, for_drafter())
+    outbox = Outbox(wire.send, for_drafter(), clock=wire.clock)
     outbox.post([commit(0, 1)])
     outbox.post([commit(1, 2)])
-    error = RuntimeError("actor died")
+    error = ActorLostError("it died")
     wire.futures[0].set_exception(error)
     assert outbox.failed is error
     assert len(outbox) == 0
     outbox.post([commit(2, 3)])
+    wire.clock.seconds = 1000.0
+    assert outbox.flush() is False
     assert len(wire.batches) == 1
-    assert outbox.stats().dropped == 2
+    assert outbox.snapshot() == {"failed": "it died", "retries": 0, "rejected": 0, "dropped": 3}
 
 
-def test_a_send_that_raises_or_is_cancelled_is_a_failure() -> None:
-    def broken(batch: list[object]) -> Future[None]:
-        raise ConnectionError("gone")
-
-    outbox = Outbox(broken, for_drafter())
-    outbox.post([commit(0, 1)])
-    assert isinstance(outbox.failed, ConnectionError)
-    assert not outbox.in_flight
-
+@pytest.mark.parametrize("error", [ActorUnavailableError("away"), CallTimeoutError("late")])
+def test_what_did_not_arrive_goes_out_again_under_what_came_since(error: Exception) -> None:
     wire = Wire()
-    outbox = Outbox(wire.send, for_drafter())
-    outbox.post([commit(0, 1)])
-    wire.futures[0].cancel()
-    assert outbox.failed is not None
+    outbox = Outbox(wire.send, for_drafter(), clock=wire.clock)
+    outbox.post([commit(0, 1), other(5)])
+    outbox.post([commit(1, 3)])
+    wire.futures[0].set_exception(error)
+    assert outbox.failed is None and not outbox.in_flight
+    assert len(wire.batches) == 1, "a pause is kept"
+    wire.clock.seconds = 0.09
+    outbox.post([commit(3, 4)])
+    assert len(wire.batches) == 1
+    wire.clock.seconds = 0.1
+    assert outbox.flush()
+    assert wire.batches[1] == [commit(0, 4), other(5)], "nothing is missing, and the order of slots is that of arrival"
+    wire.futures[1].set_result(None)
+    assert outbox.snapshot()["retries"] == 1 and not len(outbox)
 
 
-def test_discard_keeps_what_is_in_flight() -> None:
+def test_pauses_double_up_to_a_bound_and_begin_again_after_an_arrival() -> None:
     wire = Wire()
-    outbox = Outbox(wire.send, for_drafter())
+    outbox = Outbox(wire.send, for_drafter(), clock=wire.clock)
     outbox.post([commit(0, 1)])
+
+    def pauses(number: int) -> list[float]:
+        found = []
+        for _ in range(number):
+            wire.futures[-1].set_exception(ActorUnavailableError("away"))
+            began = wire.clock.seconds
+            while not outbox.flush():
+                wire.clock.seconds += 0.01
+            found.append(wire.clock.seconds - began)
+        return found
+
+    assert pauses(8) == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0], abs=0.015)
+    wire.futures[-1].set_result(None)
     outbox.post([commit(1, 2)])
-    assert outbox.discard() == 1
+    assert pauses(2) == pytest.approx([0.1, 0.2], abs=0.015)
+
+
+def test_a_delivery_past_its_deadline_is_given_up_and_its_late_end_disturbs_nothing() -> None:
+    wire = Wire()
+    outbox = Outbox(wire.send, for_drafter(), clock=wire.clock)
+    outbox.post([commit(0, 1)])
+    wire.clock.seconds = 9.9
+    assert not outbox.flush() and outbox.in_flight
+    wire.clock.seconds = 10.0
+    assert not outbox.flush() and not outbox.in_flight and len(outbox) == 1
+    wire.clock.seconds = 10.1
+    assert outbox.flush()
     wire.futures[0].set_result(None)
-    assert len(wire.batches) == 1
+    assert outbox.in_flight, "the end of the first says nothing about the second"
+    outbox.post([commit(1, 2)])
+    assert len(wire.batches) == 2
+    wire.futures[1].set_result(None)
+    assert wire.batches[2] == [commit(1, 2)]
+    outbox.post([commit(2, 3)])
+    wire.clock.seconds = 30.0
+    assert not outbox.flush()
+    wire.futures[2].set_exception(ActorLostError("that was about an earlier one"))
+    assert outbox.failed is None and len(outbox) == 1
+
+
+def test_a_batch_that_the_consumer_rejects_is_dropped_and_the_link_stays() -> None:
+    wire = Wire()
+    outbox = Outbox(wire.send, for_drafter(), clock=wire.clock)
+    outbox.post([commit(0, 1), other(5)])
+    outbox.post([commit(1, 2)])
+    wire.futures[0].set_exception(RemoteError("it raised"))
+    assert wire.batches[1] == [commit(1, 2)], "without a pause: the batch was the cause"
+    wire.futures[1].cancel()
+    assert outbox.failed is None and not outbox.in_flight
+    assert outbox.snapshot()["rejected"] == 3
+
+
+def test_a_send_that_raises_is_a_delivery_that_failed() -> None:
+    errors: list[Exception] = [ActorUnavailableError("away"), ValueError("a bug"), ActorLostError("gone")]
+    clock = HandClock()
+
+    def broken(batch: list[object]) -> Future[None]:
+        raise errors.pop(0)
+
+    outbox = Outbox(broken, for_drafter(), clock=clock)
+    outbox.post([commit(0, 1)])
+    assert len(outbox) == 1 and not outbox.in_flight
+    clock.seconds = 1.0
+    outbox.flush()
+    assert outbox.snapshot()["rejected"] == 1 and outbox.failed is None
+    outbox.post([commit(1, 2)])
+    assert isinstance(outbox.failed, ActorLostError)
 
 
 def test_what_waits_is_bounded_when_the_consumer_never_answers() -> None:
@@ -121,43 +192,11 @@ def test_what_waits_is_bounded_when_the_consumer_never_answers() -> None:
         outbox.post([DraftTail(str(number % 20), "d", number, (1,))])
     assert len(wire.batches) == 1
     assert len(outbox) == 8
-    stats = outbox.stats()
-    assert stats.messages + stats.conflated + stats.dropped + len(outbox) == 1000
-
-
-def test_journal_events_arrive_once_and_in_order_through_a_slow_wire() -> None:
-    received: list[object] = []
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        outbox = Outbox(lambda batch: pool.submit(received.extend, batch), for_rollout(), max_keys=2)
-        events = [Progress("r", number, (number,), (0.0,)) for number in range(500)]
-        for event in events:
-            outbox.post([event])
-        await_delivery(outbox)
-    assert received == events
-
-
-def test_ray_sender_hands_the_batch_to_the_method_as_its_one_argument() -> None:
-    class Reference:
-        def __init__(self, batch: list[object]) -> None:
-            self.batch = batch
-
-        def future(self) -> Future[object]:
-            done: Future[object] = Future()
-            done.set_result(self.batch)
-            return done
-
-    class Method:
-        remote = Reference
-
-    received = ray_sender(Method())([1, 2]).result()
-    assert received == [1, 2]
-    outbox = Outbox(ray_sender(Method()), for_drafter())
-    outbox.post([commit(0, 1)])
-    assert not outbox.in_flight, "a delivery that is done at once is noticed at once"
+    assert outbox.snapshot()["dropped"] + outbox.conflated + len(outbox) + len(wire.batches[0]) == 1000
 
 
 def test_deliveries_never_overlap_and_the_newest_arrives() -> None:
-    mailbox = Mailbox(for_verifier())
+    mailbox = Mailbox(for_verifier(), verifier_screen(1000))
     lock, overlaps = threading.Lock(), []
 
     def deliver(batch: list[DraftTail]) -> None:

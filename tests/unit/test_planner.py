@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,10 +83,12 @@ class Stepper:
     def _take(self, batch: Sequence[Any]) -> None:
         """Tails arrive with the cost that the test gives their sender."""
         self.spec.inbox.put(
-            DraftTail(m.request_id, m.drafter_id, m.base_len, m.token_ids, 0, m.complete, self._token_s[m.drafter_id])
-            if isinstance(m, DraftTail) and m.drafter_id in self._token_s
-            else m
-            for m in batch
+            [
+                replace(m, token_s=self._token_s[m.drafter_id])
+                if isinstance(m, DraftTail) and m.drafter_id in self._token_s
+                else m
+                for m in batch
+            ]
         )
 
     def add(self, batch: Sequence[TargetRequest]) -> None:
@@ -125,7 +128,7 @@ class Stepper:
         self.spec.flush()
         for loop in self.drafts.values():
             loop.run_once()
-        return {name: set(loop._verifier_of) for name, loop in self.drafts.items()}
+        return {name: set(loop._open) for name, loop in self.drafts.items()}
 
     @property
     def ladder(self) -> dict[str, Any]:
