@@ -119,7 +119,7 @@ class StepRecorder:
                 logger.error("step %d was not tracked: %s", step, error)
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
-        """Write summary, report and plots, as far as the disk takes them; nothing if the run is another process's now."""
+        """Write summary, report and plots, as far as the disk takes them; nothing once the run was taken over."""
         self._display.stop()
         if not self._run.lost:
             self._metrics.flush()

@@ -181,13 +181,13 @@ class RunLease:
     def _in_use(self, holder: Holder | None) -> RunInUseError:
         who = "another process" if holder is None else f"process {holder.pid} on {holder.host}"
         return RunInUseError(
-            f"{self._key}: {who} is training in {self._path.parent} now. Fix: wait for it or stop it, or choose another "
-            f"{self._key}"
+            f"{self._key}: {who} is training in {self._path.parent} now. Fix: wait for it, stop it, or choose "
+            f"another {self._key}"
         )
 
 
 def _read(path: Path) -> tuple[bytes, Holder | None]:
-    """What the lock file holds now, and whom it names. Opened each time, so that a network file system asks its server."""
+    """What the lock file holds now, and whom it names. Opening it makes a network file system ask its server."""
     try:
         content = path.read_bytes()
         facts: Any = json.loads(content)

@@ -144,7 +144,7 @@ def _step(parts: TrainingParts) -> None:
 
 
 def _hand_over(parts: TrainingParts, experience: Experience) -> int:
-    """Bring the new weights to the verifiers, and those of the taught drafter to its actors. Returns the former's bytes."""
+    """Bring the new weights to the verifiers, and a taught drafter's to its actors. Returns the bytes of the former."""
     rollout, trainer, record, done = parts.rollout, parts.trainer, parts.record, parts.saver.state.step
     taught = None
     if parts.pupil is not None:
