@@ -43,7 +43,7 @@ def train(config: Config, console: Console) -> TrainOutcome:
             return _train(config, run, stream, stop, console)
         except BaseException as error:
             run.close()
-            if run.checkpoint is None and not run.metrics_file.exists() and not run.lost:
+            if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists() or run.lost):
                 discard_run_folder(run.folder)
                 if isinstance(error, KeyboardInterrupt):
                     say(console, "interrupted before the first step; nothing was kept")
@@ -72,7 +72,7 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSigna
                 trainer=trainer,
                 maker=ExperienceMaker(config, make_recipe(config), stream, RewardRunner(config.reward), record.timed),
                 record=record,
-                saver=Saver(run.store, trainer.save, run.state, run.checkpoint is not None, run.check_lease),
+                saver=Saver(run.store, trainer.save, run.state, run.is_saved, run.check_lease),
                 stop=stop,
                 sampling=sampling_from_config(config),
                 position=lambda: (stream.order.position, stream.skipped),

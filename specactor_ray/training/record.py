@@ -15,10 +15,11 @@ from rich.console import Console
 
 from specactor_ray.cluster.names import stem_of
 from specactor_ray.config import Config, to_yaml
+from specactor_ray.errors import InputError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.training_display import TrainingDisplay
 from specactor_ray.observability.training_report import write_report
-from specactor_ray.rollout.output import SUMMARY_FILE, write_json
+from specactor_ray.rollout.output import write_json
 from specactor_ray.training.drafter_watchdog import DrafterWatchdog
 from specactor_ray.training.experience import Experience
 from specactor_ray.training.metrics_file import MetricsFile
@@ -123,8 +124,7 @@ class StepRecorder:
         self._display.stop()
         if not self._run.lost:
             self._metrics.flush()
-        written = read_metrics(self._run.metrics_file) if self._run.metrics_file.exists() else []
-        records = written + self._metrics.pending
+        records = self._written() + self._metrics.pending
         summary = {
             "run": self._config.run.name,
             "status": status,
@@ -141,11 +141,18 @@ class StepRecorder:
         }
         if not self._run.lost:
             try:
-                write_json(self._run.folder / SUMMARY_FILE, summary)
+                write_json(self._run.summary_file, summary)
                 write_report(self._run.folder, summary, records)
             except OSError as error:
                 logger.error("the summary or the report could not be written: %s", error)
         return TrainOutcome(status, self._run.folder, summary)
+
+    def _written(self) -> list[dict[str, Any]]:
+        try:
+            return read_metrics(self._run.metrics_file) if self._run.metrics_file.exists() else []
+        except InputError as error:  # no reason to lose the summary as well
+            logger.error("%s", error)
+            return []
 
     def _train_figures(self, experience: Experience, update: Mapping[str, float]) -> dict[str, Any]:
         rewards, config = experience.rewards, self._config

@@ -42,6 +42,15 @@ class TrainingRun:
     def metrics_file(self) -> Path:
         return self.folder / METRICS_FILE
 
+    @property
+    def summary_file(self) -> Path:
+        return self.folder / SUMMARY_FILE
+
+    @property
+    def is_saved(self) -> bool:
+        """Its state can be had again: it is a checkpoint of this run's own, or the very beginning."""
+        return self.state.step == 0 or (self.checkpoint is not None and self.checkpoint.parent == self.store.folder)
+
     def check_lease(self) -> None:
         """Raise if another process has taken over the run.
 
@@ -171,7 +180,7 @@ def _lease_unfinished(config: Config, base: Path, clock: Clock) -> tuple[Path, R
         try:
             return folder, RunLease(folder, clock=clock)
         except RunInUseError as error:
-            logger.info("resume=auto leaves out %s: %s", folder.name, error)
+            logger.warning("resume=auto leaves out %s: %s", folder.name, error)
     return None
 
 

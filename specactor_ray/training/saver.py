@@ -18,7 +18,7 @@ class Saver:
         store: Where to.
         write: Fills a checkpoint's folder with the trainer's files.
         state: Where the run begins.
-        saved: That state is a checkpoint already.
+        saved: That state need not be saved.
         check: Raises if this process must not write any more.
     """
 

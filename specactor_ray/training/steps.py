@@ -107,6 +107,7 @@ def run_steps(parts: TrainingParts) -> TrainOutcome:
     try:
         if saver.state.step:  # the version of the weights is the number of steps they have had
             parts.rollout.update_weights(parts.trainer.export_weights(saver.state.step))
+        saver.save()  # of a run that begins with another run's checkpoint: its first one of its own
         while saver.state.step < parts.config.trainer.steps:
             _step(parts)
             _refuse_to_learn_nothing(parts)

@@ -147,7 +147,7 @@ def test_resume_goes_on_from_the_checkpoint_and_drops_later_records(tmp_path: Pa
     for overrides in (["run.name=r"], []):  # by name, and as the latest that is not finished
         run = open_run(settings(tmp_path, "resume=auto", *overrides))
         assert (run.state.step, run.state.position) == (3, 9)
-        assert run.checkpoint is not None and run.checkpoint.name == "step-000003"
+        assert run.checkpoint is not None and run.checkpoint.name == "step-000003" and run.is_saved
         assert [record["step"] for record in read_metrics(run.metrics_file)] == [1, 2, 3]
         run.close()
 
@@ -180,6 +180,7 @@ def test_a_checkpoint_by_path_begins_a_new_run(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "r" / "checkpoints" / "step-000003"
     run = open_run(settings(tmp_path, f"resume={path}", "run.name=second"))
     assert run.folder.name == "second" and run.state.step == 3 and run.checkpoint == path
+    assert not run.is_saved, "its first step comes after a checkpoint of its own"
     with pytest.raises(InputError, match="cannot be used"):
         open_run(settings(tmp_path, f"resume={tmp_path}/nothing", "run.name=third"))
 

@@ -41,7 +41,7 @@ class World:
         for name, value in trainer.items():
             setattr(self.config.trainer, name, value)
         self.store = CheckpointStore(folder, 99, False)
-        self.resumed = TrainState()
+        self.resumed, self.is_saved = TrainState(), True
 
     def happens(self, name: str) -> None:
         self.calls[name] += 1
@@ -114,7 +114,7 @@ class World:
         yield
 
     def run(self) -> TrainOutcome:
-        saver = Saver(self.store, self.save, self.resumed, bool(self.resumed.step))
+        saver = Saver(self.store, self.save, self.resumed, self.is_saved)
         self.saver = saver
         return run_steps(
             TrainingParts(
@@ -155,6 +155,19 @@ def test_a_resumed_run_gives_its_weights_to_the_verifiers_first(world: World) ->
     world.resumed, world.weights = TrainState(step=4, position=12), 4
     world.run()
     assert world.recorded == [5, 6] and world.calls["update_weights"] == 3
+    assert list(world.saved) == ["step-000006"]
+
+
+def test_a_run_from_another_runs_checkpoint_has_one_of_its_own_at_once(world: World) -> None:
+    world.resumed, world.weights, world.is_saved = TrainState(step=3, position=12), 3, False
+    world.fail["collect", 1] = KeyboardInterrupt()
+    world.run()
+    assert world.saved == {"step-000003": "3"}
+
+
+def test_the_very_beginning_needs_no_checkpoint(world: World) -> None:
+    world.fail["collect", 1] = KeyboardInterrupt()
+    assert world.run().status == "interrupted" and world.saved == {}
 
 
 def test_a_checkpoint_that_failed_is_tried_again_at_the_next_step(world: World) -> None:
