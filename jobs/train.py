@@ -3,7 +3,7 @@
     ray job submit --working-dir . -- python jobs/train.py --config conf/train_local_cpu.yaml
 
 Inside a Ray job, or where RAY_ADDRESS is set, it runs on that cluster and starts none of its own. The algorithm itself
-reads from top to bottom in `specactor_ray/training/loop.py`.
+reads from top to bottom in `specactor_ray/training/steps.py`.
 """
 
 from __future__ import annotations

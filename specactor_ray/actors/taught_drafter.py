@@ -53,7 +53,7 @@ class TaughtDrafter:
             self._learner.add(EagleExample(tokens, len(sample.prompt), known))
         before = self._learner.version
         while self._learner.step() is not None:
-            pass
+            self._trainer.progress.tick()
         if self._learner.version == before:
             return None
         return put_weights(self._learner.version, self._learner.weights(), Calls())

@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
 
 from specactor_ray.actors.process import configure_process
 from specactor_ray.actors.taught_drafter import TaughtDrafter
 from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.learner.batching import Sample
+from specactor_ray.learner.progress import Progress
+from specactor_ray.learner.saving import SavedPart
 from specactor_ray.learner.trainer import Trainer, TrainerSpec
 from specactor_ray.messages import WeightSet
 
+T = TypeVar("T")
+HEARTBEAT = "heartbeat"
+"""Concurrency group that answers while the rank computes. All else runs in the one thread of the default group: OpenMP
+teams and CUDA contexts belong to threads."""
+
 
 class TrainerActor:
-    """Hosts one rank. Every method is called on all ranks at once and in the same order."""
+    """Hosts one rank. Every method is called on all ranks at once and in the same order, and may be sent again when its
+    answer was lost: it is carried out once."""
 
     def __init__(self, log_level: str) -> None:
         configure_process("trainer", (), log_level)
         self._trainer: Trainer | None = None
         self._pupil: TaughtDrafter | None = None
+        self._progress = Progress()
+        self._last: dict[str, tuple[Hashable, Any]] = {}
+
+    @ray.method(concurrency_group=HEARTBEAT)
+    def heartbeat(self) -> int:
+        """A number that grows while the rank gets anywhere; answered also while another method runs."""
+        return self._progress.count
 
     def find_port(self) -> tuple[str, int]:
         """An address of this node and a port that is free on it, for the ranks to meet."""
         import socket
-
-        import ray
 
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -36,17 +52,19 @@ class TrainerActor:
         """Load the policy and its optimizer."""
         import torch
 
+        if self._trainer is not None:
+            return
         if not spec.config.trainer.gpus:
             os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed, where it is installed, is imported by others and looks
         torch.set_num_threads(threads)
-        self._trainer = Trainer(spec)
+        self._trainer = Trainer(spec, self._progress)
         drafter = taught_by_trainer(spec.config)
         if drafter is not None:
             self._pupil = TaughtDrafter(drafter, spec.config, self._trainer)
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step."""
-        return self._running().update(samples, step, seed)
+        return self._once("update", step, lambda: self._running().update(samples, step, seed))
 
     def teach_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None:
         """Let the drafter that the trainer teaches learn from the samples of one step.
@@ -54,31 +72,23 @@ class TrainerActor:
         Returns:
             Its weights, if there is a new version of them; on ranks other than 0 always None.
         """
-        if self._pupil is None:
+        pupil = self._pupil
+        if pupil is None:
             raise RuntimeError("no drafter is taught by the trainer")
-        return self._pupil.learn(samples, step)
+        return self._once("teach_drafter", step, lambda: pupil.learn(samples, step))
 
     def export_weights(self, version: int) -> WeightSet | None:
         """Put the weights into the object store; they live as long as somebody holds the result. Rank 0's counts."""
-        import ray
+        return self._once("export_weights", version, lambda: self._export(version))
 
-        references, total = [], 0
-        for bucket in self._running().buckets():
-            if bucket is not None:
-                references.append(ray.put(bucket))
-                total += bucket.data.nbytes
-        return WeightSet(version, tuple(references), total) if self._running().rank == 0 else None
+    def save(self, folder: str, number: int) -> SavedPart:
+        """Write this rank's part of a checkpoint; what the disk refused is in the result.
 
-    def save(self, folder: str) -> None:
-        """Write this rank's part of a checkpoint.
-
-        Raises:
-            OSError: It could not be written, whatever library noticed.
+        Args:
+            folder: Of the checkpoint.
+            number: Of the request; the next save, into whatever folder, has another one.
         """
-        try:
-            self._running().save(Path(folder))
-        except Exception as error:  # noqa: BLE001 - each library has its own error for a full disk
-            raise OSError(f"{type(error).__name__}: {error}") from None
+        return self._once("save", number, lambda: self._running().save(Path(folder)))
 
     def offload(self) -> None:
         """Give up device memory until `reload`."""
@@ -89,8 +99,28 @@ class TrainerActor:
 
     def stop(self) -> None:
         """End in order."""
-        if self._trainer is not None:
-            self._trainer.close()
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            trainer.close()
+
+    def _export(self, version: int) -> WeightSet | None:
+        references, total = [], 0
+        for bucket in self._running().buckets():
+            if bucket is not None:
+                references.append(ray.put(bucket))
+                total += bucket.data.nbytes
+        return WeightSet(version, tuple(references), total) if self._running().rank == 0 else None
+
+    def _once(self, method: str, key: Hashable, work: Callable[[], T]) -> T:
+        """The result of `work`, or that of the last time if it was done with this key."""
+        last = self._last.get(method)
+        if last is not None and last[0] == key:
+            result: T = last[1]
+            return result
+        self._last.pop(method, None)  # lets go of the weights of the version before
+        result = work()
+        self._last[method] = (key, result)
+        return result
 
     def _running(self) -> Trainer:
         if self._trainer is None:

@@ -179,6 +179,9 @@ class TrainerConfig:
     checkpoint."""
     weight_bucket_mb: int = 256
     """Size of one piece of weights on its way to the verifiers, in 2**20 bytes."""
+    stall_timeout_s: float = 600.0
+    """Longest time without progress of a rank (a micro-batch, an optimizer step, a bucket of weights, a file written,
+    the model loaded) until it counts as hung and the run ends. Raise it where one of these takes longer."""
 
 
 @dataclass
@@ -192,7 +195,7 @@ class CheckpointConfig:
     keep_last: int = 2
     """Newest checkpoints to keep."""
     keep_best: bool = True
-    """Keep the one with the best mean reward too."""
+    """Keep the one with the best reward too, as a mean over its last steps."""
 
 
 @dataclass

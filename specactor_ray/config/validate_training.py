@@ -41,6 +41,7 @@ RANGES = {
     "reward.timeout_s": (0.0, math.inf),
     "trainer.learning_rate": (0.0, 1.0),
     "trainer.max_grad_norm": (0.0, math.inf),
+    "trainer.stall_timeout_s": (0.0, math.inf),
 }
 NOT_NEGATIVE = (
     "algorithm.entropy_coef",

@@ -16,7 +16,9 @@ from specactor_ray.learner.engines.deepspeed_engine import DeepSpeedEngine, Rend
 from specactor_ray.learner.engines.torch_engine import TorchEngine, autocast
 from specactor_ray.learner.hidden_states import hidden_states
 from specactor_ray.learner.policy import Policy, TokenScores
+from specactor_ray.learner.progress import Progress
 from specactor_ray.learner.recipe import make_recipe
+from specactor_ray.learner.saving import PartWriter, SavedPart
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.modeling.builtin import quiet_transformers
 from specactor_ray.modeling.loading import load_model, load_tokenizer, parse_dtype
@@ -40,14 +42,19 @@ class TrainerSpec:
 class Trainer:
     """Holds the policy and trains it.
 
+    Args:
+        spec: What to train.
+        progress: Counts what was done.
+
     Raises:
         ModelLoadError: The model cannot be loaded.
         ConfigError: The back end is not installed.
     """
 
-    def __init__(self, spec: TrainerSpec) -> None:
+    def __init__(self, spec: TrainerSpec, progress: Progress | None = None) -> None:
         config = spec.config
         self._config = config
+        self.progress = progress if progress is not None else Progress()
         self._device = torch.device("cuda" if config.trainer.gpus else "cpu")
         self._source = str(Path(spec.checkpoint) / WEIGHTS) if spec.checkpoint else config.target.model
         self._recipe = make_recipe(config)
@@ -55,12 +62,14 @@ class Trainer:
             assert spec.rendezvous is not None  # whoever makes several ranks tells them where to meet
             join(spec.rendezvous, self._device)
             self._engine: TorchEngine | DeepSpeedEngine = DeepSpeedEngine(
-                self._make_policy(), config.trainer, spec.rendezvous, self._device
+                self._make_policy(), config.trainer, spec.rendezvous, self._device, self.progress
             )
         else:
-            self._engine = TorchEngine(self._make_policy(), config.trainer)
+            self._engine = TorchEngine(self._make_policy(), config.trainer, self.progress)
+        self.progress.tick()
         if spec.checkpoint:
             self._engine.load(Path(spec.checkpoint) / ENGINE)
+            self.progress.tick()
         self._reference: Policy | None = None
         if config.algorithm.kl_coef:
             self._reference = Policy(self._load(config.target.model), config.sampling.temperature)
@@ -91,23 +100,33 @@ class Trainer:
             chosen = [named[index] for index in part]
             with self._engine.gathered([parameter for _, parameter in chosen]):
                 yield pack(chosen, dtype) if self.rank == 0 else None
+            self.progress.tick()
 
-    def save(self, folder: Path) -> None:
-        """Write the model (as transformers reads it, rank 0) and what the engine needs (every rank)."""
-        engine_folder = folder / ENGINE
-        engine_folder.mkdir(parents=True, exist_ok=True)
-        self._engine.save(engine_folder)
+    def save(self, folder: Path) -> SavedPart:
+        """Write the model (as transformers reads it, rank 0) and what the engine needs (every rank).
+
+        What the disk refuses is in the result; all ranks run through it together whatever happens.
+        """
+        writer, engine_folder = PartWriter(folder, self.progress), folder / ENGINE
+        with writer.writing():
+            engine_folder.mkdir(parents=True, exist_ok=True)
+        refused = self._engine.max_over_ranks(torch.tensor([float(bool(writer.problem))]))
+        if float(refused[0]):  # all ranks leave together
+            return writer.part()
+        self._engine.save(engine_folder, writer)
         state: dict[str, torch.Tensor] = {}
         for name, parameter in self._engine.policy.model.named_parameters():
             with self._engine.gathered([parameter]):
                 if self.rank == 0:
                     state[name] = parameter.detach().to("cpu", copy=True)
+            self.progress.tick()
         if self.rank == 0:
             target = self._config.target
             tokenizer: Any = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
-            with quiet_transformers():
+            with quiet_transformers(), writer.writing(folder / WEIGHTS):
                 self._engine.policy.model.save_pretrained(folder / WEIGHTS, state_dict=state)
                 tokenizer.save_pretrained(folder / WEIGHTS)
+        return writer.part()
 
     def offload(self) -> None:
         """Give up device memory until `reload`."""
@@ -125,6 +144,7 @@ class Trainer:
             model.gradient_checkpointing_enable()
             model.train()
         algorithm = self._config.algorithm
+        self.progress.tick()
         policy = Policy(
             model, self._config.sampling.temperature, self._recipe.uses_values, bool(algorithm.entropy_coef)
         )
@@ -138,6 +158,7 @@ class Trainer:
         assert self._reference is not None  # only then it is called
         with autocast(self._device, self._config.trainer.dtype):
             scores: TokenScores = self._reference(batch)
+        self.progress.tick()
         return scores.logprobs
 
 

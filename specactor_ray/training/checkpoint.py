@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
+import socket
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -18,8 +20,11 @@ from specactor_ray.modeling.cache import flush_entry
 logger = logging.getLogger(__name__)
 
 _PREFIX, _PARTIAL = "step-", ".partial-"
+_NAME = re.compile(rf"{_PREFIX}(\d+)")
 _STATE, _MANIFEST = "state.json", "manifest.json"
+_WEIGHTS = "weights/"
 _CHUNK = 1 << 22
+_SHARE_OF_A_STEP = 0.2
 
 
 @dataclass(slots=True)
@@ -35,11 +40,11 @@ class TrainState:
     bad_steps: int = 0
     """Steps that taught nothing, in a row, up to now: not finite, or every reward failed."""
     reward: float | None = None
-    """Mean reward of the last step."""
+    """Mean reward over the last steps; see `mean_reward`."""
     model: dict[str, Any] = field(default_factory=dict)
     """What tells the target model from others; see `model_facts`."""
-    seed: int = 0
-    """`sampling.seed`."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What the run was configured with, by key; see `settings_of`."""
 
 
 class CheckpointStore:
@@ -62,19 +67,24 @@ class CheckpointStore:
         """
         name = f"{_PREFIX}{state.step:06d}"
         final, partial = self.folder / name, self.folder / f"{_PARTIAL}{name}"
-        shutil.rmtree(partial, ignore_errors=True)
+        replaced = self.folder / f"{_PARTIAL}replaced-{name}"
         try:
+            shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write(partial)
-            (partial / _STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+            _write_text(partial / _STATE, {**asdict(state), "written_by": _writer()})
             _write_manifest(partial)
             if final.exists():  # of a run that was continued from before it
-                shutil.rmtree(final)
+                shutil.rmtree(replaced, ignore_errors=True)
+                os.rename(final, replaced)
             os.rename(partial, final)
             flush_entry(self.folder)
         except BaseException:
+            if replaced.exists() and not final.exists():
+                os.rename(replaced, final)
             shutil.rmtree(partial, ignore_errors=True)
             raise
+        shutil.rmtree(replaced, ignore_errors=True)
         self._remove_old(final)
         return final
 
@@ -82,7 +92,8 @@ class CheckpointStore:
         """Checkpoints there are, oldest first, sound or not."""
         if not self.folder.is_dir():
             return []
-        return sorted(path for path in self.folder.iterdir() if path.name.startswith(_PREFIX) and path.is_dir())
+        found = (path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
+        return sorted(found, key=_step)
 
     def newest_sound(self) -> tuple[Path, TrainState] | None:
         """The newest checkpoint whose files are all there and unchanged; corrupt ones are named in the log."""
@@ -96,20 +107,25 @@ class CheckpointStore:
     def remove_after(self, step: int) -> None:
         """Remove checkpoints later than this step, and what killed runs left half-written."""
         for path in self.all():
-            if int(path.name.removeprefix(_PREFIX)) > step:
+            if _step(path) > step:
                 shutil.rmtree(path)
         if self.folder.is_dir():
             for path in self.folder.glob(f"{_PARTIAL}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _remove_old(self, newest: Path) -> None:
-        paths = self.all()
-        keep = {newest, *paths[-self._keep_last :]}
-        if self._keep_best:
-            rewards = {path: read_state(path).reward for path in paths}
-            scored = [path for path in paths if rewards[path] is not None]
-            keep |= {max(scored, key=lambda path: rewards[path] or 0.0)} if scored else set()
-        for path in paths:
+        """Damaged ones take no sound one's place. They are told by names and sizes: the sums take as long as a save."""
+        try:
+            older = [path for path in self.all() if path != newest]
+            sound = [path for path in older if find_damage(path, sums=False) is None] + [newest]
+            keep = set(sound[-self._keep_last :])
+            if self._keep_best:
+                rewards = {path: reward for path in sound if (reward := read_state(path).reward) is not None}
+                keep |= {max(rewards, key=lambda path: rewards[path])} if rewards else set()
+        except OSError as error:  # the new one is saved all the same
+            logger.warning("old checkpoints in %s stay: %s", self.folder, error)
+            return
+        for path in older:
             if path not in keep:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -126,39 +142,118 @@ def open_checkpoint(path: Path) -> tuple[Path, TrainState]:
     return path, read_state(path)
 
 
+def mean_reward(before: float | None, reward: float | None, steps: int) -> float | None:
+    """The mean over all steps while there are few of them, later one that forgets (the last five count most).
+
+    Args:
+        before: Up to the step before.
+        reward: Of the step; None when nothing was scored.
+        steps: Number of steps, this one included.
+    """
+    if before is None or reward is None:
+        return before if reward is None else reward
+    return before + max(1.0 / max(steps, 1), _SHARE_OF_A_STEP) * (reward - before)
+
+
 def read_state(path: Path) -> TrainState:
-    """The state saved in a checkpoint."""
-    saved = json.loads((path / _STATE).read_text(encoding="utf-8"))
-    known = {entry.name for entry in fields(TrainState)}
-    return TrainState(**{name: value for name, value in saved.items() if name in known})
+    """The state saved in a checkpoint.
 
-
-def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint's files; None when each is there with the size and checksum it was saved with."""
+    Raises:
+        InputError: It is missing or not one.
+    """
     try:
-        manifest: Mapping[str, Any] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        saved = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        known = {entry.name for entry in fields(TrainState)}
+        state = TrainState(**{name: value for name, value in saved.items() if name in known})
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        raise InputError(f"{path / _STATE} is missing or not readable") from None
+    counts = (state.step, state.position, state.skipped_tasks, state.bad_steps)
+    sound = (
+        all(type(count) is int and count >= 0 for count in counts)
+        and (state.reward is None or type(state.reward) in (int, float))
+        and isinstance(state.model, dict)
+        and isinstance(state.settings, dict)
+    )
+    if not sound:
+        raise InputError(f"{path / _STATE} holds values that are none of a training state")
+    return state
+
+
+def find_damage(path: Path, *, sums: bool = True) -> str | None:
+    """What is wrong with a checkpoint; None when all files that it was saved with are there and unchanged.
+
+    Args:
+        path: Its folder.
+        sums: Read the files and compare their checksums, too.
+    """
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return "its manifest is missing or not readable"
+    if not isinstance(manifest, dict) or not all(_is_entry(entry) for entry in manifest.values()):
+        return "its manifest is not one"
     for name, (size, checksum) in manifest.items():
-        file = path / name
+        problem = _file_problem(path, name, size, checksum if sums else None)
+        if problem is not None:
+            return problem
+    if _STATE not in manifest or not any(name.startswith(_WEIGHTS) for name in manifest):
+        return "it is not whole: state or weights are missing from its manifest"
+    try:
+        read_state(path)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)
+
+
+def _file_problem(folder: Path, name: str, size: int, checksum: int | None) -> str | None:
+    file = folder / name
+    try:
+        if not file.resolve().is_relative_to(folder.resolve()):
+            return f"its manifest names {name}, which is outside its folder"
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} bytes instead of {size}"
-        if _checksum(file) != checksum:
+        if checksum is not None and _checksum(file) != checksum:
             return f"{name} has changed"
+    except (OSError, ValueError, RuntimeError) as error:  # unreadable; a name with a zero; a loop of links
+        return f"{name} cannot be read ({error})"
     return None
 
 
 def _write_manifest(folder: Path) -> None:
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    """List all files with sizes and checksums, and flush them to the disk.
+
+    Raises:
+        OSError: There are no weights among them.
+    """
+    entries = sorted(folder.rglob("*"))
     manifest = {}
-    for file in files:
+    for file in (entry for entry in entries if entry.is_file()):
         flush_entry(file)
-        manifest[str(file.relative_to(folder))] = (file.stat().st_size, _checksum(file))
-    (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    flush_entry(folder / _MANIFEST)
-    flush_entry(folder)
+        manifest[file.relative_to(folder).as_posix()] = (file.stat().st_size, _checksum(file))
+    if not any(name.startswith(_WEIGHTS) for name in manifest):
+        raise OSError(f"{folder} holds no weights; checkpoint.dir must be a folder that all nodes share")
+    _write_text(folder / _MANIFEST, manifest)
+    for entry in (*(entry for entry in entries if entry.is_dir()), folder / _MANIFEST, folder):
+        flush_entry(entry)
+
+
+def _write_text(file: Path, data: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _writer() -> dict[str, Any]:
+    """Who writes a checkpoint; part of its state file, and so under its manifest's sums."""
+    return {"host": socket.gethostname(), "user": os.environ.get("USER", str(os.getuid())), "pid": os.getpid()}
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix(_PREFIX))
 
 
 def _checksum(file: Path) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,18 +15,20 @@ from rich.console import Console
 
 from specactor_ray.cluster.names import stem_of
 from specactor_ray.config import Config, to_yaml
+from specactor_ray.errors import InputError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.training_display import TrainingDisplay
 from specactor_ray.observability.training_report import write_report
-from specactor_ray.rollout.output import SUMMARY_FILE, write_json
+from specactor_ray.rollout.output import write_json
 from specactor_ray.training.drafter_watchdog import DrafterWatchdog
 from specactor_ray.training.experience import Experience
+from specactor_ray.training.metrics_file import MetricsFile
+from specactor_ray.training.outcome import TrainOutcome
 from specactor_ray.training.run_folder import TrainingRun, read_metrics
 from specactor_ray.training.tracking import open_trackers
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
-    from specactor_ray.training.loop import TrainOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class StepRecorder:
 
     def __init__(self, config: Config, run: TrainingRun, rollout: Rollout, console: Console) -> None:
         self._config, self._run, self._rollout = config, run, rollout
+        self._metrics = MetricsFile(run.metrics_file)
         self._display = TrainingDisplay(console, config.trainer.steps)
         self._trackers = open_trackers(config, run.folder, run.state.step)
         self._seconds = dict.fromkeys(PHASES, 0.0)
@@ -90,8 +92,12 @@ class StepRecorder:
         """The step is done: record it everywhere.
 
         A checkpoint is written after its step was recorded, so that none is ahead of the records; its time counts for
-        the next step.
+        the next step. What the disk refuses to take is kept and tried again with the next step.
+
+        Raises:
+            SpecActorError: Another process has taken over the run.
         """
+        self._run.check_lease()
         now = time.perf_counter()
         seconds = {**self._seconds, "step": now - (self._began or now)}
         self._seconds, self._began = dict.fromkeys(PHASES, 0.0), now
@@ -104,19 +110,21 @@ class StepRecorder:
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
             "failures": {"reward": dict(experience.reward_failures), "rollout": dict(experience.rollout_failures)},
         }
-        with self._run.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        self._metrics.append(record)
         self._display.end(record)
         self._warn(record)
         for tracker in self._trackers:
-            tracker.write(record)
+            try:
+                tracker.write(record)
+            except OSError as error:
+                logger.error("step %d was not tracked: %s", step, error)
 
     def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
-        """Write summary, report and plots."""
-        from specactor_ray.training.loop import TrainOutcome
-
+        """Write summary, report and plots, as far as the disk takes them; nothing once the run was taken over."""
         self._display.stop()
-        records = read_metrics(self._run.metrics_file) if self._run.metrics_file.exists() else []
+        if not self._run.lost:
+            self._metrics.flush()
+        records = self._written() + self._metrics.pending
         summary = {
             "run": self._config.run.name,
             "status": status,
@@ -124,14 +132,27 @@ class StepRecorder:
             "steps": records[-1]["step"] if records else 0,
             "checkpoints": [str(path) for path in self._run.store.all()],
             "checkpoint_failures": checkpoint_failures,
+            "metrics_failures": self._metrics.failures,
+            "metrics_pending": len(self._metrics.pending),
             "totals": _totals(records),
             "config": yaml.safe_load(to_yaml(self._config)),
             "versions": versions(),
             "hardware": hardware(),
         }
-        write_json(self._run.folder / SUMMARY_FILE, summary)
-        write_report(self._run.folder, summary, records)
+        if not self._run.lost:
+            try:
+                write_json(self._run.summary_file, summary)
+                write_report(self._run.folder, summary, records)
+            except OSError as error:
+                logger.error("the summary or the report could not be written: %s", error)
         return TrainOutcome(status, self._run.folder, summary)
+
+    def _written(self) -> list[dict[str, Any]]:
+        try:
+            return read_metrics(self._run.metrics_file) if self._run.metrics_file.exists() else []
+        except InputError as error:  # no reason to lose the summary as well
+            logger.error("%s", error)
+            return []
 
     def _train_figures(self, experience: Experience, update: Mapping[str, float]) -> dict[str, Any]:
         rewards, config = experience.rewards, self._config

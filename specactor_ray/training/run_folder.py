@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.modeling.loading import load_model_config
-from specactor_ray.rollout.output import SUMMARY_FILE, claim_run_folder
+from specactor_ray.rollout.output import SUMMARY_FILE, claim_run_folder, remove_if_empty
 from specactor_ray.training.checkpoint import CheckpointStore, TrainState, open_checkpoint
+from specactor_ray.training.run_lease import RunInUseError, RunLease
+from specactor_ray.training.run_settings import compare_settings, settings_of
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINTS, METRICS_FILE = "checkpoints", "metrics.jsonl"
 
@@ -27,31 +35,105 @@ class TrainingRun:
     state: TrainState
     checkpoint: Path | None
     """To go on from; None starts from `target.model`."""
+    leases: tuple[RunLease, ...]
+    """Of the folders that it alone writes to, for as long as it lives."""
 
     @property
     def metrics_file(self) -> Path:
         return self.folder / METRICS_FILE
 
+    @property
+    def summary_file(self) -> Path:
+        return self.folder / SUMMARY_FILE
 
-def open_run(config: Config) -> TrainingRun:
-    """Make the run's folder, or find the one to go on in, as `resume` says. Fills in `run.name`.
+    @property
+    def is_saved(self) -> bool:
+        """Its state can be had again: it is a checkpoint of this run's own, or the very beginning."""
+        return self.state.step == 0 or (self.checkpoint is not None and self.checkpoint.parent == self.store.folder)
+
+    def check_lease(self) -> None:
+        """Raise if another process has taken over the run.
+
+        Raises:
+            SpecActorError: It has; nothing may be written any more.
+        """
+        for lease in self.leases:
+            lease.check()
+
+    @property
+    def lost(self) -> bool:
+        """Another process has taken over the run."""
+        return any(lease.lost for lease in self.leases)
+
+    def close(self) -> None:
+        """Let others go on with the run. Harmless when repeated."""
+        for lease in self.leases:
+            lease.release()
+
+
+def open_run(config: Config, tasks: int | None = None, clock: Clock = SYSTEM) -> TrainingRun:
+    """Make the run's folder, or find the one to go on in, as `resume` says. Fills in `run.name`. No other process can
+    open the run until it is closed, or its process ends.
+
+    Args:
+        config: The resolved configuration.
+        tasks: Number of tasks in the data.
+        clock: Of the leases.
 
     Raises:
-        ConfigError: The checkpoint is of another model.
-        InputError: The folder holds another run, or the checkpoint that was named is not there or damaged.
+        ConfigError: The checkpoint is of another model, or of settings that do not fit.
+        InputError: The folder holds another run or is in use by one, cannot be written to, or the checkpoint that was
+            named is not there or damaged.
     """
-    facts = model_facts(config.target)
-    fresh = TrainState(model=facts, seed=config.sampling.seed)
-    if config.resume == "auto":
-        found = _find_unfinished(config)
-        if found is not None:
-            return _continue(config, found, facts)
+    state = TrainState(model=model_facts(config.target), settings=settings_of(config, tasks))
+    base = Path(config.run.dir).expanduser()
+    try:
+        if config.resume == "auto":
+            found = _lease_unfinished(config, base, clock)
+            if found is not None:
+                folder, lease = found
+                config.run.name = folder.name
+                return _with_leases(config, folder, lease, clock, lambda: _continue(config, folder, state))
+        config.run.name = config.run.name or new_run_name()
+        folder = base / config.run.name
+        return _with_leases(config, folder, RunLease(folder, clock=clock), clock, lambda: _begin(config, folder, state))
+    except OSError as error:
+        raise InputError(f"run.dir: {error.filename or base} cannot be used ({error.strerror or error})") from None
+
+
+def _with_leases(
+    config: Config, folder: Path, lease: RunLease, clock: Clock, make: Callable[[], tuple[TrainState, Path | None]]
+) -> TrainingRun:
+    """The run that `make` prepares, with leases of all its folders; on an error they are given back."""
+    leases = [lease]
+    try:
+        store = _store(config, folder)
+        if config.checkpoint.dir:
+            leases.append(RunLease(store.folder, "checkpoint.dir", clock))
+        state, checkpoint = make()
+    except BaseException:
+        for one in leases:
+            one.release()
+        remove_if_empty(folder, folder.parent)
+        raise
+    return TrainingRun(folder, store, state, checkpoint, tuple(leases))
+
+
+def _begin(config: Config, folder: Path, now: TrainState) -> tuple[TrainState, Path | None]:
+    """State and checkpoint of a new run."""
     checkpoint: Path | None = None
+    state = now
     if config.resume not in ("auto", "never"):
-        checkpoint, fresh = open_checkpoint(Path(config.resume).expanduser())
-        _refuse_other_model(checkpoint, fresh, facts)
-    folder = claim_run_folder(config)
-    return TrainingRun(folder, _store(config, folder), fresh, checkpoint)
+        checkpoint, saved = open_checkpoint(Path(config.resume).expanduser())
+        state = _continued(checkpoint, saved, now)
+    store = _store(config, folder)
+    if config.checkpoint.dir and store.all():
+        raise InputError(
+            f"checkpoint.dir: {store.folder} holds checkpoints of another run, which a new one would take for its own. "
+            "Fix: name another folder, or go on with that run by resume=auto and its run.name"
+        )
+    claim_run_folder(config)
+    return state, checkpoint
 
 
 def model_facts(target: TargetConfig) -> dict[str, Any]:
@@ -62,37 +144,50 @@ def model_facts(target: TargetConfig) -> dict[str, Any]:
     return {name: getattr(text, name, None) for name in names}
 
 
-def _continue(config: Config, folder: Path, facts: dict[str, Any]) -> TrainingRun:
-    config.run.name = folder.name
+def _continue(config: Config, folder: Path, now: TrainState) -> tuple[TrainState, Path | None]:
+    """State and checkpoint of a run that exists; what it did after the checkpoint is removed."""
     store = _store(config, folder)
     newest = store.newest_sound()
-    if newest is None:
-        state, checkpoint = TrainState(model=facts, seed=config.sampling.seed), None
-    else:
-        checkpoint, state = newest
-        _refuse_other_model(checkpoint, state, facts)
+    checkpoint, state = (None, now) if newest is None else (newest[0], _continued(*newest, now))
     store.remove_after(state.step)
     (folder / SUMMARY_FILE).unlink(missing_ok=True)
     save_config(config, folder / f"config-from-step-{state.step:06d}.yaml")
     _keep_metrics_until(folder / METRICS_FILE, state.step)
-    return TrainingRun(folder, store, state, checkpoint)
+    return state, checkpoint
 
 
-def _find_unfinished(config: Config) -> Path | None:
-    """The run to go on with: the one that is named, else the latest in `run.dir` that did not end by itself."""
-    base = Path(config.run.dir).expanduser()
+def _continued(checkpoint: Path, saved: TrainState, now: TrainState) -> TrainState:
+    """The saved state, for a run with the settings of now."""
+    _refuse_other_model(checkpoint, saved, now.model)
+    compare_settings(checkpoint, saved.settings, now.settings)
+    return replace(saved, settings=now.settings)
+
+
+def _lease_unfinished(config: Config, base: Path, clock: Clock) -> tuple[Path, RunLease] | None:
+    """The run to go on with, and its lease: the one that is named, else the latest in `run.dir` that did not end by
+    itself and that no process is training.
+
+    Raises:
+        RunInUseError: The one that is named is in use.
+    """
     if config.run.name is not None:
         folder = base / config.run.name
-        return folder if folder.is_dir() and any(folder.iterdir()) else None
+        used = folder.is_dir() and any(folder.iterdir())
+        return (folder, RunLease(folder, clock=clock)) if used else None
     folders = [path.parent for path in base.glob(f"*/{METRICS_FILE}")] if base.is_dir() else []
     unfinished = [folder for folder in folders if _status(folder) != "complete"]
-    return max(unfinished, key=lambda folder: (folder / METRICS_FILE).stat().st_mtime, default=None)
+    for folder in sorted(unfinished, key=lambda folder: (folder / METRICS_FILE).stat().st_mtime, reverse=True):
+        try:
+            return folder, RunLease(folder, clock=clock)
+        except RunInUseError as error:
+            logger.warning("resume=auto leaves out %s: %s", folder.name, error)
+    return None
 
 
 def _status(folder: Path) -> str:
     try:
         return str(json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("status"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return "unknown"
 
 
@@ -117,10 +212,9 @@ def _keep_metrics_until(file: Path, step: int) -> None:
     kept = []
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
-            record = json.loads(line)
-        except ValueError:
-            break
-        if record["step"] > step:
+            if json.loads(line)["step"] > step:
+                break
+        except (ValueError, KeyError, TypeError):
             break
         kept.append(line + "\n")
     temporary = file.with_suffix(".tmp")

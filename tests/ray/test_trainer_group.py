@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 import torch
 
+from specactor_ray.actors.trainer import HEARTBEAT, TrainerActor
 from specactor_ray.config.online import OnlineConfig, OnlineWhere
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.errors import ActorLostError, RemoteError
 from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
 from specactor_ray.modeling.weight_buckets import unpack
+from specactor_ray.training.checkpoint import CheckpointStore, TrainState, find_damage
 from specactor_ray.training.trainer_group import TrainerGroup
 from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.training.test_update import config as make_config
@@ -68,7 +75,7 @@ def run(
             if heads is not None and step == 0:  # the policy's own training goes on undisturbed
                 taught = group.teach_drafter(make_samples(8, seed=step), step)
                 assert taught is not None and taught.version > 1
-                assert group.teach_drafter([], step) is None, "nothing to learn from"
+                assert group.teach_drafter([], step + 1) is None, "nothing to learn from"
                 heads += [t.clone() for name, t in unpack(*ray.get(list(taught.buckets))) if name == HEAD_WEIGHT]
         if save is not None:
             group.save(save)
@@ -121,3 +128,96 @@ def test_a_step_that_is_not_finite_leaves_no_trace_in_any_rank(stage: int) -> No
     with TrainerGroup(config, "test") as group:
         group.update(good, 1, 1)
         assert_close(after, weights_of(group), atol=1e-6)
+
+
+class Probe(TrainerActor):
+    """Tells which thread it works in."""
+
+    def thread(self) -> int:
+        return threading.get_ident()
+
+    @ray.method(concurrency_group=HEARTBEAT)
+    def other_thread(self) -> int:
+        return threading.get_ident()
+
+
+def test_all_work_is_done_in_one_thread_beside_that_of_the_heartbeat() -> None:
+    probe = ray.remote(concurrency_groups={HEARTBEAT: 1})(Probe).remote("WARNING")
+    threads = set(ray.get([probe.thread.remote() for _ in range(20)], timeout=60))
+    others = set(ray.get([probe.other_thread.remote() for _ in range(20)], timeout=60))
+    ray.kill(probe)
+    assert len(threads) == 1 and not threads & others
+
+
+def test_a_rank_counts_its_work_while_it_does_it_and_does_a_step_once() -> None:
+    with TrainerGroup(settings(), "test") as group:
+        rank = group._ranks[0]
+        samples = [sample for seed in range(40) for sample in make_samples(8, seed=seed)]
+        before = ray.get(rank.heartbeat.remote(), timeout=60)
+        update = rank.update.remote(samples, 0, 0)
+        counts = set()
+        while not ray.wait([update], timeout=0)[0]:
+            counts.add(ray.get(rank.heartbeat.remote(), timeout=60))
+        counts.discard(before)
+        assert len(counts) > 1, "it answers during the update, and what it answers grows"
+        weights = weights_of(group)
+        assert group.update(make_samples(8, seed=1), 0, 0) == ray.get(update), "as when its answer was lost"
+        assert_close(weights, weights_of(group), atol=0.0)
+        assert group.update(make_samples(8, seed=1), 1, 0) != ray.get(update)
+
+
+def ranks_of() -> list[int]:
+    """Processes of trainer ranks on this machine."""
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if "ray::TrainerActor" in " ".join(p.info["cmdline"] or [])]
+
+
+def test_a_rank_that_stands_still_ends_the_wait() -> None:
+    config = settings()
+    config.trainer.stall_timeout_s = 4.0
+    before = set(ranks_of())
+    with TrainerGroup(config, "test") as group:
+        (pid,) = set(ranks_of()) - before
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(ActorLostError, match=r"trainer rank 0: no progress for 4 s in update; .*stall_timeout_s"):
+            group.update(make_samples(8), 0, 0)
+        with pytest.raises(ActorLostError, match=r"cannot be used any more: .*no progress"):
+            group.export_weights(1)
+
+
+def test_a_killed_rank_is_named_and_the_others_are_not_waited_for() -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    before = set(ranks_of())
+    with TrainerGroup(settings("deepspeed"), "test") as group:
+        os.kill(max(set(ranks_of()) - before), signal.SIGKILL)
+        with pytest.raises(ActorLostError, match=r"trainer rank \d, update: .*its process ended"):
+            group.update(make_samples(8), 0, 0)
+        with pytest.raises(ActorLostError, match=r"cannot be used any more"):
+            group.save(Path("/nowhere"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_cannot_write_keeps_in_step_with_the_others(stage: int, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    refused, folder = tmp_path / "refused", tmp_path / "folder"
+    with TrainerGroup(settings("deepspeed", stage), "test") as group:
+        group.update(make_samples(8), 0, 0)
+        # In place of the file that rank 1 wants to write; the user of the tests may be root, so modes mean nothing.
+        (refused / "engine" / "deepspeed" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").mkdir(parents=True)
+        with pytest.raises(OSError, match=r"trainer rank 1 on node .* could not write: .*Is a directory"):
+            group.save(refused)
+        (tmp_path / "file").write_text("no folder")
+        with pytest.raises(OSError, match=r"trainer rank 0 on node .* could not write: .*"):
+            group.save(tmp_path / "file")
+        group.update(make_samples(8, seed=1), 1, 1)
+        path = CheckpointStore(folder, 1, False).save(TrainState(step=2), group.save)
+        assert find_damage(path) is None
+        saved = weights_of(group)
+    with TrainerGroup(settings("deepspeed", stage), "test", path) as group:
+        assert_close(saved, weights_of(group), atol=0.0)
+
+
+def test_an_error_that_is_not_the_disks_is_not_taken_for_one(tmp_path: Path) -> None:
+    with TrainerGroup(settings(), "test") as group:
+        with pytest.raises(RemoteError, match=r"trainer rank 0, save: .*TypeError"):
+            group._call("save", None, 1)
+        group.save(tmp_path)

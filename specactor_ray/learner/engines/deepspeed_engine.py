@@ -18,6 +18,8 @@ from specactor_ray.learner.batching import MicroBatch
 from specactor_ray.learner.engines.extension_locks import remove_abandoned_locks
 from specactor_ray.learner.engines.torch_engine import autocast, parameter_groups
 from specactor_ray.learner.policy import Policy, TokenScores
+from specactor_ray.learner.progress import Progress
+from specactor_ray.learner.saving import PartWriter
 
 _TAG = "deepspeed"
 
@@ -67,11 +69,20 @@ class DeepSpeedEngine:
         config: The `trainer` section.
         rendezvous: This rank's place; `join` was called with it.
         device: Where this rank computes.
+        progress: Counts micro-batches, optimizer steps and files.
     """
 
-    def __init__(self, policy: Policy, config: TrainerConfig, rendezvous: Rendezvous, device: torch.device) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: TrainerConfig,
+        rendezvous: Rendezvous,
+        device: torch.device,
+        progress: Progress | None = None,
+    ) -> None:
         import deepspeed
 
+        self._progress = progress if progress is not None else Progress()
         self.rank, self.world_size, self.device = rendezvous.rank, rendezvous.world_size, device
         self._config, self._stage = config, config.zero_stage
         self.policy = policy
@@ -82,7 +93,9 @@ class DeepSpeedEngine:
 
     def score(self, batch: MicroBatch) -> TokenScores:
         with autocast(self.device, self._config.dtype):
-            return self._engine(batch)
+            scores: TokenScores = self._engine(batch)
+        self._progress.tick()
+        return scores
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
@@ -90,11 +103,13 @@ class DeepSpeedEngine:
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
         if not last:
             self._engine.step()
+        self._progress.tick()
 
     def step(self, learning_rate: float) -> float:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
+        self._progress.tick()
         norm = self._engine.get_global_grad_norm()
         return float(norm if norm is not None else 0.0)
 
@@ -119,9 +134,10 @@ class DeepSpeedEngine:
         with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
             yield
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, writer: PartWriter) -> None:
         """Write every rank's share of the weights and the optimizer; all ranks call it with the same folder."""
-        self._engine.save_checkpoint(str(folder), tag=_TAG)
+        with self._files_through(writer):
+            self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
 
     def load(self, folder: Path) -> None:
         """Take up what `save` wrote, with as many ranks and the same stage."""
@@ -143,6 +159,25 @@ class DeepSpeedEngine:
         self._engine.destroy()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+    @contextlib.contextmanager
+    def _files_through(self, writer: PartWriter) -> Iterator[None]:
+        """While inside, what DeepSpeed saves goes through the writer: between two files it has barriers, where a rank
+        that raised would leave the others for ever."""
+        files = self._engine.checkpoint_engine
+        save = files.save
+
+        def save_one(state_dict: Any, path: str) -> None:
+            with writer.writing(Path(path)):
+                save(state_dict, path)
+
+        files.save = save_one
+        # Rank 0 copies a script beside its shares, which a whole model in `weights/` makes superfluous.
+        self._engine._copy_recovery_script = lambda folder: None
+        try:
+            yield
+        finally:
+            files.save = save
 
     def _reduced(self, values: torch.Tensor, operation: Any) -> torch.Tensor:
         on_device = values.to(self.device)

@@ -13,6 +13,8 @@ import torch
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.learner.batching import MicroBatch
 from specactor_ray.learner.policy import Policy, TokenScores
+from specactor_ray.learner.progress import Progress
+from specactor_ray.learner.saving import PartWriter
 
 _STATE_FILE = "optimizer.pt"
 
@@ -23,21 +25,26 @@ class TorchEngine:
     Args:
         policy: The policy, on its device, with gradients.
         config: The `trainer` section.
+        progress: Counts micro-batches and optimizer steps.
     """
 
     rank, world_size = 0, 1
 
-    def __init__(self, policy: Policy, config: TrainerConfig) -> None:
+    def __init__(self, policy: Policy, config: TrainerConfig, progress: Progress | None = None) -> None:
         self.policy, self._config = policy, config
+        self._progress = progress if progress is not None else Progress()
         self.device = next(policy.parameters()).device
         self._optimizer = make_optimizer(policy, config)
 
     def score(self, batch: MicroBatch) -> TokenScores:
         with autocast(self.device, self._config.dtype):
-            return self.policy(batch)
+            scores: TokenScores = self.policy(batch)
+        self._progress.tick()
+        return scores
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         loss.backward()
+        self._progress.tick()
 
     def step(self, learning_rate: float) -> float:
         norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self._config.max_grad_norm))
@@ -46,6 +53,7 @@ class TorchEngine:
                 group["lr"] = learning_rate
             self._optimizer.step()
         self.skip()
+        self._progress.tick()
         return norm
 
     def skip(self) -> None:
@@ -62,9 +70,11 @@ class TorchEngine:
         """While inside, these parameters are whole in this process."""
         yield
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, writer: PartWriter) -> None:
         """Write what training needs beside the weights: the optimizer's state, and the value head."""
-        torch.save({"optimizer": self._optimizer.state_dict(), "heads": self.policy.heads()}, folder / _STATE_FILE)
+        state = {"optimizer": self._optimizer.state_dict(), "heads": self.policy.heads()}
+        with writer.writing(folder / _STATE_FILE):
+            torch.save(state, folder / _STATE_FILE)
 
     def load(self, folder: Path) -> None:
         """Take up what `save` wrote; the model's weights were loaded already."""

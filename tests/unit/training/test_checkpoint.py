@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from specactor_ray.errors import InputError
-from specactor_ray.training.checkpoint import CheckpointStore, TrainState, find_damage, open_checkpoint
+from specactor_ray.training.checkpoint import CheckpointStore, TrainState, find_damage, mean_reward, open_checkpoint
 
 
 def writer(text: str) -> Callable[[Path], None]:
@@ -86,7 +88,10 @@ from pathlib import Path
 from specactor_ray.training.checkpoint import CheckpointStore, TrainState
 store = CheckpointStore(Path({str(tmp_path)!r}), 1, False)
 def write(size):
-    return lambda folder: (folder / "model.bin").write_bytes(b"x" * size)
+    def fill(folder):
+        (folder / "weights").mkdir()
+        (folder / "weights" / "model.bin").write_bytes(b"x" * size)
+    return fill
 store.save(TrainState(step=1), write(1000))
 try:
     store.save(TrainState(step=2), write(100_000))
@@ -111,3 +116,102 @@ def test_going_on_from_an_earlier_step_removes_the_later_ones(tmp_path: Path) ->
     (tmp_path / ".partial-step-000009").mkdir()
     store.remove_after(1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("file", ["state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "{}", "[]", "null", "3", '{"a": {"b": [1]}}', '{"a": [1]}', "[" * 100_000]
+)
+def test_rotten_files_are_damage_and_never_in_the_way(file: str, content: str, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 1, True)
+    sound, rotten = save(store, 1, 0.9), save(CheckpointStore(tmp_path, 5, True), 2)
+    (rotten / file).write_text(content)
+    assert find_damage(rotten) is not None
+    found = store.newest_sound()
+    assert found is not None and found[0] == sound
+    with pytest.raises(InputError, match="cannot be used"):
+        open_checkpoint(rotten)
+    save(store, 3)
+    assert [path.name for path in store.all()] == ["step-000001", "step-000003"], "the best one is kept"
+
+
+@pytest.mark.parametrize(
+    "values", ['"step": "2"', '"step": -1', '"reward": "high"', '"settings": []', '"position": null']
+)
+def test_a_state_of_other_types_is_damage_even_if_its_sum_is_right(values: str, tmp_path: Path) -> None:
+    path = save(CheckpointStore(tmp_path, 1, False), 2)
+    (path / "state.json").write_text("{" + values + "}")
+    relist(path, "state.json")
+    problem = find_damage(path)
+    assert problem is not None and "state.json" in problem
+
+
+def relist(path: Path, name: str, as_name: str | None = None) -> None:
+    """Put the file into the manifest with its right size and sum."""
+    entry = ((path / name).stat().st_size, zlib.crc32((path / name).read_bytes()))
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, as_name or name: entry}))
+
+
+@pytest.mark.parametrize("how", ["parent", "absolute", "link"])
+def test_a_manifest_cannot_name_files_outside_its_folder(how: str, tmp_path: Path) -> None:
+    path = save(CheckpointStore(tmp_path, 1, False), 2)
+    (tmp_path / "other").write_text("not of this checkpoint")
+    if how == "link":
+        (path / "other").symlink_to(tmp_path / "other")
+        relist(path, "other")
+    else:
+        relist(path, "../other", "../other" if how == "parent" else str(tmp_path / "other"))
+    problem = find_damage(path)
+    assert problem is not None and "outside its folder" in problem
+
+
+def test_damaged_checkpoints_take_no_sound_ones_place(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2, False)
+    save(store, 1)
+    (save(store, 2) / "weights" / "model.bin").unlink()
+    save(store, 3)
+    assert [path.name for path in store.all()] == ["step-000001", "step-000003"]
+
+
+def test_a_checkpoint_without_weights_is_none(tmp_path: Path) -> None:
+    """As when the ranks wrote into a folder of the same name on another node."""
+    store = CheckpointStore(tmp_path, 1, False)
+    sound = save(store, 1)
+    with pytest.raises(OSError, match=r"no weights; checkpoint\.dir must be a folder that all nodes share"):
+        store.save(TrainState(step=2), lambda folder: None)
+    assert store.all() == [sound]
+    manifest = json.loads((sound / "manifest.json").read_text())
+    (sound / "manifest.json").write_text(json.dumps({"state.json": manifest["state.json"]}))
+    problem = find_damage(sound)
+    assert problem is not None and "weights" in problem
+
+
+def test_a_folder_with_another_name_is_no_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 2, False)
+    (tmp_path / "step-final").mkdir()
+    path = save(store, 1_000_000)
+    assert save(store, 999_999).name == "step-999999"
+    assert path in store.all() and [p.name for p in store.all()][-1] == "step-1000000"
+    store.remove_after(0)
+    assert store.all() == []
+
+
+def test_a_checkpoint_says_who_wrote_it_under_its_sums(tmp_path: Path) -> None:
+    path = save(CheckpointStore(tmp_path, 1, False), 2)
+    state = json.loads((path / "state.json").read_text())
+    assert set(state["written_by"]) == {"host", "user", "pid"}
+    (path / "state.json").write_text(json.dumps({**state, "written_by": {"host": "else", "user": "u", "pid": 1}}))
+    assert find_damage(path) is not None
+
+
+def test_one_lucky_step_does_not_make_the_best_checkpoint() -> None:
+    def best(rewards: list[float]) -> int:
+        mean, means = None, []
+        for step, reward in enumerate(rewards, 1):
+            mean = mean_reward(mean, reward, step)
+            means.append(mean)
+        return max(range(len(means)), key=lambda index: means[index] or 0.0)
+
+    assert best([0.1, 0.1, 0.1, 0.1, 0.9, 0.1, 0.5, 0.6, 0.6, 0.6, 0.6]) == 10
+    assert mean_reward(mean_reward(0.25, None, 2), 0.75, 2) == 0.5 and mean_reward(None, None, 1) is None

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from rich.console import Console
+
+from specactor_ray.config import Config
+from specactor_ray.errors import SpecActorError
 from specactor_ray.observability.training_report import write_report
-from specactor_ray.training.record import _totals, drafter_figures
+from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.training.checkpoint import CheckpointStore, TrainState
+from specactor_ray.training.experience import Experience
+from specactor_ray.training.record import StepRecorder, _totals, drafter_figures
+from specactor_ray.training.run_folder import TrainingRun
 from specactor_ray.training.tracking import numbers
 
 
@@ -57,3 +69,52 @@ def test_the_whole_run_has_a_table_by_version(tmp_path: Path) -> None:
     assert "| eagle version |" in text and "| 10 | 20 | 13 | 65.0% |" in text
     assert text.index("| 9 | 10 |") < text.index("| 10 | 20 |")
     assert "ngram version" not in text, "it has no weights that change"
+
+
+UPDATE = dict.fromkeys(("loss", "entropy", "grad_norm", "skipped", "logprob_gap", "logprob_gap_max"), 0.0)
+
+
+class Lease:
+    """A lease that can be taken away."""
+
+    lost = False
+
+    def check(self) -> None:
+        if self.lost:
+            raise SpecActorError("taken over")
+
+    def release(self) -> None: ...
+
+
+def recorder(folder: Path, lease: Lease) -> tuple[TrainingRun, StepRecorder]:
+    config = Config()
+    config.tracking.tensorboard = False
+    run = TrainingRun(folder, CheckpointStore(folder / "c", 1, False), TrainState(), None, (lease,))  # type: ignore[arg-type]
+    rollout: Any = SimpleNamespace(reset_metrics=lambda: None, metrics=RolloutMetrics)
+    return run, StepRecorder(config, run, rollout, Console(file=io.StringIO()))
+
+
+def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) -> None:
+    run, record = recorder(tmp_path, Lease())
+    run.metrics_file.symlink_to(tmp_path / "no such folder" / "metrics.jsonl")  # which cannot be written to either
+    for step in (1, 2):
+        record.begin(step - 1)
+        record.end(step, Experience([], [], []), UPDATE, 0)
+    summary = record.finish("complete", 0).summary
+    assert (summary["steps"], summary["metrics_failures"], summary["metrics_pending"]) == (2, 3, 2)
+    run.metrics_file.unlink()
+    assert record.finish("complete", 0).summary["metrics_pending"] == 0
+    assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
+
+
+def test_nothing_is_written_into_a_run_that_was_taken_over(tmp_path: Path) -> None:
+    lease = Lease()
+    run, record = recorder(tmp_path, lease)
+    record.begin(0)
+    record.end(1, Experience([], [], []), UPDATE, 0)
+    lease.lost = True
+    with pytest.raises(SpecActorError, match="taken over"):
+        record.end(2, Experience([], [], []), UPDATE, 0)
+    assert record.finish("failed", 0).status == "failed"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert len(run.metrics_file.read_text().splitlines()) == 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +13,9 @@ import pytest
 from specactor_ray.config import Config, load_config
 from specactor_ray.errors import ConfigError, InputError, UserError
 from specactor_ray.rollout.memory import check_memory
-from specactor_ray.training.checkpoint import TrainState
 from specactor_ray.training.memory import FIXES, plan_memory
 from specactor_ray.training.run_folder import open_run, read_metrics
+from specactor_ray.training.run_settings import compare_settings, settings_of
 from specactor_ray.training.setup import checked_tasks, prepare
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 
@@ -41,6 +44,7 @@ def settings(tmp_path: Path, *overrides: str) -> Config:
         ("algorithm.gamma=1.5", "at most 1"),
         ("algorithm.kl_coef=-1", "0 or more"),
         ("checkpoint.every=0", "checkpoint.every"),
+        ("trainer.stall_timeout_s=0", "trainer.stall_timeout_s"),
         ("trainer.warmup_steps=1000", "trainer.warmup_steps"),
         ("reward.functions=[{name: reasoning_gym}]", "scores its own tasks only"),
         ("reward.functions=[{name: exactmatch}]", "exact_match, length, math, reasoning_gym"),
@@ -129,10 +133,12 @@ def begin(tmp_path: Path, *overrides: str, steps: int = 0) -> Config:
     run = open_run(config)
 
     def write(folder: Path) -> None:
-        (folder / "weights").write_text("w")
+        (folder / "weights").mkdir()
+        (folder / "weights" / "model.bin").write_text("w")
 
-    run.store.save(TrainState(step=steps, position=9, model=run.state.model), write)
+    run.store.save(replace(run.state, step=steps, position=9), write)
     run.metrics_file.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(1, steps + 2)) + '{"step": ')
+    run.close()
     return config
 
 
@@ -141,8 +147,9 @@ def test_resume_goes_on_from_the_checkpoint_and_drops_later_records(tmp_path: Pa
     for overrides in (["run.name=r"], []):  # by name, and as the latest that is not finished
         run = open_run(settings(tmp_path, "resume=auto", *overrides))
         assert (run.state.step, run.state.position) == (3, 9)
-        assert run.checkpoint is not None and run.checkpoint.name == "step-000003"
+        assert run.checkpoint is not None and run.checkpoint.name == "step-000003" and run.is_saved
         assert [record["step"] for record in read_metrics(run.metrics_file)] == [1, 2, 3]
+        run.close()
 
 
 def test_resume_without_anything_to_resume_starts_anew(tmp_path: Path) -> None:
@@ -173,5 +180,89 @@ def test_a_checkpoint_by_path_begins_a_new_run(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "r" / "checkpoints" / "step-000003"
     run = open_run(settings(tmp_path, f"resume={path}", "run.name=second"))
     assert run.folder.name == "second" and run.state.step == 3 and run.checkpoint == path
+    assert not run.is_saved, "its first step comes after a checkpoint of its own"
     with pytest.raises(InputError, match="cannot be used"):
         open_run(settings(tmp_path, f"resume={tmp_path}/nothing", "run.name=third"))
+
+
+def test_a_run_that_is_being_trained_is_not_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begin(tmp_path, steps=3)
+    live = open_run(settings(tmp_path, "resume=auto", "run.name=r"))
+    partial = live.store.folder / ".partial-step-000004"
+    partial.mkdir()
+    metrics = live.metrics_file.read_text() + '{"step": 4}\n'
+    live.metrics_file.write_text(metrics)
+    for resume in ("auto", "never"):
+        with pytest.raises(
+            InputError, match=rf"run.name: process {os.getpid()} on .* is training in .*another run.name"
+        ):
+            open_run(settings(tmp_path, f"resume={resume}", "run.name=r"))
+    with caplog.at_level(logging.INFO):
+        other = open_run(settings(tmp_path, "resume=auto"))
+    assert other.folder != live.folder and other.checkpoint is None
+    assert "resume=auto leaves out r" in caplog.text
+    assert partial.is_dir() and live.metrics_file.read_text() == metrics, "nothing of the live run was touched"
+    live.close()
+    assert open_run(settings(tmp_path, "resume=auto", "run.name=r")).state.step == 3
+
+
+def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path) -> None:
+    where = f"checkpoint.dir={tmp_path / 'shared'}"
+    begin(tmp_path, where, steps=3)
+    with pytest.raises(InputError, match=r"checkpoint.dir: .* holds checkpoints of another run"):
+        open_run(settings(tmp_path, where, "run.name=other"))
+    live = open_run(settings(tmp_path, where, "run.name=r", "resume=auto"))
+    assert live.state.step == 3
+    with pytest.raises(InputError, match=r"checkpoint.dir: process .* is training in"):
+        open_run(settings(tmp_path, where, "run.name=third"))
+    assert not (tmp_path / "runs" / "third").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sampling.seed=5", r"sampling.seed: 5 here, and .*step-000003 was made with 0: .*use sampling.seed=0, or"),
+        ("data.shuffle=false", "data.shuffle: false here, .* made with true"),
+        ("trainer.prompts_per_step=3", "trainer.prompts_per_step: 3 here, .* made with 8"),
+        ("data.limit=1", "data.limit: 1 here, .* made with null"),
+        ("data.options={a: 1}", "data.options"),
+        ("algorithm.name=ppo", "algorithm.name: ppo here, .* made with grpo: only ppo has a value head"),
+        ("trainer.backend=deepspeed", "trainer.backend: deepspeed here"),
+    ],
+)
+def test_settings_that_a_checkpoint_does_not_fit_are_refused(override: str, message: str, tmp_path: Path) -> None:
+    begin(tmp_path, steps=3)
+    checkpoint = tmp_path / "runs" / "r" / "checkpoints" / "step-000003"
+    for how in (["resume=auto", "run.name=r"], [f"resume={checkpoint}", "run.name=second"]):
+        with pytest.raises(ConfigError, match=message):
+            open_run(settings(tmp_path, override, *how))
+    assert not (tmp_path / "runs" / "second").exists()
+    records = (tmp_path / "runs" / "r" / "metrics.jsonl").read_text()
+    assert records.endswith('{"step": '), "refused before anything was changed"
+
+
+def test_another_number_of_tasks_is_refused(tmp_path: Path) -> None:
+    config = settings(tmp_path, "run.name=r")
+    run = open_run(config, tasks=10)
+    run.close()
+    checkpoint = tmp_path / "c"
+    compare_settings(checkpoint, run.state.settings, settings_of(config, 10))
+    with pytest.raises(ConfigError, match=r"data.path: it has 11 tasks now, and .* was made with 10"):
+        compare_settings(checkpoint, run.state.settings, settings_of(config, 11))
+
+
+def test_other_settings_that_changed_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begin(tmp_path, steps=3)
+    changed = ("data.n=2", "trainer.learning_rate=0.5", "algorithm.name=rloo", "trainer.steps=900")
+    run = open_run(settings(tmp_path, "resume=auto", "run.name=r", *changed))
+    warned = {record.getMessage() for record in caplog.records if record.levelno == logging.WARNING}
+    assert warned == {
+        "data.n is 2 now; up to step-000003 it was 4",
+        "trainer.learning_rate is 0.5 now; up to step-000003 it was 1e-06",
+        "algorithm.name is rloo now; up to step-000003 it was grpo",
+    }
+    assert run.state.settings["data.n"] == 2, "what later checkpoints are made with"
+
+
+def test_no_option_of_the_data_gets_into_a_checkpoint(tmp_path: Path) -> None:
+    assert "hunter2" not in json.dumps(settings_of(settings(tmp_path, "data.options={token: hunter2}")))

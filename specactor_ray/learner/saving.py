@@ -1,0 +1,71 @@
+"""Writing one rank's part of a checkpoint: what was written is kept apart from what the disk refused."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specactor_ray.learner.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPart:
+    """What one rank says about its part of a checkpoint."""
+
+    node: str
+    """Host name of the node that the rank runs on."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Size in bytes of each file that the rank wrote, by its name relative to the checkpoint's folder."""
+    problem: str = ""
+    """What the disk refused; empty when everything was written."""
+
+
+class PartWriter:
+    """Gathers what a rank writes into `folder`.
+
+    A disk error is remembered, not raised: a rank that left a save early would leave the others in a collective.
+    """
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self.folder = folder
+        self.problem = ""
+        """The first thing that the disk refused."""
+        self._progress = progress
+        self._sizes: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def writing(self, *files: Path) -> Iterator[None]:
+        """Inside, these files are written; a folder stands for all files in it.
+
+        Raises:
+            Exception: As raised inside, unless the disk was the cause.
+        """
+        try:
+            yield
+            for file in files:
+                for path in file.rglob("*") if file.is_dir() else [file]:
+                    if path.is_file():
+                        self._sizes[path.relative_to(self.folder).as_posix()] = path.stat().st_size
+        except Exception as error:
+            if not is_disk_error(error):
+                raise
+            self.problem = self.problem or f"{type(error).__name__}: {error}"
+        self._progress.tick()
+
+    def part(self) -> SavedPart:
+        """What was written."""
+        return SavedPart(socket.gethostname(), self._sizes, self.problem)
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Whether an error while saving came from the disk: torch and safetensors raise types of their own for it."""
+    if isinstance(error, OSError):
+        return True
+    text = str(error)
+    if type(error).__name__ == "SafetensorError":
+        return "I/O error" in text
+    # torch: the writer of its files, and a folder that is not there.
+    return isinstance(error, RuntimeError) and ("inline_container.cc" in text or text.startswith("Parent directory"))

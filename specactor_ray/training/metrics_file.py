@@ -1,0 +1,57 @@
+"""The file of a run's records: whole lines only, and none is lost to a disk that is full for a while."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsFile:
+    """Appends records as lines of JSON. Those that cannot be written are kept and tried again with the next."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.failures = 0
+        """Times that the disk refused."""
+        self._pending: list[dict[str, Any]] = []
+
+    @property
+    def pending(self) -> list[dict[str, Any]]:
+        """Records that are not in the file yet, oldest first."""
+        return list(self._pending)
+
+    def append(self, record: Mapping[str, Any]) -> bool:
+        """Write this record and those before it that are not in the file yet. Returns whether all are."""
+        self._pending.append(dict(record))
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Write what is pending. Returns whether nothing is any more."""
+        if not self._pending:
+            return True
+        try:
+            self._write("".join(json.dumps(record) + "\n" for record in self._pending).encode())
+        except OSError as error:
+            self.failures += 1
+            logger.error("%d records wait for room in %s: %s", len(self._pending), self.path, error)
+            return False
+        self._pending.clear()
+        return True
+
+    def _write(self, data: bytes) -> None:
+        """Append all of it in one write, or nothing."""
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            begin = os.lseek(descriptor, 0, os.SEEK_END)
+            written = os.write(descriptor, data)
+            if written < len(data):
+                os.ftruncate(descriptor, begin)
+                raise OSError(f"only {written} of {len(data)} bytes could be written; the disk is full")
+        finally:
+            os.close(descriptor)

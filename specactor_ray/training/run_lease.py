@@ -1,0 +1,212 @@
+"""Who trains in a folder: a lock that dies with its process, and a heartbeat where locks do not reach.
+
+The lock file is held by `flock` for the life of a run. A node that shares the folder over a network file system may not
+see that lock, so the holder also writes a beat into the file every few seconds. Whether a run of another host lives is
+judged by watching its beat change, never by comparing the clocks of two hosts.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.errors import InputError, SpecActorError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = "run.lock"
+_BEAT_S = 5.0
+_EXPIRES_S = 30.0
+"""A beat that does not change for so long is that of a dead run."""
+_SETTLE_S = 2.0
+"""For another host that takes over the same lease at the same moment to show."""
+_SIZE = 256
+"""Bytes of the file, always the same, so that a beat is one write in place that needs no room on a full disk."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class RunInUseError(InputError):
+    """Another process trains in this folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lease."""
+
+    host: str
+    pid: int
+    boot: str
+    """Of the host's kernel: equal for all processes that one `flock` reaches."""
+    token: str
+    """Of this holding of the lease."""
+
+
+class RunLease:
+    """The right to train in a folder, held until `release` or the end of the process.
+
+    Args:
+        folder: The folder; made if it is not there.
+        key: The configuration key that names it, for messages.
+        clock: Paces the heartbeat, and the look at the heartbeat of another host.
+
+    Raises:
+        RunInUseError: Another process has it; names host and process.
+        OSError: The folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, key: str = "run.name", clock: Clock = SYSTEM) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path, self._key, self._clock = folder / LOCK_FILE, key, clock
+        self._me = Holder(socket.gethostname(), os.getpid(), _boot_id(), secrets.token_hex(8))
+        self._lost_to: Holder | None = None
+        self._beats, self._locks = 0, True
+        self._descriptor = self._acquire()
+        self._ended = clock.event()
+        clock.spawn(self._keep_beating, "run-lease")
+
+    def check(self) -> None:
+        """Raise if the lease was taken over, as happens to a process that stood still for long.
+
+        Raises:
+            SpecActorError: Another process trains in the folder now.
+        """
+        if self._lost_to is not None:
+            raise SpecActorError(
+                f"process {self._lost_to.pid} on {self._lost_to.host} has taken over {self._path.parent}, since this "
+                f"process gave no sign of life for {_EXPIRES_S:g} s"
+            )
+
+    @property
+    def lost(self) -> bool:
+        """Another process trains in the folder now."""
+        return self._lost_to is not None
+
+    def release(self) -> None:
+        """Let others train in the folder. Harmless when repeated."""
+        self._ended.set()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        if not self.lost and _is_same(descriptor, self._path):
+            self._path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+    def beat(self) -> None:
+        """Give a sign of life, or find out that the lease was taken over."""
+        holder = _read(self._path)[1]
+        if holder is not None and holder.token != self._me.token:
+            self._lost_to = holder
+            logger.error("process %d on %s has taken over %s", holder.pid, holder.host, self._path.parent)
+            return
+        self._write(self._descriptor)
+
+    def _acquire(self) -> int:
+        while True:
+            descriptor, created = self._open()
+            try:
+                if not created:
+                    self._refuse_living(descriptor)
+                if not _is_same(descriptor, self._path):  # its holder released and removed it just now
+                    os.close(descriptor)
+                    continue
+                self._write(descriptor)
+                return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+
+    def _open(self) -> tuple[int, bool]:
+        """The lock file, and whether it is new, so that nobody else can have it."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            created = True
+        except FileExistsError:
+            descriptor, created = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644), False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise self._in_use(_read(self._path)[1]) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                raise
+            self._locks = False
+            logger.warning("%s: this file system has no locks; the heartbeat alone guards the run", self._path)
+        return descriptor, created
+
+    def _refuse_living(self, descriptor: int) -> None:
+        """Raise if the holder that the file names lives.
+
+        With the lock in hand a holder on this machine is dead; whether one on another machine is shows in its beat.
+        """
+        seen, holder = _read(self._path)
+        if self._locks and holder is not None and holder.boot == self._me.boot:
+            return
+        where = "an unknown host" if holder is None else f"{holder.host} (process {holder.pid})"
+        logger.info("%s was used by %s: watching its heartbeat for %g s", self._path.parent, where, _EXPIRES_S)
+        end = self._clock.now() + _EXPIRES_S
+        while self._clock.now() < end:
+            self._clock.sleep(1.0)
+            now, holder = _read(self._path)
+            if now != seen:
+                raise self._in_use(holder)
+        self._write(descriptor)
+        self._clock.sleep(_SETTLE_S)
+        holder = _read(self._path)[1]
+        if holder is not None and holder.token != self._me.token:
+            raise self._in_use(holder)
+
+    def _keep_beating(self) -> None:
+        while not self._ended.wait(_BEAT_S) and not self.lost:
+            try:
+                self.beat()
+            except OSError as error:
+                logger.warning("%s: no heartbeat: %s", self._path, error)
+
+    def _write(self, descriptor: int) -> None:
+        self._beats += 1
+        me = {name: getattr(self._me, name) for name in Holder.__slots__}
+        os.pwrite(descriptor, json.dumps({**me, "beat": self._beats}).ljust(_SIZE - 1).encode() + b"\n", 0)
+
+    def _in_use(self, holder: Holder | None) -> RunInUseError:
+        who = "another process" if holder is None else f"process {holder.pid} on {holder.host}"
+        return RunInUseError(
+            f"{self._key}: {who} is training in {self._path.parent} now. Fix: wait for it, stop it, or choose "
+            f"another {self._key}"
+        )
+
+
+def _read(path: Path) -> tuple[bytes, Holder | None]:
+    """What the lock file holds now, and whom it names. Opening it makes a network file system ask its server."""
+    try:
+        content = path.read_bytes()
+        facts: Any = json.loads(content)
+        return content, Holder(str(facts["host"]), int(facts["pid"]), str(facts["boot"]), str(facts["token"]))
+    except FileNotFoundError:
+        return b"", None
+    except (ValueError, KeyError, TypeError):
+        return content, None
+
+
+def _is_same(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,209 @@
+"""The steps of training: reads as the algorithm.
+
+A function of who does the work. It starts nothing and imports neither Ray nor torch: the same code runs around the real
+parts and around stand-ins.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specactor_ray.config.schema import Config
+from specactor_ray.errors import SpecActorError
+from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.training.checkpoint import TrainState, mean_reward
+from specactor_ray.training.outcome import TrainOutcome
+from specactor_ray.training.saver import Saver
+
+if TYPE_CHECKING:
+    from specactor_ray.learner.batching import Sample
+    from specactor_ray.training.experience import Experience
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutPart(Protocol):
+    """What the steps need of a `Rollout`."""
+
+    def update_weights(self, weights: WeightSet) -> None: ...
+
+    def update_drafter(self, method: str, weights: WeightSet) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class TrainerPart(Protocol):
+    """What the steps need of `TrainerRanks`."""
+
+    def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]: ...
+
+    def teach_drafter(self, samples: Sequence[Sample], step: int) -> WeightSet | None: ...
+
+    def export_weights(self, version: int) -> WeightSet: ...
+
+    def offload(self) -> None: ...
+
+    def reload(self) -> None: ...
+
+
+class MakerPart(Protocol):
+    """What the steps need of an `ExperienceMaker`."""
+
+    def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Experience: ...
+
+
+class RecordPart(Protocol):
+    """What the steps need of a `StepRecorder`."""
+
+    def begin(self, step: int) -> None: ...
+
+    def timed(self, phase: str) -> AbstractContextManager[None]: ...
+
+    def end(self, step: int, experience: Experience, update: Mapping[str, float], sync_bytes: int) -> None: ...
+
+    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome: ...
+
+
+class StopPart(Protocol):
+    """What the steps need of a `StopSignal`."""
+
+    def shielded(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingParts:
+    """Who does the work."""
+
+    config: Config
+    rollout: RolloutPart
+    trainer: TrainerPart
+    maker: MakerPart
+    record: RecordPart
+    saver: Saver
+    """Holds the state that training begins at, and later the one it is at."""
+    stop: StopPart
+    sampling: SamplingParams
+    position: Callable[[], tuple[int, int]]
+    """Tasks taken from the data so far, and tasks passed over."""
+    pupil: str | None
+    """Method of the drafter that the trainer teaches."""
+    say: Callable[[str], None]
+    """Shows a line to the user."""
+
+
+def run_steps(parts: TrainingParts) -> TrainOutcome:
+    """Train until `trainer.steps` or an interruption. However it ends, a checkpoint is tried and a summary written.
+
+    Raises:
+        SpecActorError: Something was lost, or the loss stayed non-finite; the summary says `failed` then.
+    """
+    saver = parts.saver
+    try:
+        if saver.state.step:  # the version of the weights is the number of steps they have had
+            parts.rollout.update_weights(parts.trainer.export_weights(saver.state.step))
+        saver.save()  # of a run that begins with another run's checkpoint: its first one of its own
+        while saver.state.step < parts.config.trainer.steps:
+            _step(parts)
+            _refuse_to_learn_nothing(parts)
+    except KeyboardInterrupt:  # a StopRequested that comes while Ray waits arrives as its base class
+        parts.say(f"interrupted after step {saver.state.step}; saving a checkpoint")
+        return _end(parts, "interrupted")
+    except Exception as error:
+        if not isinstance(error, SpecActorError):
+            logger.exception("training ends after step %d", saver.state.step)
+        _end(parts, "failed", str(error) if isinstance(error, SpecActorError) else f"{type(error).__name__}: {error}")
+        raise
+    return _end(parts, "complete")
+
+
+def _step(parts: TrainingParts) -> None:
+    state, record, saver = parts.saver.state, parts.record, parts.saver
+    record.begin(state.step)
+    experience = parts.maker.collect(parts.rollout, parts.sampling, state.step)
+    with parts.stop.shielded():
+        if parts.config.trainer.offload:
+            parts.rollout.sleep()
+            parts.trainer.reload()
+        saver.begin_update()
+        with record.timed("update"):
+            update = parts.trainer.update(experience.samples, state.step, parts.sampling.seed + state.step)
+        saver.advance(_next(state, parts.position(), update, experience))
+        num_bytes = 0
+        try:
+            num_bytes = _hand_over(parts, experience)
+        finally:  # the step counts even if the verifiers could not be told of it
+            record.end(saver.state.step, experience, update, num_bytes)
+        if _is_due(parts.config, saver.state) or saver.problem:
+            with record.timed("checkpoint"):
+                saver.save()
+
+
+def _hand_over(parts: TrainingParts, experience: Experience) -> int:
+    """Bring the new weights to the verifiers, and a taught drafter's to its actors. Returns the bytes of the former."""
+    rollout, trainer, record, done = parts.rollout, parts.trainer, parts.record, parts.saver.state.step
+    taught = None
+    if parts.pupil is not None:
+        with record.timed("update"):
+            taught = trainer.teach_drafter(experience.samples, done - 1)
+    with record.timed("sync"):
+        weights = trainer.export_weights(done)
+        if parts.config.trainer.offload:
+            trainer.offload()
+            rollout.wake()
+        rollout.update_weights(weights)
+        if parts.pupil is not None and taught is not None:
+            rollout.update_drafter(parts.pupil, taught)
+    return weights.num_bytes
+
+
+def _end(parts: TrainingParts, status: str, reason: str = "") -> TrainOutcome:
+    """Save what is not saved and write the summary. Without its last checkpoint no run ends well."""
+    saver = parts.saver
+    with parts.stop.shielded():
+        try:
+            problem = "" if saver.save() else saver.problem
+        except SpecActorError as error:  # it may be the trainer that was lost
+            problem = str(error)
+        if problem:
+            status = "failed"
+            lost = f"the checkpoint of step {saver.state.step} could not be written: {problem}"
+            reason = f"{reason}; {lost}" if reason else lost
+            parts.say(lost)
+        return parts.record.finish(status, saver.failures, reason)
+
+
+def _next(
+    state: TrainState, position: tuple[int, int], update: Mapping[str, float], experience: Experience
+) -> TrainState:
+    rewards = experience.rewards
+    unscored = bool(rewards) and experience.reward_failures.total() == len(rewards)
+    bad = unscored or (update["skipped"] > 0 and update["grad_norm"] == 0.0)
+    reward = sum(rewards) / len(rewards) if rewards else None
+    return replace(
+        state,
+        step=state.step + 1,
+        position=position[0],
+        skipped_tasks=position[1],
+        bad_steps=state.bad_steps + 1 if bad else 0,
+        reward=mean_reward(state.reward, reward, state.step + 1),
+    )
+
+
+def _is_due(config: Config, state: TrainState) -> bool:
+    return state.step % config.checkpoint.every == 0 or state.step == config.trainer.steps
+
+
+def _refuse_to_learn_nothing(parts: TrainingParts) -> None:
+    state = parts.saver.state
+    if state.bad_steps >= parts.config.trainer.max_bad_steps:
+        raise SpecActorError(
+            f"{state.bad_steps} steps in a row taught nothing: the loss or the gradient was not finite, or "
+            f"every reward failed (the warnings say which). The run stops with a checkpoint of step "
+            f"{state.step}. Fix: a lower trainer.learning_rate, or the reward function"
+        )
