@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from pathlib import Path
 
 from specactor_ray.training.rewards import RewardSample
 
@@ -32,6 +35,25 @@ def hangs_hard(sample: RewardSample) -> float:
             time.sleep(0.01)
         except BaseException:  # noqa: BLE001 - that is the point
             continue
+
+
+def catches_all(sample: RewardSample) -> float:
+    """Never returns; what is raised inside is caught, as in many a library."""
+    while True:
+        try:
+            time.sleep(0.01)
+        except Exception:  # noqa: BLE001 - that is the point
+            continue
+
+
+def dies(sample: RewardSample) -> float:
+    """Its process is killed, as by the kernel when memory is short, until `times` files lie in the folder `marks`."""
+    marks = Path(sample.metadata["marks"])
+    begun = len(list(marks.glob(f"{sample.answer}-*")))
+    if begun < sample.metadata["times"]:
+        (marks / f"{sample.answer}-{begun}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
 
 
 def not_a_number(sample: RewardSample) -> float:
