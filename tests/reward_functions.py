@@ -22,6 +22,14 @@ def raises_on_even_length(sample: RewardSample) -> float:
     return 1.0
 
 
+def number_or_raises(sample: RewardSample) -> float:
+    """The number that the output is."""
+    try:
+        return float(sample.response)
+    except ValueError:
+        raise RuntimeError("no number") from None
+
+
 def hangs(sample: RewardSample) -> float:
     """Never returns, but Python code runs, so an alarm gets through."""
     while True:

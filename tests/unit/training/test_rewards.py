@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from specactor_ray.config.load import from_mapping
 from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
+from specactor_ray.config.validate_training import validate_training
 from specactor_ray.errors import ConfigError
 from specactor_ray.training.reward_runner import _score_one
 from specactor_ray.training.rewards import REWARDS, RewardSample, Scorer, extract_answer, find_reward
@@ -107,6 +109,23 @@ def test_a_function_that_catches_every_exception_is_interrupted() -> None:
     config = RewardConfig(functions=[RewardFunctionConfig("tests.reward_functions:catches_all")], timeout_s=0.2)
     reward, problem = _score_one(config, sample("x"))
     assert reward is None and "reward.timeout_s" in problem
+
+
+@pytest.mark.parametrize("pattern", ["(", "a{99999999999999}", "(" * 20_000 + ")" * 20_000], ids=str.__len__)
+def test_a_pattern_that_is_no_regular_expression_is_refused(pattern: str) -> None:
+    config = from_mapping({"mode": "plain", "data": {"n": 2}, "reward": {"answer_pattern": pattern}})
+    with pytest.raises(ConfigError, match="not a regular expression") as refused:
+        validate_training(config)
+    assert refused.value.key == "reward.answer_pattern"
+
+
+def test_the_value_of_failures_is_none_or_a_number() -> None:
+    config = from_mapping({"mode": "plain", "data": {"n": 2}})
+    assert config.reward.failure_value is None
+    validate_training(config)
+    config.reward.failure_value = float("nan")
+    with pytest.raises(ConfigError, match=r"reward\.failure_value"):
+        validate_training(config)
 
 
 def test_the_users_own_function() -> None:
