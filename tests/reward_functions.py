@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from pathlib import Path
 
 from specactor_ray.training.rewards import RewardSample
 
@@ -19,6 +22,14 @@ def raises_on_even_length(sample: RewardSample) -> float:
     return 1.0
 
 
+def number_or_raises(sample: RewardSample) -> float:
+    """The number that the output is."""
+    try:
+        return float(sample.response)
+    except ValueError:
+        raise RuntimeError("no number") from None
+
+
 def hangs(sample: RewardSample) -> float:
     """Never returns, but Python code runs, so an alarm gets through."""
     while True:
@@ -32,6 +43,25 @@ def hangs_hard(sample: RewardSample) -> float:
             time.sleep(0.01)
         except BaseException:  # noqa: BLE001 - that is the point
             continue
+
+
+def catches_all(sample: RewardSample) -> float:
+    """Takes long, and takes whatever is raised meanwhile for the end, as many a library does."""
+    try:
+        time.sleep(30.0)
+    except Exception:  # noqa: BLE001 - that is the point
+        return 1.0
+    return 1.0
+
+
+def dies(sample: RewardSample) -> float:
+    """Its process is killed, as by the kernel when memory is short, until `times` files lie in the folder `marks`."""
+    marks = Path(sample.metadata["marks"])
+    begun = len(list(marks.glob(f"{sample.answer}-*")))
+    if begun < sample.metadata["times"]:
+        (marks / f"{sample.answer}-{begun}").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
 
 
 def not_a_number(sample: RewardSample) -> float:

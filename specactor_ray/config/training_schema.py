@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class AlgorithmName(str, Enum):
-    """Policy-gradient algorithms; formulas and sources in `training/algorithms.py`."""
+    """Policy-gradient algorithms; formulas and sources in `learner/algorithms.py`."""
 
     grpo = "grpo"
     """Group-relative advantages, no value model."""
@@ -28,14 +28,6 @@ class LossAggregation(str, Enum):
     """Every sample counts alike; its tokens are averaged."""
     constant = "constant"
     """Divided by samples x sampling.max_tokens, whatever the lengths."""
-
-
-class KlEstimator(str, Enum):
-    """Estimators of the KL divergence to the reference model."""
-
-    k1 = "k1"
-    k2 = "k2"
-    k3 = "k3"
 
 
 class TrainerBackend(str, Enum):
@@ -82,8 +74,6 @@ class AlgorithmConfig:
     """Weight of the entropy bonus."""
     kl_coef: float = 0.0
     """Weight of the KL divergence to the model that training started from; 0 keeps no such model."""
-    kl_estimator: KlEstimator = KlEstimator.k3
-    """`k1`, `k2` or `k3`."""
     gamma: float = 1.0
     """ppo: discount."""
     gae_lambda: float = 0.95
@@ -121,8 +111,9 @@ class RewardConfig:
     scored. Default: the whole output, white space stripped."""
     timeout_s: float = 10.0
     """Longest time one sample may take to score."""
-    failure_value: float = 0.0
-    """Reward of a sample whose function raised or took too long."""
+    failure_value: float | None = None
+    """Reward of a sample that could not be scored: a function raised or took too long, or its process died several
+    times. Null leaves the sample out of training; the others of its group are compared without it."""
     workers: int = 2
     """Samples scored at once, in processes of their own."""
     pass_threshold: float = 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from operator import attrgetter
 
@@ -79,6 +80,23 @@ def reject_numbers_out_of_range(config: Config) -> None:
             raise ConfigError(key, f"{value!r} is out of range.", "use 0 or more.")
 
 
+def reject_a_reward_that_is_no_number(config: Config) -> None:
+    value = config.reward.failure_value
+    if value is not None and not math.isfinite(value):
+        fix = "use a finite number, or null to leave such samples out."
+        raise ConfigError("reward.failure_value", f"{value!r} is out of range.", fix)
+
+
+def reject_an_answer_pattern_that_does_not_compile(config: Config) -> None:
+    pattern = config.reward.answer_pattern
+    if pattern is not None:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            problem = f"{pattern!r} is not a regular expression ({error})."
+            raise ConfigError("reward.answer_pattern", problem, "correct it (syntax: Python's re).") from None
+
+
 def reject_groups_without_a_baseline(config: Config) -> None:
     name = config.algorithm.name
     if name is not AlgorithmName.ppo and config.data.n < 2:
@@ -120,6 +138,8 @@ def reject_warmup_longer_than_the_run(config: Config) -> None:
 CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_too_small_counts,
     reject_numbers_out_of_range,
+    reject_a_reward_that_is_no_number,
+    reject_an_answer_pattern_that_does_not_compile,
     reject_groups_without_a_baseline,
     reject_greedy_rollouts,
     reject_ranks_of_a_single_process,

@@ -6,7 +6,8 @@ tokens and 0.0 for padding. Everything is float32 and on one device. Losses are 
 
 Sources: PPO, Schulman et al. 2017 (arXiv 1707.06347); GAE, Schulman et al. 2015 (arXiv 1506.02438); GRPO, Shao et al.
 2024 (DeepSeekMath, arXiv 2402.03300); RLOO, Ahmadian et al. 2024 (arXiv 2402.14740); DAPO, Yu et al. 2025
-(arXiv 2503.14476); KL estimators, Schulman 2020 ("Approximating KL divergence").
+(arXiv 2503.14476); KL estimators, Schulman 2020 ("Approximating KL divergence"), and the gradient of the KL term,
+DeepSeek-V3.2 2025 (arXiv 2512.02556).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import torch
 
 _EPS = 1e-6
+SAME_REWARD = 1e-6
+"""Rewards of a group that differ by no more than this are equal."""
 
 
 # ---- advantages ----
@@ -29,7 +32,7 @@ def group_advantages(rewards: torch.Tensor, scale_by_std: bool = True) -> torch.
     Returns:
         `(groups, G)`; zeros for a group whose rewards are all equal.
     """
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    centred = _centred(rewards)
     if not scale_by_std or rewards.shape[1] < 2:
         return centred
     return centred / (rewards.std(dim=1, keepdim=True) + _EPS)
@@ -42,10 +45,17 @@ def leave_one_out_advantages(rewards: torch.Tensor) -> torch.Tensor:
         rewards: `(groups, G)` with G at least 2.
 
     Returns:
-        `(groups, G)`.
+        `(groups, G)`; zeros for a group whose rewards are all equal.
     """
     size = rewards.shape[1]
-    return (rewards - rewards.mean(dim=1, keepdim=True)) * (size / (size - 1))
+    return _centred(rewards) * (size / (size - 1))
+
+
+def _centred(rewards: torch.Tensor) -> torch.Tensor:
+    """Rewards less their group's mean, `(groups, G)`. Equal rewards give zeros, not the rounding of their mean, which
+    a division by a tiny deviation would turn into advantages."""
+    low, high = rewards.aminmax(dim=1, keepdim=True)
+    return (rewards - rewards.mean(dim=1, keepdim=True)) * (high - low > SAME_REWARD)
 
 
 def generalized_advantages(
@@ -123,11 +133,6 @@ def clipped_policy_loss(
     return -torch.minimum(free, bounded), (bounded < free).float()
 
 
-def reinforce_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    """`-A log π`, the plain score-function estimator that RLOO uses; `(B, T)`."""
-    return -advantages * logprobs
-
-
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None
 ) -> torch.Tensor:
@@ -149,23 +154,32 @@ def value_loss(
     return 0.5 * loss
 
 
-def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: str) -> torch.Tensor:
+def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """Per-token estimate of KL(policy ‖ reference) from tokens sampled by the policy; `(B, T)`.
 
-    With `d = log π_ref - log π`: `k1` is `-d` (unbiased, high variance), `k2` is `d²/2` (biased, low variance), `k3` is
-    `exp(d) - d - 1` (unbiased, never negative; DeepSeekMath eq. 4).
-
-    Raises:
-        ValueError: `kind` is none of these.
+    Schulman's k3, `exp(d) - d - 1` with `d = log π_ref - log π`: unbiased and never negative (DeepSeekMath eq. 4). A
+    figure to report: its gradient is not that of the divergence, see `kl_loss`.
     """
     d = ref_logprobs - logprobs
-    if kind == "k1":
-        return -d
-    if kind == "k2":
-        return 0.5 * d.square()
-    if kind == "k3":
-        return torch.exp(d) - d - 1.0
-    raise ValueError(f"unknown KL estimator {kind!r}; known: k1, k2, k3")
+    return torch.exp(d) - d - 1.0
+
+
+def kl_loss(logprobs: torch.Tensor, old_logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """A loss per token `(B, T)` whose expected gradient is that of KL(policy ‖ reference), exactly.
+
+    `ρ ½ d²` with `d = log π_ref - log π` and the ratio `ρ = π / π_old` without gradient; the tokens were sampled by
+    `π_old`. The gradient of a token is `-ρ d ∇log π`. It is the same one, token for token, as that of `ρ k3` with a
+    differentiable ρ (DeepSeek-V3.2, arXiv 2512.02556), without the difference of two exponentials that cancel.
+    Schulman's estimators as losses of their own do something else: the expected gradient of k1 is zero, that of k3
+    is the gradient of the forward divergence KL(reference ‖ policy).
+
+    Args:
+        logprobs: `(B, T)` under the policy being trained.
+        old_logprobs: `(B, T)` under the policy that sampled.
+        ref_logprobs: `(B, T)` under the reference.
+    """
+    ratio = torch.exp(logprobs - old_logprobs).detach()
+    return ratio * 0.5 * (ref_logprobs - logprobs).square()
 
 
 def truncated_importance_weights(

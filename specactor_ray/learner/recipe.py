@@ -29,7 +29,6 @@ class Recipe:
     overlong_penalty: float
     entropy_coef: float
     kl_coef: float
-    kl_estimator: str
     gamma: float
     gae_lambda: float
     value_coef: float
@@ -40,16 +39,11 @@ class Recipe:
     def uses_values(self) -> bool:
         return self.name == AlgorithmName.ppo.value
 
-    @property
-    def reinforce(self) -> bool:
-        """The score-function estimator instead of the clipped ratio."""
-        return self.name == AlgorithmName.rloo.value
-
     def advantages(self, rewards: torch.Tensor) -> torch.Tensor:
         """`(groups, G)` rewards → advantages of whole outputs; zeros for ppo, which estimates them per token."""
         if self.uses_values:
             return torch.zeros_like(rewards)
-        if self.reinforce:
+        if self.name == AlgorithmName.rloo.value:
             return leave_one_out_advantages(rewards)
         return group_advantages(rewards, self.scale_by_std)
 
@@ -83,7 +77,6 @@ def make_recipe(config: Config) -> Recipe:
         overlong_penalty=section.overlong_penalty,
         entropy_coef=section.entropy_coef,
         kl_coef=section.kl_coef,
-        kl_estimator=section.kl_estimator.value,
         gamma=section.gamma,
         gae_lambda=section.gae_lambda,
         value_coef=section.value_coef,

@@ -15,7 +15,7 @@ from specactor_ray.learner.algorithms import (
     clipped_policy_loss,
     generalized_advantages,
     kl_estimate,
-    reinforce_loss,
+    kl_loss,
     token_weights,
     truncated_importance_weights,
     value_loss,
@@ -202,10 +202,7 @@ class PolicyUpdater:
         recipe, batch, weights = self._recipe, item.batch, item.weights
         old = (item.old.logprobs if item.old is not None else scores.logprobs).detach()
         advantages = batch.advantages if item.advantages is None else item.advantages
-        if recipe.reinforce:
-            policy, clipped = reinforce_loss(scores.logprobs, advantages), torch.zeros_like(old)
-        else:
-            policy, clipped = clipped_policy_loss(scores.logprobs, old, advantages, recipe.clip_low, recipe.clip_high)
+        policy, clipped = clipped_policy_loss(scores.logprobs, old, advantages, recipe.clip_low, recipe.clip_high)
         if recipe.importance_cap is not None:
             correction = truncated_importance_weights(old, batch.rollout_logprobs, recipe.importance_cap)
             policy = policy * correction
@@ -217,9 +214,8 @@ class PolicyUpdater:
         if recipe.entropy_coef:
             per_token = per_token - recipe.entropy_coef * scores.entropy
         if item.reference is not None:
-            kl = kl_estimate(scores.logprobs, item.reference, recipe.kl_estimator)
-            per_token = per_token + recipe.kl_coef * kl
-            sums.add("kl", kl, batch.mask)
+            per_token = per_token + recipe.kl_coef * kl_loss(scores.logprobs, old, item.reference)
+            sums.add("kl", kl_estimate(scores.logprobs, item.reference), batch.mask)
         if recipe.uses_values:
             assert item.old is not None and item.returns is not None
             value = value_loss(scores.values, item.old.values, item.returns, recipe.value_clip)

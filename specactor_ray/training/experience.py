@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from specactor_ray.config.schema import Config
+from specactor_ray.learner.algorithms import SAME_REWARD
 from specactor_ray.learner.batching import Sample
 from specactor_ray.learner.recipe import Recipe
 from specactor_ray.messages import SamplingParams
@@ -19,10 +20,7 @@ from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling import derive_seed
 from specactor_ray.training.data import Task, TaskStream
 from specactor_ray.training.reward_runner import RewardRunner
-from specactor_ray.training.rewards import RewardSample, extract_answer
-
-_SAME = 1e-6
-"""Rewards of a group that differ by less are equal."""
+from specactor_ray.training.rewards import RewardSample
 
 
 class Generator(Protocol):
@@ -33,7 +31,7 @@ class Generator(Protocol):
 
 @dataclass(slots=True)
 class Group:
-    """All samples of one prompt."""
+    """The samples of one prompt that have a reward."""
 
     task: Task
     trajectories: list[Trajectory]
@@ -42,7 +40,7 @@ class Group:
     @property
     def informative(self) -> bool:
         """Its rewards differ, so that its advantages are not all zero (DAPO eq. 11)."""
-        return len(self.rewards) > 1 and max(self.rewards) - min(self.rewards) > _SAME
+        return len(self.rewards) > 1 and max(self.rewards) - min(self.rewards) > SAME_REWARD
 
 
 @dataclass(slots=True)
@@ -53,13 +51,19 @@ class Experience:
     trajectories: list[Trajectory]
     """All of the step, those that were sampled and dropped included."""
     rewards: list[float]
-    """Of these, as the functions gave them."""
+    """As the functions gave them; those that were left out (`reward.failure_value`) have none."""
     used_groups: int = 0
     dull_groups: int = 0
     """Groups whose rewards are all equal."""
     rounds: int = 1
     reward_failures: Counter[str] = field(default_factory=Counter)
+    """Reason → trajectories that no function scored."""
     rollout_failures: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def unscored(self) -> bool:
+        """There were trajectories, and none of them could be scored."""
+        return bool(self.trajectories) and self.reward_failures.total() == len(self.trajectories)
 
 
 class ExperienceMaker:
@@ -116,20 +120,19 @@ class ExperienceMaker:
             scores = self._rewards.score([self._reward_sample(tasks[t.prompt_index], t) for t in sound])
         experience.reward_failures.update(scores.failures)
         experience.trajectories += sound
-        experience.rewards += scores.rewards
         groups = [Group(task, []) for task in tasks]
         for trajectory, reward in zip(sound, scores.rewards, strict=True):
-            groups[trajectory.prompt_index].trajectories.append(trajectory)
-            groups[trajectory.prompt_index].rewards.append(reward)
+            if reward is not None:
+                experience.rewards.append(reward)
+                groups[trajectory.prompt_index].trajectories.append(trajectory)
+                groups[trajectory.prompt_index].rewards.append(reward)
         smallest = 1 if self._recipe.uses_values else 2  # a group of one has no baseline
         return [group for group in groups if len(group.rewards) >= smallest]
 
     def _reward_sample(self, task: Task, trajectory: Trajectory) -> RewardSample:
-        response = extract_answer(trajectory.text, self._config.reward.answer_pattern)
         return RewardSample(
             task.prompt,
             trajectory.text,
-            response,
             task.answer,
             task.metadata,
             trajectory.token_ids,

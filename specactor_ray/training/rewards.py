@@ -6,7 +6,7 @@ import importlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specactor_ray.config.training_schema import RewardConfig
@@ -20,8 +20,6 @@ class RewardSample:
     prompt: Any
     text: str
     """The whole output."""
-    response: str
-    """The part of the output that counts as the answer (`reward.answer_pattern`)."""
     answer: str | None
     """The reference answer."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -29,6 +27,8 @@ class RewardSample:
     token_ids: tuple[int, ...] = ()
     finish_reason: str = ""
     max_tokens: int = 0
+    response: str = ""
+    """The part of the output that counts as the answer (`reward.answer_pattern`); filled in by the `Scorer`."""
 
 
 RewardFunction = Callable[[RewardSample], float]
@@ -45,12 +45,14 @@ def length(sample: RewardSample) -> float:
 
 
 def math_equal(sample: RewardSample) -> float:
-    """1.0 where the answer is mathematically equal to the reference (`math-verify`)."""
-    from math_verify import parse, verify
+    """1.0 where the answer is mathematically equal to the reference (`math-verify`); see `math_answers`.
 
-    # Its own time-outs use the process's alarm, which ours uses too.
-    gold, given = (parse(text, parsing_timeout=None) for text in (_reference(sample), sample.response))
-    return float(bool(gold) and bool(given) and verify(gold, given, timeout_seconds=None))
+    Raises:
+        UnusableReferenceError: The reference answer cannot be parsed, or is too large to evaluate.
+    """
+    from specactor_ray.training.math_answers import equal_answers
+
+    return float(equal_answers(_reference(sample), sample.response))
 
 
 def reasoning_gym_score(sample: RewardSample) -> float:
@@ -128,19 +130,21 @@ def extract_answer(text: str, pattern: str | None) -> str:
 
 
 class Scorer:
-    """The weighted sum of the configured reward functions.
+    """Finds the answer in an output and adds up the configured reward functions, weighted.
 
     Raises:
         ConfigError: One of them cannot be had.
     """
 
     def __init__(self, config: RewardConfig) -> None:
+        self._pattern = config.answer_pattern
         self._terms: Sequence[tuple[float, RewardFunction]] = [
             (term.weight, find_reward(term.name)) for term in config.functions
         ]
 
     def __call__(self, sample: RewardSample) -> float:
         """The reward. Raises ValueError when it is not a finite number, and what the functions raise."""
+        sample = replace(sample, response=extract_answer(sample.text, self._pattern))
         reward = sum(weight * float(function(sample)) for weight, function in self._terms)
         if not math.isfinite(reward):
             raise ValueError(f"the reward is {reward}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -159,6 +160,37 @@ def test_kl_to_the_start_is_zero_at_first_and_holds_back_later() -> None:
     updater = PolicyUpdater(engine, make_recipe(settings), settings.trainer, 16, score_reference)
     assert updater.update(samples, 0, 0)["kl"] == pytest.approx(0.0, abs=1e-6)
     assert updater.update(samples, 1, 1)["kl"] > 0
+
+
+def test_rloo_clips_the_ratio_of_later_steps_as_the_others_do() -> None:
+    """The algorithms differ in their advantages, which the samples bring along."""
+    samples = make_samples()
+    learnt = []
+    for algorithm in ("rloo", "grpo"):
+        settings = config(name=algorithm, loss_aggregation="token", clip_low=0.01)
+        settings.trainer.epochs = settings.trainer.mini_batches = 2
+        state, metrics = trained(settings, samples)
+        assert metrics["clip_fraction"] > 0
+        learnt.append(state)
+    assert_same(*learnt, atol=0)
+
+
+def test_the_kl_term_pulls_towards_the_start() -> None:
+    """Without rewards, an update lowers the divergence from a policy that drifted: as an expectation over samples."""
+    settings = config(kl_coef=1.0)
+    reference, drifted = make_policy(settings), make_policy(settings)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in drifted.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    samples = [replace(sample, advantage=0.0) for sample in make_samples()]
+    engine = TorchEngine(drifted, settings.trainer)
+    score = lambda batch: reference(batch).logprobs  # noqa: E731
+    updater = PolicyUpdater(engine, make_recipe(settings), settings.trainer, 16, score)
+    first = updater.update(samples, 0, 0)["kl"]
+    for step in range(1, 5):
+        last = updater.update(samples, step, step)["kl"]
+    assert 0 < last < first
 
 
 def test_learning_rate() -> None:
