@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from specactor_ray.cluster.token import send_saved_token
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.errors import InputError
 
@@ -66,7 +65,6 @@ _ACT_S = 4.0
 @contextlib.contextmanager
 def _attached(run: str | None, address: str) -> Iterator[tuple[str, Any, Callable[[Any], Any]]]:
     """The run's name, its controller, and how to wait for an answer of it."""
-    send_saved_token()
     from specactor_ray.cluster.connection import connect
     from specactor_ray.cluster.lookup import find_controller, list_runs
     from specactor_ray.rollout.rollout import get_or_raise

@@ -20,7 +20,7 @@ from specactor_ray.cluster.supervised import readable_error
 from specactor_ray.config.schema import Config
 from specactor_ray.errors import ClusterError
 from specactor_ray.learner.batching import Sample
-from specactor_ray.learner.engines.deepspeed_engine import Rendezvous
+from specactor_ray.learner.engines.deepspeed_engine import LOOPBACK, Rendezvous
 from specactor_ray.learner.trainer import TrainerSpec
 from specactor_ray.messages import WeightSet
 
@@ -149,7 +149,10 @@ class TrainerGroup:
 
     def _start(self, checkpoint: Path | None) -> None:
         trainer = self._config.trainer
-        address, port = self._get([self._ranks[0].find_port.remote()])[0]
+        places = self._get([rank.find_port.remote() for rank in self._ranks])
+        address, port = places[0]
+        if all(place[0] == address for place in places):
+            address = LOOPBACK  # nobody else is to hear of it
         threads = trainer.cores or max(1, len(os.sched_getaffinity(0)) // trainer.ranks)
         where = str(checkpoint) if checkpoint is not None else None
         specs = [
