@@ -40,7 +40,8 @@ for _ in range(2):
         assert not planted
         assert package == sys.modules["specactor_ray"].__file__
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        other = subprocess.run([sys.executable, "-c", FINDS_IT, connection.address], env=clean, capture_output=True, cwd="bin")
+        command = [sys.executable, "-c", FINDS_IT, connection.address]
+        other = subprocess.run(command, env=clean, capture_output=True, cwd="bin")
         assert b"no run is going on" in other.stderr, other.stderr
 assert len(set(tokens)) == 2
 """

@@ -367,7 +367,8 @@ def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path)
     script.write_text("from specactor_ray.cli import main\nmain()\n")
     done = specactor(folder, "status", "--address", "127.0.0.1:1", program=(str(script),))
     assert "no Ray cluster answers" in error_line(done)
-    train = "train", "mode=plain", "data.path=reasoning_gym:none", "reward.functions=[{name: 'mine:reward'}, {name: 'mine:other'}]"
+    rewards = "reward.functions=[{name: 'mine:reward'}, {name: 'mine:other'}]"
+    train = "train", "mode=plain", "data.path=reasoning_gym:none", "data.n=2", rewards
     assert "mine:other cannot be imported" in error_line(specactor(folder, *train, program=(str(script),)))
     assert not (folder / "planted").exists()
     assert (folder / "wanted").exists()

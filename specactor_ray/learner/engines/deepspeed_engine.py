@@ -71,14 +71,15 @@ def join(rendezvous: Rendezvous, device: torch.device) -> None:
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
 
 
-def _store(rendezvous: Rendezvous) -> torch.distributed.TCPStore:
+def _store(rendezvous: Rendezvous) -> Any:
     """Where the ranks find each other; the first one serves it."""
     where, listening = (rendezvous.address, rendezvous.port), None
     if rendezvous.rank == 0:
         family = socket.AF_INET6 if ":" in rendezvous.address else socket.AF_INET
         # The store owns the socket from here on.
         listening = socket.create_server(where, family=family).detach()
-    return torch.distributed.TCPStore(
+    distributed: Any = torch.distributed  # does not say all that it has
+    return distributed.TCPStore(
         *where, rendezvous.world_size, is_master=listening is not None, master_listen_fd=listening
     )
 
@@ -190,8 +191,8 @@ class DeepSpeedEngine:
 
 @contextlib.contextmanager
 def _data_only() -> Iterator[None]:
-    """DeepSpeed loads checkpoints in the way that runs whatever code they name. While inside, `torch.load` takes data and
-    the three classes that DeepSpeed puts beside it."""
+    """DeepSpeed loads checkpoints in the way that runs whatever code they name. While inside, `torch.load` takes data
+    and the three classes that DeepSpeed puts beside it."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
