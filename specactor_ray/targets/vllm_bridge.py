@@ -32,6 +32,7 @@ import torch
 
 from specactor_ray.errors import ConfigError, ModelLoadError
 from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.loading import locate_model
 from specactor_ray.targets.verification import VerifiedRow
 
 TESTED_VERSIONS = ("0.32.0",)
@@ -260,8 +261,11 @@ def _set_environment(core: CoreSettings) -> None:
 
 
 def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
+    source, revision = locate_model(settings.model)
     arguments: dict[str, Any] = {
-        "model": settings.model,
+        "model": str(source),
+        "revision": revision,
+        "code_revision": revision,
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_batch,
