@@ -17,6 +17,7 @@ import typer
 
 from specactor_ray.cli_options import ConfigFile, Overrides, resolve_and_say
 from specactor_ray.cli_plan import plan, profile
+from specactor_ray.cluster.module_path import put_current_folder_last
 from specactor_ray.drafter_cli import drafter
 from specactor_ray.errors import EXIT_USER_ERROR, InputError, SpecActorError, UserError
 
@@ -83,7 +84,6 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
     settings = resolve_and_say(settings, progress)
-    _use_token(settings.cluster.address)
     from specactor_ray.rollout.run import run_rollout
 
     outcome = run_rollout(settings, progress)
@@ -112,7 +112,6 @@ def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
     settings = resolve_and_say(settings, progress)
-    _use_token(settings.cluster.address)
     from specactor_ray.observability.training_report import REPORT_FILE
     from specactor_ray.training.loop import train as run_training
 
@@ -137,10 +136,7 @@ def submit(
     """
     if command not in SUBMITTABLE:
         raise InputError(f"{command!r} cannot be submitted; COMMAND is one of {', '.join(SUBMITTABLE)}")
-    from specactor_ray.cluster.token import send_saved_token
     from specactor_ray.observability.console import make_console
-
-    send_saved_token()
     from specactor_ray.submission import submit as submit_job
 
     code = submit_job(command, context.args, address, runtime_env, follow, make_console(sys.stderr))
@@ -233,7 +229,6 @@ def bench_rollout(
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
     settings = resolve_and_say(settings, progress, side_by_side=True)
-    _use_token(settings.cluster.address)
     from specactor_ray.benchmarks.rollout_modes import all_identical, plan_workloads, run_bench
 
     workloads = plan_workloads(settings, prompts or (), parse_temperatures(temperatures), long_tail)
@@ -242,14 +237,6 @@ def bench_rollout(
     if report["status"] == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
     raise typer.Exit(0 if all_identical(report) else EXIT_FAILED)
-
-
-def _use_token(address: str) -> None:
-    """For a cluster that is already up; before Ray is imported."""
-    from specactor_ray.cluster.token import send_saved_token
-
-    if address != "local":
-        send_saved_token()
 
 
 def _show_bench(report: dict) -> None:
@@ -345,11 +332,9 @@ def parse_batches(text: str | None, default: int) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line (default: that of this process) and exit with its code.
 
-    Modules in the current folder can be named as drafters and rewards, as `python -m` would find them; Ray hands the
-    path on to its processes.
+    Modules in the current folder can be named as drafters and rewards; Ray hands the path on to its processes.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    put_current_folder_last()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="specactor")
     except SpecActorError as error:

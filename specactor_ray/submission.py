@@ -13,15 +13,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 from rich.console import Console
 
+from specactor_ray.cluster.token import shown, token_for
 from specactor_ray.errors import ClusterError, InputError
 from specactor_ray.observability.console import say
 
-EXCLUDES = (".git", ".venv", "runs", "*.partial", ".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__")
-"""Not part of the package that is uploaded."""
+EXCLUDES = (
+    *(".git", ".venv", "runs", "*.partial", ".mypy_cache", ".ruff_cache", ".pytest_cache", "__pycache__"),
+    *(".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".pypirc", ".npmrc", ".git-credentials", ".pgpass"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
+    *(".ssh", ".aws", ".azure", ".gcloud", ".kube", ".docker", ".gnupg", ".ray", ".huggingface", ".cache"),
+    *("auth_token", "credentials.json", "application_default_credentials.json", "kaggle.json"),
+)
+"""Not part of the package that is uploaded: what it does not need, and where secrets are kept."""
 _AGENT_TIMEOUT_S = 60.0
 _STOP_WAIT_S = "120"
 """Ray gives a stopped job three seconds; a checkpoint may take longer."""
@@ -55,6 +63,13 @@ def submit(
     """
     environment = read_runtime_env(runtime_env)
     address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
+    with shown(token_for(urlsplit(address).netloc)):
+        return _submit_and_follow(address, command, arguments, environment, follow, console)
+
+
+def _submit_and_follow(
+    address: str, command: str, arguments: Sequence[str], environment: dict[str, Any], follow: bool, console: Console
+) -> int:
     client = _connect(address)
     entrypoint = shlex.join(["python", "-m", "specactor_ray.job", command, *arguments])
     with _readable_errors(address):
@@ -71,6 +86,8 @@ def submit(
 def read_runtime_env(path: Path | None) -> dict[str, Any]:
     """The job's environment: this folder, without what is listed in `EXCLUDES`, and what the file adds.
 
+    A line such as `!data/ca.pem` among the file's `excludes` uploads that one after all.
+
     Raises:
         InputError: The file is not there or is no mapping.
     """
@@ -79,12 +96,16 @@ def read_runtime_env(path: Path | None) -> dict[str, Any]:
     try:
         if path is not None:
             given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise InputError(f"--runtime-env: {path} cannot be read: {error}") from None
     if not isinstance(given, Mapping):
         raise InputError(f"--runtime-env: {path} must hold `key: value` pairs, such as pip or env_vars")
+    for key, kind in (("excludes", list), ("env_vars", dict)):
+        if not isinstance(given.get(key) or kind(), kind):
+            raise InputError(f"--runtime-env: {key} in {path} is no {'list' if kind is list else 'mapping'}")
     environment.update(given)
-    environment["env_vars"] = {"RAY_JOB_STOP_WAIT_TIME_S": _STOP_WAIT_S, **environment["env_vars"]}
+    environment["excludes"] = [*EXCLUDES, *(given.get("excludes") or ())]
+    environment["env_vars"] = {"RAY_JOB_STOP_WAIT_TIME_S": _STOP_WAIT_S, **(given.get("env_vars") or {})}
     return environment
 
 
@@ -124,7 +145,8 @@ def _readable_errors(address: str) -> Iterator[None]:
         if "401" in text or "403" in text or "nauthori" in text or "uthentication" in text:
             raise ClusterError(
                 f"the Ray cluster at {address} wants an authentication token. Fix: set RAY_AUTH_MODE=token and "
-                "RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN)."
+                "RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN). "
+                "The one saved in your home goes to clusters on this machine only, unless RAY_AUTH_MODE=token is set."
             ) from None
         raise ClusterError(f"the job was refused by {address}: {text}") from None
 

@@ -42,13 +42,16 @@ def measure_peer(work: PeerWork, report: Report) -> list[PeerMeasured]:
 def _start(work: PeerWork) -> Any:
     from vllm import LLM
 
-    from specactor_ray.modeling.loading import resolve_model
+    from specactor_ray.modeling.loading import locate_model
     from specactor_ray.targets.vllm_bridge import kernel_scan_without_llvmlite
 
     target = work.config.target
+    source, revision = locate_model(target.model)
     with kernel_scan_without_llvmlite():
         llm = LLM(
-            model=str(resolve_model(target.model)),
+            model=str(source),
+            revision=revision,
+            tokenizer_revision=revision,
             dtype=target.dtype,
             max_model_len=target.max_model_len,
             max_num_seqs=work.batch,

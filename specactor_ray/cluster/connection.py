@@ -15,15 +15,25 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray
 
+from specactor_ray.cluster.module_path import worker_job_config
 from specactor_ray.cluster.names import NAMESPACE
+from specactor_ray.cluster.token import (
+    PRIVATE_FOLDER,
+    new_token,
+    note_address,
+    read_token,
+    saved_token,
+    shown,
+    token_for,
+)
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.errors import ClusterError
+from specactor_ray.leftovers import make_owned_folder, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +51,9 @@ class Connection:
         owned: Whether the cluster was started here and ends with the connection.
     """
 
-    def __init__(self, address: str, owned: bool, joined: bool, temp_dir: Path | None = None) -> None:
+    def __init__(self, address: str, owned: bool, held: contextlib.ExitStack | None = None) -> None:
         self.address, self.owned = address, owned
-        self._joined, self._temp_dir = joined, temp_dir
-        self._closed = False
+        self._held = held
 
     def __enter__(self) -> Connection:
         return self
@@ -59,13 +68,8 @@ class Connection:
 
         A Ray that was already initialised before `connect` stays as it is.
         """
-        if self._closed:
-            return
-        self._closed = True
-        if self._joined and ray.is_initialized():
-            ray.shutdown()
-        if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
+        if self._held is not None:
+            self._held.close()
 
 
 def connect(config: ClusterConfig) -> Connection:
@@ -76,7 +80,7 @@ def connect(config: ClusterConfig) -> Connection:
             not be started; the message names the address and the fix.
     """
     if ray.is_initialized():
-        return Connection(ray.get_runtime_context().gcs_address, owned=False, joined=False)
+        return Connection(ray.get_runtime_context().gcs_address, owned=False)
     if config.address != "local":
         with _own_sigterm_handler():
             return _join(config)
@@ -94,13 +98,17 @@ def connect(config: ClusterConfig) -> Connection:
 
 def _join(config: ClusterConfig) -> Connection:
     address = _resolve(config.address)
-    _probe(address, _token(look_for_saved=config.address == "auto"))
-    try:
-        # `auto` also makes Ray look for a saved token; a spelled-out address does not.
-        ray.init(address="auto" if config.address == "auto" else address, **_quiet())
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise ClusterError(f"could not join the Ray cluster at {address}: {error}") from None
-    return Connection(ray.get_runtime_context().gcs_address, owned=False, joined=True)
+    variables = token_for(address, found_here=config.address == "auto" and not os.environ.get("RAY_ADDRESS"))
+    wants_token = _probe(address, read_token(variables))
+    with contextlib.ExitStack() as held:
+        if wants_token:
+            held.enter_context(shown(variables))
+        held.callback(ray.shutdown)
+        try:
+            ray.init(address=address, **_quiet())
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise ClusterError(f"could not join the Ray cluster at {address}: {error}") from None
+        return Connection(ray.get_runtime_context().gcs_address, owned=False, held=held.pop_all())
 
 
 @contextlib.contextmanager
@@ -119,31 +127,35 @@ def _own_sigterm_handler() -> Iterator[None]:
 
 
 def _quiet() -> dict[str, Any]:
-    return {"namespace": NAMESPACE, "logging_level": logging.ERROR, "configure_logging": True}
+    quiet = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "configure_logging": True}
+    return {**quiet, "job_config": worker_job_config()}
 
 
 def _start_private_cluster(config: ClusterConfig) -> Connection:
     if os.environ.get("RAY_ADDRESS"):
         logger.warning("RAY_ADDRESS is set, but cluster.address=local starts a private cluster; use auto to join")
     cpus = config.num_cpus if config.num_cpus is not None else len(os.sched_getaffinity(0))
-    base = tempfile.gettempdir()
-    temp_dir = Path(tempfile.mkdtemp(prefix="specactor-", dir=base if len(base) < _LONGEST_TEMP_DIR - 20 else "/tmp"))
-    try:
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            num_gpus=config.num_gpus,
-            include_dashboard=False,
-            _temp_dir=str(temp_dir),
-            **_quiet(),
-        )
-    except BaseException as error:
-        ray.shutdown()
-        shutil.rmtree(temp_dir, ignore_errors=True)
-        if isinstance(error, Exception):
+    base = tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONGEST_TEMP_DIR - 20 else "/tmp"
+    remove_abandoned(PRIVATE_FOLDER, base)
+    with contextlib.ExitStack() as held:
+        folder = make_owned_folder(PRIVATE_FOLDER, base)
+        held.callback(shutil.rmtree, folder, ignore_errors=True)
+        held.enter_context(shown(new_token(folder)))
+        held.callback(ray.shutdown)
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                num_gpus=config.num_gpus,
+                include_dashboard=False,
+                _temp_dir=str(folder / "r"),  # one below: Ray opens its own folder to everybody
+                **_quiet(),
+            )
+        except Exception as error:
             raise ClusterError(f"a private Ray cluster with {cpus} CPUs could not be started: {error}") from error
-        raise
-    return Connection(ray.get_runtime_context().gcs_address, owned=True, joined=True, temp_dir=temp_dir)
+        address = ray.get_runtime_context().gcs_address
+        note_address(folder, address)
+        return Connection(address, owned=True, held=held.pop_all())
 
 
 @contextlib.contextmanager
@@ -185,8 +197,14 @@ def _running_here() -> str:
         ) from None
 
 
-def _probe(address: str, token: str) -> None:
-    """Ask the cluster at `host:port` whether it is alive and takes our token; seconds, never minutes."""
+def _probe(address: str, token: str) -> bool:
+    """Ask the cluster at `host:port` whether it is alive and takes our token; seconds, never minutes.
+
+    The token is shown only to what answers as a Ray cluster and asks for one.
+
+    Returns:
+        Whether it wants a token.
+    """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:
@@ -194,11 +212,24 @@ def _probe(address: str, token: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
         raise ClusterError(f"no Ray cluster answers at {address} ({reason}). Fix: {_TWO_FIXES}") from None
-    try:
-        import grpc  # type: ignore[import-untyped]
-        from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
-    except ImportError:  # a minimal Ray: the open port must do
-        return
+    answer = _ask_alive(address, "")
+    wants_token = answer == _UNAUTHENTICATED
+    if wants_token and token:
+        answer = _ask_alive(address, token)
+    if answer:
+        raise ClusterError(_why_refused(address, answer, token))
+    return wants_token
+
+
+def _ask_alive(address: str, token: str) -> str:
+    """Why the cluster does not answer, as a gRPC code; empty when it does.
+
+    Raises:
+        ClusterError: It runs another version of Ray.
+    """
+    import grpc  # type: ignore[import-untyped]
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
     with grpc.insecure_channel(address) as channel:
         stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         metadata = [("authorization", f"Bearer {token}")] if token else None
@@ -206,40 +237,26 @@ def _probe(address: str, token: str) -> None:
             request = gcs_service_pb2.CheckAliveRequest()  # type: ignore[attr-defined]
             reply = stub.CheckAlive(request, timeout=_PROBE_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as error:
-            raise ClusterError(_why_refused(address, error.code().name, bool(token))) from None
+            return str(error.code().name)
     if reply.ray_version and reply.ray_version != ray.__version__:
         raise ClusterError(
             f"the cluster at {address} runs Ray {reply.ray_version}, this process Ray {ray.__version__}. "
             "Fix: install the same version on both sides."
         )
+    return ""
 
 
-def _why_refused(address: str, code: str, had_token: bool) -> str:
-    if code == "UNAUTHENTICATED":
-        found = "the token of this process is not the cluster's" if had_token else "this process has no token"
+_UNAUTHENTICATED = "UNAUTHENTICATED"
+
+
+def _why_refused(address: str, code: str, token: str) -> str:
+    if code == _UNAUTHENTICATED:
+        found = "the token of this process is not the cluster's" if token else "this process has no token for it"
+        withheld = ""
+        if not token and saved_token().is_file():
+            withheld = f" {saved_token()} goes to clusters on this machine only; RAY_AUTH_MODE=token sends it there."
         return (
             f"the Ray cluster at {address} wants an authentication token, and {found}. Fix: set RAY_AUTH_MODE=token "
-            "and RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN)."
+            "and RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN)." + withheld
         )
     return f"something listens at {address}, but it does not answer as a Ray cluster ({code}). Fix: {_TWO_FIXES}"
-
-
-def _token(look_for_saved: bool) -> str:
-    """The token Ray would send; empty when it would send none.
-
-    Args:
-        look_for_saved: Without RAY_AUTH_MODE, Ray uses the saved token only for a cluster that it found itself.
-    """
-    mode = os.environ.get("RAY_AUTH_MODE")
-    if mode is None and not look_for_saved:
-        return ""
-    if mode is not None and mode.lower() != "token":
-        return ""
-    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
-    if token:
-        return token
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

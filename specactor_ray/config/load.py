@@ -23,11 +23,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specactor_ray.config.describe import default_of, field_types, list_element, type_in_words, without_none
+from specactor_ray.config.environment import from_environment, value_at
 from specactor_ray.config.schema import Config
 from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError
 
 Tree = dict[str, Any]
+_FROM_ENVIRONMENT = "_from_environment"
+"""Attribute of a loaded configuration, and of copies of it: see `from_environment`."""
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -57,16 +60,25 @@ def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
     _check_section(tree, Config, "")
     config = _convert(tree)
     validate(config)
+    setattr(config, _FROM_ENVIRONMENT, from_environment(tree, config))
     return config
 
 
 def to_yaml(config: Config) -> str:
-    """The whole configuration as YAML, defaults included; `load_config` of it gives an equal configuration."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """The whole configuration as YAML, defaults included; `load_config` of it gives an equal configuration.
+
+    What came from the environment (`${oc.env:TOKEN}`) is written as it was read, not as the secret that it may be.
+    """
+    node = OmegaConf.structured(config)
+    for path, (reference, value) in getattr(config, _FROM_ENVIRONMENT, {}).items():
+        with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError):
+            if value_at(config, path) == value:
+                value_at(node, path[:-1])[path[-1]] = reference
+    return OmegaConf.to_yaml(node)
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write `to_yaml(config)` so that the file is either complete or as it was before.
+    """Write `to_yaml(config)` so that the file is either complete or as it was before. Only its owner may read it.
 
     Raises:
         OSError: The folder cannot be written to.
@@ -79,7 +91,6 @@ def save_config(config: Config, path: str | Path) -> None:
             stream.write(to_yaml(config))
             stream.flush()
             os.fsync(stream.fileno())
-        Path(temporary).chmod(0o644)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -95,6 +106,8 @@ def _read_yaml(path: Path) -> Tree:
         raise ConfigError(where, "there is no such file.", _similar_files(path)) from None
     except IsADirectoryError:
         raise ConfigError(where, "this is a folder.", "name a YAML file.") from None
+    except RecursionError:
+        raise ConfigError(where, "its values are nested too deeply.", "mend the file.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(where, f"not a text file in UTF-8 ({error.reason}).", "name a YAML file.") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -153,6 +166,8 @@ def _apply_override(tree: Tree, item: str) -> None:
 def _override_value(key: str, text: str) -> Any:
     try:
         return _plain(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"])))["value"]
+    except RecursionError:
+        raise ConfigError(key, "the value is nested too deeply.", "mend it.") from None
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         problem = f"{text!r} is not valid YAML ({_yaml_problem(error)})."
         raise ConfigError(key, problem, f"quote the whole item for the shell: '{key}=...'") from None

@@ -8,6 +8,7 @@ vLLM loads it as it is. Read are that one and the format of the EAGLE authors (a
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import torch
 
 from specactor_ray.errors import ModelLoadError
+from specactor_ray.json_text import parse_json
 from specactor_ray.modeling.eagle_head import EagleHead, EagleHeadConfig, default_aux_layers
-from specactor_ray.modeling.loading import load_model, load_model_config, parse_dtype, resolve_model
+from specactor_ray.modeling.loading import load_model, load_model_config, parse_dtype, resolve_model, wrong_value_errors
 
 _OWN_KEY = "specactor_ray"
 """Facts of ours in `config.json` that the format has no place for."""
@@ -59,7 +61,11 @@ def load_head(
         weights[_EMBEDDING] = target_embedding(target, trust_remote_code=trust_remote_code)
     if "d2t" not in weights and config.draft_vocab_size == config.vocab_size:
         weights["d2t"] = torch.zeros(config.vocab_size, dtype=torch.long)
-    head = EagleHead(config)
+    try:
+        head = EagleHead(config)
+    except wrong_value_errors() as error:
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(f"{name}/config.json does not describe a layer that can be made: {reason}.") from error
     _reject_misfits(head, weights, name)
     head.load_state_dict(weights)
     _reject_bad_mapping(head, name)
@@ -122,56 +128,98 @@ def _read_json(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelLoadError(f"There is no EAGLE head at {str(folder)!r} (no config.json). Fix: name its directory.")
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}. Fix: copy the head again.") from error
     return facts if isinstance(facts, dict) else {}
+
+
+def _whole(folder: Path, facts: Mapping[str, Any], key: str, default: int | None) -> int | None:
+    """The whole number of 1 or more at a key; the default where there is none.
+
+    Raises:
+        ModelLoadError: Something else stands there.
+    """
+    value = facts.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        raise ModelLoadError(f"{folder}/config.json: {key} is {value!r:.80}, not a whole number of 1 or more.")
+    return value
+
+
+def _section(folder: Path, facts: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The section at a key, empty where there is none; raises as `_whole`."""
+    value = facts.get(key) or {}
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{folder}/config.json: {key} is {value!r:.80}, not a section of keys and values.")
+    return value
+
+
+def _aux_layers(folder: Path, facts: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
+    key = "eagle_aux_hidden_state_layer_ids"
+    aux = facts.get(key) or _section(folder, facts, "eagle_config").get(key) or default_aux_layers(target_layers)
+    if not isinstance(aux, list | tuple) or not all(type(index) is int and 0 < index < 2**16 for index in aux):
+        raise ModelLoadError(f"{folder}/config.json: {key} is {aux!r:.80}, not a list of layers from 1 on.")
+    return tuple(aux)
+
+
+def _window(folder: Path, about: Mapping[str, Any]) -> int:
+    methods = about.get("proposal_methods") or [{}]
+    if not isinstance(methods, list) or not isinstance(methods[0], dict):
+        raise ModelLoadError(f"{folder}/config.json: proposal_methods is {methods!r:.80}, not a list of sections.")
+    return _whole(folder, methods[0], "speculative_tokens", None) or 5
 
 
 def _parse(folder: Path, facts: Mapping[str, Any], target_layers: int, target_hidden: int) -> EagleHeadConfig:
     kind = facts.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise ModelLoadError(f"{folder} holds a {kind!r} head. Fix: use one of the kind eagle3.")
-    layer = dict(facts.get("transformer_layer_config") or facts)
-    if "draft_vocab_size" not in facts or "hidden_size" not in layer:
+    layer = _section(folder, facts, "transformer_layer_config") or dict(facts)
+    draft_vocab_size = _whole(folder, facts, "draft_vocab_size", None)
+    sizes = {key: _whole(folder, layer, key, None) for key in _LAYER_SIZES}
+    if draft_vocab_size is None or None in (sizes["hidden_size"], sizes["vocab_size"]):
         raise ModelLoadError(f"{folder}/config.json does not describe an EAGLE-3 head (no draft_vocab_size).")
-    if int(layer.get("num_hidden_layers", 1)) != 1:
+    if _whole(folder, layer, "num_hidden_layers", 1) != 1:
         raise ModelLoadError(f"{folder} has {layer['num_hidden_layers']} layers; heads of one layer are supported.")
-    nested = facts.get("eagle_config") or {}
-    aux = facts.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
-    own = dict(facts.get(_OWN_KEY) or {})
-    about = facts.get("speculators_config") or {}
-    methods = about.get("proposal_methods") or [{}]
+    own = dict(_section(folder, facts, _OWN_KEY))
+    verifier_layers = _whole(folder, own, "verifier_layers", None)
+    own.pop("verifier_layers", None)
+    about = _section(folder, facts, "speculators_config")
+    hidden = _whole(folder, layer, "target_hidden_size", target_hidden)
     return EagleHeadConfig(
         layer={
             key: value
             for key, value in layer.items()
             if key in _LAYER_KEYS and value is not None and value != _LAYER_DEFAULTS.get(key)
         },
-        draft_vocab_size=int(facts["draft_vocab_size"]),
-        target_hidden_size=int(facts.get("target_hidden_size") or layer.get("target_hidden_size") or target_hidden),
-        aux_layers=tuple(int(index) for index in aux or default_aux_layers(target_layers)),
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=_whole(folder, facts, "target_hidden_size", hidden) or target_hidden,
+        aux_layers=_aux_layers(folder, facts, target_layers),
         norm_before_residual=bool(facts.get("norm_before_residual", False)),
-        verifier=str((about.get("verifier") or {}).get("name_or_path") or ""),
-        verifier_layers=own.pop("verifier_layers", None),
-        window=int(methods[0].get("speculative_tokens") or 5),
+        verifier=str(_section(folder, about, "verifier").get("name_or_path") or ""),
+        verifier_layers=verifier_layers,
+        window=_window(folder, about),
         extra=own,
     )
 
 
-_LAYER_KEYS = (
+_LAYER_SIZES = (
     "hidden_size",
     "intermediate_size",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_LAYER_KEYS = (
+    *_LAYER_SIZES,
     "hidden_act",
     "rms_norm_eps",
-    "vocab_size",
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
-    "max_position_embeddings",
     "attention_bias",
     "mlp_bias",
 )
@@ -209,8 +257,11 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
             return {key: tensor for file in files for key, tensor in load_file(file).items()}
         path = folder / "pytorch_model.bin"
         if path.is_file():
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+            weights = torch.load(path, map_location="cpu", weights_only=True)
+            if isinstance(weights, dict) and all(isinstance(value, torch.Tensor) for value in weights.values()):
+                return weights
+            raise ValueError(f"{path.name} holds something else than names and tensors")
+    except (OSError, SafetensorError, RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
         raise ModelLoadError(f"The weights of the EAGLE head {str(folder)!r} cannot be read: {error}.") from error
     raise ModelLoadError(f"The EAGLE head {str(folder)!r} has no weights (model.safetensors).")
 

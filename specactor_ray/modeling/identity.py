@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.config.schema import DrafterConfig
-from specactor_ray.modeling.loading import load_model_config
+from specactor_ray.modeling.loading import load_model_config, read_config
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
 _NOT_THE_METHOD = (
@@ -33,7 +33,7 @@ def model_identity(name: str, dtype: str, trust_remote_code: bool = False) -> di
     """
     path = Path(name).expanduser() / "config.json"
     if path.is_file():
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_config(path.parent)
     else:
         config = load_model_config(name, trust_remote_code=trust_remote_code).to_dict()
     for key in _NOT_THE_MODEL:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import os
 import pickle
 import re
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.errors import ModelLoadError
+from specactor_ray.json_text import parse_json
 from specactor_ray.modeling.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers
 from specactor_ray.signals import signals_deferred
 
@@ -30,11 +30,13 @@ DTYPE_NAMES = ("float32", "bfloat16", "float16")
 HUB_TIMEOUT_S = 4.0
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
+"""What follows the `@` is a commit, a tag or a branch."""
 
 
 def resolve_model(name: str) -> Path | str:
-    """Where a model is: a directory (converted first, for a built-in name), or the Hugging Face id as it is.
+    """Where a model is: a directory (converted first, for a built-in name), or the Hugging Face id as it is, with its
+    `@revision` if it has one.
 
     Raises:
         ModelLoadError: The directory lacks its configuration or weights, there is no such path, or the built-in
@@ -51,6 +53,15 @@ def resolve_model(name: str) -> Path | str:
     if not _HUB_ID.fullmatch(name):
         raise ModelLoadError(f"There is no directory {name!r}. Fix: check the path, or give {_NAMES_IN_WORDS}.")
     return name
+
+
+def locate_model(name: str) -> tuple[Path | str, str | None]:
+    """As `resolve_model`, with the revision apart: `("org/model", "9f2c1a7")` of `org/model@9f2c1a7`, None for none."""
+    source = resolve_model(name)
+    if isinstance(source, Path):
+        return source, None
+    plain, _, revision = source.partition("@")
+    return plain, revision or None
 
 
 def load_model(
@@ -205,13 +216,8 @@ def check_model_dir(path: Path) -> None:
     Raises:
         ModelLoadError: Something is missing; the message names it.
     """
-    fix = "Fix: name the directory that `save_pretrained` wrote, or copy the missing files into it."
-    if not (path / "config.json").is_file():
-        raise ModelLoadError(f"The model directory {path} has no config.json. {fix}")
-    try:
-        json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{path / 'config.json'} is not valid JSON: {error}. {fix}") from error
+    fix = _COPY_AGAIN
+    read_config(path)
     shards = {shard for index in _INDEX_FILES for shard in _shards_of(path / index)}
     missing = sorted(shard for shard in shards if not (path / shard).is_file())
     if missing:
@@ -220,11 +226,32 @@ def check_model_dir(path: Path) -> None:
         raise ModelLoadError(f"The model directory {path} has no weights (model.safetensors). {fix}")
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """What `config.json` in a directory says.
+
+    Raises:
+        ModelLoadError: There is none, or it cannot be read.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelLoadError(f"The model directory {path} has no config.json. {_COPY_AGAIN}")
+    try:
+        facts = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file} is not valid JSON: {error}. {_COPY_AGAIN}") from error
+    if not isinstance(facts, dict):
+        raise ModelLoadError(f"{file} is not valid: it holds no keys. {_COPY_AGAIN}")
+    return facts
+
+
+_COPY_AGAIN = "Fix: name the directory that `save_pretrained` wrote, or copy the missing files into it."
+
+
 def _shards_of(index: Path) -> set[str]:
     if not index.is_file():
         return set()
     try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{index} is not an index of weight files: {error!r}. Fix: copy it again.") from error
 
@@ -246,7 +273,9 @@ def _reject_incomplete_weights(name: str, info: dict[str, Any]) -> None:
         raise ModelLoadError(f"The weights of {name!r} lack {shown}. Fix: get the complete model.")
 
 
-_NAMES_IN_WORDS = f"a local directory, a Hugging Face id, or the built-in {', '.join(BUILTIN_MODELS)}"
+_NAMES_IN_WORDS = (
+    f"a local directory, a Hugging Face id (org/name or org/name@commit), or the built-in {', '.join(BUILTIN_MODELS)}"
+)
 
 
 @contextlib.contextmanager
@@ -254,16 +283,34 @@ def _open(name: str, trust_remote_code: bool) -> Iterator[tuple[Path | str, dict
     """Where to load `name` from and with which access options; turns what goes wrong inside into a ModelLoadError."""
     from safetensors import SafetensorError
 
-    source = resolve_model(name)
+    known: tuple[type[Exception], ...] = (
+        *_LOOKUP_ERRORS,
+        *wrong_value_errors(),
+        SafetensorError,
+        pickle.UnpicklingError,
+    )
+    source, revision = locate_model(name)
     offline = isinstance(source, str) and not hub_reachable()
-    access = {"trust_remote_code": trust_remote_code, "local_files_only": offline or isinstance(source, Path)}
+    access: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    access |= {"local_files_only": offline or isinstance(source, Path), "revision": revision}
     try:
         with quiet_transformers():
             yield source, access
     except ModelLoadError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError) as error:
+    except known as error:
         raise ModelLoadError(_explain(name, source, offline, error)) from error
+
+
+_LOOKUP_ERRORS = (OSError, ImportError)
+
+
+def wrong_value_errors() -> tuple[type[Exception], ...]:
+    """What transformers raises for a configuration whose values are of the wrong kind."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    builtin = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError)
+    return *builtin, StrictDataclassError
 
 
 def _explain(name: str, source: Path | str, offline: bool, error: Exception) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from specactor_ray.clock import SYSTEM
-from specactor_ray.cluster.token import send_saved_token
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.errors import InputError
 
@@ -68,7 +67,6 @@ _ASK_S = 60.0
 @contextlib.contextmanager
 def _attached(run: str | None, address: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The run's name, and how to ask its controller."""
-    send_saved_token()
     from specactor_ray.cluster.calls import Calls
     from specactor_ray.cluster.connection import connect
     from specactor_ray.cluster.lookup import find_controller, list_runs

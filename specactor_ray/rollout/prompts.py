@@ -10,6 +10,7 @@ from typing import Any
 
 from specactor_ray.config.schema import Config
 from specactor_ray.errors import InputError
+from specactor_ray.json_text import parse_json
 from specactor_ray.messages import SamplingParams
 
 Prompt = str | list[dict[str, Any]] | list[int]
@@ -52,7 +53,7 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, Any]]:
     """
     for number, line in _lines(Path(path)):
         try:
-            yield number, json.loads(line)
+            yield number, parse_json(line)
         except json.JSONDecodeError as error:
             raise InputError(f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})") from None
 

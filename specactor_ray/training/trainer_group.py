@@ -16,7 +16,7 @@ from specactor_ray.cluster.names import NAMESPACE, actor_name
 from specactor_ray.cluster.placement import Demand, cluster_supply, demand_against_supply
 from specactor_ray.config.schema import Config
 from specactor_ray.errors import ClusterError
-from specactor_ray.learner.engines.deepspeed_engine import Rendezvous
+from specactor_ray.learner.engines.deepspeed_engine import LOOPBACK, Rendezvous
 from specactor_ray.learner.trainer import TrainerSpec
 from specactor_ray.training.trainer_ranks import TrainerRanks
 
@@ -106,7 +106,11 @@ class TrainerGroup(TrainerRanks):
     def _start(self, checkpoint: Path | None) -> None:
         trainer = self._config.trainer
         limit_s = self._config.cluster.start_timeout_s
-        address, port = self._calls.ask(self._ranks[0], "find_port", deadline_s=limit_s)
+        asked = [self._calls.start(rank, "find_port", deadline_s=limit_s) for rank in self._ranks]
+        places = self._calls.ask_all(asked)
+        address, port = places[0]
+        if all(place[0] == address for place in places):
+            address = LOOPBACK  # nobody else is to hear of it
         threads = trainer.cores or max(1, len(os.sched_getaffinity(0)) // trainer.ranks)
         where = str(checkpoint) if checkpoint is not None else None
         specs = [

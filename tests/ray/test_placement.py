@@ -60,7 +60,7 @@ def test_malformed_addresses(address: str) -> None:
 
 
 PRIVATE = """
-import os, sys, ray
+import os, stat, sys, ray
 from specactor_ray.cluster.connection import _probe, connect
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.errors import ClusterError
@@ -77,10 +77,13 @@ with connect(ClusterConfig(num_cpus=3)) as connection:
     with connect(ClusterConfig(address="auto")) as inner:  # the one this process has, left alone at the end
         assert not inner.owned and inner.address == connection.address
     assert ray.is_initialized()
-    assert os.listdir(sys.argv[1])
+    (folder,) = os.listdir(sys.argv[1])
+    assert stat.S_IMODE(os.stat(os.path.join(sys.argv[1], folder)).st_mode) == 0o700
     assert "this process has no token" in refusal("")
     assert "not the cluster's" in refusal("guessed")
 assert not ray.is_initialized()
+assert not [name for name in os.environ if name.startswith("RAY_AUTH")]
+assert not os.path.exists(os.path.expanduser("~/.ray"))
 connection.close()
 assert os.listdir(sys.argv[1]) == [], os.listdir(sys.argv[1])
 """
@@ -94,7 +97,7 @@ def test_a_private_cluster_leaves_no_file_and_says_nothing() -> None:
             capture_output=True,
             text=True,
             timeout=100,
-            env={**environment, "TMPDIR": folder},
+            env={**environment, "TMPDIR": folder, "HOME": f"{folder}-home"},
         )
     assert done.returncode == 0, done.stderr
     assert (done.stdout, done.stderr) == ("", "")

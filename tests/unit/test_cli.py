@@ -355,3 +355,20 @@ class TestProgress:
 
     def test_no_failures_no_word_of_them(self) -> None:
         assert "failed" not in figures(ProgressState(tokens=10), 1.0)
+
+
+def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path) -> None:
+    folder = tmp_path / "downloads"
+    folder.mkdir()
+    for module in ("ray", "numpy", "torch", "yaml"):
+        (folder / f"{module}.py").write_text("open('planted', 'w')\n")
+    (folder / "mine.py").write_text("open('wanted', 'w')\ndef reward(sample):\n    return 1.0\n")
+    script = tmp_path / "specactor"  # as pip writes it: its own folder comes first, not the current one
+    script.write_text("from specactor_ray.cli import main\nmain()\n")
+    done = specactor(folder, "status", "--address", "127.0.0.1:1", program=(str(script),))
+    assert "no Ray cluster answers" in error_line(done)
+    rewards = "reward.functions=[{name: 'mine:reward'}, {name: 'mine:other'}]"
+    train = "train", "mode=plain", "data.path=reasoning_gym:none", "data.n=2", rewards
+    assert "mine:other cannot be imported" in error_line(specactor(folder, *train, program=(str(script),)))
+    assert not (folder / "planted").exists()
+    assert (folder / "wanted").exists()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
+import stat
 from pathlib import Path
 
 import pytest
@@ -448,6 +450,35 @@ class TestWriting:
         save_config(config, path)
         assert load_config(path) == config
         assert [file.name for file in path.parent.iterdir()] == ["config.yaml"]
+
+    def test_what_came_from_the_environment_is_not_written_down(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HUB_TOKEN", "hunter2")
+        monkeypatch.setenv("BATCH", "3")
+        items = [
+            "data.options={token: '${oc.env:HUB_TOKEN}', 'a.b': [{items: 'Bearer ${oc.env:HUB_TOKEN}'}], plain: 1}",
+            "run.dir=${data.options.token}",
+            "target.max_batch=${oc.env:BATCH}",
+            "drafters=[{method: draft_model, model: '${oc.env:HUB_TOKEN}'}]",
+            "run.log_level=INFO",
+            "run.name=${run.log_level}",
+        ]
+        config = copy.deepcopy(load_config(None, items))
+        assert config.run.dir == "hunter2" and config.target.max_batch == 3
+        path = tmp_path / "config.yaml"
+        save_config(config, path)
+        assert "hunter2" not in path.read_text() and "name: INFO" in path.read_text()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert load_config(path) == config
+        config.target.max_batch = 4  # what was changed later is written
+        assert load_config(write(tmp_path, to_yaml(config))) == config
+
+    def test_nesting_without_end_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="nested too deeply"):
+            load_config(write(tmp_path, "data: " + "[" * 3000 + "]" * 3000))
+        with pytest.raises(ConfigError, match="nested too deeply"):
+            load_config(None, ["data.options=" + "[" * 3000 + "]" * 3000])
 
     def test_a_failed_save_leaves_the_old_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "config.yaml"

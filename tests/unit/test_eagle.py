@@ -328,6 +328,65 @@ class TestCheckpoint:
             load_head(str(tmp_path), str(tiny_target()))
         assert all(word in str(caught.value) for word in words), caught.value
 
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("draft_vocab_size", "many"),
+            ("draft_vocab_size", [1]),
+            ("draft_vocab_size", 0),
+            ("draft_vocab_size", 1e99),
+            ("transformer_layer_config", [1, 2]),
+            ("transformer_layer_config.hidden_size", {}),
+            ("transformer_layer_config.num_attention_heads", True),
+            ("transformer_layer_config.num_hidden_layers", "one"),
+            ("transformer_layer_config.rope_parameters", 7),
+            ("transformer_layer_config.hidden_act", ["silu"]),
+            ("target_hidden_size", -64),
+            ("eagle_aux_hidden_state_layer_ids", 3),
+            ("eagle_aux_hidden_state_layer_ids", ["low"]),
+            ("eagle_aux_hidden_state_layer_ids", [0]),
+            ("speculators_config", "x"),
+            ("speculators_config.verifier", [1]),
+            ("speculators_config.proposal_methods", [3]),
+            ("speculators_config.proposal_methods", {"a": 1}),
+            ("specactor_ray", [1]),
+            ("specactor_ray.verifier_layers", "x"),
+        ],
+    )
+    def test_a_value_of_the_wrong_kind_is_named(self, tmp_path: Path, key: str, value: Any) -> None:
+        save_head(head(), tmp_path)
+        path = tmp_path / "config.json"
+        facts = json.loads(path.read_text())
+        *parents, last = key.split(".")
+        place = facts
+        for parent in parents:
+            place = place[parent]
+        place[last] = value
+        path.write_text(json.dumps(facts))
+        with pytest.raises(ModelLoadError) as caught:
+            load_head(str(tmp_path), str(tiny_target()))
+        assert str(path) in str(caught.value)
+        if last not in ("rope_parameters", "hidden_act"):
+            assert last in str(caught.value), caught.value
+
+    @pytest.mark.parametrize("text", ["[" * 100000, '{"draft_vocab_size": ' + "9" * 5000 + "}", '{"a"'])
+    def test_a_configuration_that_cannot_be_read_is_named(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ModelLoadError, match=r"config\.json is not valid JSON"):
+            read_head_config(str(tmp_path), str(tiny_target()))
+
+    @pytest.mark.parametrize("weights", [b"nothing", b"", None])
+    def test_weights_that_are_none_are_not_run(self, tmp_path: Path, weights: bytes | None) -> None:
+        save_head(head(), tmp_path)
+        (tmp_path / "model.safetensors").unlink()
+        path = tmp_path / "pytorch_model.bin"
+        if weights is None:
+            torch.save({"a": Path("x")}, path)  # a class that torch.load would have to import
+        else:
+            path.write_bytes(weights)
+        with pytest.raises(ModelLoadError, match="cannot be read"):
+            load_head(str(tmp_path), str(tiny_target()))
+
     def test_what_is_not_there_is_said(self, tmp_path: Path) -> None:
         with pytest.raises(ModelLoadError, match=r"no config\.json"):
             read_head_config(str(tmp_path), str(tiny_target()))

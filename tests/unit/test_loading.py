@@ -77,6 +77,17 @@ class TestLocalDirectory:
         (model_dir / "config.json").write_text("{")
         assert "not valid JSON" in error_of(lambda: loading.load_model(str(model_dir)))
 
+    @pytest.mark.parametrize("text", ["[" * 100_000, "[1]"])
+    def test_strange_configuration(self, model_dir: Path, text: str) -> None:
+        (model_dir / "config.json").write_text(text)
+        assert "config.json is not valid" in error_of(lambda: loading.load_model(str(model_dir)))
+
+    @pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"vocab_size": None}])
+    def test_values_of_the_wrong_kind(self, model_dir: Path, change: dict[str, object]) -> None:
+        facts = json.loads((model_dir / "config.json").read_text())
+        (model_dir / "config.json").write_text(json.dumps(facts | change))
+        assert "cannot be loaded" in error_of(lambda: loading.load_model(str(model_dir)))
+
     def test_without_weights(self, model_dir: Path) -> None:
         (model_dir / "model.safetensors").unlink()
         assert "no weights (model.safetensors)" in error_of(lambda: loading.load_model(str(model_dir)))
@@ -126,6 +137,33 @@ class TestLocalDirectory:
 class TestHub:
     def test_an_id_stays_an_id(self) -> None:
         assert loading.resolve_model("someone/some-model-1.5B") == "someone/some-model-1.5B"
+
+    def test_a_revision_is_loaded_and_no_other(self, tiny_model_dir: Path, tmp_path: Path) -> None:
+        snapshots = tmp_path / "hub" / "models--someone--pinned" / "snapshots"
+        for commit, length in (("a" * 40, 111), ("b" * 40, 222)):
+            shutil.copytree(tiny_model_dir, snapshots / commit)
+            facts = json.loads((snapshots / commit / "config.json").read_text())
+            (snapshots / commit / "config.json").write_text(json.dumps(facts | {"max_position_embeddings": length}))
+        (snapshots.parent / "refs").mkdir()
+        (snapshots.parent / "refs" / "main").write_text("a" * 40)
+        program = (
+            "from specactor_ray.modeling.loading import load_model_config, load_model\n"
+            f"for name in 'someone/pinned', 'someone/pinned@{'b' * 40}':\n"
+            "    for config in load_model_config(name), load_model(name).config:\n"
+            "        print(config.max_position_embeddings)\n"
+        )
+        environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+        environment.pop("HF_HUB_CACHE", None)
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=environment,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.stdout == "111\n111\n222\n222\n", done.stderr
+        assert "pinned@main" in error_of(lambda: loading.load_model_config("no-one/pinned@main"))
 
     @pytest.mark.parametrize("load", [loading.load_model, loading.load_tokenizer, loading.load_model_config])
     def test_unreachable(self, load: Callable[[str], object], monkeypatch: pytest.MonkeyPatch) -> None:

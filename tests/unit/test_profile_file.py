@@ -115,6 +115,11 @@ class TestFile:
         with pytest.raises(InputError, match="is truncated or damaged"):
             load_profile(path)
 
+    def test_nesting_without_end(self, file: Path) -> None:
+        file.write_text("[" * 100_000)
+        with pytest.raises(InputError, match="is truncated or damaged"):
+            load_profile(file)
+
     def test_a_changed_figure(self, file: Path) -> None:
         text = file.read_text()
         file.write_text(text.replace('"batch": 8', '"batch": 9', 1))

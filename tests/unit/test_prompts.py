@@ -74,6 +74,8 @@ class TestErrors:
         [
             ('{"prompt": "a"', "not valid JSON"),
             ("just words", "not valid JSON"),
+            ("[" * 100_000, "nested too deeply"),
+            ('{"prompt": ' + "9" * 5000 + "}", "not valid JSON"),
             ('["a"]', 'either "prompt" or "messages"'),
             ('{"text": "a"}', 'either "prompt" or "messages"'),
             ('{"prompt": "a", "messages": []}', 'either "prompt" or "messages"'),

@@ -1,28 +1,160 @@
-"""The user's saved Ray token."""
+"""Who is shown a Ray token: clusters on this machine, and whom the user named."""
 
 from __future__ import annotations
 
 import os
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
+from ray.core.generated import gcs_service_pb2
 
-from specactor_ray.cluster.token import send_saved_token
+from specactor_ray.cluster import token as tokens
+from specactor_ray.cluster.connection import connect
+from specactor_ray.config.schema import ClusterConfig
+from specactor_ray.errors import ClusterError
+from specactor_ray.leftovers import make_owned_folder
+from specactor_ray.rollout.attach import status_of_run
+from specactor_ray.submission import submit
+
+SECRET = "5eedfeed" * 8
+NAMES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with a saved token, and an environment that says nothing."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    for name in NAMES:
+        monkeypatch.setenv(name, "x")  # so that it is restored in any case
+        monkeypatch.delenv(name)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text(SECRET)
+    return tmp_path
+
+
+class Listener(grpc.GenericRpcHandler):
+    """Asks everybody for a token, as a cluster with authentication does, and keeps what it is sent."""
+
+    def __init__(self, refuse: bool = True) -> None:
+        self.refuse = refuse
+        self.seen: list[str] = []
+        self.server = grpc.server(ThreadPoolExecutor(1), handlers=[self])
+        self.port = self.server.add_insecure_port("0.0.0.0:0")
+        self.server.start()
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        self.seen.append(dict(details.invocation_metadata).get("authorization", ""))
+
+        def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+            if self.refuse:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, "who are you?")
+            return gcs_service_pb2.CheckAliveReply(ray_version="0.0").SerializeToString()
+
+        return grpc.unary_unary_rpc_method_handler(answer)
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = Listener()
+    yield listener
+    listener.server.stop(None)
+
+
+# 0.0.0.0 reaches this machine, but is no address of it: it stands for a foreign host here.
+FOREIGN = "0.0.0.0"
+
+
+def test_a_saved_token_is_not_sent_elsewhere(listener: Listener) -> None:
+    with pytest.raises(ClusterError, match="clusters on this machine only; RAY_AUTH_MODE=token sends it there"):
+        status_of_run(None, f"{FOREIGN}:{listener.port}")
+    assert listener.seen == [""]
+    assert "RAY_AUTH_MODE" not in os.environ
+
+
+def test_a_saved_token_is_sent_where_the_user_says_so(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with pytest.raises(ClusterError, match="not the cluster's"):
+        connect(ClusterConfig(address=f"{FOREIGN}:{listener.port}"))
+    assert listener.seen == ["", f"Bearer {SECRET}"]
+
+
+def test_on_this_machine_a_token_is_sent_to_who_asks_for_one(listener: Listener) -> None:
+    with pytest.raises(ClusterError, match="not the cluster's"):
+        connect(ClusterConfig(address=f"127.0.0.1:{listener.port}"))
+    assert listener.seen == ["", f"Bearer {SECRET}"]
+    listener.refuse = False
+    with pytest.raises(ClusterError, match=r"runs Ray 0\.0"):
+        connect(ClusterConfig(address=f"127.0.0.1:{listener.port}"))
+    assert listener.seen[2:] == [""]
+
+
+def test_a_dashboard_elsewhere_is_not_sent_a_saved_token() -> None:
+    assert tokens.token_for(f"{FOREIGN}:8265") == {}
+    assert tokens.read_token(tokens.token_for("127.0.0.1:8265")) == SECRET
+    with socket.create_server(("0.0.0.0", 0)) as server, ThreadPoolExecutor(1) as pool:
+        request = pool.submit(first_request, server)
+        with pytest.raises(ClusterError):
+            submit("train", [], f"http://{FOREIGN}:{server.getsockname()[1]}", None, False, None)  # type: ignore[arg-type]
+        assert SECRET not in request.result()
+
+
+def first_request(server: socket.socket) -> str:
+    server.settimeout(30)
+    connection, _ = server.accept()
+    with connection:
+        request = connection.recv(65536).decode()
+        connection.sendall(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+    return request
 
 
 @pytest.mark.parametrize(
-    ("saved", "chosen", "expected"), [(True, None, "token"), (False, None, None), (True, "disabled", "disabled")]
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("localhost", True),
+        ("[::1]", True),
+        (socket.gethostname(), True),
+        (FOREIGN, False),
+        ("192.0.2.1", False),
+        ("127.0.0.1.example.com", False),
+        ("2130706433", False),
+        ("", False),
+    ],
 )
-def test_a_saved_token_is_used_unless_the_user_chose_a_mode(
-    saved: bool, chosen: str | None, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("RAY_AUTH_MODE", "x")  # so that it is restored in any case
+def test_which_hosts_are_this_machine(host: str, expected: bool) -> None:
+    assert tokens.is_this_machine(host) is expected
+
+
+def test_what_the_user_chose_stays(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert tokens.token_for("127.0.0.1:1") == {} == tokens.new_token(home)
+    assert tokens.read_token({}) == ""
     monkeypatch.delenv("RAY_AUTH_MODE")
-    if chosen:
-        monkeypatch.setenv("RAY_AUTH_MODE", chosen)
-    if saved:
-        (tmp_path / ".ray").mkdir()
-        (tmp_path / ".ray" / "auth_token").write_text("secret")
-    send_saved_token()
-    assert os.environ.get("RAY_AUTH_MODE") == expected
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
+    assert tokens.read_token(tokens.token_for(f"{FOREIGN}:1")) == "mine"
+
+
+def test_a_private_cluster_has_a_token_of_its_own_that_other_processes_find(home: Path) -> None:
+    folder = make_owned_folder(tokens.PRIVATE_FOLDER, home)
+    variables = tokens.new_token(folder)
+    path = Path(variables["RAY_AUTH_TOKEN_PATH"])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert len(tokens.read_token(variables)) == 64
+    tokens.note_address(folder, "127.0.0.1:12345")
+    assert tokens.token_for("127.0.0.1:12345") == variables
+    assert tokens.token_for(f"{FOREIGN}:12345") == {}
+    assert tokens.read_token(tokens.token_for("127.0.0.1:12346")) == SECRET
+
+
+def test_variables_are_put_back() -> None:
+    with tokens.shown({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x"}):
+        assert os.environ["RAY_AUTH_TOKEN"] == "x"
+    assert not tokens.chosen_by_user()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
+import socket
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 
 from specactor_ray.config.training_schema import TrainerConfig
-from specactor_ray.errors import ConfigError
+from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.learner.batching import MicroBatch
 from specactor_ray.learner.engines.extension_locks import remove_abandoned_locks
 from specactor_ray.learner.engines.torch_engine import autocast, parameter_groups
@@ -22,6 +24,8 @@ from specactor_ray.learner.progress import Progress
 from specactor_ray.learner.saving import PartWriter
 
 _TAG = "deepspeed"
+LOOPBACK = "127.0.0.1"
+_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,9 @@ class Rendezvous:
 def join(rendezvous: Rendezvous, device: torch.device) -> None:
     """Set the environment that DeepSpeed reads, and join the process group (gloo on CPUs, NCCL on GPUs).
 
+    Nobody is asked for a password there: whoever reaches the port takes part. So it is opened at `rendezvous.address`
+    alone, not on all interfaces as torch does by itself; ranks that meet at `LOOPBACK` talk over no other interface.
+
     Raises:
         ConfigError: DeepSpeed is not installed.
     """
@@ -47,6 +54,8 @@ def join(rendezvous: Rendezvous, device: torch.device) -> None:
         MASTER_ADDR=rendezvous.address,
         MASTER_PORT=str(rendezvous.port),
     )
+    if rendezvous.address == LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     try:
@@ -57,7 +66,24 @@ def join(rendezvous: Rendezvous, device: torch.device) -> None:
     remove_abandoned_locks()
     # DeepSpeed calls collectives by names that newer torch renames; nobody who trains can do anything about it.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*deprecated", category=FutureWarning)
-    deepspeed.init_distributed(dist_backend="gloo" if device.type == "cpu" else "nccl", verbose=False)
+    backend = "gloo" if device.type == "cpu" else "nccl"
+    torch.distributed.init_process_group(
+        backend, store=_store(rendezvous), rank=rendezvous.rank, world_size=rendezvous.world_size
+    )
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+
+
+def _store(rendezvous: Rendezvous) -> Any:
+    """Where the ranks find each other; the first one serves it."""
+    where, listening = (rendezvous.address, rendezvous.port), None
+    if rendezvous.rank == 0:
+        family = socket.AF_INET6 if ":" in rendezvous.address else socket.AF_INET
+        # The store owns the socket from here on.
+        listening = socket.create_server(where, family=family).detach()
+    distributed: Any = torch.distributed  # does not say all that it has
+    return distributed.TCPStore(
+        *where, rendezvous.world_size, is_master=listening is not None, master_listen_fd=listening
+    )
 
 
 class DeepSpeedEngine:
@@ -140,8 +166,21 @@ class DeepSpeedEngine:
             self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
 
     def load(self, folder: Path) -> None:
-        """Take up what `save` wrote, with as many ranks and the same stage."""
-        path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        """Take up what `save` wrote, with as many ranks and the same stage.
+
+        Raises:
+            FileNotFoundError: There is none, or one of another number of ranks.
+            InputError: A file in it names code to run. Nothing of that was run.
+        """
+        try:
+            with _data_only():
+                path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        except pickle.UnpicklingError as error:
+            reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error)).strip()
+            raise InputError(
+                f"{folder}: the checkpoint holds more than numbers and is not loaded: {reason[:300]} Fix: resume from "
+                "a checkpoint that specactor wrote."
+            ) from error
         if path is None:
             raise FileNotFoundError(f"{folder}: DeepSpeed found no checkpoint of {self.world_size} ranks in it")
 
@@ -183,6 +222,26 @@ class DeepSpeedEngine:
         on_device = values.to(self.device)
         torch.distributed.all_reduce(on_device, op=operation)
         return on_device.to(values.device)
+
+
+@contextlib.contextmanager
+def _data_only() -> Iterator[None]:
+    """DeepSpeed loads checkpoints in the way that runs whatever code they name. While inside, `torch.load` takes data
+    and the three classes that DeepSpeed puts beside it."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = os.environ.get(_WEIGHTS_ONLY)
+    os.environ[_WEIGHTS_ONLY] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_WEIGHTS_ONLY]
+        else:
+            os.environ[_WEIGHTS_ONLY] = before
 
 
 def _settings(config: TrainerConfig, world_size: int) -> dict[str, Any]:

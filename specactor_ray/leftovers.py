@@ -1,0 +1,124 @@
+"""Folders that belong to one process, and what to do with those of processes that were killed.
+
+A folder names its owner by process id and start time. A later process removes it once that very process is gone; what
+another user, machine or container made is left alone, since nobody here can tell whether its owner lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_OWNER = "owner"
+_SEGMENTS = "segments"
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def start_ticks(pid: int) -> int | None:
+    """Start time of a process of this machine, in clock ticks since boot: tells it from a later one of the same pid.
+    None when there is none, or it only waits to be reaped."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def make_owned_folder(prefix: str, base: str | Path) -> Path:
+    """A new folder below `base` that only this user may read, and that names this process as its owner."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    pid = os.getpid()
+    (folder / _OWNER).write_text(f"{_where()} {pid} {start_ticks(pid)}", encoding="utf-8")
+    return folder
+
+
+def living_folders(prefix: str, base: str | Path) -> Iterator[Path]:
+    """Folders of `make_owned_folder` whose owners live."""
+    for folder in _own_folders(prefix, Path(base)):
+        if _owner_lives(folder):
+            yield folder
+
+
+def remove_abandoned(prefix: str, base: str | Path) -> None:
+    """Remove the folders of `make_owned_folder` whose owners are dead, and the shared memory noted in them."""
+    for folder in _own_folders(prefix, Path(base)):
+        if not _owner_lives(folder):
+            logger.info("removing %s, left by a process that was killed", folder)
+            _remove_segments(folder)
+            _remove(folder)
+
+
+def note_segments(folder: Path, names: set[str]) -> None:
+    """Note in an owned folder which files of /dev/shm end with its owner."""
+    (folder / _SEGMENTS).write_text("\n".join(sorted(names)), encoding="utf-8")
+
+
+def mapped_segments(pid: int) -> set[str]:
+    """Names of the files of /dev/shm that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return set()
+    paths = (line.split(maxsplit=5)[5] for line in lines if f"{SHARED_MEMORY}/" in line)
+    return {path.removeprefix(f"{SHARED_MEMORY}/") for path in paths if not path.endswith(" (deleted)")}
+
+
+def _where() -> str:
+    """This boot of this machine and this container: process ids mean nothing elsewhere."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def _own_folders(prefix: str, base: Path) -> list[Path]:
+    found = []
+    for folder in base.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError, ValueError):
+            facts = folder.lstat()
+            where, _pid, _ticks = _owner(folder)
+            if folder.is_dir() and not folder.is_symlink() and facts.st_uid == os.getuid() and where == _where():
+                found.append(folder)
+    return found
+
+
+def _owner(folder: Path) -> tuple[str, int, int]:
+    where, pid, ticks = (folder / _OWNER).read_text(encoding="utf-8").split(" ")
+    return where, int(pid), int(ticks)
+
+
+def _owner_lives(folder: Path) -> bool:
+    try:
+        _where, pid, ticks = _owner(folder)
+    except (OSError, ValueError):  # its owner removes it at this moment
+        return True
+    return start_ticks(pid) == ticks
+
+
+def _remove_segments(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for name in (folder / _SEGMENTS).read_text(encoding="utf-8").split("\n"):
+            path = SHARED_MEMORY / name
+            with contextlib.suppress(OSError):
+                if name and "/" not in name and path.lstat().st_uid == os.getuid():
+                    path.unlink()
+
+
+def _remove(folder: Path) -> None:
+    """The owner's name comes last: what could not be removed now is removed next time."""
+    for path in folder.iterdir():
+        if path.name == _OWNER:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [_OWNER]:
+            shutil.rmtree(folder)

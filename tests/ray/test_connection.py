@@ -1,0 +1,65 @@
+"""Two clusters one after the other, another process that finds one, and which modules workers import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.ray
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = """
+import os, subprocess, sys, ray
+from specactor_ray.cluster.connection import connect
+from specactor_ray.cluster.module_path import put_current_folder_last
+from specactor_ray.config.schema import ClusterConfig
+
+@ray.remote
+def modules():
+    import graphlib, mine, specactor_ray
+    return mine.__file__, os.path.exists("planted"), specactor_ray.__file__
+
+FINDS_IT = '''
+import sys
+from specactor_ray.rollout.attach import status_of_run
+status_of_run(None, sys.argv[1])
+'''
+
+put_current_folder_last()
+tokens = []
+for _ in range(2):
+    with connect(ClusterConfig(num_cpus=1)) as connection:
+        tokens.append(open(os.environ["RAY_AUTH_TOKEN_PATH"]).read())
+        found, planted, package = ray.get(modules.remote())
+        assert found == os.path.join(os.getcwd(), "mine.py"), found
+        assert not planted
+        assert package == sys.modules["specactor_ray"].__file__
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        command = [sys.executable, "-c", FINDS_IT, connection.address]
+        other = subprocess.run(command, env=clean, capture_output=True, cwd="bin")
+        assert b"no run is going on" in other.stderr, other.stderr
+assert len(set(tokens)) == 2
+"""
+
+
+def test_each_private_cluster_has_its_own_token_and_no_worker_runs_planted_modules() -> None:
+    with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as name:  # Ray's sockets need a short path
+        folder = Path(name)
+        for module in ("graphlib", "ray", "numpy"):  # graphlib: of the standard library, and imported by nobody here
+            (folder / f"{module}.py").write_text("open('planted', 'w')\n")
+        (folder / "mine.py").write_text("")
+        (folder / "bin").mkdir()
+        program = folder / "bin" / "program.py"
+        program.write_text(PROGRAM)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment |= {"TMPDIR": name, "HOME": f"{name}/home", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, str(program)], cwd=folder, capture_output=True, text=True, timeout=120, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        assert not (folder / "planted").exists()
