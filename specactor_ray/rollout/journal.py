@@ -85,7 +85,7 @@ class Journal:
         return entry is not None and entry.owner is not None and entry.attempt == attempt
 
     def progress(self, message: Progress) -> bool:
-        """Append committed tokens. False, and nothing changes, for a repeated or gapped message, or an old attempt's."""
+        """Append committed tokens. False, and nothing changes, for a repeated or gapped message or an old attempt's."""
         if not self.is_current(message.request_id, message.attempt):
             return False
         entry = self.entries[message.request_id]

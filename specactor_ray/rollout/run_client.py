@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from specactor_ray.cluster.calls import Calls
@@ -53,7 +53,7 @@ class RunClient:
         self.weight_version = 0
         """Version of the policy's weights that new requests are run with."""
 
-    def stream(self, entries: Sequence[JournalEntry]) -> Iterator[JournalEntry]:
+    def stream(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
         """Yield each entry when it has ended; see `Dispatcher.run`."""
         self.streaming = True
         try:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specactor_ray.cluster.backend import Reaper
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.placement import Demand, NodeSupply, Placement, Share
 from specactor_ray.cluster.processes import ProcessFacts
@@ -95,7 +96,7 @@ class VirtualBackend:
         self._network, self.machines, self._world = network, machines, world
         clock = VirtualClock(network.kernel, controller.process)
         self.calls = Calls(VirtualTransport(network, controller), clock)
-        self.reaper = VirtualReaper(network, clock)
+        self.reaper: Reaper = VirtualReaper(network, clock)
         self.actors: dict[str, VirtualActor] = {}
         self._numbers = itertools.count()
 

@@ -235,15 +235,16 @@ class Injector:
 
     def _garbage(self, actor: VirtualActor) -> Any:
         rng = self._rng
-        strange = [None, -1, 3, 1.5, "x", (), (None,), ("a",), (10**9,), True, float("nan"), {}, b"y"]
+        strange: list[Any] = [None, -1, 3, 1.5, "x", (), (None,), ("a",), (10**9,), True, float("nan"), {}, b"y"]
         names = [one.name for one in self._alive()]
         request = f"{rng.randrange(3)}-{rng.randrange(self._simulation.scenario.requests)}"
         if rng.random() < 0.2:
             return rng.choice(strange)
         if actor.name.startswith("verifier"):
-            values = [request, rng.choice(names), *(rng.choice(strange) for _ in range(5))]
+            values: list[Any] = [request, rng.choice(names), *(rng.choice(strange) for _ in range(5))]
             return DraftTail(*values)
-        return Commit(request, rng.choice(names), *(rng.choice(strange) for _ in range(5)))
+        values = [request, rng.choice(names), *(rng.choice(strange) for _ in range(5))]
+        return Commit(*values)
 
     def _lose_objects(self) -> bool:
         self._network.faults.object_lost = self._rng.uniform(0.1, 0.9)

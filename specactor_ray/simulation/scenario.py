@@ -124,8 +124,8 @@ class Simulation:
                 self.fail(f"the run had not ended after {_LIMIT_S:.0f} s")
         except SimulationError as error:
             self.fail(str(error))
-        for name, error in kernel.crashes:
-            self.fail(f"{name} raised {type(error).__name__}: {error}")
+        for name, crash in kernel.crashes:
+            self.fail(f"{name} raised {type(crash).__name__}: {crash}")
         report.events, report.virtual_s, report.digest = kernel.events, kernel.now, kernel.digest
         report.faults = {**self.injector.struck, **self.network.hits}
         kernel.close()

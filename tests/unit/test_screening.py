@@ -1,4 +1,4 @@
-"""Whatever arrives at a loop: malformed messages are dropped and counted, and change neither tokens nor other requests."""
+"""Malformed messages are dropped and counted, and change neither tokens nor other requests."""
 
 from __future__ import annotations
 
