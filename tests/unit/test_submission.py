@@ -23,7 +23,7 @@ def uploaded(folder: Path, environment: dict) -> set[str]:
     package = folder.with_suffix(".zip")
     create_package(str(folder), package, excludes=environment["excludes"], include_gitignore=False)
     with zipfile.ZipFile(package) as archive:
-        return {name.partition("/")[2] for name in archive.namelist() if not name.endswith("/")}
+        return {name for name in archive.namelist() if not name.endswith("/")}
 
 
 @pytest.fixture
