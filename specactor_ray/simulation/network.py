@@ -206,6 +206,8 @@ class Network:
         value, error = None, None
         try:
             value = self._invoke(actor, method, arguments)
+        except CallError as raised:  # about somebody whom the actor called
+            error = RemoteError(f"{method}: {type(raised).__name__}: {raised}")
         except SpecActorError as raised:
             error = raised
         except Exception as raised:  # noqa: BLE001 - Ray hands whatever a method raises to its caller
