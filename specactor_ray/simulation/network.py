@@ -203,7 +203,8 @@ class Network:
         keep_answer: bool,
     ) -> None:
         """Runs as a task of the actor's process."""
-        value, error = None, None
+        value: Any = None
+        error: SpecActorError | None = None
         try:
             value = self._invoke(actor, method, arguments)
         except CallError as raised:  # about somebody whom the actor called
