@@ -3,6 +3,7 @@ checks of what must hold whatever happened."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from specactor_ray.simulation.faults import FaultPlan, Injector
 from specactor_ray.simulation.kernel import Kernel, SimulationError, VirtualClock
 from specactor_ray.simulation.models import World, true_output
 from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
+from specactor_ray.simulation.training import Training
 
 _LIMIT_S = 10_000.0
 """Virtual seconds after which a run has failed to end."""
@@ -42,6 +44,8 @@ class Scenario:
     drafters: int = 4
     nodes: int = 3
     mode: str = "decoupled"
+    training: bool = False
+    """Steps of training, instead of streams alone."""
     lend: bool = False
     faults: FaultPlan = field(default_factory=FaultPlan)
 
@@ -61,8 +65,8 @@ class Report:
     events: int = 0
     virtual_s: float = 0.0
     digest: int = 0
-    reissues: int = 0
-    moves: int = 0
+    restarts: int = 0
+    """How often training was resumed."""
 
 
 def make_config(scenario: Scenario) -> Config:
@@ -110,6 +114,7 @@ class Simulation:
         self.clock = VirtualClock(self.kernel, self.driver.process)
         self.calls = Calls(VirtualTransport(self.network, self.driver), self.clock)
         self.backend: VirtualBackend | None = None
+        self._suffixes = itertools.count()
         self.done = False
         self.version = 0
         self.injector = Injector(self, scenario.faults)
@@ -127,7 +132,7 @@ class Simulation:
         for name, crash in kernel.crashes:
             self.fail(f"{name} raised {type(crash).__name__}: {crash}")
         report.events, report.virtual_s, report.digest = kernel.events, kernel.now, kernel.digest
-        report.faults = {**self.injector.struck, **self.network.hits}
+        report.faults = {kind: n for kind, n in sorted({**self.injector.struck, **self.network.hits}.items()) if n}
         kernel.close()
         return report
 
@@ -145,11 +150,30 @@ class Simulation:
 
     # ---- the driver ----
 
-    def _drive(self) -> None:
+    def start_run(self) -> None:
+        """Start a controller and whom it needs. Faults wait until that is done: a start may fail, and says so."""
+        self.injector.pause()
         self.controller = self.network.start_actor("controller", self.head, self._make_controller, 0.1)
         self.calls.ask(self.controller, "start", deadline_s=300.0, retry=False)
         self.client = RunClient(self.config, self.controller, self.calls)
-        self.injector.begin()
+        self.injector.resume()
+
+    def end_run(self) -> None:
+        """End whatever lives, as Ray does when the driver is gone."""
+        assert self.backend is not None
+        for actor in self.network.actors:
+            self.network.kill(actor)
+        self.machines.groups.clear()
+
+    def _drive(self) -> None:
+        if self.scenario.training:
+            Training(self).run()
+        else:
+            self._stream()
+        self.done = True
+
+    def _stream(self) -> None:
+        self.start_run()
         try:
             number = 0
             while number < 1 or self.injector.left:
@@ -163,10 +187,9 @@ class Simulation:
             self._check_loss(error)
         self.injector.heal()
         self._shut_down()
-        self.done = True
 
     def _make_controller(self, actor: VirtualActor) -> Controller:
-        self.backend = VirtualBackend(self.network, self.machines, actor, self.world)
+        self.backend = VirtualBackend(self.network, self.machines, actor, self.world, self._suffixes)
         classes = ActorClasses(VerifierActor, DraftActor)
         return Controller(self.config, "sim", classes, backend=self.backend)
 
@@ -174,7 +197,7 @@ class Simulation:
         """New weights, then a stream; what the plan says is done beside them."""
         if number:
             self._update_weights(number)
-        entries = self._entries(number)
+        entries = self.entries(number)
         expected = {entry.request_id: entry for entry in entries}
         close_after = self.rng.randrange(len(entries)) if self.injector.closes_early() else len(entries)
         stream = self.client.stream(entries)
@@ -183,24 +206,26 @@ class Simulation:
             if entry.request_id in seen:
                 self.fail(f"{entry.request_id} ended twice")
             seen[entry.request_id] = None
-            self._check_entry(entry)
+            self.check_entry(entry)
             if len(seen) >= close_after:
                 break
         stream.close()
         if close_after == len(entries) and len(seen) != len(expected):
             self.fail(f"round {number}: {len(expected) - len(seen)} requests did not end")
 
-    def _entries(self, number: int) -> list[JournalEntry]:
+    def entries(self, number: int) -> list[JournalEntry]:
+        """The requests of a round; the same whenever they are asked for."""
+        rng = random.Random(f"round {self.scenario.seed} {number}")
         entries = []
         for index in range(self.scenario.requests):
             seed = self.scenario.seed * 1_000_000 + number * 10_000 + index
-            length = min(400, int(self.rng.lognormvariate(3.5, 0.8)) + 1)
+            length = min(200, int(rng.lognormvariate(2.7, 0.9)) + 1)
             sampling = SamplingParams(max_tokens=length, seed=seed)
             self.world.version_of[seed] = self.version
             poison = self.injector.poison(length)
             if poison is not None:
                 self.world.poison[seed] = poison
-            prompt = tuple(range(self.rng.randrange(1, 40)))
+            prompt = tuple(range(rng.randrange(1, 40)))
             entries.append(JournalEntry(f"{number}-{index}", prompt, sampling))
         return entries
 
@@ -219,7 +244,8 @@ class Simulation:
 
     # ---- checks ----
 
-    def _check_entry(self, entry: JournalEntry) -> None:
+    def check_entry(self, entry: JournalEntry) -> None:
+        """What holds for every request that ended."""
         truth = true_output(entry.sampling, entry.weight_version)
         tokens, finished = tuple(entry.token_ids), entry.finished
         assert finished is not None
