@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specactor_ray.config.inline import draft_actors
 from specactor_ray.messages import Commit, DraftTail
 from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
 
@@ -83,7 +84,7 @@ class Injector:
         self._kernel, self._network, self._world = simulation.kernel, simulation.network, simulation.world
         self._rng = random.Random(f"faults {simulation.scenario.seed}")
         self._kinds = [kind for kind in plan.kinds if kind in SCHEDULED + OF_TRAINING]
-        self._wanted = {one.method: one.replicas for one in simulation.config.drafters}
+        self._wanted = dict(draft_actors(simulation.config))
         self._nodes = 0
         self._paused, self._scheduled = True, False
         self._undo: list[Callable[[], None]] = []
@@ -274,6 +275,8 @@ class Injector:
         return True
 
     def _scale(self) -> bool:
+        if not self._wanted:  # no draft actors in this mode
+            return False
         method = self._rng.choice(list(self._wanted))
         self._wanted[method] = self._rng.randrange(0, 5)
         simulation = self._simulation

@@ -16,7 +16,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.controller import Controller
 from specactor_ray.controller.members import ActorClasses
-from specactor_ray.errors import ActorLostError, SpecActorError
+from specactor_ray.errors import ActorLostError, ConfigError, SpecActorError
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.run_client import RunClient
@@ -49,6 +49,30 @@ class Scenario:
     lend: bool = False
     faults: FaultPlan = field(default_factory=FaultPlan)
 
+    @classmethod
+    def draw(cls, seed: int, count: int, requests: int = 64) -> Scenario:
+        """The scenario of a seed: layout, mode and kinds of faults are drawn from it.
+
+        Args:
+            seed: Of everything.
+            count: Faults that are scheduled.
+            requests: Of each stream, or step of training.
+        """
+        rng = random.Random(f"scenario {seed}")
+        training = rng.random() < 0.25
+        plan = FaultPlan.draw(seed, count, training)
+        return cls(
+            seed,
+            requests,
+            verifiers=rng.choice((1, 2, 2, 3)),
+            drafters=rng.choice((1, 2, 4)),
+            nodes=rng.choice((2, 3, 4)),
+            mode=rng.choice(("decoupled", "decoupled", "decoupled", "coupled", "plain")),
+            training=training,
+            lend="lend" in plan.kinds,
+            faults=plan,
+        )
+
 
 @dataclass
 class Report:
@@ -71,7 +95,8 @@ class Report:
 
 def make_config(scenario: Scenario) -> Config:
     """The product's own configuration of the simulated run."""
-    per_method = max(1, scenario.drafters // 2)
+    ngrams = (scenario.drafters + 1) // 2
+    lends = scenario.lend and scenario.mode == "decoupled" and scenario.verifiers > 1
     return from_mapping(
         {
             "mode": scenario.mode,
@@ -84,13 +109,13 @@ def make_config(scenario: Scenario) -> Config:
                 "placement_timeout_s": 60.0,
             },
             "target": {"replicas": scenario.verifiers, "max_batch": 16},
-            "speculation": {"lend": scenario.lend, "window": 4},
+            "speculation": {"lend": lends, "window": 4},
             "drafters": [
-                {"method": "ngram", "replicas": per_method},
+                {"method": "ngram", "replicas": ngrams},
                 {
                     "method": "draft_model",
                     "model": "m",
-                    "replicas": scenario.drafters - per_method,
+                    "replicas": scenario.drafters - ngrams,
                     "follow_policy": True,
                 },
             ],
@@ -141,9 +166,12 @@ class Simulation:
         while not self.controller.process.dead and wanted == self.injector.wanted_drafters():
             try:
                 self.client.scale(wanted)
+                return
+            except ConfigError as error:
+                self.fail(f"scale was refused: {error}")
+                return
             except SpecActorError:
-                continue
-            return
+                self.clock.sleep(1.0)
 
     def fail(self, what: str) -> None:
         self.report.violations.append(what)
@@ -181,7 +209,8 @@ class Simulation:
                 number += 1
             self.injector.heal()
             self._round(number)
-            self.client.scale(self.injector.wanted_drafters())
+            if self.injector.wanted_drafters():
+                self.client.scale(self.injector.wanted_drafters())
             self._check_settled()
         except ActorLostError as error:
             self._check_loss(error)

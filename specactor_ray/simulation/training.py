@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 STEPS = 6
 _RANKS = 2
 _STALL_S = 30.0
-_FILE = "weights.json"
 _MICRO_BATCHES, _MICRO_BATCH_S = 5, 0.2
 _MOST_RESTARTS = 200
 
@@ -69,8 +68,9 @@ class _Rank:
     def save(self, folder: Path) -> SavedPart:
         self._clock.work(0.1)
         writer = PartWriter(folder, self._progress)
-        file = folder / f"rank-{self.rank}-{_FILE}"
+        file = folder / f"weights/rank-{self.rank}.json"
         with writer.writing(file):
+            file.parent.mkdir(exist_ok=True)
             file.write_text(json.dumps(self.weights), encoding="utf-8")
         return writer.part()
 
@@ -208,7 +208,7 @@ class Training:
             trainer=ranks,
             maker=_Maker(simulation),
             record=self._record,
-            saver=Saver(store, ranks.save, state, saved=state.step > 0),
+            saver=Saver(store, ranks.save, state, saved=True),
             stop=_NoSignals(),
             sampling=SamplingParams(),
             position=lambda: (0, 0),
@@ -239,5 +239,5 @@ class Training:
 
 def _read(checkpoint: Path) -> int:
     """The weights in a checkpoint; those of both ranks are the same."""
-    found: int = json.loads((checkpoint / f"rank-0-{_FILE}").read_text(encoding="utf-8"))
+    found: int = json.loads((checkpoint / "weights/rank-0.json").read_text(encoding="utf-8"))
     return found
