@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import getpass
 import json
 import os
 import shutil
@@ -29,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGE_S = {"streams": 120.0, "network": 900.0, "training": 1500.0}
 """Longest time of a stage; `streams` has `FAULT_S` more for each fault."""
 FAULT_S = 120.0
+OWN_FILES = {"ray", "runs", "disk", "stage.json", "stage.log", f"torchinductor_{getpass.getuser()}"}
+"""What the stages themselves, or torch, make in the folder for temporary files; anything else was left over."""
 _PERCENT = {"num_failures": -1, "req_failure_prob": 1, "resp_failure_prob": 1, "in_flight_failure_prob": 1}
 _ONCE = {"num_failures": 2, "req_failure_prob": 20, "resp_failure_prob": 20, "in_flight_failure_prob": 20}
 NETWORK = {
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with sigterm_interrupts():
             for name in names:
                 say(console, f"stage {name}")
-                stages.append(run_child(name, options.seed, count, mark, base, console))
+                stages.append(run_child(name, options, count, mark, base, console))
     except KeyboardInterrupt:
         say(console, "interrupted: everything that was started is ended")
         return 130
@@ -91,7 +94,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def run_child(name: str, seed: int, count: int, mark: str, base: Path, console: Console) -> Stage:
+def run_child(name: str, options: argparse.Namespace, count: int, mark: str, base: Path, console: Console) -> Stage:
     """Run a stage in a process of its own, and look for what it leaves behind."""
     folder = base / name[0]
     folder.mkdir()
@@ -99,8 +102,9 @@ def run_child(name: str, seed: int, count: int, mark: str, base: Path, console: 
     environment = {**os.environ, MARK: mark, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment |= NETWORK if name == "network" else {}
     environment["PYTHONPATH"] = f"{ROOT}:{environment.get('PYTHONPATH', '')}".rstrip(":")
-    command = [sys.executable, "-m", "tests.chaos", "--stage", name, "--seed", str(seed), "--faults", str(count)]
-    process = subprocess.Popen([*command, "--folder", str(folder)], cwd=ROOT, env=environment, start_new_session=True)
+    command = [sys.executable, "-m", "tests.chaos", "--stage", name, "--folder", str(folder)]
+    command += ["--seed", str(options.seed), "--faults", str(count), *(["--short"] if options.short else [])]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     limit_s = STAGE_S[name] + (FAULT_S * count if name == "streams" else 0.0)
     problem = ""
     try:
@@ -120,8 +124,7 @@ def run_child(name: str, seed: int, count: int, mark: str, base: Path, console: 
     end_processes(left)
     seen = stage.figures.pop("shared_memory_seen", [])
     stage.left += [f"shared memory {one}" for one in seen if Path("/dev/shm", one).exists()]
-    ours = {"ray", "stage.json", "stage.log", "runs", "disk"}
-    stage.left += [f"file {path.name}" for path in folder.iterdir() if path.name not in ours]
+    stage.left += [f"file {path.name}" for path in folder.iterdir() if path.name not in OWN_FILES]
     if not stage.passed:
         keep_logs(folder, console)
     return stage
@@ -140,10 +143,8 @@ def keep_logs(folder: Path, console: Console) -> None:
     where = Path(tempfile.mkdtemp(prefix="chaos-logs-", dir="/tmp"))
     with contextlib.suppress(OSError):
         shutil.copy(folder / "stage.log", where)
-    for logs in folder.glob("ray/session_2*/logs"):
-        shutil.copytree(
-            logs, where / logs.parent.name, ignore=shutil.ignore_patterns("events", "*.sock"), dirs_exist_ok=True
-        )
+    for logs in folder.glob("**/session_2*/logs"):
+        shutil.copytree(logs, where / logs.parent.name, ignore=shutil.ignore_patterns("events", "*.sock"))
     say(console, f"the logs of the stage are in {where}")
 
 
@@ -155,17 +156,22 @@ def run_stage(options: argparse.Namespace) -> int:
         filename=options.folder / "stage.log", level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     from tests.chaos import streams
+    from tests.chaos.faults import Schedule
 
     stages: dict[str, Any] = {"streams": streams.run_streams, "network": streams.run_network}
     if options.stage == "training":
         from tests.chaos import training
 
         stages["training"] = training.run_training
-    console = make_console(sys.stderr)
+    console = make_console(os.fdopen(os.dup(2), "w", buffering=1))
+    log = os.open(options.folder / "stage.log", os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)  # Ray's messages on dead workers would tear the bar
+    os.dup2(log, 2)
     begin = time.monotonic()
     with sigterm_interrupts():
         try:
-            stage = stages[options.stage](options.folder, os.environ[MARK], options.seed, options.faults, console)
+            schedule = Schedule.draw(options.seed, options.faults, 0.75 if options.short else 0.25)
+            stage = stages[options.stage](options.folder, os.environ[MARK], schedule, console)
         except KeyboardInterrupt:
             return 130
         except Exception as error:
@@ -211,10 +217,8 @@ def show(stages: Sequence[Stage], console: Console) -> None:
     for stage in stages:
         verdict = "equal to the calm run" if not stage.differences else f"{len(stage.differences)} differences"
         left = f"{len(stage.left)} things left over" if stage.left else "nothing left over"
-        say(
-            console,
-            f"{stage.name}: {stage.compared} compared, {verdict}; {left}; {stage.seconds:.0f} s; {stage.figures}",
-        )
+        say(console, f"{stage.name}: {stage.compared} compared, {verdict}; {left}; {stage.seconds:.0f} s")
+        say(console, "  " + ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in stage.figures.items()))
         for line in [*stage.notes, *stage.differences, *stage.left]:
             say(console, f"  {line}")
 

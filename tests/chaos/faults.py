@@ -26,9 +26,7 @@ from tests.chaos.watch import Open, Watch
 
 RECOVER_S = 240.0
 """Longest wait for all to be well again after a fault."""
-TOGETHER = 0.25
-"""Share of the faults that strike before the one before has healed."""
-SCHEDULE = (
+KINDS = (
     "kill verifier",
     "kill drafter",
     "stop verifier",
@@ -46,13 +44,23 @@ SCHEDULE = (
 WEIGHTS = {"kill verifier": 3, "kill drafter": 3, "stop verifier": 2, "stop drafter": 2, "new weights": 2}
 
 
-def draw(seed: int, count: int) -> list[str]:
-    """The kinds to strike, in order: each kind once if `count` allows, the rest by weight."""
-    rng = random.Random(f"chaos {seed}")
-    weights = [WEIGHTS.get(kind, 1) for kind in SCHEDULE]
-    kinds = [*SCHEDULE, *rng.choices(SCHEDULE, weights, k=max(0, count - len(SCHEDULE)))]
-    rng.shuffle(kinds)
-    return kinds[:count]
+@dataclass(frozen=True)
+class Schedule:
+    """What strikes, in order."""
+
+    seed: int
+    kinds: tuple[str, ...]
+    together: float = 0.25
+    """Share of the faults after which the next one strikes before all is well again."""
+
+    @classmethod
+    def draw(cls, seed: int, count: int, together: float) -> Schedule:
+        """Each kind once if `count` allows, the rest by weight."""
+        rng = random.Random(f"chaos {seed}")
+        weights = [WEIGHTS.get(kind, 1) for kind in KINDS]
+        kinds = [*KINDS, *rng.choices(KINDS, weights, k=max(0, count - len(KINDS)))]
+        rng.shuffle(kinds)
+        return cls(seed, tuple(kinds[:count]), together)
 
 
 @dataclass
@@ -72,15 +80,14 @@ class Injector:
         nodes: TwoNodes,
         watch: Watch,
         stage: Stage,
-        kinds: list[str],
-        seed: int,
+        schedule: Schedule,
         memory: OutOfMemory,
     ) -> None:
         self.wishes, self.done = Wishes(), threading.Event()
         self.error = ""
         self._rollout, self._nodes, self._watch, self._stage = rollout, nodes, watch, stage
-        self._kinds, self._memory = kinds, memory
-        self._rng = random.Random(f"strikes {seed}")
+        self._schedule, self._memory = schedule, memory
+        self._rng = random.Random(f"strikes {schedule.seed}")
         self._begin = time.monotonic()
         self._stopped: set[int] = set()
         self._struck: list[Open] = []
@@ -102,11 +109,11 @@ class Injector:
 
     def _run(self) -> None:
         try:
-            for kind in self._kinds:
+            for kind in self._schedule.kinds:
                 if self._quit.wait(self._rng.uniform(0.1, 1.0)):
                     return
                 opened = self._strike(kind)
-                if self._rng.random() >= TOGETHER:
+                if self._rng.random() >= self._schedule.together:
                     self._await(opened)
             for opened in self._struck:
                 self._await(opened)
@@ -127,10 +134,8 @@ class Injector:
         end = time.monotonic() + RECOVER_S
         while not opened.recovered.wait(0.2) and not self._quit.is_set():
             if time.monotonic() > end:
-                fault = opened.fault
-                self._stage.differ(
-                    f"{RECOVER_S:.0f} s after {fault.kind} ({fault.target}) all was not well: {self._ill()}"
-                )
+                what = f"{opened.fault.kind} ({opened.fault.target})"
+                self._stage.differ(f"{RECOVER_S:.0f} s after {what} all was not well: {self._ill()}")
                 return
 
     def _ill(self) -> str:

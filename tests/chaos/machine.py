@@ -1,4 +1,4 @@
-"""What the chaos run needs of the machine: which processes and shared memory are its own, a memory cgroup, a small disk."""
+"""What chaos needs of the machine: its own processes and shared memory, a memory cgroup, a disk that runs full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chaos run writes down: every fault with its times, every difference from the calm run, everything left over."""
+"""What a chaos run writes down: faults with their times, differences from the calm run, and what was left over."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -24,10 +25,10 @@ from specactor_ray.messages import WeightSet
 from specactor_ray.modeling.loading import load_model
 from specactor_ray.observability.phase_progress import PhaseProgress
 from specactor_ray.rollout.trajectory import Trajectory
-from tests.chaos.faults import Injector, draw
+from tests.chaos.faults import Injector, Schedule
 from tests.chaos.machine import OutOfMemory, SharedMemoryWatch, alive
 from tests.chaos.nodes import TwoNodes
-from tests.chaos.record import Fault, Stage
+from tests.chaos.record import Stage
 from tests.chaos.watch import Watch, unsettled
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
 
@@ -36,6 +37,7 @@ SAMPLING = SamplingParams(temperature=1.0, max_tokens=64, seed=11)
 VERIFIERS = 2
 STUCK_S = 300.0
 """A stream without a single new token for so long has failed."""
+NETWORK_STREAMS = 12
 CPUS = 3.0
 """Of each node: all actors find room on two nodes, and some on one."""
 Output = tuple[tuple[int, ...], str]
@@ -97,12 +99,11 @@ class Weights:
         """
         self.version += 1
         self._held = put_weights(self.version, self._sets[self.kind], Calls())
-        for attempt in range(3):
-            try:
-                return self._rollout.update_weights(self._held)
-            except SpecActorError:
-                if attempt == 2:
-                    raise
+        for _attempt in range(2):
+            with contextlib.suppress(SpecActorError):
+                self._rollout.update_weights(self._held)
+                return
+        self._rollout.update_weights(self._held)
 
 
 class Streams:
@@ -158,7 +159,7 @@ def _place(one: Trajectory) -> str:
     return f"{one.prompt_index}/{one.sample_index}"
 
 
-def run_streams(folder: Path, mark: str, seed: int, count: int, console: Console) -> Stage:
+def run_streams(folder: Path, mark: str, schedule: Schedule, console: Console) -> Stage:
     """Stage `streams`: processes, nodes, memory, object store, scaling and streams left early."""
     stage = Stage("streams")
     shared = SharedMemoryWatch(mark)
@@ -169,10 +170,10 @@ def run_streams(folder: Path, mark: str, seed: int, count: int, console: Console
             streams.run_calm()
             wanted = {one.method: one.replicas for one in rollout.config.drafters}
             with Watch(rollout.status, lambda: rollout.committed_tokens, VERIFIERS, wanted) as watch:
-                injector = Injector(rollout, nodes, watch, stage, draw(seed, count), seed, memory)
+                injector = Injector(rollout, nodes, watch, stage, schedule, memory)
                 try:
                     with Watchdog(watch, stage):
-                        _stream_under_faults(streams, injector, count, console, shared)
+                        _stream_under_faults(streams, injector, len(schedule.kinds), console, shared)
                         streams.run_one()
                         _await_settled(watch, stage)
                 finally:
@@ -274,22 +275,22 @@ def _raise_stuck(_number: int, _frame: Any) -> None:
     raise StuckError("the stream is stuck")
 
 
-def run_network(folder: Path, mark: str, seed: int, count: int, console: Console) -> Stage:
+def run_network(folder: Path, _mark: str, _schedule: Schedule, console: Console) -> Stage:
     """Stage `network`: Ray's own faults, see `NETWORK`; here they must change nothing."""
     stage = Stage("network")
     with TwoNodes(folder / "ray", CPUS) as nodes, Rollout(chaos_config(nodes.address, folder)) as rollout:
         streams = Streams(rollout, stage)
         streams.run_calm()
         wanted = {one.method: one.replicas for one in rollout.config.drafters}
-        with (
-            Watch(rollout.status, lambda: rollout.committed_tokens, VERIFIERS, wanted) as watch,
-            Watchdog(watch, stage),
-        ):
-            with PhaseProgress(console, "streams over a bad network", 3) as progress:
-                for number in range(3):
+        watch = Watch(rollout.status, lambda: rollout.committed_tokens, VERIFIERS, wanted)
+        with watch, Watchdog(watch, stage):
+            with PhaseProgress(console, "streams over a bad network", NETWORK_STREAMS) as progress:
+                for number in range(NETWORK_STREAMS):
                     streams.run_one()
+                    if number % 3 == 2:
+                        streams.weights.update()
                     progress.update(number + 1, f"{len(stage.differences)} differences")
             _await_settled(watch, stage)
             stage.figures = _figures(rollout, streams, watch)
-    stage.faults = [Fault("bad network", "all RPCs of calls to actors", note=os.environ["RAY_testing_rpc_failure"])]
+    stage.notes = [f"{name}={os.environ[name]}" for name in ("RAY_testing_rpc_failure", "RAY_testing_asio_delay_us")]
     return stage
