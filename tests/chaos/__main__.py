@@ -83,6 +83,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="only the streams, each kind of fault once")
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument("--stages", default=",".join(STAGE_S), help=f"which to run (default: {','.join(STAGE_S)})")
+    parser.add_argument("--keep-logs", action="store_true", help="keep the logs also of stages that passed")
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -125,7 +126,7 @@ def run_child(name: str, options: argparse.Namespace, count: int, mark: str, bas
     seen = stage.figures.pop("shared_memory_seen", [])
     stage.left += [f"shared memory {one}" for one in seen if Path("/dev/shm", one).exists()]
     stage.left += [f"file {path.name}" for path in folder.iterdir() if path.name not in OWN_FILES]
-    if not stage.passed:
+    if options.keep_logs or not stage.passed:
         keep_logs(folder, console)
     return stage
 
