@@ -77,16 +77,21 @@ class TrainerActor:
             raise RuntimeError("no drafter is taught by the trainer")
         return self._once("teach_drafter", step, lambda: pupil.learn(samples, step))
 
-    def export_weights(self, version: int) -> WeightSet | None:
-        """Put the weights into the object store; they live as long as somebody holds the result. Rank 0's counts."""
-        return self._once("export_weights", version, lambda: self._export(version))
+    def export_weights(self, version: int, number: int) -> WeightSet | None:
+        """Put the weights into the object store; they live as long as somebody holds the result. Rank 0's counts.
+
+        Args:
+            version: What to call them.
+            number: Of the request: the same when it is sent again, another one for the next.
+        """
+        return self._once("export_weights", number, lambda: self._export(version))
 
     def save(self, folder: str, number: int) -> SavedPart:
         """Write this rank's part of a checkpoint; what the disk refused is in the result.
 
         Args:
             folder: Of the checkpoint.
-            number: Of the request; the next save, into whatever folder, has another one.
+            number: Of the request, as above.
         """
         return self._once("save", number, lambda: self._running().save(Path(folder)))
 

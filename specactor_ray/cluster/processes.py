@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
+from specactor_ray.clock import SYSTEM
 from specactor_ray.cluster.calls import Calls, Transport
+from specactor_ray.cluster.children import descendants
 from specactor_ray.cluster.cores import usable_cores
 from specactor_ray.cluster.placement import on_node
 from specactor_ray.errors import SpecActorError
+from specactor_ray.leftovers import start_ticks
 
 logger = logging.getLogger(__name__)
 
@@ -44,44 +46,51 @@ def process_facts(_actor: Any) -> ProcessFacts:
     """Runs in an actor (`__ray_call__`), also while it still loads: which process it is."""
     context = ray.get_runtime_context()
     gpus = tuple(str(gpu) for gpu in context.get_accelerator_ids().get("GPU", ()))
-    return ProcessFacts(os.getpid(), _start_ticks(os.getpid()) or 0, context.get_node_id(), gpus)
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Start time of a process on this machine; None when there is none or it is only waiting to be reaped."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return ProcessFacts(os.getpid(), start_ticks(os.getpid()) or 0, context.get_node_id(), gpus)
 
 
 def is_alive(facts: ProcessFacts) -> bool:
     """Whether this very process still exists on this machine."""
-    return _start_ticks(facts.pid) == facts.start_ticks
+    return start_ticks(facts.pid) == facts.start_ticks
 
 
 def end_process(facts: ProcessFacts, grace_s: float = KILL_GRACE_S, timeout_s: float = _KILL_TIMEOUT_S) -> bool:
-    """Wait for a process of this machine to end, with SIGKILL after `grace_s`. False if it outlived `timeout_s`."""
-    begin = time.monotonic()
-    while is_alive(facts):
-        waited = time.monotonic() - begin
-        if waited >= timeout_s:
+    """Wait for a process of this machine and its children to end, with SIGKILL after `grace_s`. False if any of them
+    outlived `timeout_s`."""
+    dying, begin = _Dying(facts, 0.0), SYSTEM.now()
+    while not dying.is_over(SYSTEM.now() - begin, grace_s):
+        if SYSTEM.now() - begin >= timeout_s:
             return False
-        if waited >= grace_s:
-            _kill(facts)
-        time.sleep(0.05)
+        SYSTEM.sleep(0.05)
     return True
 
 
-def _kill(facts: ProcessFacts) -> None:
+class _Dying:
+    """A process of this machine that was told to end, and the children it had then (ranks of a split model)."""
+
+    def __init__(self, facts: ProcessFacts, since: float) -> None:
+        self.since = since
+        self._facts = facts
+        self._children = descendants(facts.pid) if is_alive(facts) else ()
+
+    def is_over(self, waited_s: float, grace_s: float) -> bool:
+        """Whether all of them are gone; those that had their time are killed."""
+        left = [facts.pid for facts in (self._facts,) if is_alive(facts)]
+        parent_is_gone = not left
+        left += [child.pid for child in self._children if child.is_alive()]
+        if waited_s >= grace_s or parent_is_gone:
+            for pid in left:
+                _kill(pid)
+        return not left
+
+
+def _kill(pid: int) -> None:
     try:
-        os.kill(facts.pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
     except PermissionError:
-        logger.error("process %d belongs to another user and cannot be killed", facts.pid)
+        logger.error("process %d belongs to another user and cannot be killed", pid)
 
 
 class ActorReaper:
@@ -90,21 +99,19 @@ class ActorReaper:
     def __init__(self, calls: Calls) -> None:
         self._clock, self._transport = calls.clock, calls.transport
         self._here = ray.get_runtime_context().get_node_id()
-        self._local: dict[ProcessFacts, float] = {}
+        self._local: dict[ProcessFacts, _Dying] = {}
         self._remote: dict[Any, ProcessFacts] = {}
         self._end_remotely = ray.remote(end_process)
 
     def reap(self, handle: Any, facts: ProcessFacts | None) -> None:
         """End this actor for good. Without facts (it never answered) Ray's word is all there is."""
+        if facts is not None and facts.node_id == self._here:
+            self._local[facts] = _Dying(facts, self._clock.now())
         try:
             ray.kill(handle, no_restart=True)
         except (RayError, ValueError) as error:
             logger.debug("ray.kill: %s", error)
-        if facts is None:
-            return
-        if facts.node_id == self._here:
-            self._local[facts] = self._clock.now()
-        else:
+        if facts is not None and facts.node_id != self._here:
             self._remote[self._end_remotely.options(**on_node(facts.node_id)).remote(facts)] = facts
 
     def follows(self, facts: ProcessFacts) -> bool:
@@ -113,11 +120,9 @@ class ActorReaper:
 
     def poll(self) -> int:
         """Look after the dying. Returns how many are not known to be gone."""
-        for facts, since in list(self._local.items()):
-            if not is_alive(facts):
-                del self._local[facts]
-            elif self._clock.now() - since >= KILL_GRACE_S:
-                _kill(facts)
+        now = self._clock.now()
+        for facts in [name for name, dying in self._local.items() if dying.is_over(now - dying.since, KILL_GRACE_S)]:
+            del self._local[facts]
         for reference in self._transport.wait(list(self._remote), 0.0) if self._remote else ():
             facts = self._remote.pop(reference)
             try:

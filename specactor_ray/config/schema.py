@@ -110,7 +110,8 @@ class TargetConfig:
     """The target model and the verifiers that serve it."""
 
     model: str = "smollm2-135m"
-    """A local directory, a Hugging Face id, or the built-in `smollm2-135m`."""
+    """A local directory, a Hugging Face id, or the built-in `smollm2-135m`. `org/name@REVISION` pins an id to a commit,
+    tag or branch."""
     backend: str = "hf"
     """Engine that runs the target: `hf` (transformers model with a ragged cache) or `vllm` (its scheduler, paged
     attention and kernels, with the same tokens as `hf` up to near-ties)."""
@@ -134,7 +135,7 @@ class TargetConfig:
     kv_cache_gb: float = 1.0
     """Memory budget of the key/value cache of each verifier (all its ranks together), in 2**30 bytes."""
     trust_remote_code: bool = False
-    """Run model code that a checkpoint brings along."""
+    """Run model code that a checkpoint brings along. Read it first, and pin the id to the commit that you read."""
     compiled: bool = True
     """For `vllm`: compile the model at every start. false starts in seconds instead of a minute (SmolLM2 on two cores),
     and steps are 5 to 25% slower."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.drafters.mirror import RequestMirror
+from specactor_ray.drafters.sound_rows import sample_sound_rows
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.ragged_cache import CacheRow
 from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
-from specactor_ray.sampling import SamplingError, own_noise, sample_rows, warm_up
+from specactor_ray.sampling import own_noise, warm_up
 
 _MAX_STEP_TOKENS = 512
 """Most positions in one forward; a long prompt is read in chunks of this size."""
@@ -167,22 +168,18 @@ class DraftModelProposer:
         return chunks, finishing
 
     def _append_samples(self, request_ids: Sequence[str], logits: Any) -> list[str]:
-        if not request_ids:
-            return []
         mirrors = [self._requests[request_id].mirror for request_id in request_ids]
-        try:
-            sampled = sample_rows(
-                logits,
-                [mirror.sampling for mirror in mirrors],
-                [len(mirror.committed) + len(mirror.tail) for mirror in mirrors],
-            )
-        except SamplingError as error:
-            for index in error.problems:
-                self._give_up(request_ids[index])
-            return []
-        for request_id, token in zip(request_ids, sampled.token_ids, strict=True):
+        tokens = sample_sound_rows(
+            logits,
+            [mirror.sampling for mirror in mirrors],
+            [len(mirror.committed) + len(mirror.tail) for mirror in mirrors],
+        )
+        for row, request_id in enumerate(request_ids):
             entry = self._requests[request_id]
-            entry.mirror.tail.append(token)
+            if row in tokens:
+                entry.mirror.tail.append(tokens[row])
+            else:
+                self._give_up(request_id)
             entry.answered = not self._can_extend(entry)
         return list(request_ids)
 

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 
 from specactor_ray.drafters.mirror import RequestMirror
+from specactor_ray.drafters.sound_rows import sample_sound_rows
 from specactor_ray.messages import Features, SamplingParams
 from specactor_ray.modeling.eagle_runner import EagleChunk, EagleRunner
 from specactor_ray.modeling.ragged_cache import CacheRow
 from specactor_ray.modeling.wire import from_wire
-from specactor_ray.sampling import SamplingError, own_noise, sample_rows, warm_up
+from specactor_ray.sampling import own_noise, warm_up
 
 _MAX_STEP_TOKENS = 512
 """Most positions in one forward; the states of a long prompt are read in chunks of this size."""
@@ -125,7 +126,8 @@ class EagleProposer:
         window: int,
     ) -> None:
         self.close(request_id)
-        mirror = RequestMirror(prompt_token_ids, committed_token_ids, sampling, window)
+        noise = sampling if self._shared_noise else own_noise(sampling)
+        mirror = RequestMirror(prompt_token_ids, committed_token_ids, noise, window)
         crowded = sum(entry.cache is not None for entry in self._entries.values()) >= self._max_batch
         wanted = min(len(prompt_token_ids) + len(committed_token_ids) + _FIRST_RESERVATION, self.max_len)
         self._entries[request_id] = _Entry(mirror, None if crowded else self._runner.cache.open(wanted))
@@ -258,18 +260,18 @@ class EagleProposer:
         if not guessing:
             return []
         entries = [self._entries[request_ids[row]] for row in guessing]
-        samplings = [entry.mirror.sampling for entry in entries]
-        positions = [len(entry.mirror.committed) + entry.depth for entry in entries]
-        if not self._shared_noise:
-            samplings = [own_noise(sampling) for sampling in samplings]
-        try:
-            tokens = sample_rows(logits[guessing], samplings, positions).token_ids
-        except SamplingError as error:
-            for row in error.rows:
-                self._give_up(entries[row])
-            return []
-        changed = [entry.guess(token) for entry, token in zip(entries, tokens, strict=True)]
-        return [request_ids[row] for row, new in zip(guessing, changed, strict=True) if new]
+        tokens = sample_sound_rows(
+            logits[guessing],
+            [entry.mirror.sampling for entry in entries],
+            [len(entry.mirror.committed) + entry.depth for entry in entries],
+        )
+        changed = []
+        for index, entry in enumerate(entries):
+            if index not in tokens:
+                self._give_up(entry)
+            elif entry.guess(tokens[index]):
+                changed.append(request_ids[guessing[index]])
+        return changed
 
     def _answer(self) -> list[str]:
         """Requests about whose newest commit nothing more can be said; each is reported once."""

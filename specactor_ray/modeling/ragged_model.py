@@ -96,8 +96,13 @@ class RaggedModel:
 
         Every row must have room (`CacheRow.reserve`) for its tokens. Afterwards `row.length` counts them; the
         caller truncates what it rejects (of a tree: after `RaggedCache.compact`).
+
+        Raises:
+            ValueError: A chunk asks for more logits than it has tokens; nothing was appended.
         """
         counts = [len(chunk.token_ids) for chunk in chunks]
+        if any(chunk.num_logits > count for chunk, count in zip(chunks, counts, strict=True)):
+            raise ValueError("a chunk asks for more logits than it has tokens; they would be those of another row")
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         padding = self._padding(len(tokens))
         trees = {i: chunk.parents for i, chunk in enumerate(chunks) if chunk.parents}

@@ -182,8 +182,7 @@ def _next(
     state: TrainState, position: tuple[int, int], update: Mapping[str, float], experience: Experience
 ) -> TrainState:
     rewards = experience.rewards
-    unscored = bool(rewards) and experience.reward_failures.total() == len(rewards)
-    bad = unscored or (update["skipped"] > 0 and update["grad_norm"] == 0.0)
+    bad = experience.unscored or (update["skipped"] > 0 and update["grad_norm"] == 0.0)
     reward = sum(rewards) / len(rewards) if rewards else None
     return replace(
         state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ class TrainerRanks:
         self._ranks = list(ranks)
         self._calls, self._stall_timeout_s = calls, stall_timeout_s
         self._broken = ""
-        self._saves = 0
+        self._numbers = itertools.count(1)
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step; returns the metrics of `PolicyUpdater.update`. A step is done once: for the
@@ -67,7 +68,7 @@ class TrainerRanks:
 
     def export_weights(self, version: int) -> WeightSet:
         """The current weights, in the object store of rank 0's node."""
-        weights: WeightSet = self._call("export_weights", version)[0]
+        weights: WeightSet = self._call("export_weights", version, next(self._numbers))[0]
         return weights
 
     def save(self, folder: Path) -> None:
@@ -77,8 +78,7 @@ class TrainerRanks:
             OSError: A rank could not write, or what it wrote is not in the folder as this process sees it.
             SpecActorError: A rank failed otherwise, is gone or hangs.
         """
-        self._saves += 1
-        parts: list[SavedPart] = self._call("save", str(folder), self._saves)
+        parts: list[SavedPart] = self._call("save", str(folder), next(self._numbers))
         for rank, part in enumerate(parts):
             if part.problem:
                 raise OSError(f"trainer rank {rank} on node {part.node} could not write: {part.problem}")

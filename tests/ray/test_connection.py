@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
@@ -30,7 +30,16 @@ from specactor_ray.rollout.attach import status_of_run
 status_of_run(None, sys.argv[1])
 '''
 
+LEAVES_A_FOLDER = '''
+import os, signal, sys
+from specactor_ray.leftovers import make_owned_folder
+make_owned_folder("specactor-", sys.argv[1])
+os.kill(os.getpid(), signal.SIGKILL)
+'''
+
 put_current_folder_last()
+subprocess.run([sys.executable, "-c", LEAVES_A_FOLDER, os.environ["TMPDIR"]], cwd="bin")
+(left,) = (name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("specactor-"))
 tokens = []
 for _ in range(2):
     with connect(ClusterConfig(num_cpus=1)) as connection:
@@ -44,10 +53,11 @@ for _ in range(2):
         other = subprocess.run(command, env=clean, capture_output=True, cwd="bin")
         assert b"no run is going on" in other.stderr, other.stderr
 assert len(set(tokens)) == 2
+assert not os.path.exists(os.path.join(os.environ["TMPDIR"], left))
 """
 
 
-def test_each_private_cluster_has_its_own_token_and_no_worker_runs_planted_modules() -> None:
+def test_private_clusters_have_own_tokens_tidy_up_and_run_no_planted_modules() -> None:
     with tempfile.TemporaryDirectory(prefix="s-", dir="/tmp") as name:  # Ray's sockets need a short path
         folder = Path(name)
         for module in ("graphlib", "ray", "numpy"):  # graphlib: of the standard library, and imported by nobody here

@@ -88,6 +88,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tasks: Path, tmp_path: 
 
     killed = command(settings(tasks, folder, "killed", *common))
     wait_for_steps(killed, folder / "killed" / "metrics.jsonl", 3)
+    os.kill(killed.pid, signal.SIGSTOP)  # or it would be at its end before another one has started
     second = command(settings(tasks, folder, "killed", *common, "resume=auto"))
     output = second.communicate(timeout=100)[0]
     assert second.returncode == 2 and f"process {killed.pid} on" in " ".join(output.split()), output

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from specactor_ray.errors import ClusterError, InputError
 from specactor_ray.messages import RequestStats, SamplingParams
 from specactor_ray.observability.progress import ProgressState, RolloutProgress, figures
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.output import TrajectoryWriter
+from specactor_ray.rollout.output import TrajectoryWriter, write_json
 from specactor_ray.rollout.run import RunOutcome, run_rollout
 from specactor_ray.rollout.trajectory import Trajectory
 
@@ -372,3 +373,9 @@ def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path)
     assert "mine:other cannot be imported" in error_line(specactor(folder, *train, program=(str(script),)))
     assert not (folder / "planted").exists()
     assert (folder / "wanted").exists()
+
+
+def test_a_summary_is_for_its_owner_alone(tmp_path: Path) -> None:
+    write_json(tmp_path / "summary.json", {"config": {"data": {"options": {"token": "x"}}}})
+    assert stat.S_IMODE((tmp_path / "summary.json").stat().st_mode) == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

@@ -9,7 +9,7 @@ import torch
 
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.modeling.ragged_model import RaggedModel, RaggedOutput, RowChunk
 from specactor_ray.sampling import own_noise, sample_rows
 from tests.tiny import tiny_draft, tiny_prompt_ids
 
@@ -113,6 +113,41 @@ def test_a_cache_too_small_gives_up_quietly() -> None:
     drafter.open("b", tuple([5] * 100), (), SamplingParams(max_tokens=400), 4)
     extend_fully(drafter)
     assert len(drafter.tail("a")[1]) == 4 and drafter.tail("b")[1] == ()
+
+
+def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(reference: torch.nn.Module) -> None:
+    drafter, prompts = proposer(), tiny_prompt_ids(3)
+    samplings = [SamplingParams(temperature=1.0, max_tokens=60, seed=i) for i in range(3)]
+    for i, prompt in enumerate(prompts):
+        drafter.open(f"r{i}", prompt, (), samplings[i], 5)
+    drafter.extend()
+    bad, forward = drafter._requests["r1"].cache, drafter._model.forward
+
+    def poisoned(chunks: list[RowChunk]) -> RaggedOutput:
+        logits = forward(chunks).logits.clone()
+        rows = [i for i, chunk in enumerate(chunks) if chunk.row is bad]
+        logits[rows] = float("nan")
+        return RaggedOutput(logits, None)
+
+    drafter._model.forward = poisoned  # type: ignore[method-assign, assignment]
+    assert sorted(drafter.extend()) == ["r0", "r1", "r2"], "also that there is no more of r1"
+    assert not drafter.pending("r1") and len(drafter.tail("r1")[1]) == 1
+    extend_fully(drafter)
+    for i in (0, 2):
+        assert drafter.tail(f"r{i}")[1] == expected_tail(reference, prompts[i], [], samplings[i], 5)
+    assert drafter.commit("r1", 0, [9], 5)
+    assert drafter.extend() == ["r1"], "each further commit is answered"
+    for i in range(3):
+        drafter.close(f"r{i}")
+    assert drafter._model.cache.allocator.free_slots == drafter._model.cache.slots, "cache was leaked"
+
+
+def test_logits_of_no_token_are_refused() -> None:
+    model = RaggedModel(load(), 4 << 20)
+    rows = [model.cache.open(8) for _ in range(2)]
+    with pytest.raises(ValueError, match="more logits than"):
+        model.forward([RowChunk(rows[0], [1, 2], 1), RowChunk(rows[1], [], 1)])
+    assert rows[0].length == 0
 
 
 def test_new_weights_drop_tails_of_the_old_ones(reference: torch.nn.Module) -> None:

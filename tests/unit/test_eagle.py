@@ -20,7 +20,7 @@ from specactor_ray.errors import ModelLoadError
 from specactor_ray.messages import Features, SamplingParams
 from specactor_ray.modeling.eagle_checkpoint import load_head, read_head_config, save_head, trained_weights
 from specactor_ray.modeling.eagle_head import EagleHead, most_frequent_ids
-from specactor_ray.modeling.eagle_runner import EagleRunner
+from specactor_ray.modeling.eagle_runner import EagleChunk, EagleRunner
 from specactor_ray.sampling import own_noise, sample_rows
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
 
@@ -176,6 +176,29 @@ def test_limits_are_answered_quietly() -> None:
     assert not drafter.commit(first.name, 5, [1], WINDOW), "a gap asks for a fresh open"
     with pytest.raises(ValueError, match="the head reads 192"):
         drafter.add_features(first.name, [Features(0, states_of(50, 0, width=64))])
+
+
+def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing() -> None:
+    drafter = EagleProposer(EagleRunner(head(), 4 << 20))
+    requests = [Sequence(number, 1.0) for number in range(3)]
+    for request in requests:
+        drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+        request.commit(drafter, [9])
+    drafter.extend()
+    bad, forward = drafter._entries["r1"].cache, drafter._runner.forward
+
+    def poisoned(chunks: list[EagleChunk]) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, logits = (tensor.clone() for tensor in forward(chunks))
+        logits[[i for i, chunk in enumerate(chunks) if chunk.row is bad]] = float("nan")
+        return outputs, logits
+
+    drafter._runner.forward = poisoned  # type: ignore[method-assign, assignment]
+    assert sorted(drafter.extend()) == ["r0", "r1", "r2"], "also that there is no guess for r1"
+    assert drafter.tail("r1") == (1, ()) and not drafter.pending("r1")
+    extend_fully(drafter)
+    for request in (requests[0], requests[2]):
+        expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
+        assert drafter.tail(request.name) == (1, expected)
 
 
 def test_own_noise_changes_the_samples() -> None:

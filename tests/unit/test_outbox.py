@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specactor_ray.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, RemoteError
-from specactor_ray.messages import Commit, DraftTail
+from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftTail, SamplingParams
 from specactor_ray.queues.conflation import for_drafter, for_verifier
 from specactor_ray.queues.mailbox import Mailbox
 from specactor_ray.queues.outbox import Outbox
@@ -110,6 +110,22 @@ def test_what_did_not_arrive_goes_out_again_under_what_came_since(error: Excepti
     assert wire.batches[1] == [commit(0, 4), other(5)], "nothing is missing, and the order of slots is that of arrival"
     wire.futures[1].set_result(None)
     assert outbox.snapshot()["retries"] == 1 and not len(outbox)
+
+
+def test_what_did_not_arrive_counts_as_older_than_what_waits() -> None:
+    wire = Wire()
+    to_drafter = Outbox(wire.send, for_drafter(), clock=wire.clock)
+    again = DraftOpen("r", "v", (1,), (), SamplingParams(), 4)
+    to_drafter.post([DraftClose("r", "v")])
+    to_drafter.post([again])
+    wire.futures[0].set_exception(ActorUnavailableError("away"))
+    to_verifier = Outbox(wire.send, for_verifier(), clock=wire.clock)
+    to_verifier.post([DraftTail("r", "d", 1, (1,))])
+    to_verifier.post([DraftTail("r", "d", 2, (2,))])
+    wire.futures[1].set_exception(ActorUnavailableError("away"))
+    wire.clock.seconds = 1.0
+    assert to_drafter.flush() and to_verifier.flush()
+    assert wire.batches[2:] == [[again], [DraftTail("r", "d", 2, (2,))]]
 
 
 def test_pauses_double_up_to_a_bound_and_begin_again_after_an_arrival() -> None:

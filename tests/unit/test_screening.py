@@ -1,4 +1,4 @@
-"""Malformed messages are dropped and counted, and change neither tokens nor other requests."""
+"""Whatever arrives at a loop: what is malformed is dropped and counted, and changes neither tokens nor requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.config.schema import BreakerConfig, SpeculationConfig, VerifyPolicy
+from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.errors import ActorUnavailableError
 from specactor_ray.loops.draft_loop import DraftLoop
@@ -177,17 +177,15 @@ def truth() -> dict[str, list[int]]:
 class Pair:
     """A verifier and an n-gram drafter, stepped by hand; the test may slip anything into either inbox."""
 
-    def __init__(self, model: Any, mode: Mode = Mode.DECOUPLED, max_batch: int = 64) -> None:
+    def __init__(self, model: Any) -> None:
         self.clock, engine = HandClock(), HfEngine(model, [eos_id()])
-        config = SpeculationConfig(
-            verify=VerifyPolicy.all, draft_wait_s=0.0, coupled_wait_s=0.0, breaker=BreakerConfig()
-        )
-        speculator = Speculator("v", mode, config, engine.vocab_size, self.clock, max_batch=16)
+        config = SpeculationConfig(verify=VerifyPolicy.all, draft_wait_s=0.0)
+        speculator = Speculator("v", Mode.DECOUPLED, config, engine.vocab_size, self.clock)
         self.verifier = VerifyLoop(engine, speculator, clock=self.clock)
         self.drafter = DraftLoop("d", NgramProposer(1, 4, 0, 8), self.clock)
         self.sent: list[Any] = []
         outbox: Outbox[Any] = Outbox(self._to_drafter, for_drafter(), clock=self.clock)
-        self.verifier.set_drafters({"d": DrafterLink("ngram", 4, outbox, max_batch)})
+        self.verifier.set_drafters({"d": DrafterLink("ngram", 4, outbox)})
         self.drafter.set_verifiers(
             {"v": Outbox(direct_sender(self.verifier.deliver), for_verifier(), clock=self.clock)}
         )
@@ -292,25 +290,22 @@ def test_nothing_that_arrives_raises_or_changes_a_token(
 
 
 def test_a_drafter_that_is_cut_off_counts_as_out_of_reach(pair: Pair, truth: dict[str, list[int]]) -> None:
-    pair.submit(BATCH)
-    pair.step()
-    pair.step()
-    assert pair.verifier.snapshot()["ladder"]["loads"] == {"d": 3}
-    pair.verifier.deliver([dataclasses.replace(TAIL, drafter_id="d", base_len=-1)] * (MOST_MALFORMED + 1))
-    drafted = None
-    for _ in range(3):
+    pair.submit(BATCH[:2])
+    while not pair.verifier.snapshot()["drafted_tokens"]:
         pair.step()
-        now = pair.verifier.snapshot()["drafted_tokens"]
-        assert drafted in (None, now), "its tails are used no more"
-        drafted = now
+    before = pair.verifier.snapshot()
+    assert before["ladder"]["loads"] == {"d": 2} and before["tails"]["taken"] > 0
+    assert len(pair.verifier._speculator.inbox), "a good tail is on its way"
+    pair.verifier.deliver([dataclasses.replace(TAIL, drafter_id="d", base_len=-1)] * (MOST_MALFORMED + 1))
+    pair.submit(BATCH[2:])
     assert pair.run() == truth
-    snapshot = pair.verifier.snapshot()
-    assert snapshot["cut_off"] == ["d"] and snapshot["malformed"] == {"d": MOST_MALFORMED + 1}
+    after = pair.verifier.snapshot()
+    assert after["drafted_tokens"] == before["drafted_tokens"], "what it had said before is of no use either"
+    assert not [m for m in pair.sent if isinstance(m, DraftOpen) and m.request_id == BATCH[2].request_id]
+    assert after["cut_off"] == ["d"] and after["malformed"] == {"d": MOST_MALFORMED + 1}
 
 
-def test_a_verifier_that_is_cut_off_has_no_requests_left_at_the_drafter(
-    pair: Pair, truth: dict[str, list[int]]
-) -> None:
+def test_a_verifier_that_is_cut_off_has_no_requests_left_there(pair: Pair, truth: dict[str, list[int]]) -> None:
     pair.submit(BATCH)
     pair.step()
     pair.drafter.deliver([dataclasses.replace(OPENING, request_id="theirs", verifier_id="w")])
