@@ -224,6 +224,7 @@ class Dispatcher:
             self.journal.release(request_id)
             self._pace.forget(request_id)
             self._progress_at.pop(request_id, None)
+            self._quarantine.put_back(request_id)
             if not self._quarantine.is_suspect(request_id):
                 self._backlog.appendleft(request_id)
 

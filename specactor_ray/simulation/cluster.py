@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,17 +87,25 @@ class VirtualBackend:
         machines: Where they live.
         controller: Its own process.
         world: What the actors' models know.
+        numbers: For names; no two actors of a simulation share one.
     """
 
     start_s: tuple[float, float] = (0.1, 2.0)
 
-    def __init__(self, network: Network, machines: Machines, controller: VirtualActor, world: World) -> None:
+    def __init__(
+        self,
+        network: Network,
+        machines: Machines,
+        controller: VirtualActor,
+        world: World,
+        numbers: Iterator[int],
+    ) -> None:
         self._network, self.machines, self._world = network, machines, world
         clock = VirtualClock(network.kernel, controller.process)
         self.calls = Calls(VirtualTransport(network, controller), clock)
         self.reaper: Reaper = VirtualReaper(network, clock)
         self.actors: dict[str, VirtualActor] = {}
-        self._numbers = itertools.count()
+        self._numbers = numbers
 
     def suffix(self) -> str:
         return f"{next(self._numbers):04x}"

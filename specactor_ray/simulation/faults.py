@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from specactor_ray.config.inline import draft_actors
 from specactor_ray.messages import Commit, DraftTail
 from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
 
@@ -35,11 +36,13 @@ SCHEDULED = (
     "lose objects",
     "scale",
 )
+OF_TRAINING = ("kill trainer", "freeze trainer")
+"""Scheduled too, where there is a trainer."""
 BY_ROUND = ("poison", "close early", "lend")
 """Switched on for a whole run; they strike at the start of a round."""
 RARE = ("kill controller",)
 """Ends the run; drawn seldom."""
-KINDS = (*SCHEDULED, *BY_ROUND, *RARE)
+KINDS = (*SCHEDULED, *OF_TRAINING, *BY_ROUND, *RARE)
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,13 @@ class FaultPlan:
     """Mean virtual seconds between two of them."""
 
     @classmethod
-    def draw(cls, seed: int, count: int) -> FaultPlan:
+    def draw(cls, seed: int, count: int, training: bool = False) -> FaultPlan:
         """The plan of a seed: each kind is on in half of all plans."""
         rng = random.Random(f"plan {seed}")
-        kinds = tuple(kind for kind in (*SCHEDULED, *BY_ROUND) if rng.random() < 0.5) or ("kill verifier",)
+        possible = (*SCHEDULED, *(OF_TRAINING if training else BY_ROUND))
+        kinds = tuple(kind for kind in possible if rng.random() < 0.5) or ("kill verifier",)
         rare = tuple(kind for kind in RARE if rng.random() < 0.05)
-        return cls((*kinds, *rare), count, 10.0 ** rng.uniform(-1.0, 0.7))
+        return cls((*kinds, *rare), count, 10.0 ** rng.uniform(-1.0, 0.2))
 
 
 class Injector:
@@ -73,21 +77,27 @@ class Injector:
     def __init__(self, simulation: Simulation, plan: FaultPlan) -> None:
         self.plan = plan
         self.struck: Counter[str] = Counter()
-        self.left = plan.count if any(kind in SCHEDULED + RARE for kind in plan.kinds) else 0
+        self.left = plan.count if any(kind not in BY_ROUND for kind in plan.kinds) else 0
         """Faults that are still to come."""
         self.controller_killed = False
         self._simulation = simulation
         self._kernel, self._network, self._world = simulation.kernel, simulation.network, simulation.world
         self._rng = random.Random(f"faults {simulation.scenario.seed}")
-        self._kinds = [kind for kind in plan.kinds if kind in SCHEDULED]
-        self._wanted = {one.method: one.replicas for one in simulation.config.drafters}
+        self._kinds = [kind for kind in plan.kinds if kind in SCHEDULED + OF_TRAINING]
+        self._wanted = dict(draft_actors(simulation.config))
         self._nodes = 0
+        self._paused, self._scheduled = True, False
         self._undo: list[Callable[[], None]] = []
         """Ends of faults that last, for `heal`."""
 
-    def begin(self) -> None:
+    def pause(self) -> None:
+        """No strikes until `resume`."""
+        self._paused = True
+
+    def resume(self) -> None:
         """The run has started."""
-        if self.left:
+        self._paused = False
+        if self.left and not self._scheduled:
             self._schedule()
 
     def heal(self) -> None:
@@ -121,10 +131,12 @@ class Injector:
     # ---- strikes ----
 
     def _schedule(self) -> None:
+        self._scheduled = True
         self._kernel.at(self._kernel.now + self._rng.expovariate(1.0 / self.plan.interval_s), self._strike)
 
     def _strike(self) -> None:
-        if self.left <= 0 or self._simulation.done:
+        self._scheduled = False
+        if self.left <= 0 or self._paused or self._simulation.done:
             return
         self.left -= 1
         if "kill controller" in self.plan.kinds and self._rng.random() < 2.0 / max(self.plan.count, 2):
@@ -140,16 +152,27 @@ class Injector:
     def _kill_controller(self) -> None:
         """Its actors and placement groups are owned by it and end with it."""
         self.controller_killed = True
-        self.left = 0
-        backend = self._simulation.backend
         self._network.kill(self._simulation.controller)
         for actor in self._alive():
             self._network.kill(actor)
-        if backend is not None:
-            backend.machines.groups.clear()
+        self._simulation.machines.groups.clear()
+        if not self._simulation.scenario.training:  # which resumes, while a stream ends with it
+            self.left = 0
 
     def _kill_verifier(self) -> bool:
         return self._on_one("verifier", self._network.kill)
+
+    def _kill_trainer(self) -> bool:
+        return self._on_trainer(self._network.kill)
+
+    def _freeze_trainer(self) -> bool:
+        return self._on_trainer(self._freeze)
+
+    def _on_trainer(self, do: Callable[[VirtualActor], Any]) -> bool:
+        able = [one for one in self._network.actors if one.name.startswith("trainer") and not one.process.dead]
+        if able:
+            do(self._rng.choice(able))
+        return bool(able)
 
     def _kill_drafter(self) -> bool:
         return self._on_one("drafter", self._network.kill)
@@ -252,6 +275,8 @@ class Injector:
         return True
 
     def _scale(self) -> bool:
+        if not self._wanted:  # no draft actors in this mode
+            return False
         method = self._rng.choice(list(self._wanted))
         self._wanted[method] = self._rng.randrange(0, 5)
         simulation = self._simulation

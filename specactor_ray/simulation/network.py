@@ -6,6 +6,7 @@ actor is gone for good, or unavailable, and then nobody knows whether the call w
 
 from __future__ import annotations
 
+import functools
 import random
 import zlib
 from collections import deque
@@ -87,6 +88,8 @@ class VirtualActor:
     open_calls: dict[Reference, None] = field(default_factory=dict)
     """Calls that would fail if it died now."""
     node_lost: bool = False
+    concurrency: int = _CONCURRENCY
+    """Calls at a time. Those of the method `heartbeat` do not count, as in a concurrency group of its own."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,17 @@ class Network:
     def latency(self) -> float:
         return self.rng.uniform(0.0005, 0.002)
 
-    def start_actor(self, name: str, node: Node, make: Callable[[VirtualActor], Any], start_s: float) -> VirtualActor:
+    def start_actor(
+        self,
+        name: str,
+        node: Node,
+        make: Callable[[VirtualActor], Any],
+        start_s: float,
+        concurrency: int = _CONCURRENCY,
+    ) -> VirtualActor:
         """Begin a process whose actor is made after `start_s` seconds."""
         process = Process(name, offset_s=self.rng.uniform(0.0, 1e5))
-        actor = VirtualActor(name, node, process)
+        actor = VirtualActor(name, node, process, concurrency=concurrency)
         self.actors.append(actor)
 
         def construct() -> None:
@@ -183,13 +193,18 @@ class Network:
             else:
                 if keep_answer:
                     actor.open_calls[reference] = None
-                actor.queue.append(lambda: self._execute(caller, actor, method, arguments, reference, keep_answer))
-                self._start_calls(actor)
+                execute = functools.partial(self._execute, caller, actor, method, arguments, reference, keep_answer)
+                if method == "heartbeat" and actor.instance is not None:
+                    actor.running += 1
+                    self.kernel.spawn(execute, "call", actor.process)
+                else:
+                    actor.queue.append(execute)
+                    self._start_calls(actor)
 
         self.kernel.at(self.kernel.now + self.latency() + self._delay(), arrive)
 
     def _start_calls(self, actor: VirtualActor) -> None:
-        while actor.instance is not None and actor.queue and actor.running < _CONCURRENCY:
+        while actor.instance is not None and actor.queue and actor.running < actor.concurrency:
             actor.running += 1
             self.kernel.spawn(actor.queue.popleft(), "call", actor.process)
 
@@ -230,7 +245,8 @@ class Network:
     def _invoke(self, actor: VirtualActor, method: str, arguments: Sequence[Any]) -> Any:
         if method == "__ray_call__":
             return facts_of(actor)
-        return getattr(actor.instance, method)(*arguments)
+        taken = [self.get(value) if isinstance(value, StoredObject) else value for value in arguments]
+        return getattr(actor.instance, method)(*taken)
 
     def resolve(self, reference: Reference, value: Any, error: SpecActorError | None) -> None:
         """An answer has arrived; the first one counts."""

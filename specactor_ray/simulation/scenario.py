@@ -3,6 +3,7 @@ checks of what must hold whatever happened."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.controller import Controller
 from specactor_ray.controller.members import ActorClasses
-from specactor_ray.errors import ActorLostError, SpecActorError
+from specactor_ray.errors import ActorLostError, ConfigError, SpecActorError
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.run_client import RunClient
@@ -24,6 +25,7 @@ from specactor_ray.simulation.faults import FaultPlan, Injector
 from specactor_ray.simulation.kernel import Kernel, SimulationError, VirtualClock
 from specactor_ray.simulation.models import World, true_output
 from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
+from specactor_ray.simulation.training import Training
 
 _LIMIT_S = 10_000.0
 """Virtual seconds after which a run has failed to end."""
@@ -42,8 +44,34 @@ class Scenario:
     drafters: int = 4
     nodes: int = 3
     mode: str = "decoupled"
+    training: bool = False
+    """Steps of training, instead of streams alone."""
     lend: bool = False
     faults: FaultPlan = field(default_factory=FaultPlan)
+
+    @classmethod
+    def draw(cls, seed: int, count: int, requests: int = 64) -> Scenario:
+        """The scenario of a seed: layout, mode and kinds of faults are drawn from it.
+
+        Args:
+            seed: Of everything.
+            count: Faults that are scheduled.
+            requests: Of each stream, or step of training.
+        """
+        rng = random.Random(f"scenario {seed}")
+        training = rng.random() < 0.25
+        plan = FaultPlan.draw(seed, count, training)
+        return cls(
+            seed,
+            requests,
+            verifiers=rng.choice((1, 2, 2, 3)),
+            drafters=rng.choice((1, 2, 4)),
+            nodes=rng.choice((2, 3, 4)),
+            mode=rng.choice(("decoupled", "decoupled", "decoupled", "coupled", "plain")),
+            training=training,
+            lend="lend" in plan.kinds,
+            faults=plan,
+        )
 
 
 @dataclass
@@ -61,13 +89,14 @@ class Report:
     events: int = 0
     virtual_s: float = 0.0
     digest: int = 0
-    reissues: int = 0
-    moves: int = 0
+    restarts: int = 0
+    """How often training was resumed."""
 
 
 def make_config(scenario: Scenario) -> Config:
     """The product's own configuration of the simulated run."""
-    per_method = max(1, scenario.drafters // 2)
+    ngrams = (scenario.drafters + 1) // 2
+    lends = scenario.lend and scenario.mode == "decoupled" and scenario.verifiers > 1
     return from_mapping(
         {
             "mode": scenario.mode,
@@ -80,13 +109,13 @@ def make_config(scenario: Scenario) -> Config:
                 "placement_timeout_s": 60.0,
             },
             "target": {"replicas": scenario.verifiers, "max_batch": 16},
-            "speculation": {"lend": scenario.lend, "window": 4},
+            "speculation": {"lend": lends, "window": 4},
             "drafters": [
-                {"method": "ngram", "replicas": per_method},
+                {"method": "ngram", "replicas": ngrams},
                 {
                     "method": "draft_model",
                     "model": "m",
-                    "replicas": scenario.drafters - per_method,
+                    "replicas": scenario.drafters - ngrams,
                     "follow_policy": True,
                 },
             ],
@@ -110,6 +139,7 @@ class Simulation:
         self.clock = VirtualClock(self.kernel, self.driver.process)
         self.calls = Calls(VirtualTransport(self.network, self.driver), self.clock)
         self.backend: VirtualBackend | None = None
+        self._suffixes = itertools.count()
         self.done = False
         self.version = 0
         self.injector = Injector(self, scenario.faults)
@@ -127,7 +157,7 @@ class Simulation:
         for name, crash in kernel.crashes:
             self.fail(f"{name} raised {type(crash).__name__}: {crash}")
         report.events, report.virtual_s, report.digest = kernel.events, kernel.now, kernel.digest
-        report.faults = {**self.injector.struck, **self.network.hits}
+        report.faults = {kind: n for kind, n in sorted({**self.injector.struck, **self.network.hits}.items()) if n}
         kernel.close()
         return report
 
@@ -136,20 +166,42 @@ class Simulation:
         while not self.controller.process.dead and wanted == self.injector.wanted_drafters():
             try:
                 self.client.scale(wanted)
+                return
+            except ConfigError as error:
+                self.fail(f"scale was refused: {error}")
+                return
             except SpecActorError:
-                continue
-            return
+                self.clock.sleep(1.0)
 
     def fail(self, what: str) -> None:
         self.report.violations.append(what)
 
     # ---- the driver ----
 
-    def _drive(self) -> None:
+    def start_run(self) -> None:
+        """Start a controller and whom it needs. Faults wait until that is done: a start may fail, and says so."""
+        self.injector.pause()
         self.controller = self.network.start_actor("controller", self.head, self._make_controller, 0.1)
         self.calls.ask(self.controller, "start", deadline_s=300.0, retry=False)
         self.client = RunClient(self.config, self.controller, self.calls)
-        self.injector.begin()
+        self.injector.resume()
+
+    def end_run(self) -> None:
+        """End whatever lives, as Ray does when the driver is gone."""
+        assert self.backend is not None
+        for actor in self.network.actors:
+            self.network.kill(actor)
+        self.machines.groups.clear()
+
+    def _drive(self) -> None:
+        if self.scenario.training:
+            Training(self).run()
+        else:
+            self._stream()
+        self.done = True
+
+    def _stream(self) -> None:
+        self.start_run()
         try:
             number = 0
             while number < 1 or self.injector.left:
@@ -157,16 +209,16 @@ class Simulation:
                 number += 1
             self.injector.heal()
             self._round(number)
-            self.client.scale(self.injector.wanted_drafters())
+            if self.injector.wanted_drafters():
+                self.client.scale(self.injector.wanted_drafters())
             self._check_settled()
         except ActorLostError as error:
             self._check_loss(error)
         self.injector.heal()
         self._shut_down()
-        self.done = True
 
     def _make_controller(self, actor: VirtualActor) -> Controller:
-        self.backend = VirtualBackend(self.network, self.machines, actor, self.world)
+        self.backend = VirtualBackend(self.network, self.machines, actor, self.world, self._suffixes)
         classes = ActorClasses(VerifierActor, DraftActor)
         return Controller(self.config, "sim", classes, backend=self.backend)
 
@@ -174,7 +226,7 @@ class Simulation:
         """New weights, then a stream; what the plan says is done beside them."""
         if number:
             self._update_weights(number)
-        entries = self._entries(number)
+        entries = self.entries(number)
         expected = {entry.request_id: entry for entry in entries}
         close_after = self.rng.randrange(len(entries)) if self.injector.closes_early() else len(entries)
         stream = self.client.stream(entries)
@@ -183,24 +235,26 @@ class Simulation:
             if entry.request_id in seen:
                 self.fail(f"{entry.request_id} ended twice")
             seen[entry.request_id] = None
-            self._check_entry(entry)
+            self.check_entry(entry)
             if len(seen) >= close_after:
                 break
         stream.close()
         if close_after == len(entries) and len(seen) != len(expected):
             self.fail(f"round {number}: {len(expected) - len(seen)} requests did not end")
 
-    def _entries(self, number: int) -> list[JournalEntry]:
+    def entries(self, number: int) -> list[JournalEntry]:
+        """The requests of a round; the same whenever they are asked for."""
+        rng = random.Random(f"round {self.scenario.seed} {number}")
         entries = []
         for index in range(self.scenario.requests):
             seed = self.scenario.seed * 1_000_000 + number * 10_000 + index
-            length = min(400, int(self.rng.lognormvariate(3.5, 0.8)) + 1)
+            length = min(200, int(rng.lognormvariate(2.7, 0.9)) + 1)
             sampling = SamplingParams(max_tokens=length, seed=seed)
             self.world.version_of[seed] = self.version
             poison = self.injector.poison(length)
             if poison is not None:
                 self.world.poison[seed] = poison
-            prompt = tuple(range(self.rng.randrange(1, 40)))
+            prompt = tuple(range(rng.randrange(1, 40)))
             entries.append(JournalEntry(f"{number}-{index}", prompt, sampling))
         return entries
 
@@ -219,7 +273,8 @@ class Simulation:
 
     # ---- checks ----
 
-    def _check_entry(self, entry: JournalEntry) -> None:
+    def check_entry(self, entry: JournalEntry) -> None:
+        """What holds for every request that ended."""
         truth = true_output(entry.sampling, entry.weight_version)
         tokens, finished = tuple(entry.token_ids), entry.finished
         assert finished is not None

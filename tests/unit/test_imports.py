@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training",),
     ("simulation", "benchmarks", "submission", "drafter_training.command"),
     ("cli_options",),
-    ("cli_plan", "drafter_cli"),
+    ("cli_plan", "cli_simulate", "drafter_cli"),
     ("cli",),
     ("job",),
 )

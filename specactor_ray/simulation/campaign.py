@@ -1,0 +1,150 @@
+"""Many simulated runs: until as many faults have struck as were asked for, on all cores; what fails is shrunk."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+
+from specactor_ray.simulation.faults import FaultPlan
+from specactor_ray.simulation.scenario import Report, Scenario, simulate
+
+FAULTS_PER_RUN = 50
+_SEEDS_PER_CAMPAIGN = 100_000
+_SHRINK_RUNS = 60
+
+
+@dataclass
+class Campaign:
+    """What many runs came to."""
+
+    seed: int
+    runs: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    finished: int = 0
+    failed: int = 0
+    """Poison requests that ended with their reason."""
+    restarts: int = 0
+    events: int = 0
+    virtual_s: float = 0.0
+    violations: list[Report] = field(default_factory=list)
+
+    @property
+    def num_faults(self) -> int:
+        return self.faults.total()
+
+    def add(self, report: Report) -> None:
+        """Count one more run."""
+        self.runs += 1
+        self.faults.update(report.faults)
+        self.finished += report.finished
+        self.failed += report.failed
+        self.restarts += report.restarts
+        self.events += report.events
+        self.virtual_s += report.virtual_s
+        if report.violations:
+            self.violations.append(report)
+
+
+def run_campaign(
+    faults: int,
+    seed: int,
+    requests: int = 64,
+    processes: int | None = None,
+    on_run: Callable[[Campaign], None] = lambda campaign: None,
+) -> Campaign:
+    """Run scenarios until `faults` faults have struck.
+
+    Args:
+        faults: Faults in all, those on single calls included.
+        seed: Of the campaign; each run has its own, derived from it.
+        requests: Of each stream.
+        processes: To use; default: one per core.
+        on_run: Called after every run.
+    """
+    campaign, seeds = Campaign(seed), iter(range(seed * _SEEDS_PER_CAMPAIGN, (seed + 1) * _SEEDS_PER_CAMPAIGN))
+    scenarios = (Scenario.draw(one, min(FAULTS_PER_RUN, faults), requests) for one in seeds)
+    processes = processes or len(os.sched_getaffinity(0))
+    if processes == 1:
+        silence()
+        while campaign.num_faults < faults:
+            campaign.add(simulate(next(scenarios)))
+            on_run(campaign)
+        return campaign
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=silence) as pool:
+        running: set[Future[Report]] = {pool.submit(simulate, next(scenarios)) for _ in range(processes)}
+        while campaign.num_faults < faults:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                campaign.add(future.result())
+                on_run(campaign)
+                running.add(pool.submit(simulate, next(scenarios)))
+        for future in running:
+            future.cancel()
+    return campaign
+
+
+def silence() -> None:
+    """What the simulated actors log about the faults is of no interest."""
+    logging.disable(logging.CRITICAL)
+
+
+def shrink(scenario: Scenario, on_run: Callable[[], None] = lambda: None) -> Scenario:
+    """A smaller scenario that fails as well: fewer faults, kinds, requests and actors, within a bounded search.
+
+    Args:
+        scenario: One that fails.
+        on_run: Called after every run.
+    """
+    runs, progress = 0, True
+    while progress:
+        progress = False
+        for smaller in _smaller(scenario):
+            if runs >= _SHRINK_RUNS:
+                return scenario
+            runs += 1
+            failed = bool(simulate(smaller).violations)
+            on_run()
+            if failed:
+                scenario, progress = smaller, True
+                break
+    return scenario
+
+
+def _smaller(scenario: Scenario) -> Iterator[Scenario]:
+    plan = scenario.faults
+    if plan.count > 1:
+        yield _with(scenario, replace(plan, count=plan.count // 2))
+        yield _with(scenario, replace(plan, count=plan.count - 1))
+    for kind in plan.kinds:
+        yield _with(scenario, replace(plan, kinds=tuple(one for one in plan.kinds if one != kind)))
+    if scenario.requests > 1:
+        yield replace(scenario, requests=scenario.requests // 4 or 1)
+        yield replace(scenario, requests=scenario.requests // 2)
+    if scenario.drafters > 1:
+        yield replace(scenario, drafters=1)
+    if scenario.verifiers > 1:
+        yield replace(scenario, verifiers=1)
+
+
+def _with(scenario: Scenario, plan: FaultPlan) -> Scenario:
+    return replace(scenario, faults=plan, lend=scenario.lend and "lend" in plan.kinds)
+
+
+def replay_line(scenario: Scenario) -> str:
+    """The command that runs exactly this scenario."""
+    plan = scenario.faults
+    parts = [
+        f"--replay {scenario.seed}",
+        f"--count {plan.count}",
+        f"--interval {plan.interval_s!r}",
+        f"--kinds '{','.join(plan.kinds)}'",
+        f"--requests {scenario.requests}",
+        f"--layout {scenario.verifiers},{scenario.drafters},{scenario.nodes},{scenario.mode}",
+    ]
+    return " ".join(["specactor simulate", *parts, *(["--training"] if scenario.training else [])])

@@ -1,0 +1,243 @@
+"""Training in the virtual cluster: the product's own steps, ranks and checkpoints around a trainer that takes time.
+
+The trainer's weights are a checksum of all it was ever trained on. So whatever was lost, killed and resumed, the end
+must be the one that the data alone determines: each step done once, with the samples of its own version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specactor_ray.actors.trainer import TrainerActor
+from specactor_ray.errors import SpecActorError
+from specactor_ray.learner.progress import Progress
+from specactor_ray.learner.saving import PartWriter, SavedPart
+from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.simulation.kernel import VirtualClock
+from specactor_ray.simulation.models import true_output
+from specactor_ray.simulation.network import VirtualActor, VirtualTransport
+from specactor_ray.training.checkpoint import CheckpointStore, TrainState
+from specactor_ray.training.outcome import TrainOutcome
+from specactor_ray.training.saver import Saver
+from specactor_ray.training.steps import TrainingParts, run_steps
+from specactor_ray.training.trainer_ranks import TrainerRanks
+
+if TYPE_CHECKING:
+    from specactor_ray.simulation.scenario import Simulation
+
+STEPS = 6
+_RANKS = 2
+_STALL_S = 30.0
+_MICRO_BATCHES, _MICRO_BATCH_S = 5, 0.2
+_MOST_RESTARTS = 200
+
+
+def digest_of(entries: Sequence[JournalEntry]) -> int:
+    """Checksum of the tokens of a step's requests, in the order of their ids."""
+    tokens = [(entry.request_id, tuple(entry.token_ids)) for entry in entries]
+    return zlib.crc32(repr(sorted(tokens)).encode())
+
+
+def learn(weights: int, samples: int, step: int) -> int:
+    """The weights after one more step."""
+    return zlib.crc32(b"%d %d %d" % (weights, samples, step))
+
+
+class _Rank:
+    """What `learner.trainer.Trainer` is to the actor: one rank's state and work."""
+
+    def __init__(self, rank: int, weights: int, clock: VirtualClock, progress: Progress) -> None:
+        self.rank, self.weights = rank, weights
+        self._clock, self._progress = clock, progress
+
+    def update(self, samples: Sequence[int], step: int, seed: int) -> dict[str, float]:
+        for _ in range(_MICRO_BATCHES):
+            self._clock.work(_MICRO_BATCH_S)
+            self._progress.tick()
+        self.weights = learn(self.weights, samples[0], step)
+        return {"skipped": 0.0, "grad_norm": 1.0, "weights": self.weights}
+
+    def save(self, folder: Path) -> SavedPart:
+        self._clock.work(0.1)
+        writer = PartWriter(folder, self._progress)
+        file = folder / f"weights/rank-{self.rank}.json"
+        with writer.writing(file):
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(json.dumps(self.weights), encoding="utf-8")
+        return writer.part()
+
+    def close(self) -> None:
+        pass
+
+
+class SimulatedTrainerActor(TrainerActor):
+    """The product's trainer actor, without a model."""
+
+    def __init__(self, actor: VirtualActor, simulation: Simulation, rank: int, weights: int) -> None:
+        self._pupil, self._progress, self._last = None, Progress(), {}
+        clock = VirtualClock(simulation.kernel, actor.process)
+        self._trainer: Any = _Rank(rank, weights, clock, self._progress)
+        self._transport = VirtualTransport(simulation.network, actor)
+
+    def _export(self, version: int) -> WeightSet | None:
+        bucket = self._transport.put(self._trainer.weights)
+        return WeightSet(version, (bucket,), 1) if self._trainer.rank == 0 else None
+
+
+@dataclass
+class _Experience:
+    """What `run_steps` reads of an experience."""
+
+    samples: list[int]
+    rewards: tuple[float, ...] = (1.0,)
+    unscored: bool = False
+
+
+class _Maker:
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
+        ended = []
+        for entry in rollout.stream(self._simulation.entries(step)):
+            self._simulation.check_entry(entry)
+            ended.append(entry)
+        return _Experience([digest_of(ended)])
+
+
+@dataclass
+class _Record:
+    """The metrics of a run, as they would stand in its file."""
+
+    steps: dict[int, float] = field(default_factory=dict)
+
+    def begin(self, step: int) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        yield
+
+    def end(self, step: int, experience: Any, update: Mapping[str, float], sync_bytes: int) -> None:
+        self.steps[step] = update["weights"]
+
+    def finish(self, status: str, checkpoint_failures: int, error: str = "") -> TrainOutcome:
+        return TrainOutcome(status, Path(), {"error": error})
+
+
+class _NoSignals:
+    @contextlib.contextmanager
+    def shielded(self) -> Iterator[None]:
+        yield
+
+
+class _Rollout:
+    """The part of a `Rollout` that the steps and the maker use, on the real client."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._client = simulation.client
+        self._world = simulation
+        self.stream = self._client.stream
+
+    def update_weights(self, weights: WeightSet) -> None:
+        self._world.version = weights.version
+        self._client.update_weights(weights)
+
+    def update_drafter(self, method: str, weights: WeightSet) -> None:
+        raise AssertionError("no drafter is taught here")
+
+    def sleep(self) -> None:
+        self._client.call_verifiers("sleep")
+
+    def wake(self) -> None:
+        self._client.call_verifiers("wake")
+
+
+class Training:
+    """Trains to the end, resuming from the newest checkpoint after every loss, and checks the outcome."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._record = _Record()
+
+    def run(self) -> None:
+        """Runs as the driver's task."""
+        simulation = self._simulation
+        simulation.config.trainer.steps = STEPS
+        with tempfile.TemporaryDirectory(prefix="specactor-simulation-") as folder:
+            store = CheckpointStore(Path(folder), keep_last=2, keep_best=False)
+            for restarts in range(_MOST_RESTARTS):
+                if restarts == _MOST_RESTARTS // 2:
+                    simulation.injector.heal()
+                if self._attempt(store):
+                    break
+                simulation.end_run()
+            else:
+                simulation.fail(f"training did not end with {_MOST_RESTARTS} restarts")
+        simulation.report.restarts = restarts
+        simulation.end_run()
+        self._check()
+
+    def _attempt(self, store: CheckpointStore) -> bool:
+        """Train as far as it goes. Returns whether all steps are done and saved."""
+        found = store.newest_sound()
+        state, weights = (TrainState(), 0) if found is None else (found[1], _read(found[0]))
+        store.remove_after(state.step)
+        self._record.steps = {step: value for step, value in self._record.steps.items() if step <= state.step}
+        self._simulation.version = state.step
+        try:
+            self._simulation.start_run()
+            return run_steps(self._parts(store, state, weights)).status == "complete"
+        except SpecActorError:
+            return False
+
+    def _parts(self, store: CheckpointStore, state: TrainState, weights: int) -> TrainingParts:
+        simulation = self._simulation
+        ranks = TrainerRanks([self._start_rank(rank, weights) for rank in range(_RANKS)], simulation.calls, _STALL_S)
+        return TrainingParts(
+            config=simulation.config,
+            rollout=_Rollout(simulation),
+            trainer=ranks,
+            maker=_Maker(simulation),
+            record=self._record,
+            saver=Saver(store, ranks.save, state, saved=True),
+            stop=_NoSignals(),
+            sampling=SamplingParams(),
+            position=lambda: (0, 0),
+            pupil=None,
+            say=lambda line: None,
+        )
+
+    def _start_rank(self, rank: int, weights: int) -> VirtualActor:
+        simulation = self._simulation
+
+        def make(actor: VirtualActor) -> SimulatedTrainerActor:
+            return SimulatedTrainerActor(actor, simulation, rank, weights)
+
+        return simulation.network.start_actor(f"trainer-{rank}", simulation.head, make, 0.1, concurrency=1)
+
+    def _check(self) -> None:
+        """Every step was done once, on what plain decoding gives."""
+        weights = 0
+        for step in range(STEPS):
+            entries = self._simulation.entries(step)
+            for entry in entries:
+                entry.token_ids = list(true_output(entry.sampling, step))
+            weights = learn(weights, digest_of(entries), step)
+            if self._record.steps.get(step + 1) != weights:
+                self._simulation.fail(f"step {step + 1} of training left other weights than a calm run")
+                return
+
+
+def _read(checkpoint: Path) -> int:
+    """The weights in a checkpoint; those of both ranks are the same."""
+    found: int = json.loads((checkpoint / "weights/rank-0.json").read_text(encoding="utf-8"))
+    return found
