@@ -1,4 +1,4 @@
-"""The rollout's side: every request ends exactly once and with the right tokens, whatever gets lost and whoever dies."""
+"""The rollout's side: every request ends exactly once and with the right tokens, whatever is lost and whoever dies."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class TestDeaths:
         def body() -> float:
             kernel = cluster.bench.kernel
             kernel.at(kernel.now + begin, lambda: cluster.network.kill(cluster.actor))
-            with pytest.raises(ActorLostError, match="the controller of the run is gone .*8 requests are unfinished"):
+            with pytest.raises(ActorLostError, match=r"the controller of the run is gone .*8 requests are unfinished"):
                 cluster.finish(entries(8, tokens=10_000))
             return kernel.now
 
