@@ -19,11 +19,12 @@ class Bench:
 
     Args:
         seed: Of the order of events, and of latencies.
+        network: What connects the processes.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, network: type[Network] = Network) -> None:
         self.kernel = Kernel(seed)
-        self.network = Network(self.kernel, random.Random(seed))
+        self.network: Any = network(self.kernel, random.Random(seed))
         self.node = Node("node", cpus=8.0)
         self.driver = VirtualActor("driver", Node("head", cpus=0.0), Process("driver", offset_s=1000.0))
         self.clock = VirtualClock(self.kernel, self.driver.process)

@@ -67,6 +67,8 @@ class _Link:
     free_at: float = 0.0
     """When it may be given requests again."""
     answered_at: float = 0.0
+    progress_at: float = float("-inf")
+    """When any of its requests made progress last."""
     suspected_at: float = float("-inf")
     submits: dict[Call, list[tuple[str, int]]] = field(default_factory=dict)
     """Calls that hand it requests → (request, attempt)."""
@@ -86,8 +88,8 @@ class Dispatcher:
             verifier that joins late or is faster gets its share.
         no_verifier_timeout_s: Longest time without any verifier, or without an answer of the controller, before the
             rollout gives up.
-        request_stall_timeout_s: Longest time that a request which has begun makes no progress while its verifier
-            answers; then it is handed out again.
+        request_stall_timeout_s: Longest time that a request which has begun, or has stalled before, makes no progress
+            while its verifier answers; then it is handed out again.
         spares: Where verifiers without requests are offered at the tail; None: they just idle.
     """
 
@@ -282,6 +284,8 @@ class Dispatcher:
 
     def _hand(self, request_id: str, verifier_id: str, batches: dict[str, list[TargetRequest]]) -> None:
         batches.setdefault(verifier_id, []).append(self.journal.hand_to(request_id, verifier_id))
+        if self.journal.entries[request_id].stalls:
+            self._progress_at[request_id] = self._clock.now()  # it may be stuck before it has begun
 
     def _submit(self, batches: Mapping[str, Sequence[TargetRequest]]) -> None:
         for verifier_id, batch in batches.items():
@@ -392,7 +396,7 @@ class Dispatcher:
                 continue
             if isinstance(event, Progress) and self.journal.progress(event):
                 tokens, now = len(self.journal.entries[request_id].token_ids), self._clock.now()
-                self._progress_at[request_id] = now
+                self._progress_at[request_id] = link.progress_at = now
                 self._pace.progress(request_id, tokens, now)
                 self._quarantine.progress(request_id, tokens)
                 continue
@@ -416,8 +420,11 @@ class Dispatcher:
             link = self._links.get(entry.owner or "")
             if link is None or now - link.answered_at > limit_s:
                 continue  # its verifier is what stalls; the controller sees to it
+            if not self._pace.begun(request_id) and now - link.progress_at <= limit_s:
+                continue  # it may wait for the others there to end
             self._notify(link.handle, "cancel", [(request_id, entry.attempt)])
             entry.stalls += 1
+            link.free_at = now + _REFUSED_S  # another one first
             if entry.stalls < _MAX_STALLS:
                 self._reissue([request_id], f"request {request_id} made no progress for {limit_s:g} s at {entry.owner}")
             else:
@@ -442,6 +449,7 @@ class Dispatcher:
         self._quarantine.clear()
         self.journal.clear()
         self._backlog.clear()
+        self._ended.clear()
 
 
 def _expected(entry: JournalEntry) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -14,7 +15,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member
 from specactor_ray.controller.state import VERIFIER, Phase
 from specactor_ray.controller.weights import TRAINER, WeightNews
-from specactor_ray.errors import InputError, SpecActorError
+from specactor_ray.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.messages import WeightSet
 from tests.clocks import HandClock
 from tests.hand_transport import HandTransport
@@ -60,9 +61,17 @@ def config(where: str) -> Config:
     return from_mapping({"drafters": [{"method": "ngram"}, head]})
 
 
+_NOW = itertools.count(0.0, 10.0)
+
+
+def tell(news: WeightNews, members: list[Any]) -> None:
+    """The next round of the controller, later than any pause."""
+    news.tell(members, next(_NOW))
+
+
 def settle(news: WeightNews, members: list[Any], rounds: int = 6) -> None:
     for _ in range(rounds):
-        news.tell(members)
+        tell(news, members)
         for one in members:
             one.actor.answer("load_weights")
             one.actor.answer("learn")
@@ -95,7 +104,7 @@ def test_one_that_joins_late_serves_when_it_has_the_newest_and_takes_over_from_t
     settle(news, members)
     late = member("e1")
     members = [late, members[1]]
-    news.tell(members)
+    tell(news, members)
     assert not late.serves and late.actor.versions == [4]
     settle(news, members)
     assert late.serves and late.actor.lessons == []
@@ -123,30 +132,52 @@ def test_the_policy_does_not_wait_for_heads() -> None:
     news, head, verifier = WeightNews(config("drafter")), member("e0"), member("v0", VERIFIER)
     settle(news, [head, verifier])
     news.offer("eagle", "e0", WeightSet(1, ()))
-    news.tell([head, verifier])
+    tell(news, [head, verifier])
     assert head.actor.awaits("load_weights")
     news.set_current(WeightSet(7, ()))
     assert not news.in_place([head, verifier])
-    news.tell([verifier])
+    tell(news, [verifier])
     verifier.actor.answer("load_weights")
-    news.tell([verifier])
+    tell(news, [verifier])
     assert news.in_place([head, verifier]) and head.weight_version == 0 and head.serves
 
 
 def test_one_that_cannot_take_a_head_is_marked_dead_and_one_that_cannot_learn_drafts_on() -> None:
     news, first, second = WeightNews(config("drafter")), member("e0"), member("e1")
-    news.tell([first, second])
+    tell(news, [first, second])
     first.actor.answer("learn", "no memory")
     settle(news, [first, second])
     assert first.actor.error is None and first.serves
     news.offer("eagle", "e0", WeightSet(1, ()))
-    for attempt in range(3):  # once may have been bad luck
-        news.tell([first, second])
-        assert second.actor.error is None and len(second.actor.versions) == attempt + 1
+    tell(news, [first, second])
+    first.actor.answer("load_weights")
+    for _ in range(3):  # once may have been bad luck
+        assert second.actor.error is None and second.actor.awaits("load_weights")
         second.actor.answer("load_weights", "shapes differ")
-        first.actor.answer("load_weights")
-    news.tell([first, second])
+        tell(news, [first, second])
+        tell(news, [first, second])
     assert "shapes differ" in str(second.actor.error) and first.weight_version == 1 and first.actor.error is None
+
+
+def test_weights_that_could_not_be_had_are_sent_again_after_a_pause() -> None:
+    news, one = WeightNews(config("drafter")), member("v0", VERIFIER)
+    news.set_current(WeightSet(1, ()))
+    news.tell([one], 0.0)
+    one.actor.answer("load_weights", "the object is lost")
+    news.tell([one], 1.0)
+    news.tell([one], 2.9)
+    assert not one.actor.awaits("load_weights")
+    news.tell([one], 3.0)
+    assert one.actor.awaits("load_weights")
+
+
+def test_one_that_is_gone_is_replaced_at_once() -> None:
+    news, one = WeightNews(config("drafter")), member("v0", VERIFIER)
+    news.set_current(WeightSet(1, ()))
+    tell(news, [one])
+    one.actor.transport.open("v0", "load_weights")[0].answer(error=ActorLostError("killed", node_lost=True))
+    tell(news, [one])
+    assert isinstance(one.actor.error, ActorLostError) and one.actor.error.node_lost
 
 
 def test_a_success_forgets_earlier_failures() -> None:
@@ -154,28 +185,29 @@ def test_a_success_forgets_earlier_failures() -> None:
     for version in range(1, 5):
         news.set_current(WeightSet(version, ()))
         for _ in range(2):
-            news.tell([one])
+            tell(news, [one])
             one.actor.answer("load_weights", "the object is lost")
-        news.tell([one])
+            tell(news, [one])
+        tell(news, [one])
         one.actor.answer("load_weights")
-    news.tell([one])
+    tell(news, [one])
     assert one.actor.error is None and one.weight_version == 4 and one.serves
 
 
 def test_a_verifier_serves_only_with_the_current_weights() -> None:
     news, one = WeightNews(config("drafter")), member("v0", VERIFIER)
-    news.tell([one])
+    tell(news, [one])
     assert one.serves and news.in_place([one])
     news.set_current(WeightSet(1, ("a",)))
     assert not news.in_place([one])
-    news.tell([one])
+    tell(news, [one])
     assert not one.serves
     news.set_current(WeightSet(2, ("b",)))  # while the first is on its way
     one.actor.answer("load_weights")
-    news.tell([one])
+    tell(news, [one])
     assert not one.serves and one.actor.versions == [1, 2] and not news.in_place([one])
     one.actor.answer("load_weights")
-    news.tell([one])
+    tell(news, [one])
     assert one.serves and news.in_place([one])
 
 
@@ -212,7 +244,7 @@ def test_versions_only_grow_whoever_dies(seed: int) -> None:
                 one.actor.answer("load_weights")
             if rng.random() < 0.5:
                 one.actor.answer("learn")
-        news.tell(members)
+        tell(news, members)
         newest = news._learnt.get("eagle")
         if newest is not None:
             assert learner_of.setdefault(newest.version, newest.buckets[0]) == newest.buckets[0]
