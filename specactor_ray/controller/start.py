@@ -51,7 +51,7 @@ def start_controller(
     handle = remote_class.options(**options).remote(config, run, classes, policy, priors)
     limit_s = config.cluster.placement_timeout_s + config.cluster.start_timeout_s + STOP_TIMEOUT_S + GONE_TIMEOUT_S
     try:
-        Calls().ask(handle, "start", deadline_s=limit_s + 30.0, retry=False)
+        Calls().ask(handle, "start", deadline_s=limit_s + 30.0)
     except CallError as error:
         ray.kill(handle)
         raise ClusterError(f"the controller of run {run} did not start: {error}") from None
