@@ -275,13 +275,13 @@ def translate_ray_error(error: BaseException, what: str) -> SpecActorError:
     Returns:
         An error of this package as the actor raised it; else a `CallError` with what Ray says.
     """
-    if isinstance(error, SpecActorError):
-        return error
-    if isinstance(error, ray_errors.RayTaskError):
+    if isinstance(error, ray_errors.RayTaskError):  # first: Ray raises a class that is also the cause's
         cause = error.cause
         if isinstance(cause, SpecActorError):
             return cause
         return RemoteError(f"{what}: {type(cause).__name__ if cause else 'error'}: {error}")
+    if isinstance(error, SpecActorError):
+        return error
     if isinstance(error, ray_errors.ActorUnavailableError):
         return ActorUnavailableError(f"{what}: out of reach: {_first_line(error)}")
     if isinstance(error, ray_errors.RayActorError):

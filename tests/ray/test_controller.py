@@ -351,7 +351,7 @@ def test_a_verifier_that_does_not_sleep_serves_on(run: Callable[..., Any]) -> No
     wait_until(lambda: sorted(ray.get(handle.view.remote()).verifiers) == sorted(verifiers), "it is back in the view")
     time.sleep(0.5)  # it is not tried again and again
     calls = ray.get(ray.get(handle.view.remote()).verifiers[verifiers[1]].calls.remote())
-    assert calls == ["sleep"] and not rows(handle, "drafter")
+    assert calls == ["sleep", "wake"] and not rows(handle, "drafter")
     assert ray.get(handle.take_back_verifiers.remote(DEADLINE_S), timeout=DEADLINE_S)
 
 
