@@ -191,7 +191,7 @@ class Simulation:
         """Start a controller and whom it needs. Faults wait until that is done: a start may fail, and says so."""
         self.injector.pause()
         self.controller = self.network.start_actor("controller", self.head, self._make_controller, 0.1)
-        self.calls.ask(self.controller, "start", deadline_s=300.0, retry=False)
+        self.calls.ask(self.controller, "start", deadline_s=300.0)
         self.client = RunClient(self.config, self.controller, self.calls)
         self.clients.append(self.client)
         self.injector.resume()
