@@ -23,7 +23,7 @@ from rich.table import Table
 
 from specactor_ray.observability.console import make_console, say
 from specactor_ray.signals import sigterm_interrupts
-from tests.chaos.machine import MARK, await_gone, end_processes
+from tests.chaos.machine import MARK, await_gone, end_processes, release_disk, release_memory
 from tests.chaos.record import Stage, by_kind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     finally:
         end_processes(await_gone(mark, 0.0))
+        release_memory(mark)
+        release_disk(base / "t" / "disk")
         shutil.rmtree(base, ignore_errors=True)
     show(stages, console)
     if options.json:
