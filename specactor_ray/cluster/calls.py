@@ -282,6 +282,8 @@ def translate_ray_error(error: BaseException, what: str) -> SpecActorError:
         if isinstance(cause, SpecActorError):
             return cause
         return RemoteError(f"{what}: {type(cause).__name__ if cause else 'error'}: {error}")
+    if isinstance(error, SpecActorError):
+        return error
     if isinstance(error, ray_errors.ActorUnavailableError):
         return ActorUnavailableError(f"{what}: out of reach: {_first_line(error)}")
     if isinstance(error, ray_errors.RayActorError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -116,19 +117,33 @@ class Controller:
         self._shutdown, self._is_shutting = self._clock.condition(), False
         self._all_gone: bool | None = None
         """Answer of the shutdown; None until it is over."""
+        self._is_starting = False
+        self._first_view: Future[ClusterView] = Future()
+        """Answer of the start."""
         self._thread: Thread | None = None
         self._last_step = self._clock.now()
 
     # ---- what others call ----
 
     def start(self) -> ClusterView:
-        """Place, start and await everything that is desired, then keep it so. Returns the first view.
+        """Place, start and await everything that is desired, then keep it so. Returns the first view. Harmless when
+        repeated, also while it still starts: all callers get the same answer.
 
         Raises:
             ClusterError: There is no room; demand and supply are shown. Nothing is left running.
             UserError: As an actor raised it, such as a `ModelLoadError`. Nothing is left running.
             SpecActorError: An actor died or did not start in time. Nothing is left running.
         """
+        with self._lock:
+            begins, self._is_starting = not self._is_starting, True
+        if begins:
+            try:
+                self._first_view.set_result(self._start())
+            except BaseException as error:  # noqa: BLE001 - all callers get it
+                self._first_view.set_exception(error)
+        return self._clock.result(self._first_view, float("inf"))
+
+    def _start(self) -> ClusterView:
         try:
             self._classes = self._classes if all(vars(self._classes).values()) else self._classes.resolved()
             self._place_first()

@@ -66,7 +66,6 @@ class Seating:
         self._coupled = config.mode is ModeName.coupled
         self._ledger = CoreLedger()
         self.seats: list[Seat] = []
-        self._reject_coupled_gpu_without_host()
 
     def claim(self, key: str) -> Seat:
         """A vacant seat for an actor of `key`, else a new one whose placement group is asked for now."""
@@ -175,11 +174,17 @@ class Seating:
             self._backend.remove(seat.group)
         self._ledger.release(seat.stem)
 
-    def _reject_coupled_gpu_without_host(self) -> None:
-        for index, drafter in enumerate(self._config.drafters):
-            if self._coupled and drafter.gpus and not self._config.target.gpus:
-                problem = "in coupled mode drafting and verification share one device, and the target has no GPU."
-                raise ConfigError(f"drafters.{index}.gpus", problem, "set target.gpus=1, or use mode=decoupled.")
+
+def refuse_coupled_gpu_without_host(config: Config) -> None:
+    """Check that coupled drafters with GPUs have a verifier with one.
+
+    Raises:
+        ConfigError: They have not.
+    """
+    for index, drafter in enumerate(config.drafters):
+        if config.mode is ModeName.coupled and drafter.gpus and not config.target.gpus:
+            problem = "in coupled mode drafting and verification share one device, and the target has no GPU."
+            raise ConfigError(f"drafters.{index}.gpus", problem, "set target.gpus=1, or use mode=decoupled.")
 
 
 def scale_refusal(config: Config, method: str, number: int) -> ConfigError | ClusterError | None:

@@ -14,6 +14,7 @@ from specactor_ray.cluster.names import NAMESPACE, controller_name, new_run_name
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.controller import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Controller
 from specactor_ray.controller.members import ActorClasses
+from specactor_ray.controller.seats import refuse_coupled_gpu_without_host
 from specactor_ray.controller.state import Policy
 from specactor_ray.errors import CallError, ClusterError, ConfigError
 from specactor_ray.speculation.ladder import MethodPrior
@@ -34,6 +35,7 @@ def start_controller(
     Raises:
         ClusterError, ConfigError, ModelLoadError, SpecActorError: As `Controller.start`; nothing is left running.
     """
+    refuse_coupled_gpu_without_host(config)
     run = config.run.name or new_run_name()
     if run in list_runs():
         raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")
@@ -51,7 +53,7 @@ def start_controller(
     handle = remote_class.options(**options).remote(config, run, classes, policy, priors)
     limit_s = config.cluster.placement_timeout_s + config.cluster.start_timeout_s + STOP_TIMEOUT_S + GONE_TIMEOUT_S
     try:
-        Calls().ask(handle, "start", deadline_s=limit_s + 30.0, retry=False)
+        Calls().ask(handle, "start", deadline_s=limit_s + 30.0)
     except CallError as error:
         ray.kill(handle)
         raise ClusterError(f"the controller of run {run} did not start: {error}") from None

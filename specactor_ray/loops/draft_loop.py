@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5
 """Longest sleep without work; messages wake the loop at once."""
+_ORPHAN_S = 30.0
+"""Requests of a verifier that has not been listed for this long are dropped."""
+_ORPHAN_INTERVAL_S = 5.0
 
 
 @dataclass(slots=True)
@@ -76,6 +79,9 @@ class DraftLoop:
         self._stopping = clock.event()
         self._outboxes: dict[str, Outbox[Any]] = {}
         self._left: set[str] = set()
+        self._unlisted: dict[str, float] = {}
+        """Verifiers with open requests that are not listed → since when."""
+        self._orphans_at = 0.0
         self._open: dict[str, _Open] = {}
         self._learning: IdleLearning | None = None
 
@@ -302,12 +308,18 @@ class DraftLoop:
                 outbox.post(batch)
 
     def _drop_orphans(self) -> None:
-        """Forget requests of verifiers that are gone."""
-        if not self._left:
+        """Forget requests of verifiers that are gone, also of those that came and went between two lists, or whose last
+        messages came after the list without them."""
+        now = self._clock.now()
+        if not self._left and now < self._orphans_at:
             return
+        self._orphans_at = now + _ORPHAN_INTERVAL_S
         left, self._left = self._left, set()
+        owners = dict.fromkeys(known.verifier_id for known in self._open.values())
+        self._unlisted = {name: self._unlisted.get(name, now) for name in owners if name not in self._outboxes}
         for request_id, known in list(self._open.items()):
-            if known.verifier_id in left:
+            since = self._unlisted.get(known.verifier_id, now)
+            if known.verifier_id in left or now - since >= _ORPHAN_S:
                 self._forget(request_id)
 
     def _reset(self) -> None:

@@ -73,6 +73,10 @@ class _Link:
     submits: dict[Call, list[tuple[str, int]]] = field(default_factory=dict)
     """Calls that hand it requests → (request, attempt)."""
 
+    def is_open(self, now: float) -> bool:
+        """It may be given requests: it refused none lately, and answered the last time it was asked."""
+        return now >= self.free_at and self.suspected_at <= self.answered_at
+
 
 class Dispatcher:
     """Runs journaled requests on the verifiers the controller has.
@@ -196,22 +200,26 @@ class Dispatcher:
     def _take_view(self, view: ClusterView) -> None:
         self._departed = view.departed
         for verifier_id in [name for name in self._links if name not in view.verifiers]:
-            del self._links[verifier_id]
-            self._release_all(verifier_id)
+            self._release_all(verifier_id, self._links.pop(verifier_id))
         for verifier_id, handle in view.verifiers.items():
             if verifier_id not in self._links:
                 self._links[verifier_id] = _Link(handle, answered_at=self._clock.now())
 
-    def _release_all(self, verifier_id: str) -> None:
-        """The verifier is gone: its requests continue elsewhere from what the journal holds."""
+    def _release_all(self, verifier_id: str, link: _Link) -> None:
+        """The verifier is gone: its requests continue elsewhere from what the journal holds. Those whose arrival it did
+        not confirm are not suspected."""
         positions = {entry.request_id: len(entry.token_ids) for entry in self.journal.owned_by(verifier_id)}
+        arrived = {call for call in link.submits if call.poll() and call.error is None}
+        unseen = [name for call in link.submits if call not in arrived for name, _ in link.submits[call]]
+        why = f"verifier {verifier_id} is gone"
+        self._reissue([name for name in unseen if positions.pop(name, None) is not None], why)
         if self._departed.get(verifier_id) is Departure.FAILED:
             for request_id in self._quarantine.accuse(verifier_id, positions):
                 del positions[request_id]
                 self._fail(request_id, "its verifiers failed again and again while it ran alone")
         else:
             self._quarantine.excuse(verifier_id)
-        self._reissue(list(positions), f"verifier {verifier_id} is gone")
+        self._reissue(list(positions), why)
 
     def _reissue(self, request_ids: Sequence[str], why: str) -> None:
         """Take requests off their verifier; suspects wait in the quarantine, the others first in the backlog."""
@@ -238,7 +246,7 @@ class Dispatcher:
     def _suspect(self, verifier_id: str, link: _Link, error: SpecActorError) -> None:
         """Report a verifier that could not be reached; the controller finds out what is the matter."""
         now = self._clock.now()
-        if now - link.suspected_at >= _SUSPECT_INTERVAL_S:
+        if now - link.suspected_at >= _SUSPECT_INTERVAL_S or link.suspected_at <= link.answered_at:
             link.suspected_at = now
             logger.warning("verifier %s: %s", verifier_id, error)
             self._notify(self._controller, "suspect", verifier_id, str(error))
@@ -264,7 +272,7 @@ class Dispatcher:
 
     def _open_verifiers(self, now: float, batches: dict[str, list[TargetRequest]]) -> list[str]:
         """Verifiers that may be given ordinary requests. Suspects are put into `batches`, each group alone."""
-        free = [name for name, link in self._links.items() if now >= link.free_at and name not in self.spares.away]
+        free = [name for name, link in self._links.items() if link.is_open(now) and name not in self.spares.away]
         for name in free:
             if self._quarantine.waiting and not self._quarantine.occupies(name) and not self.journal.load(name):
                 for request_id in self._quarantine.take(name):

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from specactor_ray.observability.console import make_console, say
 from specactor_ray.signals import sigterm_interrupts
-from tests.chaos.machine import MARK, await_gone, end_processes
+from tests.chaos.machine import MARK, await_gone, end_processes, release_disk, release_memory
 from tests.chaos.record import Stage, by_kind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,12 +32,12 @@ STAGE_S = {"streams": 120.0, "network": 900.0, "training": 1500.0}
 FAULT_S = 120.0
 OWN_FILES = {"ray", "runs", "disk", "stage.json", "stage.log", f"torchinductor_{getpass.getuser()}"}
 """What the stages themselves, or torch, make in the folder for temporary files; anything else was left over."""
-_PERCENT = {"num_failures": -1, "req_failure_prob": 1, "resp_failure_prob": 1, "in_flight_failure_prob": 1}
+_OFTEN = {"num_failures": -1, "req_failure_prob": 2, "resp_failure_prob": 2, "in_flight_failure_prob": 2}
 _ONCE = {"num_failures": 2, "req_failure_prob": 20, "resp_failure_prob": 20, "in_flight_failure_prob": 20}
 NETWORK = {
     "RAY_testing_rpc_failure": json.dumps(
         {
-            "CoreWorkerService.grpc_client.PushTask": _PERCENT,
+            "CoreWorkerService.grpc_client.PushTask": _OFTEN,
             "NodeManagerService.grpc_client.RequestWorkerLease": _ONCE,
             "NodeManagerService.grpc_client.PrepareBundleResources": _ONCE,
             "ray::rpc::ActorInfoGcsService.grpc_client.GetActorInfo": _ONCE,
@@ -46,7 +46,7 @@ NETWORK = {
     ),
     "RAY_testing_asio_delay_us": "CoreWorkerService.grpc_server.PushTask=0:50000",
 }
-"""Of 100 calls one is lost on the way out, one on the way back, and one fails while it is carried out."""
+"""Of 100 calls to actors two are lost on the way out, two on the way back, and two fail while they are carried out."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = ["streams"] if options.short else options.stages.split(",")
     count = options.faults if options.faults is not None else 13 if options.short else 60
     mark = f"{os.getpid()}-{time.time_ns():x}"
-    base = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # Ray's sockets below it have long names
+    base = Path(tempfile.mkdtemp(prefix="cx-", dir="/tmp"))  # Ray's sockets below it have long names
     stages: list[Stage] = []
     try:
         with sigterm_interrupts():
@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     finally:
         end_processes(await_gone(mark, 0.0))
+        release_memory(mark)
+        release_disk(base / "t" / "disk")
         shutil.rmtree(base, ignore_errors=True)
     show(stages, console)
     if options.json:
@@ -120,6 +122,7 @@ def run_child(name: str, options: argparse.Namespace, count: int, mark: str, bas
     stage.seconds = round(time.monotonic() - begin, 1)
     if problem:
         stage.differ(problem)
+    stage.figures |= {"failed_rpcs": count_failed_rpcs(folder)} if name == "network" else {}
     left = await_gone(mark, 30.0)
     stage.left += [f"process {pid}: {command}" for pid, command in left.items()]
     end_processes(left)
@@ -129,6 +132,12 @@ def run_child(name: str, options: argparse.Namespace, count: int, mark: str, bas
     if options.keep_logs or not stage.passed:
         keep_logs(folder, console)
     return stage
+
+
+def count_failed_rpcs(folder: Path) -> int:
+    """How many RPCs Ray let fail on purpose, by its logs."""
+    logs = folder.glob("ray/session_2*/logs/**/*.log")
+    return sum(log.read_bytes().count(b"Inject RPC") for log in [*logs, folder / "stage.log"] if log.is_file())
 
 
 def end_in_order(process: subprocess.Popen[bytes]) -> None:
@@ -144,6 +153,8 @@ def keep_logs(folder: Path, console: Console) -> None:
     where = Path(tempfile.mkdtemp(prefix="chaos-logs-", dir="/tmp"))
     with contextlib.suppress(OSError):
         shutil.copy(folder / "stage.log", where)
+    for log in folder.glob("*/*.log"):
+        shutil.copy(log, where)
     for logs in folder.glob("**/session_2*/logs"):
         shutil.copytree(logs, where / logs.parent.name, ignore=shutil.ignore_patterns("events", "*.sock"))
     say(console, f"the logs of the stage are in {where}")

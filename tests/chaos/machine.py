@@ -13,6 +13,7 @@ from pathlib import Path
 
 from specactor_ray.leftovers import SHARED_MEMORY, mapped_segments, start_ticks
 
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
 MARK = "SPECACTOR_CHAOS"
 """Environment variable that all processes of a chaos run inherit."""
 
@@ -80,13 +81,14 @@ class OutOfMemory:
     """
 
     def __init__(self, mark: str) -> None:
-        self._version, self._folder = self._make(f"specactor-chaos-{mark}")
+        self._mark = mark
+        self._version, self._folder = self._make(_group_name(mark))
         self.available = self._folder is not None
 
     @staticmethod
     def _make(name: str) -> tuple[int, Path | None]:
-        root = Path("/sys/fs/cgroup")
-        for version, base, control in ((1, root / "memory", "memory.limit_in_bytes"), (2, root, "memory.max")):
+        root, limit = CONTROL_GROUPS, "memory.limit_in_bytes"
+        for version, base, control in ((1, root / "memory", limit), (2, root, "memory.max")):
             folder = base / name
             with contextlib.suppress(OSError):
                 folder.mkdir()
@@ -118,12 +120,22 @@ class OutOfMemory:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._folder is not None:
-            for _attempt in range(50):
-                with contextlib.suppress(OSError):
-                    self._folder.rmdir()
-                    return
-                time.sleep(0.1)
+        release_memory(self._mark)
+
+
+def release_memory(mark: str) -> None:
+    """Remove the control group of a run whose processes are gone, whoever made it."""
+    for base in (CONTROL_GROUPS / "memory", CONTROL_GROUPS):
+        folder = base / _group_name(mark)
+        for _attempt in range(50 if folder.exists() else 0):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+                break
+            time.sleep(0.1)  # the last process is on its way out
+
+
+def _group_name(mark: str) -> str:
+    return f"specactor-chaos-{mark}"
 
 
 class SmallDisk:
@@ -168,6 +180,10 @@ class SmallDisk:
         return False
 
     def close(self) -> None:
-        if self._mounted:
-            subprocess.run(["umount", "-l", str(self.folder)], capture_output=True, check=False)
-            self._mounted = False
+        release_disk(self.folder)
+
+
+def release_disk(folder: Path) -> None:
+    """Unmount it if it is mounted, whoever did it."""
+    if folder.is_mount():
+        subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)

@@ -38,6 +38,7 @@ class TwoNodes:
         self._cluster = Cluster(shutdown_at_exit=False)
         try:
             self._cluster.add_node(**self._options(), include_dashboard=False, temp_dir=str(self._folder))
+            before = signal.getsignal(signal.SIGTERM)
             ray.init(
                 address=self.address,
                 namespace=NAMESPACE,
@@ -45,6 +46,7 @@ class TwoNodes:
                 log_to_driver=False,
                 job_config=worker_job_config(),
             )
+            signal.signal(signal.SIGTERM, before)  # Ray's ends the process at once
             self.add_second()
         except BaseException:
             self.__exit__()

@@ -36,7 +36,7 @@ class FakeActor:
 
 
 class FakeVerifier(FakeActor):
-    def set_drafters(self, version: int, endpoints: list[Any]) -> None:
+    def set_drafters(self, _version: int, endpoints: list[Any]) -> None:
         self._told = [endpoint.actor_id for endpoint in endpoints]
 
     def sleep(self) -> None:
@@ -56,7 +56,7 @@ class FakeVerifier(FakeActor):
 
 
 class FakeDrafter(FakeActor):
-    def set_verifiers(self, version: int, handles: dict[str, Any]) -> None:
+    def set_verifiers(self, _version: int, handles: dict[str, Any]) -> None:
         self._told = list(handles)
 
     def drain(self) -> None:

@@ -142,6 +142,15 @@ def test_start_scale_and_everyone_knows_everyone(run: Callable[..., Any]) -> Non
             ray.get(handle.scale.remote(bad))
 
 
+def test_a_start_that_is_asked_for_again_starts_nothing_twice(run: Callable[..., Any]) -> None:
+    """As when the first call, or its answer, was lost on the way."""
+    handle = run(make_config(verifiers=1, ngram=1))
+    first = ray.get(handle.view.remote())
+    again = ray.get(handle.start.remote(), timeout=DEADLINE_S)
+    assert list(again.verifiers) == list(first.verifiers)
+    assert len(groups_left()) == 2
+
+
 def test_killed_and_stopped_actors_are_replaced_in_their_seats(run: Callable[..., Any]) -> None:
     handle = run(make_config(verifiers=1, ngram=1))
     groups = sorted(groups_left())
@@ -342,7 +351,7 @@ def test_a_verifier_that_does_not_sleep_serves_on(run: Callable[..., Any]) -> No
     wait_until(lambda: sorted(ray.get(handle.view.remote()).verifiers) == sorted(verifiers), "it is back in the view")
     time.sleep(0.5)  # it is not tried again and again
     calls = ray.get(ray.get(handle.view.remote()).verifiers[verifiers[1]].calls.remote())
-    assert calls == ["sleep"] and not rows(handle, "drafter")
+    assert calls == ["sleep", "wake"] and not rows(handle, "drafter")
     assert ray.get(handle.take_back_verifiers.remote(DEADLINE_S), timeout=DEADLINE_S)
 
 
