@@ -116,7 +116,12 @@ FOR_DRAFTER = [
 ]
 
 
-@pytest.mark.parametrize("message", FOR_VERIFIER)
+def kind_of(value: object) -> str:
+    """A name that is the same in each process."""
+    return type(value).__name__
+
+
+@pytest.mark.parametrize("message", FOR_VERIFIER, ids=kind_of)
 def test_a_verifier_drops_what_is_malformed_and_keeps_the_rest(message: object) -> None:
     screen = verifier_screen(100)
     resync = DraftResync("r", "d")
@@ -124,14 +129,14 @@ def test_a_verifier_drops_what_is_malformed_and_keeps_the_rest(message: object) 
     assert list(screen.snapshot()["malformed"].values()) == [1]
 
 
-@pytest.mark.parametrize("message", FOR_DRAFTER)
+@pytest.mark.parametrize("message", FOR_DRAFTER, ids=kind_of)
 def test_a_drafter_drops_what_is_malformed_and_keeps_the_rest(message: object) -> None:
     screen = drafter_screen(100, on_cut=lambda sender: None)
     assert screen.sift([OPENING, message, COMMIT, CLOSE]) == [OPENING, COMMIT, CLOSE]
     assert list(screen.snapshot()["malformed"].values()) == [1]
 
 
-@pytest.mark.parametrize("messages", [None, 3, "abc", TAIL, {"a": 1}, object()])
+@pytest.mark.parametrize("messages", [None, 3, "abc", TAIL, {"a": 1}, object()], ids=kind_of)
 def test_what_is_no_list_is_dropped_as_a_whole(messages: object) -> None:
     screen = verifier_screen(100)
     assert screen.sift(messages) == []
