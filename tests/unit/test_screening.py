@@ -102,7 +102,7 @@ FOR_VERIFIER = [
     *malformed(TAIL, token_ids=(*BAD_TOKENS, (1,) * 70_000), complete=(None, 1, "yes")),
     *malformed(TAIL, token_s=(None, True, "1", float("nan"), float("inf"), -1.0, 10**400, 1.0e300)),
     *malformed(DraftResync("r", "d"), request_id=BAD_IDS, drafter_id=BAD_IDS),
-    *(pytest.param(thing, id=f"{thing!r:.30}") for thing in (None, 3, "tail", {}, DraftTail, COMMIT, object())),
+    *(pytest.param(thing, id=f"{thing!r:.16}") for thing in (None, 3, "tail", {}, DraftTail, COMMIT, object())),
     pytest.param(object.__new__(DraftTail), id="never filled"),
 ]
 FOR_DRAFTER = [
@@ -111,7 +111,7 @@ FOR_DRAFTER = [
     *malformed(OPENING, prompt_token_ids=BAD_TOKENS, committed_token_ids=BAD_TOKENS, sampling=BAD_SAMPLING),
     *malformed(OPENING, window=BAD_NUMBERS, mode=(None, "coupled", 1), features=BAD_FEATURES),
     *malformed(CLOSE, request_id=BAD_IDS, verifier_id=BAD_IDS, finished=(None, 1, "yes")),
-    *(pytest.param(thing, id=f"{thing!r:.30}") for thing in (None, 3, "commit", {}, Commit, TAIL, object())),
+    *(pytest.param(thing, id=f"{thing!r:.16}") for thing in (None, 3, "commit", {}, Commit, TAIL, object())),
     pytest.param(object.__new__(DraftOpen), id="never filled"),
 ]
 
@@ -121,7 +121,7 @@ def kind_of(value: object) -> str:
     return type(value).__name__
 
 
-@pytest.mark.parametrize("message", FOR_VERIFIER, ids=kind_of)
+@pytest.mark.parametrize("message", FOR_VERIFIER)
 def test_a_verifier_drops_what_is_malformed_and_keeps_the_rest(message: object) -> None:
     screen = verifier_screen(100)
     resync = DraftResync("r", "d")
@@ -129,7 +129,7 @@ def test_a_verifier_drops_what_is_malformed_and_keeps_the_rest(message: object) 
     assert list(screen.snapshot()["malformed"].values()) == [1]
 
 
-@pytest.mark.parametrize("message", FOR_DRAFTER, ids=kind_of)
+@pytest.mark.parametrize("message", FOR_DRAFTER)
 def test_a_drafter_drops_what_is_malformed_and_keeps_the_rest(message: object) -> None:
     screen = drafter_screen(100, on_cut=lambda sender: None)
     assert screen.sift([OPENING, message, COMMIT, CLOSE]) == [OPENING, COMMIT, CLOSE]
