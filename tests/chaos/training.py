@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -237,10 +237,7 @@ class _Ending:
         self.close = run.end
 
 
-TRIALS = ("kill driver", "kill verifier", "stop trainer", "kill trainer", "kill controller", "full disk", "kill GCS")
-
-
-def run_training(folder: Path, mark: str, schedule: Schedule, console: Console) -> Stage:
+def run_training(kinds: Sequence[str], folder: Path, mark: str, schedule: Schedule, console: Console) -> Stage:
     """Stage `training`."""
     stage, rng = Stage("training"), random.Random(f"training {schedule.seed}")
     shared = SharedMemoryWatch(mark)
@@ -250,9 +247,9 @@ def run_training(folder: Path, mark: str, schedule: Schedule, console: Console) 
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     begin = time.monotonic()
     trials = Trials(folder, mark, rng, tasks, stage)
-    with PhaseProgress(console, "training", len(TRIALS) + 1) as progress:
+    with PhaseProgress(console, "training", len(kinds) + 1) as progress:
         trials.run_calm()
-        for number, kind in enumerate(TRIALS, start=1):
+        for number, kind in enumerate(kinds, start=1):
             progress.update(number, f"{kind}, {len(stage.differences)} differences")
             fault = Fault(kind, at_s=round(time.monotonic() - begin, 2))
             stage.faults.append(fault)
@@ -261,7 +258,7 @@ def run_training(folder: Path, mark: str, schedule: Schedule, console: Console) 
             except RuntimeError as error:
                 stage.differ(f"{kind}: {error}")
             shared.look()
-        progress.update(len(TRIALS) + 1, f"{len(stage.differences)} differences")
+        progress.update(len(kinds) + 1, f"{len(stage.differences)} differences")
     stage.figures = {"steps": STEPS, "reward": [round(record["reward_mean"], 3) for record in trials.calm]}
     stage.figures["shared_memory_seen"] = shared.left()
     return stage
