@@ -102,7 +102,7 @@ FOR_VERIFIER = [
     *malformed(TAIL, token_ids=(*BAD_TOKENS, (1,) * 70_000), complete=(None, 1, "yes")),
     *malformed(TAIL, token_s=(None, True, "1", float("nan"), float("inf"), -1.0, 10**400, 1.0e300)),
     *malformed(DraftResync("r", "d"), request_id=BAD_IDS, drafter_id=BAD_IDS),
-    *(pytest.param(thing, id=f"{thing!r:.30}") for thing in (None, 3, "tail", {}, DraftTail, COMMIT, object())),
+    *(pytest.param(thing, id=f"{thing!r:.16}") for thing in (None, 3, "tail", {}, DraftTail, COMMIT, object())),
     pytest.param(object.__new__(DraftTail), id="never filled"),
 ]
 FOR_DRAFTER = [
@@ -111,9 +111,14 @@ FOR_DRAFTER = [
     *malformed(OPENING, prompt_token_ids=BAD_TOKENS, committed_token_ids=BAD_TOKENS, sampling=BAD_SAMPLING),
     *malformed(OPENING, window=BAD_NUMBERS, mode=(None, "coupled", 1), features=BAD_FEATURES),
     *malformed(CLOSE, request_id=BAD_IDS, verifier_id=BAD_IDS, finished=(None, 1, "yes")),
-    *(pytest.param(thing, id=f"{thing!r:.30}") for thing in (None, 3, "commit", {}, Commit, TAIL, object())),
+    *(pytest.param(thing, id=f"{thing!r:.16}") for thing in (None, 3, "commit", {}, Commit, TAIL, object())),
     pytest.param(object.__new__(DraftOpen), id="never filled"),
 ]
+
+
+def kind_of(value: object) -> str:
+    """A name that is the same in each process."""
+    return type(value).__name__
 
 
 @pytest.mark.parametrize("message", FOR_VERIFIER)
@@ -131,7 +136,7 @@ def test_a_drafter_drops_what_is_malformed_and_keeps_the_rest(message: object) -
     assert list(screen.snapshot()["malformed"].values()) == [1]
 
 
-@pytest.mark.parametrize("messages", [None, 3, "abc", TAIL, {"a": 1}, object()])
+@pytest.mark.parametrize("messages", [None, 3, "abc", TAIL, {"a": 1}, object()], ids=kind_of)
 def test_what_is_no_list_is_dropped_as_a_whole(messages: object) -> None:
     screen = verifier_screen(100)
     assert screen.sift(messages) == []
