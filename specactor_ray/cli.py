@@ -17,6 +17,7 @@ import typer
 
 from specactor_ray.cli_options import ConfigFile, Overrides, resolve_and_say
 from specactor_ray.cli_plan import plan, profile
+from specactor_ray.cli_simulate import simulate
 from specactor_ray.cluster.module_path import put_current_folder_last
 from specactor_ray.drafter_cli import drafter
 from specactor_ray.errors import EXIT_USER_ERROR, InputError, SpecActorError, UserError
@@ -38,6 +39,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(drafter, name="drafter")
 app.command()(profile)
 app.command()(plan)
+app.command()(simulate)
 
 Run = Annotated[str | None, typer.Option("--run", help="Name of the run. Default: the only one.", show_default=False)]
 Address = Annotated[

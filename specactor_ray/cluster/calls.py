@@ -273,10 +273,12 @@ def translate_ray_error(error: BaseException, what: str) -> SpecActorError:
         what: What was being done, for people: `verifier-0#3f2a: ping`.
 
     Returns:
-        An error of this package as the actor raised it; else a `CallError` with what Ray says.
+        An error of this package as the actor raised it, a `CallError` apart; else a `CallError` with what Ray says.
     """
-    if isinstance(error, ray_errors.RayTaskError):  # first: Ray raises a class that is also the cause's
+    if isinstance(error, ray_errors.RayTaskError):  # first: Ray raises a class that is also that of the cause
         cause = error.cause
+        if isinstance(cause, CallError):  # says nothing about this actor, but about one that it called
+            return RemoteError(f"{what}: {type(cause).__name__}: {cause}")
         if isinstance(cause, SpecActorError):
             return cause
         return RemoteError(f"{what}: {type(cause).__name__ if cause else 'error'}: {error}")
@@ -292,6 +294,8 @@ def translate_ray_error(error: BaseException, what: str) -> SpecActorError:
         return CallTimeoutError(f"{what}: no answer in time")
     if isinstance(error, (ray_errors.OwnerDiedError, ray_errors.NodeDiedError)):
         return ActorLostError(f"{what}: {_first_line(error)}", isinstance(error, ray_errors.NodeDiedError))
+    if isinstance(error, SpecActorError):
+        return error
     return CallError(f"{what}: {type(error).__name__}: {_first_line(error)}")
 
 

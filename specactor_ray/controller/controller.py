@@ -270,7 +270,7 @@ class Controller:
                     error = self._members[action.actor_id].error
                     raise error or SpecActorError(f"{action.actor_id}: {action.reason}")
             if all(member.phase is Phase.READY for member in self._members.values()):
-                self._weights.tell(self._members.values())
+                self._weights.tell(self._members.values(), self._clock.now())
                 self._publish()
                 self._tell_peers()
                 return
@@ -443,7 +443,7 @@ class Controller:
 
     def _tell_weights(self) -> None:
         with self._in_place:
-            self._weights.tell(self._members.values())
+            self._weights.tell(self._members.values(), self._clock.now())
             current = self._weights.current
             if current is not None and self._weights.in_place(self._members.values()):
                 self._version_in_place = current.version

@@ -70,6 +70,8 @@ class Member:
     """Version that it has or that is on its way to it."""
     weight_failures: int = 0
     """Attempts to give it its weights that failed since the last success."""
+    weights_at: float = 0.0
+    """When to try again after a failure."""
     serves: bool = False
     """Others may use it: a verifier that has the current weights, a draft actor that has had current ones."""
     host_id: str = ""

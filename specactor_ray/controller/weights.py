@@ -10,12 +10,13 @@ from specactor_ray.config.online import OnlineWhere
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member
 from specactor_ray.controller.state import VERIFIER, Phase
-from specactor_ray.errors import InputError, SpecActorError
+from specactor_ray.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.messages import WeightSet
 
 logger = logging.getLogger(__name__)
 
-_MAX_FAILURES = 3
+_MAX_FAILURES, _RETRY_S = 3, 2.0
+"""Attempts to give a member its weights, and the pause between two."""
 TRAINER = "trainer"
 """Who offers the weights of a method that the trainer teaches."""
 
@@ -49,8 +50,8 @@ class WeightNews:
         """New weights of a method; from any thread. They count if `teacher` teaches it and the version is newer."""
         self._offers.append((method, teacher, weights))
 
-    def tell(self, members: Iterable[Member]) -> None:
-        """Send what is missing and take the answers that came. Never blocks."""
+    def tell(self, members: Iterable[Member], now: float) -> None:
+        """Send what is missing and take the answers that came; `now` in monotonic seconds. Never blocks."""
         members = list(members)
         self._take_offers()
         for member in members:
@@ -62,12 +63,17 @@ class WeightNews:
             elif state == "failed":
                 member.sent_version = member.weight_version
                 member.weight_failures += 1
-                if member.weight_failures >= _MAX_FAILURES:
-                    member.actor.error = SpecActorError(f"weights: {member.actor.weights.error}")
+                member.weights_at = now + _RETRY_S
+                error = member.actor.weights.error
+                if isinstance(error, ActorLostError):
+                    member.actor.error = error
+                elif member.weight_failures >= _MAX_FAILURES:
+                    member.actor.error = SpecActorError(f"weights: {error}")
+                if member.actor.error is not None:
                     continue
             current = self._is_current(member)
             member.serves = current or (member.serves and member.key != VERIFIER)
-            if not current and member.sent_version == member.weight_version:
+            if not current and member.sent_version == member.weight_version and now >= member.weights_at:
                 self._send(member)
         for method in self._learning:
             self._choose_teacher(method, [member for member in members if member.key == method])

@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5
 """Longest sleep without work; messages wake the loop at once."""
+_MAX_FAILURES = 8
+_ORPHAN_S = 30.0
+"""Requests of a verifier that has not been listed for this long are dropped."""
+_ORPHAN_INTERVAL_S = 5.0
 
 
 @dataclass(slots=True)
@@ -76,6 +80,10 @@ class DraftLoop:
         self._stopping = clock.event()
         self._outboxes: dict[str, Outbox[Any]] = {}
         self._left: set[str] = set()
+        self._failures_in_a_row = 0
+        self._unlisted: dict[str, float] = {}
+        """Verifiers with open requests that are not listed → since when."""
+        self._orphans_at = 0.0
         self._open: dict[str, _Open] = {}
         self._learning: IdleLearning | None = None
 
@@ -139,10 +147,14 @@ class DraftLoop:
     # ---- the loop ----
 
     def run(self) -> None:
-        """Loop until `stop`. A failing proposer is logged and counted; drafts are only a matter of speed."""
+        """Loop until `stop`. A failing proposer is logged and counted; drafts are only a matter of speed. One that fails
+        again and again without drafting in between (a broken device stays broken) ends the loop."""
         while not self._stopping.is_set():
             if not self.run_guarded():
                 self._wake.wait(_IDLE_WAIT_S)
+            if self._failures_in_a_row >= _MAX_FAILURES:
+                logger.error("%s: %d draft steps failed in a row; the loop ends", self.drafter_id, _MAX_FAILURES)
+                return
 
     def run_guarded(self) -> bool:
         """`run_once`; a failure is logged and counted, and loses the open requests."""
@@ -153,6 +165,7 @@ class DraftLoop:
             return worked
         except Exception:
             self.counters.failures += 1
+            self._failures_in_a_row += 1
             logger.exception("%s: a draft step failed; its requests will be opened again", self.drafter_id)
             self._reset()
             return False
@@ -171,6 +184,7 @@ class DraftLoop:
         changed = self._extend()
         if changed:
             self.counters.extends += 1
+            self._failures_in_a_row = 0
             self._publish(changed)
         for outbox in list(self._outboxes.values()):
             outbox.flush()
@@ -302,12 +316,18 @@ class DraftLoop:
                 outbox.post(batch)
 
     def _drop_orphans(self) -> None:
-        """Forget requests of verifiers that are gone."""
-        if not self._left:
+        """Forget requests of verifiers that are gone, also of those that came and went between two lists, or whose last
+        messages came after the list without them."""
+        now = self._clock.now()
+        if not self._left and now < self._orphans_at:
             return
+        self._orphans_at = now + _ORPHAN_INTERVAL_S
         left, self._left = self._left, set()
+        owners = dict.fromkeys(known.verifier_id for known in self._open.values())
+        self._unlisted = {name: self._unlisted.get(name, now) for name in owners if name not in self._outboxes}
         for request_id, known in list(self._open.items()):
-            if known.verifier_id in left:
+            since = self._unlisted.get(known.verifier_id, now)
+            if known.verifier_id in left or now - since >= _ORPHAN_S:
                 self._forget(request_id)
 
     def _reset(self) -> None:

@@ -67,9 +67,15 @@ class _Link:
     free_at: float = 0.0
     """When it may be given requests again."""
     answered_at: float = 0.0
+    progress_at: float = float("-inf")
+    """When any of its requests made progress last."""
     suspected_at: float = float("-inf")
     submits: dict[Call, list[tuple[str, int]]] = field(default_factory=dict)
     """Calls that hand it requests → (request, attempt)."""
+
+    def is_open(self, now: float) -> bool:
+        """It may be given requests: it refused none lately, and answered the last time it was asked."""
+        return now >= self.free_at and self.suspected_at <= self.answered_at
 
 
 class Dispatcher:
@@ -82,8 +88,8 @@ class Dispatcher:
             verifier that joins late or is faster gets its share.
         no_verifier_timeout_s: Longest time without any verifier, or without an answer of the controller, before the
             rollout gives up.
-        request_stall_timeout_s: Longest time that a request which has begun makes no progress while its verifier
-            answers; then it is handed out again.
+        request_stall_timeout_s: Longest time that a request which has begun, or has stalled before, makes no progress
+            while its verifier answers; then it is handed out again.
         spares: Where verifiers without requests are offered at the tail; None: they just idle.
     """
 
@@ -194,22 +200,26 @@ class Dispatcher:
     def _take_view(self, view: ClusterView) -> None:
         self._departed = view.departed
         for verifier_id in [name for name in self._links if name not in view.verifiers]:
-            del self._links[verifier_id]
-            self._release_all(verifier_id)
+            self._release_all(verifier_id, self._links.pop(verifier_id))
         for verifier_id, handle in view.verifiers.items():
             if verifier_id not in self._links:
                 self._links[verifier_id] = _Link(handle, answered_at=self._clock.now())
 
-    def _release_all(self, verifier_id: str) -> None:
-        """The verifier is gone: its requests continue elsewhere from what the journal holds."""
+    def _release_all(self, verifier_id: str, link: _Link) -> None:
+        """The verifier is gone: its requests continue elsewhere from what the journal holds. Those whose arrival it did
+        not confirm are not suspected."""
         positions = {entry.request_id: len(entry.token_ids) for entry in self.journal.owned_by(verifier_id)}
+        arrived = {call for call in link.submits if call.poll() and call.error is None}
+        unseen = [name for call in link.submits if call not in arrived for name, _ in link.submits[call]]
+        why = f"verifier {verifier_id} is gone"
+        self._reissue([name for name in unseen if positions.pop(name, None) is not None], why)
         if self._departed.get(verifier_id) is Departure.FAILED:
             for request_id in self._quarantine.accuse(verifier_id, positions):
                 del positions[request_id]
                 self._fail(request_id, "its verifiers failed again and again while it ran alone")
         else:
             self._quarantine.excuse(verifier_id)
-        self._reissue(list(positions), f"verifier {verifier_id} is gone")
+        self._reissue(list(positions), why)
 
     def _reissue(self, request_ids: Sequence[str], why: str) -> None:
         """Take requests off their verifier; suspects wait in the quarantine, the others first in the backlog."""
@@ -222,6 +232,7 @@ class Dispatcher:
             self.journal.release(request_id)
             self._pace.forget(request_id)
             self._progress_at.pop(request_id, None)
+            self._quarantine.put_back(request_id)
             if not self._quarantine.is_suspect(request_id):
                 self._backlog.appendleft(request_id)
 
@@ -235,7 +246,7 @@ class Dispatcher:
     def _suspect(self, verifier_id: str, link: _Link, error: SpecActorError) -> None:
         """Report a verifier that could not be reached; the controller finds out what is the matter."""
         now = self._clock.now()
-        if now - link.suspected_at >= _SUSPECT_INTERVAL_S:
+        if now - link.suspected_at >= _SUSPECT_INTERVAL_S or link.suspected_at <= link.answered_at:
             link.suspected_at = now
             logger.warning("verifier %s: %s", verifier_id, error)
             self._notify(self._controller, "suspect", verifier_id, str(error))
@@ -261,7 +272,7 @@ class Dispatcher:
 
     def _open_verifiers(self, now: float, batches: dict[str, list[TargetRequest]]) -> list[str]:
         """Verifiers that may be given ordinary requests. Suspects are put into `batches`, each group alone."""
-        free = [name for name, link in self._links.items() if now >= link.free_at and name not in self.spares.away]
+        free = [name for name, link in self._links.items() if link.is_open(now) and name not in self.spares.away]
         for name in free:
             if self._quarantine.waiting and not self._quarantine.occupies(name) and not self.journal.load(name):
                 for request_id in self._quarantine.take(name):
@@ -273,6 +284,8 @@ class Dispatcher:
 
     def _hand(self, request_id: str, verifier_id: str, batches: dict[str, list[TargetRequest]]) -> None:
         batches.setdefault(verifier_id, []).append(self.journal.hand_to(request_id, verifier_id))
+        if self.journal.entries[request_id].stalls:
+            self._progress_at[request_id] = self._clock.now()  # it may be stuck before it has begun
 
     def _submit(self, batches: Mapping[str, Sequence[TargetRequest]]) -> None:
         for verifier_id, batch in batches.items():
@@ -383,7 +396,7 @@ class Dispatcher:
                 continue
             if isinstance(event, Progress) and self.journal.progress(event):
                 tokens, now = len(self.journal.entries[request_id].token_ids), self._clock.now()
-                self._progress_at[request_id] = now
+                self._progress_at[request_id] = link.progress_at = now
                 self._pace.progress(request_id, tokens, now)
                 self._quarantine.progress(request_id, tokens)
                 continue
@@ -407,8 +420,11 @@ class Dispatcher:
             link = self._links.get(entry.owner or "")
             if link is None or now - link.answered_at > limit_s:
                 continue  # its verifier is what stalls; the controller sees to it
+            if not self._pace.begun(request_id) and now - link.progress_at <= limit_s:
+                continue  # it may wait for the others there to end
             self._notify(link.handle, "cancel", [(request_id, entry.attempt)])
             entry.stalls += 1
+            link.free_at = now + _REFUSED_S  # another one first
             if entry.stalls < _MAX_STALLS:
                 self._reissue([request_id], f"request {request_id} made no progress for {limit_s:g} s at {entry.owner}")
             else:
@@ -433,6 +449,7 @@ class Dispatcher:
         self._quarantine.clear()
         self.journal.clear()
         self._backlog.clear()
+        self._ended.clear()
 
 
 def _expected(entry: JournalEntry) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ACQUITTED_AFTER = 16
 """Output tokens past the journaled position at the failure: what may have been committed and not yet journaled."""
@@ -80,6 +80,15 @@ class Quarantine:
         group = self._at.pop(verifier_id, None)
         if group is not None and group.members:
             self._waiting.append(group)
+
+    def put_back(self, request_id: str) -> None:
+        """It was taken off a verifier that lives; a suspect waits again, alone."""
+        group = self._group_of.get(request_id)
+        if group is None or group in self._waiting:
+            return
+        alone = replace(group, members={request_id: group.members[request_id]})
+        self.forget(request_id)
+        self._wait(alone)
 
     def take(self, verifier_id: str) -> list[str]:
         """The next group for a verifier that has no requests; nothing when none waits."""

@@ -74,9 +74,11 @@ class Spares:
             self.away = dict.fromkeys(self._resting)
         if self._asking is not None and self._asking.poll():
             call, self._asking = self._asking, None
-            self._are_back = bool(_result(call, False))
-            self._resting, self.away = (), {}
-            return True
+            answer = _result(call, None)
+            self._are_back = bool(answer)
+            if answer is not None:  # else some may still rest: they are asked back again when they are missed
+                self._resting, self.away = (), {}
+                return True
         return False
 
     def settle(self) -> bool:

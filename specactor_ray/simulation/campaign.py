@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from specactor_ray.simulation.faults import FaultPlan
 from specactor_ray.simulation.scenario import Report, Scenario, simulate
 
-FAULTS_PER_RUN = 50
+FAULTS_PER_RUN = 100
 _SEEDS_PER_CAMPAIGN = 100_000
 _SHRINK_RUNS = 60
 

@@ -218,9 +218,12 @@ class Network:
         keep_answer: bool,
     ) -> None:
         """Runs as a task of the actor's process."""
-        value, error = None, None
+        value: Any = None
+        error: SpecActorError | None = None
         try:
             value = self._invoke(actor, method, arguments)
+        except CallError as raised:  # about somebody whom the actor called
+            error = RemoteError(f"{method}: {type(raised).__name__}: {raised}")
         except SpecActorError as raised:
             error = raised
         except Exception as raised:  # noqa: BLE001 - Ray hands whatever a method raises to its caller

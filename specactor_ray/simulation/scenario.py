@@ -27,8 +27,8 @@ from specactor_ray.simulation.models import World, true_output
 from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
 from specactor_ray.simulation.training import Training
 
-_LIMIT_S = 10_000.0
-"""Virtual seconds after which a run has failed to end."""
+_STANDSTILL_S = 600.0
+"""Virtual seconds without any progress after which a run has failed to end."""
 _SETTLE_S = 180.0
 """Virtual seconds for the desired state to be reached once faults have ended."""
 _START_TIMEOUT_S = 30.0
@@ -140,6 +140,7 @@ class Simulation:
         self.calls = Calls(VirtualTransport(self.network, self.driver), self.clock)
         self.backend: VirtualBackend | None = None
         self._suffixes = itertools.count()
+        self.clients: list[RunClient] = []
         self.done = False
         self.version = 0
         self.injector = Injector(self, scenario.faults)
@@ -149,9 +150,11 @@ class Simulation:
         report, kernel = self.report, self.kernel
         kernel.spawn(self._drive, "main", self.driver.process)
         try:
-            kernel.run(until=_LIMIT_S, done=lambda: self.done)
+            before: Any = None
+            while not self.done and before != (before := self._progress()):
+                kernel.run(until=kernel.now + _STANDSTILL_S, done=lambda: self.done)
             if not self.done:
-                self.fail(f"the run had not ended after {_LIMIT_S:.0f} s")
+                self.fail(f"nothing has moved for {_STANDSTILL_S:.0f} s")
         except SimulationError as error:
             self.fail(str(error))
         for name, crash in kernel.crashes:
@@ -173,6 +176,12 @@ class Simulation:
             except SpecActorError:
                 self.clock.sleep(1.0)
 
+    def _progress(self) -> tuple[int, ...]:
+        """Numbers that grow as long as the run gets anywhere."""
+        report = self.report
+        tokens = sum(client.dispatcher.journal.committed_tokens for client in self.clients)
+        return report.finished, report.failed, report.restarts, self.version, tokens, self.injector.left
+
     def fail(self, what: str) -> None:
         self.report.violations.append(what)
 
@@ -184,6 +193,7 @@ class Simulation:
         self.controller = self.network.start_actor("controller", self.head, self._make_controller, 0.1)
         self.calls.ask(self.controller, "start", deadline_s=300.0)
         self.client = RunClient(self.config, self.controller, self.calls)
+        self.clients.append(self.client)
         self.injector.resume()
 
     def end_run(self) -> None:

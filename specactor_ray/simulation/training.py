@@ -175,6 +175,7 @@ class Training:
         with tempfile.TemporaryDirectory(prefix="specactor-simulation-") as folder:
             store = CheckpointStore(Path(folder), keep_last=2, keep_best=False)
             for restarts in range(_MOST_RESTARTS):
+                simulation.report.restarts = restarts
                 if restarts == _MOST_RESTARTS // 2:
                     simulation.injector.heal()
                 if self._attempt(store):
@@ -182,7 +183,6 @@ class Training:
                 simulation.end_run()
             else:
                 simulation.fail(f"training did not end with {_MOST_RESTARTS} restarts")
-        simulation.report.restarts = restarts
         simulation.end_run()
         self._check()
 

@@ -171,7 +171,7 @@ def test_a_seat_is_lent_and_given_back(rollout: Rollout, oracle: Oracle) -> None
     verifiers = rows(rollout, "verifier")
     assert {row["id"] for row in verifiers} == {asleep["id"], serving["id"]}
     assert [row["weight_version"] for row in verifiers] == [1, 1]
-    served = [rollout._dispatcher.counters[row["id"]]["committed_tokens"] for row in verifiers]
+    served = [rollout._run.dispatcher.counters[row["id"]]["committed_tokens"] for row in verifiers]
     assert min(served) > 0, "one of them had nothing to do"
 
 
@@ -187,7 +187,7 @@ def test_the_last_verifier_dies_while_the_other_is_lent(rollout: Rollout, oracle
     assert killed, "nothing was lent, so nobody was killed"
     (asleep,) = [row for row in beside.seen if row["phase"] == "asleep"]
     assert [len(trajectory.token_ids) for trajectory in done] == [3000]
-    assert rollout._dispatcher.counters[asleep["id"]]["committed_tokens"] > 0
+    assert rollout._run.dispatcher.counters[asleep["id"]]["committed_tokens"] > 0
     oracle.check(done)
     deadline = time.monotonic() + 60
     while len(rows(rollout, "verifier")) < 2:

@@ -185,6 +185,31 @@ def test_a_killed_verifier_comes_back_with_its_inline_drafters(plain: Any) -> No
             rollout.scale({"draft_model": 2})
 
 
+def test_verifiers_that_are_held_up_for_a_while_are_not_given_up(plain: Any) -> None:
+    """One after the other is stopped for less than `health_timeout_s`, while requests run on it."""
+    held: list[tuple[int, int]] = []
+
+    def hold_up(rollout: Rollout) -> None:
+        while rollout.committed_tokens == 0:
+            time.sleep(0.02)
+        for row in [row for row in rollout.status() if row["kind"] == "verifier"]:
+            os.kill(row["pid"], signal.SIGSTOP)
+            time.sleep(3.0)
+            os.kill(row["pid"], signal.SIGCONT)
+            held.append((row["id"], rollout.committed_tokens))
+
+    settings = config("plain", [])
+    with Rollout.from_config(settings) as rollout:
+        meddler = threading.Thread(target=hold_up, args=(rollout,), daemon=True)
+        meddler.start()
+        done = rollout.generate(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)
+        meddler.join(60)
+        verifiers = [row["id"] for row in rollout.status() if row["kind"] == "verifier"]
+        assert rollout.reissued_requests == 0
+    assert tokens_of(done) == plain[1.0] and sorted(name for name, _ in held) == sorted(verifiers)
+    assert held[0][1] < sum(map(len, plain[1.0].values())), "the stream had ended before the first one was held up"
+
+
 @pytest.fixture(scope="class")
 def rollout() -> Iterator[Rollout]:
     with Rollout.from_config(config("decoupled", [NGRAM], verifiers=1)) as rollout:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -78,6 +78,7 @@ class TestVariants:
             assert variant.config.target.record_margins and variant.config.run.name is None
         assert base.run.name == "mine" and not base.target.record_margins, "the configuration was changed"
 
+    @settings(max_examples=25)
     @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 6), st.integers(1, 16))
     def test_every_mode_has_the_same_cores_and_room_for_as_many_requests(
         self, replicas: int, cores: int, drafters: int, batch: int

@@ -424,7 +424,7 @@ def test_learning_is_off_unless_it_is_asked_for() -> None:
 
 
 class TestWriting:
-    @settings(max_examples=40)
+    @settings(max_examples=20)
     @given(
         name=st.one_of(st.none(), st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)),
         folder=st.text(st.characters(codec="utf-8", exclude_characters="$\\\0", exclude_categories=["C"]), min_size=1),

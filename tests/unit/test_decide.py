@@ -143,6 +143,28 @@ def test_never_more_than_wanted_and_surge(actors: list[ObservedActor], wishes: l
                 assert staying <= max(before[key], desired.wanted(key))
 
 
+@pytest.mark.parametrize(("quick", "never_started", "created"), [(9, 0, 1), (9, 1, 1), (9, 4, 0)])
+def test_only_failed_starts_hold_up_the_next_verifier(quick: int, never_started: int, created: int) -> None:
+    """One that served and died is replaced at once, however often: a request that kills verifiers is found that way."""
+    record = FailureRecord(quick=quick, never_started=never_started, last_at=100.0, error="x")
+    actions = decide(DesiredState(1), ObservedState((), {VERIFIER: record}), 100.5, POLICY)
+    assert actions == [CreateVerifier()] * created
+    drafters = decide(DesiredState(0, {"ngram": 1}), ObservedState((), {"ngram": record}), 100.5, POLICY)
+    assert CreateDrafter("ngram") not in drafters
+
+
+@pytest.mark.parametrize("phase", [Phase.READY, Phase.ASLEEP, Phase.WAKING])
+def test_an_actor_that_answers_and_is_stuck_in_one_step_is_replaced(phase: Phase) -> None:
+    def decided(stalled_s: float) -> list[object]:
+        actors = (ready("v", VERIFIER, phase=phase, stalled_s=stalled_s),)
+        return [*decide(DesiredState(1), ObservedState(actors), 10.0, POLICY)]
+
+    assert decided(POLICY.stall_timeout_s - 0.1) == []
+    removal, create = decided(POLICY.stall_timeout_s)
+    assert isinstance(removal, Remove) and removal.failed and "in one step" in removal.reason
+    assert create == CreateVerifier()
+
+
 @given(any_actors(), desired_states)
 def test_healthy_verifiers_are_never_removed(actors: list[ObservedActor], desired: DesiredState) -> None:
     healthy = {a.actor_id for a in actors if a.key == VERIFIER and a.phase is Phase.READY and a.silent_s < 10.0}

@@ -103,7 +103,7 @@ def test_later_versions_are_right_more_often_and_no_token_changes(monkeypatch: p
     assert bench.drafts["eagle-1"].proposer.weight_version == len(school.versions), "those that do not learn get it too"
     rates = {version: accepted / drafted for version, (drafted, accepted) in sorted(versions.items()) if drafted > 100}
     assert len(rates) >= 2 and next(iter(rates)) == 0
-    assert rates[max(rates)] > rates[0] + 0.05, rates
+    assert rates[max(rates)] > 2 * rates[0] + 0.02, rates
 
 
 @pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.DECOUPLED])

@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training",),
     ("simulation", "benchmarks", "submission", "drafter_training.command"),
     ("cli_options",),
-    ("cli_plan", "drafter_cli"),
+    ("cli_plan", "cli_simulate", "drafter_cli"),
     ("cli",),
     ("job",),
 )
@@ -50,13 +50,15 @@ LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in part
 MAY_IMPORT = {
     "ray": (
         "cluster/",
-        "actors/",
-        "controller/controller.py",
+        "actors/trainer.py",
         "controller/start.py",
-        "rollout/",
-        "training/",
+        "rollout/rollout.py",
+        "rollout/run.py",  # shows the cluster's resources
+        "training/reward_runner.py",
+        "training/trainer_group.py",
         "submission.py",
     ),
+    "greenlet": ("simulation/kernel.py",),
     "vllm": ("targets/vllm_bridge.py", "targets/vllm_worker.py", "benchmarks/vllm_peer.py"),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
     "transformers": ("modeling/", "training/", "drafter_training/"),

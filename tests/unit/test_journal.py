@@ -1,4 +1,4 @@
-"""The journal: one owner per request, no token twice or out of order, every request ends exactly once."""
+"""The journal: one attempt per request counts, no token twice or out of order, every request ends exactly once."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ OUTPUT = tuple(range(100, 140))
 
 
 def entry(request_id: str = "r") -> JournalEntry:
-    return JournalEntry(request_id, (1, 2, 3), SamplingParams(seed=5))
+    return JournalEntry(request_id, (1, 2, 3), SamplingParams(seed=5), weight_version=7)
 
 
 def owned(verifier_id: str = "v-1#a") -> Journal:
+    """A journal with the first attempt at request `r` under way."""
     journal = Journal()
     journal.add(entry())
-    journal.assign("r", verifier_id)
+    journal.hand_to("r", verifier_id)
     return journal
 
 
-def progress(start: int, count: int, request_id: str = "r", margins: bool = False) -> Progress:
+def progress(start: int, count: int, request_id: str = "r", attempt: int = 1, margins: bool = False) -> Progress:
     tokens = OUTPUT[start : start + count]
     logprobs = tuple(-float(token) for token in tokens)
-    return Progress(request_id, start, tokens, logprobs, tuple(float(t) for t in tokens) if margins else None)
+    kept = tuple(float(token) for token in tokens) if margins else None
+    return Progress(request_id, start, tokens, logprobs, kept, attempt)
 
 
-def finished(num_tokens: int, request_id: str = "r", error: str = "") -> Finished:
-    return Finished(request_id, "error" if error else "stop", RequestStats(steps=1), error, num_tokens)
+def finished(num_tokens: int, request_id: str = "r", error: str = "", attempt: int = 1) -> Finished:
+    return Finished(request_id, "error" if error else "stop", RequestStats(steps=1), error, num_tokens, attempt)
 
 
 class TestProgress:
     def test_tokens_and_logprobs_are_appended(self) -> None:
         journal = owned()
-        assert journal.progress("v-1#a", progress(0, 3)) and journal.progress("v-1#a", progress(3, 1))
+        assert journal.progress(progress(0, 3)) and journal.progress(progress(3, 1))
         kept = journal.entries["r"]
         assert tuple(kept.token_ids) == OUTPUT[:4]
         assert kept.logprobs == [-100.0, -101.0, -102.0, -103.0]
@@ -50,109 +52,115 @@ class TestProgress:
     @pytest.mark.parametrize("start", [0, 1, 2, 4, 7], ids=["repeat", "overlap", "overlap", "gap of 1", "gap of 4"])
     def test_anything_but_the_next_position_is_ignored(self, start: int) -> None:
         journal = owned()
-        journal.progress("v-1#a", progress(0, 3))
-        assert not journal.progress("v-1#a", progress(start, 2))
+        journal.progress(progress(0, 3))
+        assert not journal.progress(progress(start, 2))
         assert tuple(journal.entries["r"].token_ids) == OUTPUT[:3]
         assert journal.committed_tokens == 3
 
-    def test_a_stranger_is_ignored(self) -> None:
-        journal = owned("v-1#a")
-        assert not journal.progress("v-1#b", progress(0, 3))
+    @pytest.mark.parametrize("attempt", [0, 2])
+    def test_another_attempt_is_ignored(self, attempt: int) -> None:
+        journal = owned()
+        assert not journal.progress(progress(0, 3, attempt=attempt))
         assert journal.entries["r"].token_ids == [] and journal.entries["r"].logprobs == []
 
     def test_a_request_nobody_owns_takes_nothing(self) -> None:
         journal = Journal()
         journal.add(entry())
-        assert not journal.progress("v-1#a", progress(0, 1))
+        assert not journal.progress(progress(0, 1, attempt=0))
 
     def test_an_unknown_request_is_ignored(self) -> None:
-        assert not owned().progress("v-1#a", progress(0, 1, request_id="other"))
+        assert not owned().progress(progress(0, 1, request_id="other"))
 
     def test_margins_grow_with_the_tokens(self) -> None:
         journal = owned()
-        journal.progress("v-1#a", progress(0, 2, margins=True))
-        journal.progress("v-1#a", progress(2, 1, margins=True))
+        journal.progress(progress(0, 2, margins=True))
+        journal.progress(progress(2, 1, margins=True))
         assert journal.entries["r"].margins == [100.0, 101.0, 102.0]
 
 
 class TestFinish:
     def test_only_with_all_tokens(self) -> None:
         journal = owned()
-        journal.progress("v-1#a", progress(0, 2))
-        assert journal.finish("v-1#a", finished(3)) is None
+        journal.progress(progress(0, 2))
+        assert journal.finish(finished(3)) is None
         assert "r" in journal.entries
-        journal.progress("v-1#a", progress(2, 1))
-        ended = journal.finish("v-1#a", finished(3))
+        journal.progress(progress(2, 1))
+        ended = journal.finish(finished(3))
         assert ended is not None and ended.finished is not None and ended.finished.finish_reason == "stop"
-        assert journal.entries == {}
+        assert journal.entries == {} and journal.load("v-1#a") == 0
 
     def test_only_once(self) -> None:
         journal = owned()
-        assert journal.finish("v-1#a", finished(0)) is not None
-        assert journal.finish("v-1#a", finished(0)) is None
+        assert journal.finish(finished(0)) is not None
+        assert journal.finish(finished(0)) is None
 
-    def test_not_by_a_stranger(self) -> None:
-        journal = owned("v-1#a")
-        assert journal.finish("v-1#b", finished(0)) is None
+    @pytest.mark.parametrize("attempt", [0, 2])
+    def test_not_by_another_attempt(self, attempt: int) -> None:
+        journal = owned()
+        assert journal.finish(finished(0, attempt=attempt)) is None
         assert "r" in journal.entries
 
     def test_an_error_ends_it_with_what_there_is(self) -> None:
         journal = owned()
-        journal.progress("v-1#a", progress(0, 2))
-        ended = journal.finish("v-1#a", finished(9, error="the prompt is too long"))
+        journal.progress(progress(0, 2))
+        ended = journal.finish(finished(9, error="the prompt is too long"))
         assert ended is not None and tuple(ended.token_ids) == OUTPUT[:2]
 
-    def test_failing_from_the_rollouts_side(self) -> None:
+    def test_ending_from_the_rollouts_side_needs_no_owner(self) -> None:
         journal = owned()
-        assert journal.fail("r", finished(0, error="gone")).finished == finished(0, error="gone")
-        assert journal.entries == {}
+        journal.release("r")
+        assert journal.end(finished(0, error="gone")).finished == finished(0, error="gone")
+        assert journal.entries == {} and journal.load("v-1#a") == 0
 
     def test_two_requests_of_one_name_are_refused(self) -> None:
         with pytest.raises(ValueError, match="r is in the journal already"):
             owned().add(entry())
 
 
-class TestMoving:
-    def test_the_next_owner_goes_on_after_the_journaled_tokens(self) -> None:
+class TestAttempts:
+    def test_the_next_owner_continues_after_the_journaled_tokens(self) -> None:
         journal = owned("v-1#a")
-        journal.progress("v-1#a", progress(0, 3))
-        assert [one.request_id for one in journal.release("v-1#a")] == ["r"]
-        request = journal.assign("r", "v-2#c")
+        journal.progress(progress(0, 3))
+        assert journal.release("r").request_id == "r"
+        request = journal.hand_to("r", "v-2#c")
         assert request.committed_token_ids == OUTPUT[:3] and request.prompt_token_ids == (1, 2, 3)
-        assert not journal.progress("v-1#a", progress(3, 1)), "the old owner came back"
-        assert journal.progress("v-2#c", progress(3, 1))
-        assert journal.entries["r"].issues == 2
+        assert (request.attempt, request.weight_version) == (2, 7)
+        assert not journal.progress(progress(3, 1)), "the old owner came back"
+        assert journal.progress(progress(3, 1, attempt=2))
 
-    def test_release_touches_only_that_verifiers_requests(self) -> None:
+    def test_the_same_verifier_again_is_another_attempt(self) -> None:
+        journal = owned("v-1#a")
+        assert journal.hand_to("r", "v-1#a").attempt == 2
+        assert not journal.progress(progress(0, 3)) and journal.progress(progress(0, 3, attempt=2))
+
+    def test_after_a_move_the_old_owner_cannot_end_it(self) -> None:
+        journal = owned("v-1#a")
+        journal.progress(progress(0, 3))
+        assert journal.hand_to("r", "v-2#c").committed_token_ids == OUTPUT[:3]
+        assert journal.finish(finished(3)) is None
+        assert journal.finish(finished(3, attempt=2)) is not None
+
+    def test_release_touches_that_request_only(self) -> None:
         journal = Journal()
         for name, owner in (("r", "v-1#a"), ("s", "v-2#c")):
             journal.add(entry(name))
-            journal.assign(name, owner)
-        journal.release("v-1#a")
+            journal.hand_to(name, owner)
+        journal.release("r")
         assert (journal.load("v-1#a"), journal.load("v-2#c")) == (0, 1)
+        assert [one.request_id for one in journal.owned_by("v-2#c")] == ["s"] and not journal.owned_by("v-1#a")
 
-    def test_after_a_move_the_old_owner_is_a_stranger(self) -> None:
+    def test_clear_forgets_owners_too(self) -> None:
         journal = owned("v-1#a")
-        journal.progress("v-1#a", progress(0, 3))
-        request = journal.move("r", "v-2#c")
-        assert request.committed_token_ids == OUTPUT[:3]
-        assert not journal.progress("v-1#a", progress(3, 2))
-        assert journal.finish("v-1#a", finished(3)) is None
-        assert journal.progress("v-2#c", progress(3, 1))
-
-    def test_a_move_does_not_count_as_a_death(self) -> None:
-        journal = owned("v-1#a")
-        for verifier in ("v-2#c", "v-1#b"):
-            journal.move("r", verifier)
-        entry = journal.entries["r"]
-        assert (entry.issues, entry.moves, entry.owners) == (1, 2, {"v-1#a", "v-2#c", "v-1#b"})
+        journal.clear()
+        assert journal.load("v-1#a") == 0 and not journal.is_current("r", 1)
+        journal.add(entry())  # the same name may be used again
 
     @given(st.integers(0, 30), st.integers(0, 30))
     def test_what_is_handed_over_does_not_change_afterwards(self, before: int, after: int) -> None:
         journal = owned("v-1#a")
-        journal.progress("v-1#a", progress(0, before))
-        request = journal.assign("r", "v-2#c")
-        journal.progress("v-2#c", progress(before, after))
+        journal.progress(progress(0, before))
+        request = journal.hand_to("r", "v-2#c")
+        journal.progress(progress(before, after, attempt=2))
         assert request.committed_token_ids == OUTPUT[:before]
 
 
@@ -161,6 +169,7 @@ class _Model:
     """What the journal should know of one request."""
 
     owner: str | None = None
+    attempt: int = 0
     length: int = 0
 
 
@@ -172,7 +181,7 @@ class _Expected:
 
 
 class JournalMachine(RuleBasedStateMachine):
-    """Any messages of any verifier in any order, checked against a model of a few lines."""
+    """Any messages of any attempt in any order, checked against a model of a few lines."""
 
     requests = Bundle("requests")
 
@@ -188,53 +197,43 @@ class JournalMachine(RuleBasedStateMachine):
         return name
 
     @rule(name=requests, verifier=st.sampled_from(VERIFIERS))
-    def assign(self, name: str, verifier: str) -> None:
-        if name in self.model.requests:
-            request = self.journal.assign(name, verifier)
-            assert request.committed_token_ids == OUTPUT[: self.model.requests[name].length]
-            self.model.requests[name].owner = verifier
+    def hand_to(self, name: str, verifier: str) -> None:
+        model = self.model.requests.get(name)
+        if model is not None:
+            request = self.journal.hand_to(name, verifier)
+            model.owner, model.attempt = verifier, model.attempt + 1
+            assert (request.committed_token_ids, request.attempt) == (OUTPUT[: model.length], model.attempt)
 
-    @rule(name=requests, verifier=st.sampled_from(VERIFIERS))
-    def move(self, name: str, verifier: str) -> None:
+    @rule(name=requests)
+    def release(self, name: str) -> None:
         if name in self.model.requests:
-            issues = self.journal.entries[name].issues
-            request = self.journal.move(name, verifier)
-            assert request.committed_token_ids == OUTPUT[: self.model.requests[name].length]
-            assert self.journal.entries[name].issues == issues
-            self.model.requests[name].owner = verifier
-
-    @rule(verifier=st.sampled_from(VERIFIERS))
-    def release(self, verifier: str) -> None:
-        mine = {name for name, model in self.model.requests.items() if model.owner == verifier}
-        assert {one.request_id for one in self.journal.release(verifier)} == mine
-        for name in mine:
+            self.journal.release(name)
             self.model.requests[name].owner = None
 
-    @rule(name=requests, verifier=st.sampled_from(VERIFIERS), shift=st.integers(-4, 4), count=st.integers(0, 5))
-    def progress(self, name: str, verifier: str, shift: int, count: int) -> None:
-        model = self.model.requests.get(name)
-        start = max(0, (model.length if model else 0) + shift)
-        taken = self.journal.progress(verifier, progress(start, count, name))
-        assert taken == (model is not None and model.owner == verifier and start == model.length)
-        if model is not None and taken:
+    @rule(name=requests, age=st.integers(0, 2), shift=st.integers(-4, 4), count=st.integers(0, 5))
+    def progress(self, name: str, age: int, shift: int, count: int) -> None:
+        model = self.model.requests.get(name) or _Model()
+        start = max(0, model.length + shift)
+        taken = self.journal.progress(progress(start, count, name, model.attempt - age))
+        assert taken == (model.owner is not None and age == 0 and start == model.length)
+        if taken:
             grown = len(OUTPUT[start : start + count])
             model.length += grown
             self.model.tokens += grown
 
-    @rule(name=requests, verifier=st.sampled_from(VERIFIERS), missing=st.integers(-2, 2), bad=st.booleans())
-    def finish(self, name: str, verifier: str, missing: int, bad: bool) -> None:
-        model = self.model.requests.get(name)
-        total = (model.length if model else 0) + missing
-        ended = self.journal.finish(verifier, finished(total, name, "no room" if bad else ""))
-        allowed = model is not None and model.owner == verifier and (bad or missing == 0)
-        assert (ended is not None) == allowed
+    @rule(name=requests, age=st.integers(0, 2), missing=st.integers(-2, 2), bad=st.booleans())
+    def finish(self, name: str, age: int, missing: int, bad: bool) -> None:
+        model = self.model.requests.get(name) or _Model()
+        message = finished(model.length + missing, name, "no room" if bad else "", model.attempt - age)
+        ended = self.journal.finish(message)
+        assert (ended is not None) == (model.owner is not None and age == 0 and (bad or missing == 0))
         if ended is not None:
             self._end(name)
 
     @rule(name=consumes(requests))
-    def fail(self, name: str) -> None:
+    def end(self, name: str) -> None:
         if name in self.model.requests:
-            self.journal.fail(name, finished(0, name, "its verifier died"))
+            self.journal.end(finished(0, name, "its verifier died"))
             self._end(name)
 
     def _end(self, name: str) -> None:
@@ -248,10 +247,13 @@ class JournalMachine(RuleBasedStateMachine):
             kept = self.journal.entries[name]
             assert (kept.owner, tuple(kept.token_ids)) == (model.owner, OUTPUT[: model.length])
             assert len(kept.logprobs) == model.length
+            assert self.journal.is_current(name, model.attempt) == (model.owner is not None)
         assert self.journal.committed_tokens == self.model.tokens
         assert set(self.model.ended.values()) <= {1}, "a request ended twice"
         for verifier in VERIFIERS:
-            assert self.journal.load(verifier) == sum(one.owner == verifier for one in self.model.requests.values())
+            mine = {name for name, model in self.model.requests.items() if model.owner == verifier}
+            assert {one.request_id for one in self.journal.owned_by(verifier)} == mine
+            assert self.journal.load(verifier) == len(mine)
 
 
 TestAnyOrderOfMessages = JournalMachine.TestCase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -13,10 +14,14 @@ from specactor_ray.targets import vllm_bridge
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    others = importlib.metadata.version
+
     def version(name: str) -> str:
-        if name not in versions:
+        if name in versions:
+            return versions[name]
+        if name.startswith("vllm"):
             raise PackageNotFoundError(name)
-        return versions[name]
+        return others(name)
 
     monkeypatch.setattr(vllm_bridge.importlib.metadata, "version", version)
 

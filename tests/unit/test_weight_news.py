@@ -2,68 +2,58 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
 
+from specactor_ray.cluster.calls import Calls
+from specactor_ray.cluster.supervised import SupervisedActor
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member
 from specactor_ray.controller.state import VERIFIER, Phase
 from specactor_ray.controller.weights import TRAINER, WeightNews
-from specactor_ray.errors import SpecActorError
+from specactor_ray.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.messages import WeightSet
+from tests.clocks import HandClock
+from tests.hand_transport import HandTransport
 
 
-class Errand:
-    """A call that is answered when the test says so."""
+class Actor(SupervisedActor):
+    """A supervised actor whose calls are answered when the test says so."""
 
-    def __init__(self) -> None:
-        self.error: SpecActorError | None = None
-        self.waiting, self._answered = False, False
+    def __init__(self, name: str) -> None:
+        self.transport = HandTransport()
+        super().__init__(name, name, Calls(self.transport, HandClock()), start_timeout_s=10.0)
 
-    def send(self, ref: Any) -> None:
-        assert not self.waiting and not self._answered, "one call at a time"
-        self.waiting = True
+    @property
+    def versions(self) -> list[int]:
+        """Of all weights it was told to load."""
+        return [one.arguments[0].version for one in self.transport.sent if one.method == "load_weights"]
 
-    def answer(self, error: str = "") -> None:
-        self.error = SpecActorError(error) if error else None
-        self._answered, self.waiting = self.waiting, False
+    @property
+    def lessons(self) -> list[int | None]:
+        """The versions it was told to learn from."""
+        told = [one.arguments[0] for one in self.transport.sent if one.method == "learn"]
+        return [None if weights is None else weights.version for weights in told]
 
-    def state(self) -> str:
-        if self.waiting:
-            return "in flight"
-        if not self._answered:
-            return "idle"
-        self._answered = False
-        return "failed" if self.error else "done"
+    def awaits(self, method: str) -> bool:
+        return bool(self.transport.open(self.actor_id, method))
 
-
-class Method:
-    def __init__(self, told: list[Any]) -> None:
-        self._told = told
-
-    def remote(self, weights: WeightSet | None) -> None:
-        self._told.append(None if weights is None else weights.version)
+    def answer(self, method: str, error: str = "") -> None:
+        """Answer the call of this method that is open, if one is."""
+        waiting = self.transport.open(self.actor_id, method)
+        assert len(waiting) <= 1, "one call at a time"
+        for one in waiting:
+            one.answer(None, SpecActorError(error) if error else None)
 
 
-class Actor:
-    """What `WeightNews` uses of a supervised actor."""
-
-    def __init__(self) -> None:
-        self.weights, self.learning = Errand(), Errand()
-        self.error: SpecActorError | None = None
-        self.versions: list[int] = []
-        self.lessons: list[int | None] = []
-        self.handle = self
-        self.load_weights, self.learn = Method(self.versions), Method(self.lessons)
-
-
-def member(name: str, key: str = "eagle", host: str = "") -> Member:
-    made: Any = Member(name, key, None, 0.0, 0.0, Phase.READY, host_id=host)  # type: ignore[arg-type]
-    made.actor = Actor()
-    return made  # type: ignore[no-any-return]
+def member(name: str, key: str = "eagle", host: str = "") -> Any:
+    made = Member(name, key, None, 0.0, 0.0, Phase.READY, host_id=host)  # type: ignore[arg-type]
+    made.actor = Actor(name)
+    return made
 
 
 def config(where: str) -> Config:
@@ -71,12 +61,20 @@ def config(where: str) -> Config:
     return from_mapping({"drafters": [{"method": "ngram"}, head]})
 
 
+_NOW = itertools.count(0.0, 10.0)
+
+
+def tell(news: WeightNews, members: list[Any]) -> None:
+    """The next round of the controller, later than any pause."""
+    news.tell(members, next(_NOW))
+
+
 def settle(news: WeightNews, members: list[Any], rounds: int = 6) -> None:
     for _ in range(rounds):
-        news.tell(members)
+        tell(news, members)
         for one in members:
-            one.actor.weights.answer()
-            one.actor.learning.answer()
+            one.actor.answer("load_weights")
+            one.actor.answer("learn")
 
 
 def test_one_draft_actor_learns_and_all_of_its_method_get_its_versions() -> None:
@@ -106,7 +104,7 @@ def test_one_that_joins_late_serves_when_it_has_the_newest_and_takes_over_from_t
     settle(news, members)
     late = member("e1")
     members = [late, members[1]]
-    news.tell(members)
+    tell(news, members)
     assert not late.serves and late.actor.versions == [4]
     settle(news, members)
     assert late.serves and late.actor.lessons == []
@@ -134,28 +132,93 @@ def test_the_policy_does_not_wait_for_heads() -> None:
     news, head, verifier = WeightNews(config("drafter")), member("e0"), member("v0", VERIFIER)
     settle(news, [head, verifier])
     news.offer("eagle", "e0", WeightSet(1, ()))
-    news.tell([head, verifier])
-    assert head.actor.weights.waiting
-    news.current = WeightSet(7, ())
-    assert not news.all_current([head, verifier])
-    news.tell([verifier])
-    verifier.actor.weights.answer()
-    news.tell([verifier])
-    assert news.all_current([head, verifier]) and head.weight_version == 0 and head.serves
+    tell(news, [head, verifier])
+    assert head.actor.awaits("load_weights")
+    news.set_current(WeightSet(7, ()))
+    assert not news.in_place([head, verifier])
+    tell(news, [verifier])
+    verifier.actor.answer("load_weights")
+    tell(news, [verifier])
+    assert news.in_place([head, verifier]) and head.weight_version == 0 and head.serves
 
 
 def test_one_that_cannot_take_a_head_is_marked_dead_and_one_that_cannot_learn_drafts_on() -> None:
     news, first, second = WeightNews(config("drafter")), member("e0"), member("e1")
-    news.tell([first, second])
-    first.actor.learning.answer("no memory")
+    tell(news, [first, second])
+    first.actor.answer("learn", "no memory")
     settle(news, [first, second])
     assert first.actor.error is None and first.serves
     news.offer("eagle", "e0", WeightSet(1, ()))
-    news.tell([first, second])
-    second.actor.weights.answer("shapes differ")
-    first.actor.weights.answer()
-    news.tell([first, second])
-    assert "shapes differ" in str(second.actor.error) and first.weight_version == 1
+    tell(news, [first, second])
+    first.actor.answer("load_weights")
+    for _ in range(3):  # once may have been bad luck
+        assert second.actor.error is None and second.actor.awaits("load_weights")
+        second.actor.answer("load_weights", "shapes differ")
+        tell(news, [first, second])
+        tell(news, [first, second])
+    assert "shapes differ" in str(second.actor.error) and first.weight_version == 1 and first.actor.error is None
+
+
+def test_weights_that_could_not_be_had_are_sent_again_after_a_pause() -> None:
+    news, one = WeightNews(config("drafter")), member("v0", VERIFIER)
+    news.set_current(WeightSet(1, ()))
+    news.tell([one], 0.0)
+    one.actor.answer("load_weights", "the object is lost")
+    news.tell([one], 1.0)
+    news.tell([one], 2.9)
+    assert not one.actor.awaits("load_weights")
+    news.tell([one], 3.0)
+    assert one.actor.awaits("load_weights")
+
+
+def test_one_that_is_gone_is_replaced_at_once() -> None:
+    news, one = WeightNews(config("drafter")), member("v0", VERIFIER)
+    news.set_current(WeightSet(1, ()))
+    tell(news, [one])
+    one.actor.transport.open("v0", "load_weights")[0].answer(error=ActorLostError("killed", node_lost=True))
+    tell(news, [one])
+    assert isinstance(one.actor.error, ActorLostError) and one.actor.error.node_lost
+
+
+def test_a_success_forgets_earlier_failures() -> None:
+    news, one = WeightNews(config("drafter")), member("v0", VERIFIER)
+    for version in range(1, 5):
+        news.set_current(WeightSet(version, ()))
+        for _ in range(2):
+            tell(news, [one])
+            one.actor.answer("load_weights", "the object is lost")
+            tell(news, [one])
+        tell(news, [one])
+        one.actor.answer("load_weights")
+    tell(news, [one])
+    assert one.actor.error is None and one.weight_version == 4 and one.serves
+
+
+def test_a_verifier_serves_only_with_the_current_weights() -> None:
+    news, one = WeightNews(config("drafter")), member("v0", VERIFIER)
+    tell(news, [one])
+    assert one.serves and news.in_place([one])
+    news.set_current(WeightSet(1, ("a",)))
+    assert not news.in_place([one])
+    tell(news, [one])
+    assert not one.serves
+    news.set_current(WeightSet(2, ("b",)))  # while the first is on its way
+    one.actor.answer("load_weights")
+    tell(news, [one])
+    assert not one.serves and one.actor.versions == [1, 2] and not news.in_place([one])
+    one.actor.answer("load_weights")
+    tell(news, [one])
+    assert one.serves and news.in_place([one])
+
+
+def test_a_version_is_one_set_of_weights_for_ever() -> None:
+    news = WeightNews(config("drafter"))
+    news.set_current(WeightSet(3, ("a",)))
+    news.set_current(WeightSet(3, ("a",)))  # asked again, because an answer was lost
+    for wrong in (WeightSet(2, ("a",)), WeightSet(3, ("b",))):
+        with pytest.raises(InputError, match="come after version 3"):
+            news.set_current(wrong)
+    assert news.current == WeightSet(3, ("a",))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -178,10 +241,10 @@ def test_versions_only_grow_whoever_dies(seed: int) -> None:
                 said[one.actor_id] = said.get(one.actor_id, one.actor.lessons[0] or 0) + 1
                 news.offer("eagle", one.actor_id, WeightSet(said[one.actor_id], (one.actor_id,)))
             if rng.random() < 0.5:
-                one.actor.weights.answer()
+                one.actor.answer("load_weights")
             if rng.random() < 0.5:
-                one.actor.learning.answer()
-        news.tell(members)
+                one.actor.answer("learn")
+        tell(news, members)
         newest = news._learnt.get("eagle")
         if newest is not None:
             assert learner_of.setdefault(newest.version, newest.buckets[0]) == newest.buckets[0]

@@ -20,6 +20,8 @@ import psutil, torch
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.errors import InputError
 from specactor_ray.learner.engines import deepspeed_engine as engines
+from specactor_ray.learner.progress import Progress
+from specactor_ray.learner.saving import PartWriter
 
 class Evil:
     def __reduce__(self):
@@ -41,7 +43,7 @@ engine.step(0.1)
 with engine.gathered([model.weight]):
     trained = model.weight.detach().clone()
 folder = pathlib.Path("checkpoint")
-engine.save(folder)
+engine.save(folder, PartWriter(folder, Progress()))
 engine.backward(engine._engine(torch.ones(1, 4)).sum(), last=True)
 engine.step(0.1)
 engine.load(folder)

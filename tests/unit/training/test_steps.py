@@ -92,7 +92,7 @@ class World:
     # The maker, the record, the signal.
     def collect(self, rollout: Any, sampling: SamplingParams, step: int) -> Any:
         self.happens("collect")
-        return SimpleNamespace(samples=["s"], rewards=[1.0], reward_failures=Counter())
+        return SimpleNamespace(samples=["s"], rewards=[1.0], reward_failures=Counter(), unscored=False)
 
     def begin(self, step: int) -> None:
         self.happens("begin")

@@ -1,0 +1,160 @@
+"""`specactor simulate`: the product's own loops, dispatcher and controller under simulated faults."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specactor_ray.errors import InputError
+
+if TYPE_CHECKING:
+    from specactor_ray.simulation.scenario import Scenario
+
+EXIT_FAILED = 1
+
+
+def simulate(
+    faults: Annotated[int, typer.Option(help="Faults to inflict, over as many runs as that takes.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Of the runs: the same seed, the same runs.")] = 0,
+    requests: Annotated[int, typer.Option(help="Requests of each stream, or of a step of training.")] = 64,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes to run in. Default: one per core.", show_default=False)
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Report to write; never overwritten.")] = None,
+    replay: Annotated[int | None, typer.Option(help="Run this one seed again.", show_default=False)] = None,
+    count: Annotated[int, typer.Option(help="replay: faults to schedule.")] = 50,
+    interval: Annotated[
+        float | None, typer.Option(help="replay: mean seconds between them.", show_default=False)
+    ] = None,
+    kinds: Annotated[
+        str | None, typer.Option(help="replay: kinds of faults, comma-separated.", show_default=False)
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="replay: verifiers,drafters,nodes,mode.", show_default=False)
+    ] = None,
+    training: Annotated[bool, typer.Option("--training", help="replay: train instead of streaming.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="replay: print every event.")] = False,
+) -> None:
+    """Run the product's loops, dispatcher, controller and training steps on virtual time, while faults strike.
+
+    No Ray, no models, no waiting: one deterministic thread per run. After every run, each request must have ended once
+    with the tokens of plain decoding, no innocent request may have failed, and nothing may be left over. A run that
+    fails is shrunk and printed as a command that repeats it. Exit code 1 if any failed.
+    """
+    refuse_below_one({"--faults": faults, "--requests": requests, "--processes": processes, "--count": count})
+    if output is not None and output.exists():
+        raise InputError(f"--json: {output} exists; name another file")
+    if replay is None:
+        _run_campaign(faults, seed, requests, processes, output)
+    else:
+        _replay(parse_scenario(replay, count, requests, interval, kinds, layout, training), trace)
+
+
+def refuse_below_one(numbers: dict[str, int | None]) -> None:
+    """Raises InputError for a number below 1; None is none."""
+    for option, number in numbers.items():
+        if number is not None and number < 1:
+            raise InputError(f"{option}: {number} is too small; use 1 or more")
+
+
+def parse_scenario(
+    seed: int,
+    count: int,
+    requests: int,
+    interval: float | None,
+    kinds: str | None,
+    layout: str | None,
+    training: bool,
+) -> Scenario:
+    """The scenario of a seed, with what the options say instead.
+
+    Raises:
+        InputError: An option does not say what it should.
+    """
+    from dataclasses import replace
+
+    from specactor_ray.simulation.faults import KINDS, FaultPlan
+    from specactor_ray.simulation.scenario import Scenario
+
+    scenario = Scenario.draw(seed, count, requests)
+    if kinds is not None:
+        named = tuple(kind.strip() for kind in kinds.split(",") if kind.strip())
+        unknown = [kind for kind in named if kind not in KINDS]
+        if unknown:
+            raise InputError(f"--kinds: {unknown[0]!r} is not a kind of fault; the kinds are {', '.join(KINDS)}")
+        plan = FaultPlan(named, count, scenario.faults.interval_s)
+        scenario = replace(scenario, faults=plan, lend="lend" in named, training=training)
+    if interval is not None:
+        if not 0.0 < interval < float("inf"):
+            raise InputError(f"--interval: {interval} is not a time in seconds above 0")
+        scenario = replace(scenario, faults=replace(scenario.faults, interval_s=interval))
+    if layout is not None:
+        scenario = replace(scenario, **_parse_layout(layout))
+    return scenario
+
+
+def _parse_layout(text: str) -> dict[str, Any]:
+    parts = [part.strip() for part in text.split(",")]
+    numbers = parts[:3]
+    if len(parts) != 4 or not all(part.isdecimal() and int(part) >= 1 for part in numbers):
+        raise InputError(f"--layout: {text!r} is not verifiers,drafters,nodes,mode, such as 2,4,3,decoupled")
+    if parts[3] not in ("plain", "coupled", "decoupled"):
+        raise InputError(f"--layout: {parts[3]!r} is not a mode; use plain, coupled or decoupled")
+    return {**dict(zip(("verifiers", "drafters", "nodes"), map(int, numbers), strict=True)), "mode": parts[3]}
+
+
+def _run_campaign(faults: int, seed: int, requests: int, processes: int | None, output: Path | None) -> None:
+    from specactor_ray.observability.console import make_console, say
+    from specactor_ray.observability.phase_progress import PhaseProgress
+    from specactor_ray.observability.simulation_report import faults_table
+    from specactor_ray.simulation.campaign import Campaign, replay_line, run_campaign, shrink
+
+    console = make_console()
+    with PhaseProgress(make_console(sys.stderr), "faults", faults) as progress:
+
+        def show(campaign: Campaign) -> None:
+            figures = f"{campaign.num_faults:,} faults, {campaign.runs} runs, {len(campaign.violations)} failed"
+            progress.update(campaign.num_faults, figures)
+
+        campaign = run_campaign(faults, seed, requests, processes, show)
+        seconds = progress.seconds
+    console.print(faults_table(campaign.faults))
+    ended = f"{campaign.finished:,} requests finished, {campaign.failed} poison ones failed with their reason"
+    say(
+        console, f"{campaign.runs} runs, {campaign.num_faults:,} faults: {ended}; training resumed {campaign.restarts}x"
+    )
+    say(console, f"{campaign.events:,} events, {campaign.virtual_s:,.0f} virtual seconds in {seconds:.0f} s")
+    lines = []
+    for report in campaign.violations:
+        say(console, f"seed {report.scenario.seed} FAILED: {'; '.join(report.violations[:3])}")
+        lines.append(replay_line(shrink(report.scenario)))
+        say(console, f"  repeat it with: {lines[-1]}")
+    if output is not None:
+        summary = {name: value for name, value in asdict(campaign).items() if name != "violations"}
+        failures = [{"seed": one.scenario.seed, "violations": one.violations} for one in campaign.violations]
+        report_data = {**summary, "seconds": seconds, "failures": failures, "replay": lines}
+        output.write_text(json.dumps(report_data, indent=2) + "\n", encoding="utf-8")
+    raise typer.Exit(EXIT_FAILED if campaign.violations else 0)
+
+
+def _replay(scenario: Scenario, trace: bool) -> None:
+    from specactor_ray.observability.console import make_console, say
+    from specactor_ray.observability.simulation_report import faults_table
+    from specactor_ray.simulation.campaign import silence
+    from specactor_ray.simulation.scenario import simulate as run
+
+    silence()
+    console = make_console()
+    report = run(scenario, (lambda time, what: say(console, f"{time:12.6f} {what}")) if trace else None)
+    console.print(faults_table(report.faults))
+    say(console, f"{report.events:,} events, {report.virtual_s:,.1f} virtual seconds, digest {report.digest:08x}")
+    for violation in report.violations:
+        say(console, f"FAILED: {violation}")
+    if not report.violations:
+        say(console, "nothing was found")
+    raise typer.Exit(EXIT_FAILED if report.violations else 0)

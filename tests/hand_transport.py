@@ -1,0 +1,60 @@
+"""Calls that are answered when a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from specactor_ray.errors import CallError, SpecActorError
+
+
+@dataclass(eq=False)
+class Sent:
+    """One call on its way, and its reference."""
+
+    actor: Any
+    method: str
+    arguments: tuple[Any, ...]
+    done: bool = False
+    value: Any = None
+    error: SpecActorError | None = None
+
+    def answer(self, value: Any = None, error: SpecActorError | None = None) -> None:
+        self.done, self.value, self.error = True, value, error
+
+
+class HandTransport:
+    """A `Transport` that keeps what was sent. Never waits: time is the clock's."""
+
+    def __init__(self) -> None:
+        self.sent: list[Sent] = []
+
+    def open(self, actor: Any, method: str) -> list[Sent]:
+        """Calls of this method that have no answer."""
+        return [one for one in self.sent if one.actor == actor and one.method == method and not one.done]
+
+    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> Sent:
+        self.sent.append(Sent(actor, method, tuple(arguments)))
+        return self.sent[-1]
+
+    def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
+        return {reference for reference in references if reference.done}
+
+    def take(self, reference: Any) -> Any:
+        if reference.error is not None:
+            raise reference.error
+        return reference.value
+
+    def future(self, reference: Any) -> Future[Any]:
+        raise NotImplementedError("nothing that is tested with it delivers")
+
+    def translate(self, error: BaseException, what: str) -> SpecActorError:
+        return CallError(f"{what}: {error}")
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def fetch(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
+        return list(references)

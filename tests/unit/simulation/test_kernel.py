@@ -1,0 +1,185 @@
+"""The kernel: synchronous code on virtual time, the same run for the same seed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from specactor_ray.simulation.kernel import Kernel, Process, SimulationError, VirtualClock
+
+
+class World:
+    def __init__(self, seed: int = 0) -> None:
+        self.kernel, self.log = Kernel(seed), []  # type: ignore[var-annotated]
+
+    def clock(self, name: str = "p", offset_s: float = 0.0) -> VirtualClock:
+        return VirtualClock(self.kernel, Process(name, offset_s))
+
+    def note(self, what: Any) -> None:
+        self.log.append((round(self.kernel.now, 6), what))
+
+
+def after(clock: VirtualClock, seconds: float, do: Callable[[], Any]) -> Callable[[], None]:
+    def run() -> None:
+        clock.sleep(seconds)
+        do()
+
+    return run
+
+
+def test_sleeps_take_virtual_time_and_clocks_have_offsets() -> None:
+    world = World()
+    near, far = world.clock(), world.clock("q", 1000.0)
+
+    def run() -> None:
+        before = near.now(), far.now()
+        near.sleep(3600.0)
+        world.note((near.now() - before[0], far.now() - before[1], before[1] - before[0]))
+
+    near.spawn(run, "run")
+    world.kernel.run()
+    assert world.log == [(3600.0, (3600.0, 3600.0, 1000.0))]
+
+
+def test_events_conditions_threads_and_futures_wait_as_those_of_the_system_do() -> None:
+    world = World()
+    clock = world.clock()
+    event, condition, future, items = clock.event(), clock.condition(), Future[str](), list[int]()
+
+    def waiter() -> None:
+        world.note(("event", event.wait(1.0)))
+        world.note(("event", event.wait(10.0)))
+        with condition:
+            world.note(("items", condition.wait_for(lambda: len(items) == 2, 0.5)))
+            world.note(("items", condition.wait_for(lambda: len(items) == 2, 50.0)))
+        world.note(clock.result(future, 50.0))
+        with pytest.raises(TimeoutError):
+            clock.result(Future[str](), 1.0)
+
+    def setter() -> None:
+        clock.sleep(2.0)
+        event.set()
+        for _ in range(2):
+            clock.sleep(2.0)
+            with condition:
+                items.append(1)
+                condition.notify_all()
+        clock.sleep(1.0)
+        future.set_result("result")
+
+    thread = clock.spawn(waiter, "waiter")
+    other = clock.spawn(setter, "setter")
+
+    def joiner() -> None:
+        thread.join()
+        world.note(("joined", other.is_alive()))
+
+    clock.spawn(joiner, "joiner")
+    world.kernel.run()
+    assert world.log == [
+        (1.0, ("event", False)),
+        (2.0, ("event", True)),
+        (2.5, ("items", False)),
+        (6.0, ("items", True)),
+        (7.0, "result"),
+        (8.0, ("joined", False)),
+    ]
+    assert not world.kernel.crashes
+    assert not world.kernel.waiting()
+
+
+def test_a_frozen_process_does_nothing_until_it_is_thawed_and_a_dead_one_never_again() -> None:
+    world = World()
+    clock, doomed = world.clock(), world.clock("doomed")
+
+    def tick(mine: VirtualClock) -> None:
+        try:
+            for _ in range(5):
+                mine.sleep(1.0)
+                world.note(mine.process.name)
+        finally:
+            if mine.process is doomed.process:
+                world.note("a finally of a dead process")
+
+    clock.spawn(lambda: tick(clock), "tick")
+    doomed.spawn(lambda: tick(doomed), "tick")
+    world.kernel.at(1.5, lambda: world.kernel.freeze(clock.process))
+    world.kernel.at(7.5, lambda: world.kernel.thaw(clock.process))
+    world.kernel.at(2.5, lambda: world.kernel.kill(doomed.process))
+    world.kernel.run()
+    assert [entry for entry in world.log if entry[1] == "p"] == [(t, "p") for t in (1.0, 7.5, 8.5, 9.5, 10.5)]
+    assert [entry for entry in world.log if entry[1] != "p"] == [(1.0, "doomed"), (2.0, "doomed")]
+
+
+def test_the_seed_chooses_among_what_is_ready() -> None:
+    def order(seed: int) -> tuple[list[Any], int]:
+        world = World(seed)
+        clock = world.clock()
+        for name in "abcdefgh":
+            clock.spawn(after(clock, 1.0, functools.partial(world.note, name)), name)
+        world.kernel.run()
+        return [what for _, what in world.log], world.kernel.digest
+
+    assert order(1) == order(1)
+    assert len({"".join(order(seed)[0]) for seed in range(10)}) > 5
+    assert len({order(seed)[1] for seed in range(10)}) > 5
+
+
+def test_what_raises_is_reported_and_the_rest_runs_on() -> None:
+    world = World()
+    clock = world.clock()
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    clock.spawn(fail, "fails")
+    clock.spawn(after(clock, 1.0, lambda: world.note("ran")), "runs")
+    world.kernel.run()
+    assert world.log == [(1.0, "ran")]
+    ((name, error),) = world.kernel.crashes
+    assert (name, str(error)) == ("p/fails", "broken")
+
+
+def test_code_that_spins_is_found() -> None:
+    def spin_on_the_clock(clock: VirtualClock) -> None:
+        while clock.now() < 10.0:
+            pass
+
+    def spin_on_events(clock: VirtualClock) -> None:
+        while True:
+            clock.sleep(0.0)
+
+    world = World()
+    clock = world.clock()
+    clock.spawn(lambda: spin_on_the_clock(clock), "spins")
+    world.kernel.run()
+    assert isinstance(world.kernel.crashes[0][1], SimulationError)
+    clock.spawn(lambda: spin_on_events(clock), "spins")
+    with pytest.raises(SimulationError, match="spins"):
+        world.kernel.run()
+
+
+RUN = """
+import logging
+logging.disable(logging.CRITICAL)
+from specactor_ray.simulation.scenario import Scenario, simulate
+report = simulate(Scenario.draw(4, 20, requests=16))
+assert not report.violations
+print(report.digest, report.events, sorted(report.faults.items()))
+"""
+
+
+def test_the_same_seed_is_the_same_run_in_every_process_whatever_its_hash_seed() -> None:
+    outputs = set()
+    for hash_seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=True)
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
