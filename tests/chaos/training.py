@@ -43,6 +43,7 @@ def overrides(folder: Path, name: str, tasks: Path) -> list[str]:
         "cluster.num_cpus=2",
         "cluster.pin_cores=false",
         "cluster.health_interval_s=0.5",
+        "reward.timeout_s=120",  # a busy machine must not leave a sample out
         "reward.answer_pattern='is ([0-9]+)[.]'",
         "reward.functions=[{name: exact_match}, {name: length, weight: -0.5}]",
         "data.n=4",
@@ -64,7 +65,7 @@ class Run:
         self.folder = folder / name
         self._arguments = overrides(folder, name, tasks)
         self.process: subprocess.Popen[bytes] | None = None
-        self.output = folder.parent / f"{name}.log"
+        self.output = folder / f"{name}.log"
 
     def start(self) -> Run:
         command = [sys.executable, "-m", "specactor_ray.cli", "train", *self._arguments]
