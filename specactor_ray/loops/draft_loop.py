@@ -147,8 +147,8 @@ class DraftLoop:
     # ---- the loop ----
 
     def run(self) -> None:
-        """Loop until `stop`. A failing proposer is logged and counted; drafts are only a matter of speed. If steps fail again
-        and again without drafting in between (a broken device stays broken), the loop ends."""
+        """Loop until `stop`. A failing proposer is logged and counted; drafts are only a matter of speed. If steps fail
+        again and again without drafting in between (a broken device stays broken), the loop ends."""
         while not self._stopping.is_set():
             if not self.run_guarded():
                 self._wake.wait(_IDLE_WAIT_S)
