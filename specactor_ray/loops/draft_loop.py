@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5
 """Longest sleep without work; messages wake the loop at once."""
+_MAX_FAILURES = 8
 _ORPHAN_S = 30.0
 """Requests of a verifier that has not been listed for this long are dropped."""
 _ORPHAN_INTERVAL_S = 5.0
@@ -79,6 +80,7 @@ class DraftLoop:
         self._stopping = clock.event()
         self._outboxes: dict[str, Outbox[Any]] = {}
         self._left: set[str] = set()
+        self._failures_in_a_row = 0
         self._unlisted: dict[str, float] = {}
         """Verifiers with open requests that are not listed → since when."""
         self._orphans_at = 0.0
@@ -145,10 +147,14 @@ class DraftLoop:
     # ---- the loop ----
 
     def run(self) -> None:
-        """Loop until `stop`. A failing proposer is logged and counted; drafts are only a matter of speed."""
+        """Loop until `stop`. A failing proposer is logged and counted; drafts are only a matter of speed. If steps fail
+        again and again without drafting in between (a broken device stays broken), the loop ends."""
         while not self._stopping.is_set():
             if not self.run_guarded():
                 self._wake.wait(_IDLE_WAIT_S)
+            if self._failures_in_a_row >= _MAX_FAILURES:
+                logger.error("%s: %d draft steps failed in a row; the loop ends", self.drafter_id, _MAX_FAILURES)
+                return
 
     def run_guarded(self) -> bool:
         """`run_once`; a failure is logged and counted, and loses the open requests."""
@@ -159,6 +165,7 @@ class DraftLoop:
             return worked
         except Exception:
             self.counters.failures += 1
+            self._failures_in_a_row += 1
             logger.exception("%s: a draft step failed; its requests will be opened again", self.drafter_id)
             self._reset()
             return False
@@ -177,6 +184,7 @@ class DraftLoop:
         changed = self._extend()
         if changed:
             self.counters.extends += 1
+            self._failures_in_a_row = 0
             self._publish(changed)
         for outbox in list(self._outboxes.values()):
             outbox.flush()

@@ -122,7 +122,7 @@ class Dispatcher:
         self._quarantine = Quarantine()
         self._view: Call | None = None
         self._view_asked = float("-inf")
-        self._controller_seen = self._verifier_seen = self._clock.now()
+        self._controller_seen = self._verifier_seen = self._looked_at = self._clock.now()
         self._notices: list[Call] = []
         """Calls whose answers nobody waits for."""
         self._version = 0
@@ -177,6 +177,9 @@ class Dispatcher:
 
     def _refresh_view(self) -> None:
         now = self._clock.now()
+        if now - self._looked_at > _VIEW_TIMEOUT_S:  # we were held up, or whoever takes what has ended: not they
+            self._controller_seen = self._verifier_seen = now
+        self._looked_at = now
         if self._view is None and (not self._links or now - self._view_asked >= _VIEW_INTERVAL_S):
             self._ask_view()
         if self._view is not None and self._view.poll():

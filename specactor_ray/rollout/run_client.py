@@ -123,7 +123,10 @@ class RunClient:
 
     def ask(self, method: str, *arguments: Any, deadline_s: float = _ASK_S) -> Any:
         """Call the controller and wait for the answer."""
-        return self._calls.ask(self._controller, method, *arguments, deadline_s=deadline_s)
+        try:
+            return self._calls.ask(self._controller, method, *arguments, deadline_s=deadline_s)
+        except ActorLostError as error:
+            raise ActorLostError(f"the controller of the run is gone: {error}", error.node_lost) from None
 
     def require_no_stream(self, what: str) -> None:
         if self.streaming:

@@ -44,6 +44,8 @@ class World:
     """Draft method → probability that a draft token is right."""
     wedged: set[str] = field(default_factory=set)
     """Verifiers whose engine does not come back from its next step."""
+    busy: set[str] = field(default_factory=set)
+    """Verifiers that are in a step."""
     corrupt: set[str] = field(default_factory=set)
     """Draft actors that draft nonsense."""
     step_s: float = 0.02
@@ -118,7 +120,9 @@ class SimulatedEngine:
             positions += len(tail) + 1
             result.outputs.append(self._verify(row, tail))
         seconds = self._world.step_s + self._world.position_s * (positions + prefill)
+        self._world.busy.add(self._actor.name)
         self._clock.work(seconds)
+        self._world.busy.discard(self._actor.name)
         result.forward_s, result.num_tokens = seconds, positions + prefill
         result.num_prefill_tokens, result.num_rows = prefill, len(rows)
         for output in result.outputs:

@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+TRIALS = ("kill driver", "kill verifier", "stop trainer", "kill trainer", "kill controller", "full disk", "kill GCS")
+"""Faults of training runs; the others are in `faults.py`."""
+
 
 @dataclass
 class Fault:

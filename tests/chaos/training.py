@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def overrides(folder: Path, name: str, tasks: Path) -> list[str]:
         "cluster.num_cpus=2",
         "cluster.pin_cores=false",
         "cluster.health_interval_s=0.5",
+        "reward.timeout_s=120",  # a busy machine must not leave a sample out
         "reward.answer_pattern='is ([0-9]+)[.]'",
         "reward.functions=[{name: exact_match}, {name: length, weight: -0.5}]",
         "data.n=4",
@@ -64,7 +65,7 @@ class Run:
         self.folder = folder / name
         self._arguments = overrides(folder, name, tasks)
         self.process: subprocess.Popen[bytes] | None = None
-        self.output = folder.parent / f"{name}.log"
+        self.output = folder / f"{name}.log"
 
     def start(self) -> Run:
         command = [sys.executable, "-m", "specactor_ray.cli", "train", *self._arguments]
@@ -237,10 +238,7 @@ class _Ending:
         self.close = run.end
 
 
-TRIALS = ("kill driver", "kill verifier", "stop trainer", "kill trainer", "kill controller", "full disk", "kill GCS")
-
-
-def run_training(folder: Path, mark: str, schedule: Schedule, console: Console) -> Stage:
+def run_training(kinds: Sequence[str], folder: Path, mark: str, schedule: Schedule, console: Console) -> Stage:
     """Stage `training`."""
     stage, rng = Stage("training"), random.Random(f"training {schedule.seed}")
     shared = SharedMemoryWatch(mark)
@@ -250,9 +248,9 @@ def run_training(folder: Path, mark: str, schedule: Schedule, console: Console) 
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     begin = time.monotonic()
     trials = Trials(folder, mark, rng, tasks, stage)
-    with PhaseProgress(console, "training", len(TRIALS) + 1) as progress:
+    with PhaseProgress(console, "training", len(kinds) + 1) as progress:
         trials.run_calm()
-        for number, kind in enumerate(TRIALS, start=1):
+        for number, kind in enumerate(kinds, start=1):
             progress.update(number, f"{kind}, {len(stage.differences)} differences")
             fault = Fault(kind, at_s=round(time.monotonic() - begin, 2))
             stage.faults.append(fault)
@@ -261,7 +259,7 @@ def run_training(folder: Path, mark: str, schedule: Schedule, console: Console) 
             except RuntimeError as error:
                 stage.differ(f"{kind}: {error}")
             shared.look()
-        progress.update(len(TRIALS) + 1, f"{len(stage.differences)} differences")
+        progress.update(len(kinds) + 1, f"{len(stage.differences)} differences")
     stage.figures = {"steps": STEPS, "reward": [round(record["reward_mean"], 3) for record in trials.calm]}
     stage.figures["shared_memory_seen"] = shared.left()
     return stage

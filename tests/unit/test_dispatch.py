@@ -164,6 +164,19 @@ class TestDeaths:
 
         assert reasons(cluster.run(body)) == {} and cluster.client.dispatcher.reissues == 0
 
+    def test_whoever_takes_the_results_may_take_their_time(self) -> None:
+        cluster = FakeCluster()
+
+        def body() -> list[JournalEntry]:
+            ended = []
+            for entry in cluster.client.stream(entries(40, tokens=100)):
+                ended.append(entry)
+                if len(ended) == 4:
+                    cluster.bench.clock.sleep(600.0)
+            return ended
+
+        assert len(cluster.run(body)) == 40
+
     def test_without_any_verifier_it_ends_after_the_limit(self) -> None:
         cluster = FakeCluster(verifiers=1)
 

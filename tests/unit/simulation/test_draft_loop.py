@@ -1,0 +1,74 @@
+"""The draft loop on virtual time: what its verifiers leave behind, and a proposer that stays broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from specactor_ray.loops.draft_loop import DraftLoop
+from specactor_ray.messages import DraftOpen, SamplingParams
+from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
+from specactor_ray.simulation.models import SimulatedProposer, World
+
+
+class Broken(SimulatedProposer):
+    """As after an error of the device: no draft step works any more."""
+
+    def extend(self) -> list[str]:
+        self._clock.work(0.1)
+        if self._mirrors:
+            raise RuntimeError("CUDA error")
+        return []
+
+
+def virtual_loop(proposer: type[SimulatedProposer]) -> tuple[Kernel, VirtualClock, DraftLoop]:
+    kernel = Kernel(0)
+    clock = VirtualClock(kernel, Process("ngram-0"))
+    return kernel, clock, DraftLoop("ngram-0", proposer("ngram-0", "ngram", clock, World(), lambda: 0.0), clock)
+
+
+def opening(request_id: str) -> DraftOpen:
+    return DraftOpen(request_id, "verifier-0", (1, 2), (), SamplingParams(), window=4)
+
+
+def play(kernel: Kernel, clock: VirtualClock, loop: DraftLoop, script: Callable[[], None]) -> bool:
+    """Run the loop beside a script. Returns whether the loop had ended by itself when the script did."""
+    thread = clock.spawn(loop.run, "draft")
+    ended: list[bool] = []
+
+    def run() -> None:
+        script()
+        ended.append(not thread.is_alive())
+        loop.stop()
+
+    clock.spawn(run, "script")
+    kernel.run()
+    assert not kernel.crashes
+    return ended[0]
+
+
+def test_a_proposer_that_stays_broken_ends_its_loop() -> None:
+    kernel, clock, loop = virtual_loop(Broken)
+
+    def open_again_and_again() -> None:
+        for number in range(20):
+            loop.deliver([opening(str(number))])
+            clock.sleep(1.0)
+
+    assert play(kernel, clock, loop, open_again_and_again)
+    assert loop.snapshot()["failures"] == 8
+
+
+def test_requests_of_a_verifier_that_is_never_listed_are_forgotten() -> None:
+    """It died before the list with it came, or its message came after the list without it."""
+    kernel, clock, loop = virtual_loop(SimulatedProposer)
+    seen: list[int] = []
+
+    def open_and_wait() -> None:
+        loop.set_verifiers({})
+        loop.deliver([opening("0")])
+        for _ in range(2):
+            clock.sleep(20.0)
+            seen.append(loop.snapshot()["open_requests"])
+
+    assert not play(kernel, clock, loop, open_and_wait)
+    assert seen == [1, 0]
