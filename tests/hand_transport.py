@@ -42,7 +42,7 @@ class HandTransport:
     def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
         return {reference for reference in references if reference.done}
 
-    def take(self, reference: Any) -> Any:
+    def take(self, reference: Any, what: str = "the call") -> Any:
         if reference.error is not None:
             raise reference.error
         return reference.value

@@ -39,8 +39,8 @@ class Transport(Protocol):
     def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
         """Those that are done; waits up to `timeout_s` seconds for the first. References must be distinct."""
 
-    def take(self, reference: Any) -> Any:
-        """The result of a reference that is done.
+    def take(self, reference: Any, what: str = "the call") -> Any:
+        """The result of a reference that is done; `what` names it in errors.
 
         Raises:
             SpecActorError: As the actor raised it, or a `CallError`.
@@ -111,7 +111,7 @@ class Call:
         if arrived:
             reference, self.reference = self.reference, None
             try:
-                self._finish(self._calls.transport.take(reference))
+                self._finish(self._calls.transport.take(reference, self._method))
             except ActorUnavailableError as error:
                 self._unavailable, self._again_at = error, now + self._delay_s
                 self._delay_s = min(2.0 * self._delay_s, _RETRY_MAX_S)
@@ -237,11 +237,11 @@ class RayTransport:
             done += ray.wait(waiting, num_returns=len(waiting), timeout=0, fetch_local=False)[0]
         return set(done)
 
-    def take(self, reference: Any) -> Any:
+    def take(self, reference: Any, what: str = "the call") -> Any:
         try:
             return ray.get(reference, timeout=_FETCH_S)
         except ray_errors.RayError as error:
-            raise self.translate(error, "the call") from None
+            raise self.translate(error, what) from None
 
     def future(self, reference: Any) -> Future[Any]:
         future: Future[Any] = reference.future()

@@ -324,7 +324,7 @@ class VirtualTransport:
         kernel.block(kernel.now + timeout_s)
         return {reference for reference in references if reference.done}
 
-    def take(self, reference: Any) -> Any:
+    def take(self, reference: Any, what: str = "the call") -> Any:
         if reference.error is not None:
             raise reference.error
         return reference.value

@@ -242,8 +242,8 @@ class Simulation:
         stream = self.client.stream(entries)
         seen: dict[str, None] = {}
         for entry in stream:
-            if entry.request_id in seen:
-                self.fail(f"{entry.request_id} ended twice")
+            if entry.request_id in seen or entry.request_id not in expected:
+                self.fail(f"{entry.request_id} ended twice, or is of another round")
             seen[entry.request_id] = None
             self.check_entry(entry)
             if len(seen) >= close_after:

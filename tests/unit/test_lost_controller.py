@@ -22,7 +22,7 @@ class LostTransport(RayTransport):
     def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
         return set(references)
 
-    def take(self, reference: Any) -> Any:
+    def take(self, reference: Any, what: str = "the call") -> Any:
         raise ActorLostError("its process ended")
 
 

@@ -59,7 +59,7 @@ class FakeTransport:
         self._clock.time = max(self._clock.time, min(first, end))
         return {reference for reference in references if self._flying[reference][0] <= self._clock.time}
 
-    def take(self, reference: int) -> Any:
+    def take(self, reference: int, what: str = "the call") -> Any:
         result = self._flying.pop(reference)[1]
         if isinstance(result, SpecActorError):
             raise result
