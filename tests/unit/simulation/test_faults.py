@@ -9,14 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from specactor_ray.cli import app
-from specactor_ray.simulation.campaign import replay_line, run_campaign, shrink, silence
+from specactor_ray.simulation.campaign import replay_line, run_campaign, shrink
 from specactor_ray.simulation.faults import KINDS, OF_TRAINING, SCHEDULED, FaultPlan
 from specactor_ray.simulation.scenario import Scenario, simulate
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    silence()
 
 
 def run(scenario: Scenario) -> None:
