@@ -27,8 +27,6 @@ class Reaper(Protocol):
 
     def poll(self) -> int: ...
 
-    def wait(self, timeout_s: float) -> bool: ...
-
 
 class Backend(Protocol):
     """Makes, places and ends actors. Nothing here blocks for long."""

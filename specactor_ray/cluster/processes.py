@@ -94,7 +94,7 @@ def _kill(pid: int) -> None:
 
 
 class ActorReaper:
-    """Ends actors and follows their processes until they are gone; never blocks except in `wait`."""
+    """Ends actors and follows their processes until they are gone; never blocks."""
 
     def __init__(self, calls: Calls) -> None:
         self._clock, self._transport = calls.clock, calls.transport
@@ -131,15 +131,6 @@ class ActorReaper:
             except SpecActorError as error:  # the node is gone, and the process with it
                 logger.debug("node %s: %s", facts.node_id[:8], error)
         return len(self._local) + len(self._remote)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until all are gone. False when some are not within `timeout_s` seconds."""
-        deadline = self._clock.now() + timeout_s
-        while self.poll():
-            if self._clock.now() >= deadline:
-                return False
-            self._clock.sleep(0.05)
-        return True
 
 
 class CoreSurvey:

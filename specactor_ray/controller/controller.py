@@ -488,10 +488,13 @@ class Controller:
         for actor in actors:
             actor.poll(self._clock.now(), float("inf"))  # the facts may have come meanwhile
             self._reaper.reap(actor.handle, actor.facts)
-        gone = self._reaper.wait(GONE_TIMEOUT_S)
-        if not gone:
-            logger.error("some actor processes of run %s did not end in time", self._run)
-        return gone
+        deadline = self._clock.now() + GONE_TIMEOUT_S
+        while self._reaper.poll():
+            if self._clock.now() >= deadline:
+                logger.error("some actor processes of run %s did not end in time", self._run)
+                return False
+            self._clock.sleep(0.05)
+        return True
 
 
 def _departure(action: Remove, member: Member) -> Departure:

@@ -49,8 +49,8 @@ class Machines:
 class VirtualReaper:
     """The `Reaper` of a simulated controller."""
 
-    def __init__(self, network: Network, clock: VirtualClock) -> None:
-        self._network, self._clock = network, clock
+    def __init__(self, network: Network) -> None:
+        self._network = network
         self._dying: dict[ProcessFacts, VirtualActor] = {}
 
     def reap(self, handle: VirtualActor, facts: ProcessFacts | None) -> None:
@@ -65,14 +65,6 @@ class VirtualReaper:
     def poll(self) -> int:
         self._dying = {facts: actor for facts, actor in self._dying.items() if not actor.process.dead}
         return len(self._dying)
-
-    def wait(self, timeout_s: float) -> bool:
-        deadline = self._clock.now() + timeout_s
-        while self.poll():
-            if self._clock.now() >= deadline:
-                return False
-            self._clock.sleep(0.05)
-        return True
 
 
 class VirtualBackend:
@@ -103,7 +95,7 @@ class VirtualBackend:
         self._network, self.machines, self._world = network, machines, world
         clock = VirtualClock(network.kernel, controller.process)
         self.calls = Calls(VirtualTransport(network, controller), clock)
-        self.reaper: Reaper = VirtualReaper(network, clock)
+        self.reaper: Reaper = VirtualReaper(network)
         self.actors: dict[str, VirtualActor] = {}
         self._numbers = numbers
 

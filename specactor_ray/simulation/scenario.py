@@ -27,7 +27,7 @@ from specactor_ray.simulation.models import World, true_output
 from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
 from specactor_ray.simulation.training import Training
 
-_STANDSTILL_S = 600.0
+_STANDSTILL_S = 300.0
 """Virtual seconds without any progress after which a run has failed to end."""
 _SETTLE_S = 180.0
 """Virtual seconds for the desired state to be reached once faults have ended."""

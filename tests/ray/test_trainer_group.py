@@ -94,8 +94,8 @@ def test_two_deepspeed_ranks_agree_with_one_process(stage: int, algorithm: str) 
     heads: list[torch.Tensor] = []
     one, one_metrics = run(settings("torch", algorithm=algorithm), range(STEPS), heads=heads)
     two, two_metrics = run(settings("deepspeed", stage, algorithm), range(STEPS), heads=heads)
-    # Half of one step at most, and a tenth of one but for one weight in ten thousand: AdamW makes whole steps of gradients
-    # that are rounding errors, and how those come out is up to the CPU.
+    # Half of one step at most, and a tenth of one but for one weight in ten thousand: AdamW makes whole steps of
+    # gradients that are rounding errors, and how those come out is up to the CPU.
     assert_close(one, two, atol=5e-4)
     apart = torch.cat([(one[name] - two[name]).abs().flatten() for name in one])
     assert (apart > 1e-4).float().mean() < 1e-4
