@@ -294,8 +294,6 @@ def translate_ray_error(error: BaseException, what: str) -> SpecActorError:
         return CallTimeoutError(f"{what}: no answer in time")
     if isinstance(error, (ray_errors.OwnerDiedError, ray_errors.NodeDiedError)):
         return ActorLostError(f"{what}: {_first_line(error)}", isinstance(error, ray_errors.NodeDiedError))
-    if isinstance(error, SpecActorError):
-        return error
     return CallError(f"{what}: {type(error).__name__}: {_first_line(error)}")
 
 

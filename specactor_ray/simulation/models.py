@@ -248,10 +248,6 @@ class SimulatedProposer:
         self._clock.work(self._world.load_s)
         self.weight_version = version
 
-    def __len__(self) -> int:
-        """Open requests."""
-        return len(self._mirrors)
-
 
 class SimulatedHost(ActorHost):
     """The `ActorHost` of one simulated process."""

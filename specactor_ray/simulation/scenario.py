@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from specactor_ray.actors.draft import DraftActor
@@ -22,7 +22,7 @@ from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.cluster import Machines, VirtualBackend
 from specactor_ray.simulation.faults import FaultPlan, Injector
-from specactor_ray.simulation.kernel import Kernel, SimulationError, VirtualClock
+from specactor_ray.simulation.kernel import Kernel, Process, SimulationError, VirtualClock
 from specactor_ray.simulation.models import World, true_output
 from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
 from specactor_ray.simulation.training import Training
@@ -350,17 +350,10 @@ class Simulation:
             if self.machines.groups:
                 self.fail(f"after the shutdown {len(self.machines.groups)} placement groups stand")
 
-    def _process(self, name: str) -> Any:
-        from specactor_ray.simulation.kernel import Process
-
+    def _process(self, name: str) -> Process:
         return Process(name, offset_s=self.rng.uniform(0.0, 1e5))
 
 
 def simulate(scenario: Scenario, trace: Callable[[float, str], None] | None = None) -> Report:
     """Run one scenario to its end."""
     return Simulation(scenario, trace).run()
-
-
-def calm(scenario: Scenario) -> Scenario:
-    """The same scenario without faults."""
-    return replace(scenario, faults=FaultPlan())
