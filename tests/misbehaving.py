@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.messages import SamplingParams
 
 
@@ -73,19 +72,3 @@ class Flooder(Liar):
 
     def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
         return self._known[request_id], tuple(self._rng.randrange(400) for _ in range(5000))
-
-
-class Souring(NgramProposer):
-    """Guesses for its first 100 requests, and then wrongly."""
-
-    def __init__(self, config: Any = None) -> None:
-        super().__init__(2, 8, 65536, 64)
-        self._opened = 0
-
-    def open(self, *args: Any) -> None:
-        self._opened += 1
-        super().open(*args)
-
-    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
-        base, tokens = super().tail(request_id)
-        return base, tokens if self._opened <= 100 else tuple((token + 137) % 400 for token in tokens)

@@ -23,16 +23,18 @@ class TaughtDrafter:
         drafter: Its section.
         config: The configuration.
         trainer: This rank.
+        calls: What stores weights.
 
     Raises:
         ModelLoadError: The head cannot be loaded.
     """
 
-    def __init__(self, drafter: DrafterConfig, config: Config, trainer: Trainer) -> None:
+    def __init__(self, drafter: DrafterConfig, config: Config, trainer: Trainer, calls: Calls) -> None:
         assert drafter.model is not None  # validated
         target = config.target
         head = read_head_config(drafter.model, target.model, trust_remote_code=target.trust_remote_code)
         self._online, self._trainer, self._layers = drafter.online, trainer, head.exported_layers
+        self._calls = calls
         self._learner: EagleLearner | None = None
         if trainer.rank == 0:
             self._learner = load_learner(drafter, target, "cuda" if config.trainer.gpus else "cpu")
@@ -56,4 +58,4 @@ class TaughtDrafter:
             self._trainer.progress.tick()
         if self._learner.version == before:
             return None
-        return put_weights(self._learner.version, self._learner.weights(), Calls())
+        return put_weights(self._learner.version, self._learner.weights(), self._calls)

@@ -11,6 +11,7 @@ import ray
 
 from specactor_ray.actors.process import configure_process
 from specactor_ray.actors.taught_drafter import TaughtDrafter
+from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.learner.batching import Sample
 from specactor_ray.learner.progress import Progress
@@ -26,10 +27,16 @@ teams and CUDA contexts belong to threads."""
 
 class TrainerActor:
     """Hosts one rank. Every method is called on all ranks at once and in the same order, and may be sent again when its
-    answer was lost: it is carried out once."""
+    answer was lost: it is carried out once.
 
-    def __init__(self, log_level: str) -> None:
+    Args:
+        log_level: Of the process.
+        calls: What stores weights; default: Ray.
+    """
+
+    def __init__(self, log_level: str, calls: Calls | None = None) -> None:
         configure_process("trainer", (), log_level)
+        self._calls = calls if calls is not None else Calls()
         self._trainer: Trainer | None = None
         self._pupil: TaughtDrafter | None = None
         self._progress = Progress()
@@ -60,7 +67,7 @@ class TrainerActor:
         self._trainer = Trainer(spec, self._progress)
         drafter = taught_by_trainer(spec.config)
         if drafter is not None:
-            self._pupil = TaughtDrafter(drafter, spec.config, self._trainer)
+            self._pupil = TaughtDrafter(drafter, spec.config, self._trainer, self._calls)
 
     def update(self, samples: Sequence[Sample], step: int, seed: int) -> dict[str, float]:
         """Train on the samples of one step."""
@@ -112,7 +119,7 @@ class TrainerActor:
         references, total = [], 0
         for bucket in self._running().buckets():
             if bucket is not None:
-                references.append(ray.put(bucket))
+                references.append(self._calls.transport.put(bucket))
                 total += bucket.data.nbytes
         return WeightSet(version, tuple(references), total) if self._running().rank == 0 else None
 

@@ -229,7 +229,7 @@ def _default_container(parts: list[str]) -> Any:
 
 def _check_section(tree: Tree, section: type, prefix: str) -> None:
     """Reject unknown keys and values of the wrong type; empty sections (`target:` and nothing) are dropped."""
-    types, probe = field_types(section), OmegaConf.structured(section)
+    types, probe = field_types(section), None
     for name in list(tree):
         key, value = prefix + name, tree[name]
         if name not in types:
@@ -246,6 +246,7 @@ def _check_section(tree: Tree, section: type, prefix: str) -> None:
                 _check_section(_as_mapping(item, f"{key}.{index}", element), element, f"{key}.{index}.")
         else:
             tree[name] = _as_word(annotation, value)
+            probe = probe if probe is not None else OmegaConf.structured(section)
             _check_value(probe, name, annotation, tree[name], key)
 
 
@@ -292,7 +293,7 @@ def _check_value(probe: Any, name: str, annotation: Any, value: Any, key: str) -
 
 def _convert(tree: Tree) -> Config:
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), tree))
+        config = OmegaConf.to_object(OmegaConf.unsafe_merge(OmegaConf.structured(Config), tree))
     except OmegaConfBaseException as error:
         problem = str(error.msg or error).splitlines()[0].rstrip(".")
         raise ConfigError(error.full_key or "configuration", f"{problem}.", "mend the value or its ${...}.") from None

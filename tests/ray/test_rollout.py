@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,49 +62,53 @@ def tokens_of(trajectories: list[Trajectory]) -> dict[str, tuple[int, ...]]:
     return {f"{t.prompt_index}/{t.sample_index}": t.token_ids for t in trajectories}
 
 
-def roll(
-    settings: Config, temperature: float, meddle: Callable[[Rollout], None] | None = None, max_tokens: int = 48
-) -> tuple[list[Trajectory], dict[str, Any]]:
+def generate(rollout: Rollout, temperature: float, meddle: Callable[[Rollout], None] | None = None) -> list[Trajectory]:
     """All samples of the prompts; `meddle` runs beside the stream."""
-    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=3)
-    with Rollout.from_config(settings) as rollout:
-        meddler = threading.Thread(target=meddle, args=(rollout,), daemon=True) if meddle else None
-        if meddler:
-            meddler.start()
-        done = rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)
-        if meddler:
-            meddler.join(60)
-        metrics = {**rollout.metrics().to_dict(), "moved_requests": rollout.moved_requests}
+    sampling = SamplingParams(temperature=temperature, max_tokens=48, seed=3)
+    meddler = threading.Thread(target=meddle, args=(rollout,), daemon=True) if meddle else None
+    if meddler:
+        meddler.start()
+    done = rollout.generate(tiny_prompts(PROMPTS), sampling, n=SAMPLES)
+    if meddler:
+        meddler.join(60)
     assert len(done) == PROMPTS * SAMPLES
-    return done, metrics
+    return done
+
+
+@contextmanager
+def running(settings: Config) -> Iterator[Rollout]:
+    """A rollout; when it has ended, none of its processes and placement groups is left."""
+    with Rollout.from_config(settings) as rollout:
+        yield rollout
+        pids = [row["pid"] for row in rollout.status() if row.get("pid")]
+    assert pids
+    deadline = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    left = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+    assert not left
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict[float, dict[str, tuple[int, ...]]]:
-    return {temperature: tokens_of(roll(config("plain", []), temperature)[0]) for temperature in (0.0, 1.0)}
+    with running(config("plain", [])) as rollout:
+        return {temperature: tokens_of(generate(rollout, temperature)) for temperature in (0.0, 1.0)}
 
 
-@pytest.mark.parametrize(
-    ("mode", "temperature", "race", "inline"),
-    [
-        ("coupled", 0.0, "tail", False),
-        ("coupled", 1.0, "always", False),
-        ("coupled", 1.0, "tail", None),
-        ("decoupled", 0.0, "off", None),
-    ],
-)
-def test_modes_are_token_for_token_plain(
-    plain: Any, mode: str, temperature: float, race: str, inline: bool | None
-) -> None:
-    settings = config(mode, [{**NGRAM, "inline": inline}, {**small(), "inline": inline}])
+@pytest.mark.parametrize(("mode", "race"), [("coupled", "tail"), ("decoupled", "off")])
+def test_modes_are_token_for_token_plain(plain: Any, mode: str, race: str) -> None:
+    settings = config(mode, [NGRAM, small()])
     settings.speculation.race = RaceName[race]
-    done, metrics = roll(settings, temperature)
-    assert tokens_of(done) == plain[temperature]
+    with running(settings) as rollout:
+        done = [generate(rollout, temperature) for temperature in (0.0, 1.0)]
+        metrics, moved = rollout.metrics().to_dict(), rollout.moved_requests
+    assert [tokens_of(trajectories) for trajectories in done] == [plain[0.0], plain[1.0]]
     assert metrics["accepted_tokens"] > 0
-    computed_again = metrics["committed_tokens"] - sum(len(t.token_ids) for t in done)
+    computed_again = metrics["committed_tokens"] - sum(len(t.token_ids) for t in (*done[0], *done[1]))
     # What a verifier commits between the last journal entry and a move is computed again by the next one.
-    assert computed_again >= 0 if metrics["moved_requests"] else computed_again == 0
-    assert all(len(t.logprobs) == len(t.token_ids) and not t.error for t in done)
+    assert computed_again >= 0 if moved else computed_again == 0
+    assert all(len(t.logprobs) == len(t.token_ids) and not t.error for t in (*done[0], *done[1]))
 
 
 def test_fastest_of_n_with_trees_is_token_for_token_plain(plain: Any) -> None:
@@ -111,73 +116,37 @@ def test_fastest_of_n_with_trees_is_token_for_token_plain(plain: Any) -> None:
     head = {"method": "eagle", "model": str(tiny_eagle()), "kv_cache_gb": 0.02}
     settings = config("decoupled", [NGRAM, {"method": "suffix", "min_match": 1}, small(), head])
     settings.speculation.race, settings.speculation.candidates = RaceName.always, Candidates.tree
-    done, metrics = roll(settings, 1.0)
-    assert tokens_of(done) == plain[1.0]
+    with running(settings) as rollout:
+        assert tokens_of(generate(rollout, 1.0)) == plain[1.0]
+        metrics = rollout.metrics().to_dict()
     drafted = {drafter_id.partition("-")[0] for drafter_id, (drafted, _) in metrics["by_drafter"].items() if drafted}
     assert drafted == {"ngram", "suffix", "draft_model", "eagle"} and metrics["accepted_tokens"] > 0
 
 
-@pytest.mark.parametrize("name", ["Liar", "Crasher", "Flooder"])
-def test_a_misbehaving_drafter_changes_nothing(plain: Any, name: str) -> None:
-    drafters = [{"method": f"tests.misbehaving:{name}", "replicas": 2}, NGRAM]
-    done, _ = roll(config("decoupled", drafters, verifiers=1), 1.0)
-    assert tokens_of(done) == plain[1.0]
+def test_misbehaving_drafters_change_nothing(plain: Any) -> None:
+    drafters = [{"method": f"tests.misbehaving:{name}"} for name in ("Liar", "Crasher", "Flooder")]
+    with running(config("decoupled", [*drafters, NGRAM], verifiers=1)) as rollout:
+        assert tokens_of(generate(rollout, 1.0)) == plain[1.0]
 
 
 def pids(rollout: Rollout, kind: str) -> list[int]:
     return [row["pid"] for row in rollout.status() if row["kind"] == kind and row["phase"] == "ready"]
 
 
-class Assault:
-    """Sends signals, one after the other, to actors of a kind while the stream runs; to none twice."""
-
-    def __init__(self, kind: str, *signals: int) -> None:
-        self._kind, self._signals = kind, signals
-        self.hits: list[int] = []
-
-    def __call__(self, rollout: Rollout) -> None:
-        while len(self.hits) < len(self._signals):
-            for pid in [pid for pid in pids(rollout, self._kind) if pid not in self.hits][:1]:
-                if rollout.committed_tokens == 0:
-                    continue
-                os.kill(pid, self._signals[len(self.hits)])
-                self.hits.append(pid)
-            if rollout.committed_tokens == sum(map(len, self.expected.values())):
-                return
-            time.sleep(0.05)
-
-    expected: dict[str, tuple[int, ...]] = {}
-
-
-@pytest.mark.parametrize(("mode", "inline"), [("coupled", False), ("decoupled", None)])
-@pytest.mark.parametrize(
-    ("kind", "signals"),
-    [
-        ("drafter", [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL, signal.SIGSTOP]),
-        ("verifier", [signal.SIGKILL, signal.SIGSTOP]),  # and one goes on
-    ],
-    ids=["drafter", "verifier"],
-)
-def test_killed_and_stopped_actors(plain: Any, mode: str, inline: bool | None, kind: str, signals: list[int]) -> None:
-    assault = Assault(kind, *signals)
-    assault.expected = plain[1.0]
-    done, _ = roll(config(mode, [{**NGRAM, "inline": inline}], verifiers=3), 1.0, assault)
-    assert tokens_of(done) == plain[1.0]
-    assert len(assault.hits) > 1, "the stream ended before two were hit"
-
-
 def test_a_killed_verifier_comes_back_with_its_inline_drafters(plain: Any) -> None:
-    assault = Assault("verifier", signal.SIGKILL)
-    assault.expected = plain[1.0]
-    with Rollout.from_config(config("coupled", [NGRAM, small()])) as rollout:
-        meddler = threading.Thread(target=assault, args=(rollout,), daemon=True)
-        meddler.start()
-        assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)) == plain[1.0]
-        meddler.join(60)
-        assert assault.hits, "nothing was hit while the stream ran"
-        assert rollout.reissued_requests > 0
+    killed: list[int] = []
+
+    def kill(rollout: Rollout) -> None:
+        while rollout.committed_tokens == 0:
+            time.sleep(0.02)
+        killed.append(pids(rollout, "verifier")[0])
+        os.kill(killed[0], signal.SIGKILL)
+
+    with running(config("coupled", [NGRAM, small()])) as rollout:
+        assert tokens_of(generate(rollout, 1.0, kill)) == plain[1.0]
+        assert killed and rollout.reissued_requests > 0, "nothing was hit while the stream ran"
         rollout.forget_history()
-        assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)) == plain[1.0]
+        assert tokens_of(generate(rollout, 1.0)) == plain[1.0]
         assert {drafter_id.partition("-")[0] for drafter_id in rollout.metrics().by_drafter} == {"ngram", "draft_model"}
         rows = [row for row in rollout.status() if row["phase"] == "ready"]
         assert {row["kind"] for row in rows} == {"verifier"} and all("drafts itself" in row["note"] for row in rows)
@@ -185,34 +154,9 @@ def test_a_killed_verifier_comes_back_with_its_inline_drafters(plain: Any) -> No
             rollout.scale({"draft_model": 2})
 
 
-def test_verifiers_that_are_held_up_for_a_while_are_not_given_up(plain: Any) -> None:
-    """One after the other is stopped for less than `health_timeout_s`, while requests run on it."""
-    held: list[tuple[int, int]] = []
-
-    def hold_up(rollout: Rollout) -> None:
-        while rollout.committed_tokens == 0:
-            time.sleep(0.02)
-        for row in [row for row in rollout.status() if row["kind"] == "verifier"]:
-            os.kill(row["pid"], signal.SIGSTOP)
-            time.sleep(3.0)
-            os.kill(row["pid"], signal.SIGCONT)
-            held.append((row["id"], rollout.committed_tokens))
-
-    settings = config("plain", [])
-    with Rollout.from_config(settings) as rollout:
-        meddler = threading.Thread(target=hold_up, args=(rollout,), daemon=True)
-        meddler.start()
-        done = rollout.generate(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)
-        meddler.join(60)
-        verifiers = [row["id"] for row in rollout.status() if row["kind"] == "verifier"]
-        assert rollout.reissued_requests == 0
-    assert tokens_of(done) == plain[1.0] and sorted(name for name, _ in held) == sorted(verifiers)
-    assert held[0][1] < sum(map(len, plain[1.0].values())), "the stream had ended before the first one was held up"
-
-
 @pytest.fixture(scope="class")
 def rollout() -> Iterator[Rollout]:
-    with Rollout.from_config(config("decoupled", [NGRAM], verifiers=1)) as rollout:
+    with running(config("decoupled", [NGRAM], verifiers=1)) as rollout:
         yield rollout
 
 
@@ -280,22 +224,6 @@ class TestOneRollout:
             assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)) == plain[1.0]
             rounds += 1
         assert seen == [3, 0, 1, -1]
-
-
-def test_nothing_is_left_behind() -> None:
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    groups = len(ray.util.placement_group_table())
-    with Rollout.from_config(config("decoupled", [NGRAM, small()])) as rollout:
-        rollout.generate(tiny_prompts(2), SamplingParams(max_tokens=8, seed=1))
-        pids = [row["pid"] for row in rollout.status() if row.get("pid")]
-    assert pids
-    deadline = time.monotonic() + 20
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
-    left = [g for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
-    assert not left, f"{len(left)} placement groups left of {groups}"
-    assert before is not None
 
 
 def test_start_errors_leave_nothing_running(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def short_folder() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("delay_s", [1.0, 2.5, 4.0, 8.0])
+@pytest.mark.parametrize("delay_s", [1.0, 4.0])
 def test_sigterm_during_the_start_ends_in_order(delay_s: float, tmp_path: Path, short_folder: Path) -> None:
     (tmp_path / "prompts.txt").write_text("Count from 1 to 5.\n")
     overrides = [

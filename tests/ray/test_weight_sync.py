@@ -60,11 +60,22 @@ def verifier(rollout: Rollout) -> dict[str, Any]:
 
 
 def test_updates_reach_verifiers_also_a_replacement_for_a_killed_one() -> None:
+    """And not while a stream is open."""
     settings = config()
     with Rollout(settings) as rollout, TrainerGroup(settings, rollout.run_name) as trainer:
         before = tokens(rollout)
+        rollout.sleep()
+        rollout.wake()
+        assert tokens(rollout) == before
         trainer.update(samples(), 0, 0)
         weights = trainer.export_weights(1)
+        stream = rollout.stream(PROMPTS, SAMPLING)
+        next(stream)
+        with pytest.raises(InputError, match="stream is open"):
+            rollout.update_weights(weights)
+        with pytest.raises(InputError, match="stream is open"):
+            rollout.sleep()
+        stream.close()
         rollout.update_weights(weights)
         after = tokens(rollout)
         assert after != before
@@ -136,25 +147,3 @@ def test_a_head_goes_on_learning_when_the_draft_actor_that_learned_is_killed() -
         assert teacher["id"] not in {row["id"] for row in after}, "its replacement has the newest version too"
         assert tokens(rollout) == truth
         assert max(rollout.metrics().by_version["eagle"]) > before
-
-
-def test_weights_do_not_change_while_a_stream_is_open() -> None:
-    settings = config()
-    with Rollout(settings) as rollout, TrainerGroup(settings, rollout.run_name) as trainer:
-        weights = trainer.export_weights(1)
-        stream = rollout.stream(PROMPTS, SAMPLING)
-        next(stream)
-        with pytest.raises(InputError, match="stream is open"):
-            rollout.update_weights(weights)
-        with pytest.raises(InputError, match="stream is open"):
-            rollout.sleep()
-        stream.close()
-        rollout.update_weights(weights)
-
-
-def test_verifiers_sleep_and_wake() -> None:
-    with Rollout(config()) as rollout:
-        before = tokens(rollout)
-        rollout.sleep()
-        rollout.wake()
-        assert tokens(rollout) == before

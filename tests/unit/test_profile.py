@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -21,8 +20,6 @@ from specactor_ray.drafters.registry import build_proposer
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.console import make_console
-from specactor_ray.rollout.planning import ladder_priors, make_plan
-from specactor_ray.speculation.profile import load_profile
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests import tiny
@@ -222,34 +219,3 @@ def specactor(folder: Path, *arguments: str) -> Any:
     env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-m", "specactor_ray.cli", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, env=env)
-
-
-def test_profile_then_plan(tiny_model_dir: Path, tiny_draft_model_dir: Path, tmp_path: Path) -> None:
-    """The real commands: measure on one core in a process of its own, then plan by the file."""
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in tiny.tiny_prompts(4)))
-    drafters = f"drafters=[{{method: ngram}},{{method: draft_model, model: {tiny_draft_model_dir}, kv_cache_gb: 0.05}}]"
-    known = [f"target.model={tiny_model_dir}", "target.kv_cache_gb=0.05", drafters, "sampling.max_tokens=16"]
-    axes = ["--batches", "1,2", "--windows", "1,3", "--contexts", "16", "--devices", "1", "--repeats", "1"]
-    measure = ["profile", *known, "data.path=p.jsonl", *axes, "--requests", "4", "--output", "profile.json"]
-    done = specactor(tmp_path, *measure)
-    assert done.returncode == 0, done.stderr
-    assert "fit of the cost models" in done.stdout and "draft_model" in done.stdout
-    profile = load_profile(tmp_path / "profile.json")
-    assert set(profile.drafting) == set(profile.acceptance) == {"ngram", "draft_model"}
-    assert profile.verify.windows(1) == (0, 1, 3) and profile.verify.batches(1) == (1, 2)
-    assert {"cpu", "cores", "vector", "gpu"} <= profile.data["hardware"].keys()
-    assert {"torch", "transformers", "specactor-ray"} <= profile.data["versions"].keys()
-    again = specactor(tmp_path, *measure)
-    assert again.returncode == 2 and "exists and is never overwritten" in again.stderr
-    planned = specactor(tmp_path, "plan", *known, "cluster.num_cpus=2", "--profile", "profile.json", "--json")
-    assert planned.returncode == 0, planned.stderr
-    plan = json.loads(planned.stdout)["plans"][0]
-    config = from_mapping({"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": "m"}]})
-    config.drafters[1].model = str(tiny_draft_model_dir)
-    config.sampling.max_tokens = 16
-    assert plan["chosen"]["tokens_per_s"] == make_plan(config, profile, 2, 16).chosen.tokens_per_s
-    config.target.model, config.profile = str(tiny_model_dir), str(tmp_path / "profile.json")
-    priors = ladder_priors(config)
-    assert priors.keys() == {"ngram", "draft_model"} and all(prior.token_s > 0.0 for prior in priors.values())
-    assert all(0.0 <= prior.probability <= 1.0 for prior in priors.values())
-    assert ladder_priors(from_mapping({"mode": "plain"})) == {}

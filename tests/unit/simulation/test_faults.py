@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from specactor_ray.cli import app
 from specactor_ray.simulation.campaign import replay_line, run_campaign, shrink
-from specactor_ray.simulation.faults import KINDS, OF_TRAINING, SCHEDULED, FaultPlan
-from specactor_ray.simulation.scenario import Scenario, simulate
+from specactor_ray.simulation.faults import KINDS, OF_TRAINING, SCHEDULED, FaultPlan, Injector
+from specactor_ray.simulation.network import VirtualActor
+from specactor_ray.simulation.scenario import Scenario, Simulation, simulate
 
 
 def run(scenario: Scenario) -> None:
@@ -31,6 +32,18 @@ def test_each_kind_of_fault_alone(kind: str) -> None:
     report = simulate(Scenario(3, requests=24, lend=kind == "lend", faults=FaultPlan(kinds, 20, 0.3)))
     assert report.violations == []
     assert kind not in SCHEDULED or report.faults[kind]
+
+
+def test_actors_that_stand_still_for_less_than_the_timeout_are_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def freeze(self: Injector, actor: VirtualActor) -> None:
+        self._kernel.freeze(actor.process)
+        self._for(3.0, lambda: self._kernel.thaw(actor.process))  # half of `health_timeout_s`
+
+    monkeypatch.setattr(Injector, "_freeze", freeze)
+    simulation = Simulation(Scenario(4, requests=24, faults=FaultPlan(("freeze actor",), 12, 4.0)))
+    report = simulation.run()
+    assert report.violations == [] and report.faults["freeze actor"] == 12
+    assert [client.dispatcher.reissues for client in simulation.clients] == [0]
 
 
 @pytest.mark.parametrize("kind", [*OF_TRAINING, "kill controller", "kill verifier", "bad links"])
@@ -68,13 +81,14 @@ def test_a_failing_scenario_is_shrunk_and_its_line_repeats_it(monkeypatch: pytes
     from specactor_ray.cluster.supervised import SupervisedActor
 
     monkeypatch.setattr(SupervisedActor, "stalled_s", property(lambda self: 0.0))
-    plan = FaultPlan(("wedge engine", "slow actor"), 8, 0.4)
-    scenario = Scenario(2, requests=8, drafters=1, faults=plan)
+    monkeypatch.setattr("specactor_ray.simulation.scenario._STANDSTILL_S", 50.0)
+    plan = FaultPlan(("wedge engine", "slow actor"), 4, 0.4)
+    scenario = Scenario(0, requests=4, drafters=1, faults=plan)
     assert simulate(scenario).violations
     small = shrink(scenario)
     assert small.faults.kinds == ("wedge engine",)
-    assert small.faults.count < 8
-    assert small.requests < 8
+    assert small.faults.count < 4
+    assert small.requests < 4
     line = shlex.split(replay_line(small))
     done = CliRunner().invoke(app, line[1:])
     assert done.exit_code == 1, done.output

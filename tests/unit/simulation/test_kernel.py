@@ -170,7 +170,7 @@ RUN = """
 import logging
 logging.disable(logging.CRITICAL)
 from specactor_ray.simulation.scenario import Scenario, simulate
-report = simulate(Scenario.draw(4, 20, requests=16))
+report = simulate(Scenario.draw(4, 10, requests=8))
 assert not report.violations
 print(report.digest, report.events, sorted(report.faults.items()))
 """

@@ -107,6 +107,17 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]
 
 
+def test_drafts_that_go_bad_are_an_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _run, record = recorder(tmp_path, Lease())
+    for step, accepted in enumerate((300, 310, 290, 4, 3), start=1):
+        done = RolloutMetrics(by_drafter={"ngram-0#1": (700, accepted), "ngram-1#2": (300, 0), "eagle-0#3": (900, 90)})
+        record._rollout.metrics = lambda done=done: done
+        record.begin(step - 1)
+        record.end(step, Experience([], [], []), UPDATE, 0)
+    (alarm,) = [line for line in caplog.messages if "does not follow the policy any more" in line]
+    assert alarm.startswith("step 4: only 0.4% of the draft tokens of ngram were right, usually 30.")
+
+
 def test_nothing_is_written_into_a_run_that_was_taken_over(tmp_path: Path) -> None:
     lease = Lease()
     run, record = recorder(tmp_path, lease)

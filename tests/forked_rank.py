@@ -1,0 +1,11 @@
+"""What the processes of `tests.forked_ranks` have imported before they are forked."""
+
+import contextlib
+import importlib
+import os
+
+os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+for name in ("tests.forked_ranks", "specactor_ray.actors.trainer", "transformers.models.llama.modeling_llama"):
+    importlib.import_module(name)
+with contextlib.suppress(ImportError):
+    importlib.import_module("deepspeed")

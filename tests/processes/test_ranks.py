@@ -1,0 +1,159 @@
+"""Trainer ranks as processes: several DeepSpeed ranks agree with one process, and files bring everything back."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from specactor_ray.config.online import OnlineConfig, OnlineWhere
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.errors import ActorLostError, RemoteError
+from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
+from specactor_ray.modeling.weight_buckets import unpack
+from specactor_ray.training.checkpoint import CheckpointStore, TrainState, find_damage
+from tests.forked_ranks import ForkedRanks
+from tests.tiny import tiny_eagle, tiny_target
+from tests.unit.training.test_update import config as make_config
+from tests.unit.training.test_update import make_samples
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+STEPS = 3
+HEAD_WEIGHT = "layers.0.self_attn.q_proj.weight"
+ONLINE = OnlineConfig(where=OnlineWhere.trainer, learning_rate=1e-3, batch_tokens=64, steps_per_version=2, depths=2)
+
+
+def settings(backend: str = "torch", stage: int = 2, algorithm: str = "grpo") -> Config:
+    config = make_config(name=algorithm)
+    config.target.model = str(tiny_target())
+    config.trainer.backend = type(config.trainer.backend)(backend)
+    config.trainer.zero_stage = stage
+    config.trainer.ranks = 1 if backend == "torch" else 2
+    config.trainer.micro_batch_tokens = 60
+    config.trainer.mini_batches = 2
+    config.trainer.weight_bucket_mb = 1
+    return config
+
+
+def weights_of(ranks: ForkedRanks) -> dict[str, torch.Tensor]:
+    exported = ranks.export_weights(1)
+    assert exported.num_bytes == sum(bucket.data.nbytes for bucket in exported.buckets)
+    return {name: tensor.clone() for bucket in exported.buckets for name, tensor in unpack(bucket)}
+
+
+def run(
+    config: Config,
+    steps: range,
+    checkpoint: Path | None = None,
+    save: Path | None = None,
+    heads: list[torch.Tensor] | None = None,
+) -> tuple[dict, dict]:
+    """Weights and metrics after these steps. With `heads` a drafter is taught too; a weight of it is added to them."""
+    if heads is not None:
+        config.mode = ModeName.decoupled
+        config.drafters = [DrafterConfig(method="eagle", model=str(tiny_eagle()), online=ONLINE)]
+    with ForkedRanks(config, checkpoint) as ranks:
+        for step in steps:
+            metrics = ranks.update(make_samples(8, seed=step), step, step)
+            if heads is not None and step == 0:  # the policy's own training goes on undisturbed
+                taught = ranks.teach_drafter(make_samples(8, seed=step), step)
+                assert taught is not None and taught.version > 1
+                assert ranks.teach_drafter([], step + 1) is None, "nothing to learn from"
+                heads += [tensor.clone() for name, tensor in unpack(*taught.buckets) if name == HEAD_WEIGHT]
+        if save is not None:
+            ranks.save(save)
+        return weights_of(ranks), metrics
+
+
+def assert_close(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], atol: float) -> None:
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], atol=atol, rtol=0)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("stage", "algorithm"), [(1, "dapo"), (2, "ppo"), (3, "grpo")])
+def test_two_deepspeed_ranks_agree_with_one_process(stage: int, algorithm: str) -> None:
+    heads: list[torch.Tensor] = []
+    one, one_metrics = run(settings("torch", algorithm=algorithm), range(STEPS), heads=heads)
+    two, two_metrics = run(settings("deepspeed", stage, algorithm), range(STEPS), heads=heads)
+    # Half of one step at most, and a tenth of one but for one weight in ten thousand: AdamW makes whole steps of
+    # gradients that are rounding errors, and how those come out is up to the CPU.
+    assert_close(one, two, atol=5e-4)
+    apart = torch.cat([(one[name] - two[name]).abs().flatten() for name in one])
+    assert (apart > 1e-4).float().mean() < 1e-4
+    assert two_metrics == pytest.approx(one_metrics, rel=2e-3, abs=1e-5)
+    before = trained_weights(load_head(str(tiny_eagle()), str(tiny_target())))[HEAD_WEIGHT]
+    # So on the whole the heads that were taught go the same way.
+    assert (heads[0] - heads[1]).abs().mean() < 0.1 * (heads[0] - before).abs().mean()
+
+
+@pytest.mark.parametrize(("backend", "stage"), [("torch", 2), pytest.param("deepspeed", 3, marks=needs_deepspeed)])
+def test_a_saved_trainer_goes_on_exactly(backend: str, stage: int, tmp_path: Path) -> None:
+    config = settings(backend, stage, "ppo")
+    whole, _ = run(config, range(4))
+    run(config, range(2), save=tmp_path)
+    resumed, _ = run(config, range(2, 4), checkpoint=tmp_path)
+    assert_close(whole, resumed, atol=0.0)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_step_that_is_not_finite_leaves_no_trace_in_any_rank(stage: int) -> None:
+    config = settings("deepspeed", stage)
+    config.trainer.mini_batches = 1
+    good, bad = make_samples(8, seed=1), make_samples(8, seed=2)
+    bad[3] = replace(bad[3], advantage=float("nan"))
+    with ForkedRanks(config) as ranks:
+        before = weights_of(ranks)
+        assert ranks.update(bad, 0, 0)["skipped"] == 1
+        assert_close(before, weights_of(ranks), atol=0.0)
+        ranks.update(good, 1, 1)
+        after = weights_of(ranks)
+    with ForkedRanks(config) as ranks:
+        ranks.update(good, 1, 1)
+        assert_close(after, weights_of(ranks), atol=1e-6)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_cannot_write_keeps_in_step_with_the_others(stage: int, tmp_path: Path) -> None:
+    refused, folder = tmp_path / "refused", tmp_path / "folder"
+    with ForkedRanks(settings("deepspeed", stage)) as ranks:
+        ranks.update(make_samples(8), 0, 0)
+        # In place of the file that rank 1 wants to write; the user of the tests may be root, so modes mean nothing.
+        (refused / "engine" / "deepspeed" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").mkdir(parents=True)
+        with pytest.raises(OSError, match=r"trainer rank 1 on node .* could not write: .*Is a directory"):
+            ranks.save(refused)
+        (tmp_path / "file").write_text("no folder")
+        with pytest.raises(OSError, match=r"trainer rank 0 on node .* could not write: .*"):
+            ranks.save(tmp_path / "file")
+        ranks.update(make_samples(8, seed=1), 1, 1)
+        path = CheckpointStore(folder, 1, False).save(TrainState(step=2), ranks.save)
+        assert find_damage(path) is None
+        saved = weights_of(ranks)
+    with ForkedRanks(settings("deepspeed", stage), path) as ranks:
+        assert_close(saved, weights_of(ranks), atol=0.0)
+
+
+def test_a_step_is_done_once_and_a_rank_that_stands_still_ends_the_wait(tmp_path: Path) -> None:
+    config = settings()
+    config.trainer.stall_timeout_s = 4.0
+    with ForkedRanks(config) as ranks:
+        with pytest.raises(RemoteError, match=r"trainer rank 0, save: .*TypeError"):
+            ranks._call("save", None, 1)
+        first = ranks.update(make_samples(8), 0, 0)
+        weights = weights_of(ranks)
+        assert ranks.update(make_samples(8, seed=1), 0, 0) == first, "as when its answer was lost"
+        assert_close(weights, weights_of(ranks), atol=0.0)
+        assert ranks.update(make_samples(8, seed=1), 1, 0) != first
+        os.kill(ranks.processes[0].process.pid or 0, signal.SIGSTOP)
+        with pytest.raises(ActorLostError, match=r"trainer rank 0: no progress for 4 s in update; .*stall_timeout_s"):
+            ranks.update(make_samples(8), 2, 0)
+        with pytest.raises(ActorLostError, match=r"cannot be used any more: .*no progress"):
+            ranks.export_weights(1)
