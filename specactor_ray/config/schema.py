@@ -348,5 +348,6 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """Training: where metrics go."""
     resume: str = "never"
-    """Training: `never` starts anew; `auto` goes on from the newest sound checkpoint of run.name (without run.name: of
-    the latest run in run.dir that was not finished), or starts anew where there is none."""
+    """`never` starts a new run. `auto` continues the run of run.name, or without it the latest in run.dir that was not
+    finished; where there is none it starts a new one. Training continues from the newest sound checkpoint, or from the
+    one whose folder is named here."""

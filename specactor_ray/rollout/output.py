@@ -1,13 +1,14 @@
 """Files a run writes. Nothing that exists is overwritten, and nothing half-written looks complete.
 
 Trajectories go to `NAME.partial`, each in one write as soon as it ended, so an interrupted run keeps all that had
-finished; the file gets its own name once the last trajectory is in it. The partial file is also the lock: of two
-runs with the same output the second is refused.
+finished; the file gets its own name once the last trajectory is in it. The partial file is also the lock: it is locked
+for as long as its writer lives, and of two runs with the same output the second is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -24,19 +25,38 @@ from specactor_ray.errors import InputError
 CONFIG_FILE, SUMMARY_FILE, TRAJECTORIES_FILE = "config.yaml", "summary.json", "trajectories.jsonl"
 
 
+def partial_of(path: str | Path) -> Path:
+    """Where the trajectories of an output file are until all of them are there."""
+    path = Path(path)
+    return path.with_name(path.name + ".partial")
+
+
+def is_written_to(partial: Path) -> bool:
+    """Whether a process is writing to this partial file now."""
+    with contextlib.suppress(OSError), partial.open("rb") as file:
+        return not _lock(file.fileno())
+    return False
+
+
 class TrajectoryWriter:
     """Appends trajectories to a JSONL file that must not exist yet.
 
+    Args:
+        path: The file.
+        resume: Append to what an interrupted run left for it; half a line at its end is dropped.
+
     Raises:
-        InputError: The file, or what an interrupted run left for it, exists; or it cannot be created.
+        InputError: The file, or what an interrupted run left for it, exists; or it cannot be created. With `resume`:
+            another process writes it.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, resume: bool = False) -> None:
         self.path = Path(path)
-        self.partial = self.path.with_name(self.path.name + ".partial")
+        self.partial = partial_of(self.path)
         self.count = 0
+        """Trajectories in the file."""
         self._complete = False
-        self._descriptor = self._claim()
+        self._descriptor = self._reopen() if resume else self._claim()
 
     def __enter__(self) -> TrajectoryWriter:
         return self
@@ -84,18 +104,48 @@ class TrajectoryWriter:
         except FileExistsError as error:
             if error.filename != str(self.partial):
                 raise InputError(f"data.output: {error.filename} is not a folder") from None
+            if is_written_to(self.partial):
+                raise InputError(self._in_use()) from None
             raise InputError(
-                f"data.output: {self.partial} exists: another run writes it now, or one was interrupted and left "
-                "its finished trajectories there. Move it away or name another file"
+                f"data.output: {self.partial} exists: a run was interrupted and left its finished trajectories there. "
+                "Continue it with resume=auto (and its run.name), move the file away or name another one"
             ) from None
         except OSError as error:
             raise InputError(f"data.output: {self.path} cannot be created ({error.strerror})") from None
+        _lock(descriptor)
         # Looked at after the partial file is ours: a run that ended a moment ago has renamed its own by now.
         if os.path.lexists(self.path):
             os.close(descriptor)
             self.partial.unlink(missing_ok=True)
             raise InputError(f"data.output: {self.path} exists and is never overwritten; name another file")
         return descriptor
+
+    def _reopen(self) -> int:
+        try:
+            descriptor = os.open(self.partial, os.O_RDWR)
+        except OSError as error:
+            raise InputError(f"data.output: {self.partial} cannot be opened ({error.strerror})") from None
+        if not _lock(descriptor):
+            os.close(descriptor)
+            raise InputError(self._in_use())
+        content = self.partial.read_bytes()
+        os.ftruncate(descriptor, content.rfind(b"\n") + 1)
+        self.count = content.count(b"\n")
+        return descriptor
+
+    def _in_use(self) -> str:
+        return f"data.output: another run writes {self.partial} now; wait for it or name another file"
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file for as long as it is open. False if another process has it; true where there are no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a network file system without locks
+        return True
+    return True
 
 
 def claim_run_folder(config: Config) -> Path:
@@ -109,8 +159,8 @@ def claim_run_folder(config: Config) -> Path:
     for name in (CONFIG_FILE, SUMMARY_FILE):
         if (folder / name).exists():
             raise InputError(
-                f"run.name: {folder} holds an earlier run ({name} is there); choose another name, or go on with a "
-                "training run by resume=auto"
+                f"run.name: {folder} holds an earlier run ({name} is there); choose another name, or continue "
+                "an interrupted run with resume=auto"
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)

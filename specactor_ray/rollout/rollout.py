@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -104,7 +104,11 @@ class Rollout:
             self._connection.close()
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling: Sampling | None = None, n: int | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | None = None,
+        n: int | None = None,
+        skip: Collection[tuple[int, int]] = (),
     ) -> Iterator[Trajectory]:
         """Yield `len(prompts) * n` trajectories in the order they finish.
 
@@ -113,6 +117,7 @@ class Rollout:
             sampling: How to sample, for all prompts or one for each; its seed is the run's, each sample's own is
                 derived from it. Default: the configuration's.
             n: Samples per prompt. Default: `data.n`.
+            skip: `(prompt index, sample index)` of trajectories that are not wanted, since they are there already.
 
         A prompt that cannot run ends as a trajectory with `finish_reason` `error` and its reason; the others go on.
 
@@ -140,7 +145,7 @@ class Rollout:
             raise InputError(f"n is {n}; it must be 1 or more")
         if self._run.streaming:
             raise InputError("another stream of this rollout is still open; exhaust or close it first")
-        return self._stream(list(prompts), each, n)
+        return self._stream(list(prompts), each, n, frozenset(skip))
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling | None = None, n: int | None = None
@@ -219,14 +224,16 @@ class Rollout:
         """Output tokens journaled since the start."""
         return self._run.dispatcher.journal.committed_tokens
 
-    def _stream(self, prompts: list[Prompt], sampling: list[SamplingParams], n: int) -> Iterator[Trajectory]:
+    def _stream(
+        self, prompts: list[Prompt], sampling: list[SamplingParams], n: int, skip: frozenset[tuple[int, int]]
+    ) -> Iterator[Trajectory]:
         self._run.streaming = True
         self._streams += 1
         try:
             entries, refused = [], []
             places = {}
             for prompt_index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-                for sample_index in range(n):
+                for sample_index in [one for one in range(n) if (prompt_index, one) not in skip]:
                     seed = derive_seed(params.seed, prompt_index, sample_index)
                     request_id = f"{self._streams}-{prompt_index}-{sample_index}"
                     entry = JournalEntry(request_id, (), replace(params, seed=seed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,14 @@ from rich.console import Console
 
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.inline import draft_actors
+from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import ConfigError
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.output import (
+    CONFIG_FILE,
     SUMMARY_FILE,
     TRAJECTORIES_FILE,
     TrajectoryWriter,
@@ -28,8 +31,8 @@ from specactor_ray.rollout.output import (
     write_json,
 )
 from specactor_ray.rollout.prompts import Prompt, read_prompts
+from specactor_ray.rollout.resume import find_unfinished, read_finished
 from specactor_ray.rollout.target_checks import start_note
-from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.signals import interruption, signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -52,13 +55,14 @@ class Tally:
     """Index of the prompt of every failure, from 0."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
 
-    def add(self, trajectory: Trajectory) -> None:
-        self.finish_reasons[trajectory.finish_reason] += 1
-        self.tokens += len(trajectory.token_ids)
-        if trajectory.finish_reason == "error":
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Count a trajectory, as `Trajectory.to_json` made it."""
+        self.finish_reasons[row["finish_reason"]] += 1
+        self.tokens += len(row["token_ids"])
+        if row["finish_reason"] == "error":
             self.failed += 1
-            self.reasons[trajectory.error] += 1
-            self.failed_prompts.append(trajectory.prompt_index)
+            self.reasons[row.get("error", "")] += 1
+            self.failed_prompts.append(row["prompt_index"])
         else:
             self.finished += 1
 
@@ -95,36 +99,57 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
     """
     if config.data.path is None:
         raise ConfigError("data.path", "is not set.", "name a file of prompts: data.path=prompts.jsonl")
+    if config.resume not in ("auto", "never"):
+        raise ConfigError("resume", f"is {config.resume!r}.", "a rollout takes auto or never.")
     prompts = read_prompts(config.data.path, config.data.limit)
     with sigterm_interrupts():
-        folder = claim_run_folder(config)
+        unfinished = find_unfinished(config) if config.resume == "auto" else None
+        folder = unfinished or claim_run_folder(config)
         try:
-            with TrajectoryWriter(config.data.output or folder / TRAJECTORIES_FILE) as writer:
-                return _run(config, prompts, folder, writer, console)
+            output = config.data.output or folder / TRAJECTORIES_FILE
+            with TrajectoryWriter(output, resume=unfinished is not None) as writer:
+                there: list[dict[str, Any]] = []
+                if unfinished:
+                    there = read_finished(writer.partial, prompts, config)
+                    save_config(config, folder / CONFIG_FILE)
+                return _run(config, prompts, folder, writer, there, console)
         except BaseException as error:
-            if not (folder / SUMMARY_FILE).exists():
+            if not unfinished and not (folder / SUMMARY_FILE).exists():
                 discard_run_folder(folder)
             if isinstance(error, KeyboardInterrupt):
                 say(console, f"{interruption(error)}: ended before it began, nothing was written")
             raise
 
 
-def _run(config: Config, prompts: list[Prompt], folder: Path, writer: TrajectoryWriter, console: Console) -> RunOutcome:
+def _run(
+    config: Config,
+    prompts: list[Prompt],
+    folder: Path,
+    writer: TrajectoryWriter,
+    there: list[dict[str, Any]],
+    console: Console,
+) -> RunOutcome:
+    """Roll out what is missing; `there` are the trajectories of an interrupted run."""
     with signals_deferred():
         from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
 
     begin = time.monotonic()
     say(console, f"run {config.run.name}: starting {config.mode.value} actors, results go to {folder}")
+    if there:
+        total = len(prompts) * config.data.n
+        say(console, f"run {config.run.name}: resumed, {len(there)} of {total} trajectories are there")
     if note := start_note(config):
         say(console, note)
     status, error, tally = "failed", "", Tally()
+    for row in there:
+        tally.add(row)
     started, summary = time.strftime("%Y-%m-%dT%H:%M:%S%z"), {}
     with Rollout(config) as rollout:
         start_seconds = time.monotonic() - begin
         _announce(rollout, console)
         begin = time.monotonic()
         try:
-            _consume(rollout, prompts, writer, tally, console)
+            _consume(rollout, prompts, writer, tally, console, _places(there))
             writer.complete()
             status = "complete"
         except KeyboardInterrupt as interrupt:
@@ -142,6 +167,7 @@ def _run(config: Config, prompts: list[Prompt], folder: Path, writer: Trajectory
                 "error": error,
                 "started": started,
                 "start_seconds": round(start_seconds, 3),
+                "resumed": len(there),
                 **_figures(rollout, tally, len(prompts) * config.data.n, time.monotonic() - begin),
                 "output": str(writer.where.resolve()),
                 "config": yaml.safe_load(to_yaml(config)),
@@ -174,16 +200,28 @@ def _hint(rollout: Rollout) -> str:
     return "specactor status"
 
 
-def _consume(rollout: Rollout, prompts: list[Prompt], writer: TrajectoryWriter, tally: Tally, console: Console) -> None:
+def _places(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, int]]:
+    return {(row["prompt_index"], row["sample_index"]) for row in rows}
+
+
+def _consume(
+    rollout: Rollout,
+    prompts: list[Prompt],
+    writer: TrajectoryWriter,
+    tally: Tally,
+    console: Console,
+    there: Collection[tuple[int, int]],
+) -> None:
     def read() -> ProgressState:
         metrics = rollout.metrics()
         done = tally.finished + tally.failed
         return ProgressState(done, tally.failed, rollout.committed_tokens, metrics.acceptance_length, metrics.supply)
 
     with RolloutProgress(console, "rollout", len(prompts) * rollout.config.data.n, read):
-        for trajectory in rollout.stream(prompts):
-            writer.write(trajectory.to_json())
-            tally.add(trajectory)
+        for trajectory in rollout.stream(prompts, skip=there):
+            row = trajectory.to_json()
+            writer.write(row)
+            tally.add(row)
 
 
 def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict[str, Any]:

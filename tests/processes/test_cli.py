@@ -9,7 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,13 +20,14 @@ from rich.console import Console
 from specactor_ray import cli
 from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.errors import ClusterError, InputError
+from specactor_ray.errors import ClusterError, InputError, UserError
 from specactor_ray.messages import RequestStats, SamplingParams
 from specactor_ray.observability.progress import ProgressState, RolloutProgress, figures
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.output import TrajectoryWriter, write_json
 from specactor_ray.rollout.run import RunOutcome, run_rollout
 from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.sampling import derive_seed
 
 REPOSITORY = Path(__file__).parents[2]
 LOCAL = str(REPOSITORY / "conf" / "local_cpu.yaml")
@@ -191,8 +192,21 @@ class TestWriter:
         assert writer.where.read_text() == '{"n": 0}\n'
 
     def test_two_at_once(self, tmp_path: Path) -> None:
-        with TrajectoryWriter(tmp_path / "out.jsonl"), pytest.raises(InputError, match="another run writes it"):
-            TrajectoryWriter(tmp_path / "out.jsonl")
+        path = tmp_path / "out.jsonl"
+        with TrajectoryWriter(path), pytest.raises(InputError, match=r"another run writes .*out.jsonl.partial now"):
+            TrajectoryWriter(path)
+        with TrajectoryWriter(path) as writer:
+            writer.write({"n": 0})
+        with TrajectoryWriter(path, resume=True), pytest.raises(InputError, match="another run writes"):
+            TrajectoryWriter(path, resume=True)
+
+    def test_half_a_line_is_dropped(self, tmp_path: Path) -> None:
+        partial = tmp_path / "out.jsonl.partial"
+        partial.write_text('{"n": 0}\n{"n": 1}\n{"n"')
+        with TrajectoryWriter(tmp_path / "out.jsonl", resume=True) as writer:
+            assert writer.count == 2
+            writer.write({"n": 2})
+        assert partial.read_text() == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
 
     def test_nothing_written_leaves_nothing(self, tmp_path: Path) -> None:
         TrajectoryWriter(tmp_path / "out.jsonl").close()
@@ -209,6 +223,7 @@ class FakeRollout:
     """Stands in for `Rollout`: yields what the test scripted, or raises it."""
 
     script: ClassVar[list[Any]] = []
+    skipped: ClassVar[set[tuple[int, int]]] = set()
     address = "127.0.0.1:6379"
 
     def __init__(self, config: Config) -> None:
@@ -230,7 +245,8 @@ class FakeRollout:
     def status(self) -> list[dict[str, Any]]:
         return [{"id": "verifier-0#1a2b", "kind": "verifier", "counters": {}}]
 
-    def stream(self, prompts: list[Any]) -> Iterator[Trajectory]:
+    def stream(self, prompts: list[Any], skip: Collection[tuple[int, int]] = ()) -> Iterator[Trajectory]:
+        type(self).skipped = set(skip)
         for item in self.script:
             if isinstance(item, BaseException):
                 raise item
@@ -252,9 +268,10 @@ def trajectory(index: int, error: str = "") -> Trajectory:
         tuple(-1.0 for _ in tokens),
         "text",
         "error" if error else "length",
-        SamplingParams(),
+        SamplingParams(seed=derive_seed(0, index, 0)),
         RequestStats(),
         error,
+        prompt="abc"[index],
     )
 
 
@@ -265,10 +282,12 @@ class TestRun:
         monkeypatch.setattr("specactor_ray.rollout.run._cluster_resources", dict)
         monkeypatch.chdir(tmp_path)
 
-    def run(self, *script: Any, **data: Any) -> RunOutcome:
+    def run(self, *script: Any, name: str | None = "r", resume: str = "never", **more: Any) -> RunOutcome:
         FakeRollout.script = list(script)
         Path("prompts.txt").write_text("a\nb\nc\n")
-        config = from_mapping({"mode": "plain", "run": {"name": "r"}, "data": {"path": "prompts.txt", **data}})
+        sections = {section: more.pop(section) for section in ("sampling", "target") if section in more}
+        data = {"path": "prompts.txt", **more}
+        config = from_mapping({"mode": "plain", "run": {"name": name}, "resume": resume, "data": data, **sections})
         return run_rollout(config, Console(file=io.StringIO()))
 
     def test_files_of_a_complete_run(self) -> None:
@@ -332,6 +351,45 @@ class TestRun:
         with pytest.raises(InputError, match=r"runs/r holds an earlier run"):
             self.run(trajectory(0))
         assert Path("runs/r/summary.json").read_text() == before
+
+    def test_an_interrupted_run_is_continued(self) -> None:
+        self.run(trajectory(2), trajectory(0, error="no"), KeyboardInterrupt(), name=None)
+        (folder,) = Path("runs").iterdir()
+        outcome = self.run(trajectory(1), name=None, resume="auto")
+        assert FakeRollout.skipped == {(2, 0), (0, 0)}
+        assert outcome.exit_code == 0 and outcome.folder == folder
+        rows = [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()]
+        assert [row["prompt_index"] for row in rows] == [2, 0, 1]
+        summary = json.loads((folder / "summary.json").read_text())
+        assert (summary["status"], summary["resumed"]) == ("complete", 2)
+        counts = summary["trajectories"]
+        assert (counts["total"], counts["finished"], counts["failed"], counts["tokens"]) == (3, 2, 1, 6)
+        assert not self.run(trajectory(0), name=None, resume="auto").summary["resumed"], "nothing is unfinished now"
+
+    @pytest.mark.parametrize(
+        ("changed", "expected"),
+        [
+            ({"sampling": {"temperature": 0.5}}, r"sampling.temperature: is 0.5, and the interrupted run r has 1.0"),
+            ({"target": {"model": "m"}}, r"target.model: is 'm', and the interrupted run r has 'smollm2-135m'"),
+            ({"limit": 1}, r"line 1: this trajectory is not one of the 1 prompts x 1 samples"),
+            ({"path": "others.txt"}, r"line 1: this trajectory is not one of the 3 prompts"),
+            ({"resume": "somewhere"}, r"resume: is 'somewhere'. Fix: a rollout takes auto or never"),
+        ],
+    )
+    def test_other_settings_are_refused_and_nothing_is_lost(self, changed: dict[str, Any], expected: str) -> None:
+        self.run(trajectory(2), KeyboardInterrupt())
+        before = {path: path.read_bytes() for path in Path("runs/r").iterdir()}
+        Path("others.txt").write_text("x\ny\nz\n")
+        with pytest.raises(UserError, match=expected):
+            self.run(trajectory(1), **{"resume": "auto", **changed})
+        assert {path: path.read_bytes() for path in Path("runs/r").iterdir()} == before
+
+    def test_what_is_no_trajectory_is_named(self) -> None:
+        self.run(trajectory(2), KeyboardInterrupt())
+        partial = Path("runs/r/trajectories.jsonl.partial")
+        partial.write_text(partial.read_text() + '{"prompt_index": 1}\n')
+        with pytest.raises(InputError, match=r"partial, line 2: this is no trajectory \(KeyError\('sample_index'\)\)"):
+            self.run(trajectory(1), resume="auto")
 
 
 class TestProgress:

@@ -1,0 +1,71 @@
+"""`specactor rollout` is killed in the midst of a stream and continued: every sample is there once, and is the one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from specactor_ray.messages import SamplingParams
+from specactor_ray.sampling import derive_seed
+from specactor_ray.targets.base import TargetRequest
+from tests.tiny import tiny_prompts, tiny_target
+from tests.unit.test_hf_engine import load, make
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS, SAMPLES = 40, 4
+
+
+def command(folder: Path) -> subprocess.Popen[str]:
+    overrides = [
+        f"target.model={tiny_target()}",
+        "target.kv_cache_gb=0.05",
+        "target.max_batch=4",
+        "drafters=[{method: ngram}]",
+        f"data.path={folder / 'prompts.jsonl'}",
+        f"data.n={SAMPLES}",
+        "sampling.max_tokens=64",
+        f"run.dir={folder / 'runs'}",
+        "resume=auto",
+    ]
+    arguments = [sys.executable, "-m", "specactor_ray.cli", "rollout", *overrides]
+    return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_killed_rollout_is_continued(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in tiny_prompts(PROMPTS)))
+    killed = command(tmp_path)
+    deadline = time.monotonic() + 120
+    lines = 0
+    while lines < 5:
+        assert killed.poll() is None and time.monotonic() < deadline, killed.communicate()[0]
+        time.sleep(0.02)
+        lines = sum(len(file.read_text().splitlines()) for file in tmp_path.glob("runs/*/trajectories.jsonl.partial"))
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    resumed = command(tmp_path)
+    output = resumed.communicate(timeout=120)[0]
+    assert resumed.returncode == 0, output
+    assert f"of {PROMPTS * SAMPLES} trajectories are there" in output
+    (folder,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()]
+    assert len(rows) == len({(row["prompt_index"], row["sample_index"]) for row in rows}) == PROMPTS * SAMPLES
+    assert json.loads((folder / "summary.json").read_text())["resumed"] >= lines
+    engine = make(load(tiny_target()), max_batch=64)
+    for row in rows:
+        seed = derive_seed(0, row["prompt_index"], row["sample_index"])
+        sampling = SamplingParams(temperature=1.0, max_tokens=64, seed=seed)
+        name = f"{row['prompt_index']}/{row['sample_index']}"
+        engine.add(TargetRequest(name, tuple(row["prompt_token_ids"]), sampling))
+    plain: dict[str, list[int]] = {}
+    while engine.has_work():
+        for step in engine.step({}).outputs:
+            plain.setdefault(step.request_id, []).extend(step.token_ids)
+    assert {f"{row['prompt_index']}/{row['sample_index']}": row["token_ids"] for row in rows} == plain
