@@ -160,7 +160,7 @@ def _follow(client: Any, job: str, console: Console) -> str:
             sys.stdout.flush()
 
     def stop(number: int, frame: Any) -> None:
-        say(console, f"stopping job {job}; its log goes on until it has ended")
+        say(console, f"stopping job {job}; its log is followed until it has ended")
         client.stop_job(job)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

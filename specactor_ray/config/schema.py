@@ -61,7 +61,7 @@ class RaceName(str, Enum):
     off = "off"
     """Never: every request is drafted for by the one method that promises most and has room."""
     tail = "tail"
-    """In the tail of a rollout, when few requests are left and drafters fall free; before that as `off`."""
+    """In the tail of a rollout, when few requests are left and drafters are idle; before that as `off`."""
     always = "always"
     """From the beginning, wherever a drafter has room."""
 
@@ -155,7 +155,7 @@ class DrafterConfig:
     (a head on the target's hidden states), or a proposer of your own as `package.module:Class`; the class is made with
     this section as its only argument."""
     replicas: int = 1
-    """Number of draft actors of this method; may be changed while the run goes on. 0: none, or only at the tail of a
+    """Number of draft actors of this method; may be changed during the run. 0: none, or only at the tail of a
     rollout, on the seat of a verifier that has no requests left (`speculation.lend`)."""
     cores: float = 1.0
     """CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that it shares with
@@ -251,7 +251,7 @@ class SpeculationConfig:
     """When several draft methods race for one request: `off`, `tail` or `always`. With one method all are the same. In
     mode `coupled`, where drafters take turns with the verifier, only `always` races."""
     race_below: int | None = None
-    """`tail`: the race begins when a verifier has at most so many requests and none of them waits. Default: a quarter
+    """`tail`: the race begins when a verifier has at most this many requests and none of them waits. Default: a quarter
     of target.max_batch, at least 1."""
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     """When to stop asking a drafter that does not help."""
@@ -287,7 +287,7 @@ class DataConfig:
     n: int = 1
     """Samples per prompt (the group size)."""
     limit: int | None = None
-    """Use only the first so many prompts."""
+    """Use only the first prompts, up to this number."""
     output: str | None = None
     """Trajectories as JSONL. Default: `trajectories.jsonl` in the run's folder. Never overwritten."""
     chat: bool = True

@@ -166,7 +166,7 @@ class TrainerConfig:
     """Between updates, move the optimizer's state to host memory and, during updates, let verifiers give up their
     key/value caches: for a trainer and verifiers on the same device."""
     max_bad_steps: int = 3
-    """After so many steps in a row with a loss that is not finite, or with every reward failed, the run stops, with a
+    """After this many steps in a row with a loss that is not finite, or with every reward failed, the run stops, with a
     checkpoint."""
     weight_bucket_mb: int = 256
     """Size of one piece of weights on its way to the verifiers, in 2**20 bytes."""

@@ -103,4 +103,4 @@ def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], con
     if note := start_note(config):
         say(console, note)
     if run.checkpoint is not None:
-        say(console, f"run {config.run.name}: goes on from {run.checkpoint} (step {run.state.step})")
+        say(console, f"run {config.run.name}: continues from {run.checkpoint} (step {run.state.step})")

@@ -104,7 +104,7 @@ def test_a_run_that_is_killed_and_terminated_goes_on_as_if_nothing_had_happened(
     os.killpg(stopped.pid, signal.SIGTERM)  # as `timeout` and schedulers do: it reaches the private cluster too
     output = stopped.communicate(timeout=90)[0]
     assert stopped.returncode == 130, output
-    assert "goes on from" in output and "interrupted after step" in output
+    assert "continues from" in output and "interrupted after step" in output
     steps = len(records(folder / "killed"))
     assert (folder / "killed" / "checkpoints" / f"step-{steps:06d}").is_dir()
     assert json.loads((folder / "killed" / "summary.json").read_text())["status"] == "interrupted"
