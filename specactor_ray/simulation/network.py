@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specactor_ray.cluster.processes import ProcessFacts
@@ -100,6 +100,27 @@ class StoredObject:
     owner: VirtualActor
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """One call on its way."""
+
+    caller: VirtualActor
+    actor: VirtualActor
+    method: str
+    arguments: Sequence[Any]
+    reference: Reference
+    keep_answer: bool
+
+    @property
+    def is_heartbeat(self) -> bool:
+        """Answered beside all other calls: it has a concurrency group of its own."""
+        return self.method == "heartbeat"
+
+    @property
+    def is_cut_off(self) -> bool:
+        return self.caller.node.cut_off != self.actor.node.cut_off
+
+
 class Network:
     """Everything that connects the processes of one simulation.
 
@@ -148,7 +169,7 @@ class Network:
         actor.node_lost = node_lost
         self.kernel.kill(actor.process)
         for reference in list(actor.open_calls):
-            self._fail_later(actor, reference, self._lost(actor), _DETECTION_S)
+            self._fail_later(reference, self._lost(actor), _DETECTION_S)
         actor.open_calls.clear()
         actor.queue.clear()
 
@@ -169,36 +190,28 @@ class Network:
             self._unavailable(reference, method)
             return reference
         keep_answer = not self._strikes("lost_after", faults.lost_after)
-        self._deliver(caller, actor, method, arguments, reference, keep_answer)
+        sent = _Sent(caller, actor, method, arguments, reference, keep_answer)
+        self._deliver(sent)
         if self._strikes("repeated", faults.repeated):
-            self._deliver(caller, actor, method, arguments, Reference(), True)
+            self._deliver(replace(sent, reference=Reference(), keep_answer=True))
         if not keep_answer:
             self._unavailable(reference, method, after=rng.uniform(0.01, 1.0))
         return reference
 
-    def _deliver(
-        self,
-        caller: VirtualActor,
-        actor: VirtualActor,
-        method: str,
-        arguments: Sequence[Any],
-        reference: Reference,
-        keep_answer: bool,
-    ) -> None:
+    def _deliver(self, sent: _Sent) -> None:
         def arrive() -> None:
+            actor, reference = sent.actor, sent.reference
             if actor.process.dead:
-                self._fail_later(actor, reference, self._lost(actor), _DETECTION_S)
-            elif caller.node.cut_off != actor.node.cut_off:
-                self._unavailable(reference, method)
+                self._fail_later(reference, self._lost(actor), _DETECTION_S)
+            elif sent.is_cut_off:
+                self._unavailable(reference, sent.method)
             else:
-                if keep_answer:
+                if sent.keep_answer:
                     actor.open_calls[reference] = None
-                execute = functools.partial(self._execute, caller, actor, method, arguments, reference, keep_answer)
-                if method == "heartbeat" and actor.instance is not None:
-                    actor.running += 1
-                    self.kernel.spawn(execute, "call", actor.process)
+                if sent.is_heartbeat and actor.instance is not None:
+                    self.kernel.spawn(functools.partial(self._execute, sent), "call", actor.process)
                 else:
-                    actor.queue.append(execute)
+                    actor.queue.append(functools.partial(self._execute_in_turn, sent))
                     self._start_calls(actor)
 
         self.kernel.at(self.kernel.now + self.latency() + self._delay(), arrive)
@@ -208,37 +221,32 @@ class Network:
             actor.running += 1
             self.kernel.spawn(actor.queue.popleft(), "call", actor.process)
 
-    def _execute(
-        self,
-        caller: VirtualActor,
-        actor: VirtualActor,
-        method: str,
-        arguments: Sequence[Any],
-        reference: Reference,
-        keep_answer: bool,
-    ) -> None:
+    def _execute_in_turn(self, sent: _Sent) -> None:
+        self._execute(sent)
+        sent.actor.running -= 1
+        self._start_calls(sent.actor)
+
+    def _execute(self, sent: _Sent) -> None:
         """Runs as a task of the actor's process."""
-        value: Any = None
+        method, value = sent.method, None
         error: SpecActorError | None = None
         try:
-            value = self._invoke(actor, method, arguments)
+            value = self._invoke(sent.actor, method, sent.arguments)
         except CallError as raised:  # about somebody whom the actor called
             error = RemoteError(f"{method}: {type(raised).__name__}: {raised}")
         except SpecActorError as raised:
             error = raised
         except Exception as raised:  # noqa: BLE001 - Ray hands whatever a method raises to its caller
             error = RemoteError(f"{method}: {type(raised).__name__}: {raised}")
-        actor.running -= 1
-        self._start_calls(actor)
-        if not keep_answer:
+        if not sent.keep_answer:
             return
 
         def answer() -> None:
-            if caller.node.cut_off != actor.node.cut_off:
-                self._unavailable(reference, method)
+            if sent.is_cut_off:
+                self._unavailable(sent.reference, method)
             else:
-                actor.open_calls.pop(reference, None)
-                self.resolve(reference, value, error)
+                sent.actor.open_calls.pop(sent.reference, None)
+                self.resolve(sent.reference, value, error)
 
         self.kernel.at(self.kernel.now + self.latency() + self._delay(), answer)
 
@@ -264,9 +272,7 @@ class Network:
         when = self.kernel.now + after + self.rng.uniform(*_UNAVAILABLE_S)
         self.kernel.at(when, lambda: self.resolve(reference, None, error))
 
-    def _fail_later(
-        self, actor: VirtualActor, reference: Reference, error: SpecActorError, within: tuple[float, float]
-    ) -> None:
+    def _fail_later(self, reference: Reference, error: SpecActorError, within: tuple[float, float]) -> None:
         when = self.kernel.now + self.rng.uniform(*within)
         self.kernel.at(when, lambda: self.resolve(reference, None, error))
 
