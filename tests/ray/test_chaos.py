@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(*options: str) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-m", "tests.chaos", "--short", *options]
+    arguments = ["env", "--default-signal=INT"]  # which is ignored where the tests run in the background
+    arguments += [sys.executable, "-m", "tests.chaos", "--short", *options]
     return subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
