@@ -28,6 +28,8 @@ class Campaign:
     finished: int = 0
     failed: int = 0
     """Poison requests that ended with their reason."""
+    gave_up: int = 0
+    """Runs that ended with an error, as they may: their controller was killed, or their only verifier all the time."""
     restarts: int = 0
     events: int = 0
     virtual_s: float = 0.0
@@ -43,6 +45,7 @@ class Campaign:
         self.faults.update(report.faults)
         self.finished += report.finished
         self.failed += report.failed
+        self.gave_up += bool(report.gave_up)
         self.restarts += report.restarts
         self.events += report.events
         self.virtual_s += report.virtual_s

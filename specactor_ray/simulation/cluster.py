@@ -14,7 +14,7 @@ from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.models import SimulatedHost, World
 from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
 
-_LINGER_S = (0.0, 1.5)
+LINGER_S = (0.0, 1.5)
 """How long a process takes to end after it was told to."""
 
 
@@ -55,7 +55,7 @@ class VirtualReaper:
 
     def reap(self, handle: VirtualActor, facts: ProcessFacts | None) -> None:
         kernel, network = self._network.kernel, self._network
-        kernel.at(kernel.now + network.rng.uniform(*_LINGER_S), lambda: network.kill(handle, handle.node_lost))
+        kernel.at(kernel.now + network.rng.uniform(*LINGER_S), lambda: network.kill(handle, handle.node_lost))
         if facts is not None:
             self._dying[facts] = handle
 

@@ -20,7 +20,7 @@ from specactor_ray.errors import ActorLostError, ConfigError, SpecActorError
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.run_client import RunClient
-from specactor_ray.simulation.cluster import Machines, VirtualBackend
+from specactor_ray.simulation.cluster import LINGER_S, Machines, VirtualBackend
 from specactor_ray.simulation.faults import FaultPlan, Injector
 from specactor_ray.simulation.kernel import Kernel, Process, SimulationError, VirtualClock
 from specactor_ray.simulation.models import World, true_output
@@ -303,9 +303,15 @@ class Simulation:
                 self.fail(f"{entry.request_id} has {len(entry.logprobs)} log-probabilities for {len(tokens)} tokens")
 
     def _check_loss(self, error: ActorLostError) -> None:
-        """The rollout gave up: it may, if its controller was killed."""
+        """The rollout gave up: it may when its controller was killed, or when faults struck its only verifier again and
+        again; that verifier then comes back once they end."""
         self.report.gave_up = str(error)
-        if not self.injector.controller_killed:
+        if self.injector.controller_killed:
+            return
+        if self.scenario.verifiers == 1 and self.injector.left:
+            self.injector.heal()
+            self._check_settled()
+        else:
             self.fail(f"the rollout gave up: {error}")
 
     def _check_settled(self) -> None:
@@ -332,7 +338,11 @@ class Simulation:
         if len(alive) != self.scenario.verifiers + sum(wanted.values()):
             yield f"{len(alive)} actors live: {[actor.name for actor in alive]}"
         for actor in alive:
-            counters = {} if actor.instance is None else actor.instance.ping()
+            try:
+                counters = self.calls.ask(actor, "ping", deadline_s=5.0)
+            except SpecActorError as error:
+                yield f"{actor.name} does not answer: {error}"
+                continue
             open_requests = counters.get("running", 0) + counters.get("open_requests", 0)
             if open_requests:
                 yield f"{actor.name} still has {open_requests} requests"
@@ -344,6 +354,7 @@ class Simulation:
                 self.client.shutdown()
             except SpecActorError as error:
                 self.fail(f"the shutdown failed: {error}")
+            self.clock.sleep(2.0 * LINGER_S[1])  # nobody waits for actors that had not said which process they are
             left = [name for name, actor in self.backend.actors.items() if not actor.process.dead]
             if left:
                 self.fail(f"after the shutdown these live: {left}")
