@@ -112,7 +112,7 @@ def _run_campaign(faults: int, seed: int, requests: int, processes: int | None, 
     from specactor_ray.observability.console import make_console, say
     from specactor_ray.observability.phase_progress import PhaseProgress
     from specactor_ray.observability.simulation_report import faults_table
-    from specactor_ray.simulation.campaign import Campaign, replay_line, run_campaign, shrink
+    from specactor_ray.simulation.campaign import Campaign, replay_line, run_campaign, shrink, silence
 
     console = make_console()
     with PhaseProgress(make_console(sys.stderr), "faults", faults) as progress:
@@ -123,6 +123,7 @@ def _run_campaign(faults: int, seed: int, requests: int, processes: int | None, 
 
         campaign = run_campaign(faults, seed, requests, processes, show)
         seconds = progress.seconds
+    silence()  # of what is shrunk, too
     console.print(faults_table(campaign.faults))
     ended = f"{campaign.finished:,} requests finished, {campaign.failed} poison ones failed with their reason"
     say(console, f"{campaign.runs} runs, {campaign.num_faults:,} faults: {ended}")
@@ -130,7 +131,10 @@ def _run_campaign(faults: int, seed: int, requests: int, processes: int | None, 
     say(console, f"{campaign.events:,} events, {campaign.virtual_s:,.0f} virtual seconds in {seconds:.0f} s")
     lines = []
     for report in campaign.violations:
-        say(console, f"seed {report.scenario.seed} FAILED: {'; '.join(report.violations[:3])}")
+        say(
+            console,
+            f"seed {report.scenario.seed} FAILED: {'; '.join(report.violations[:3])}; looking for a smaller run",
+        )
         lines.append(replay_line(shrink(report.scenario)))
         say(console, f"  repeat it with: {lines[-1]}")
     if output is not None:
