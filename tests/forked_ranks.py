@@ -12,7 +12,6 @@ import pickle
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
@@ -22,8 +21,9 @@ from typing import Any
 
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.schema import Config
-from specactor_ray.errors import ActorLostError, CallError, RemoteError, SpecActorError
+from specactor_ray.errors import ActorLostError, RemoteError, SpecActorError
 from specactor_ray.training.trainer_ranks import TrainerRanks
+from tests.hand_transport import LocalObjects
 
 HEARTBEAT = "heartbeat"
 _forks = multiprocessing.get_context("forkserver")
@@ -54,7 +54,7 @@ class Sent:
     number: int
 
 
-class PipeTransport:
+class PipeTransport(LocalObjects):
     """A `Transport` over pipes. What is put into its store is sent along with every call that has it."""
 
     def __init__(self) -> None:
@@ -93,18 +93,6 @@ class PipeTransport:
         if isinstance(answer, SpecActorError):
             raise answer
         return answer
-
-    def future(self, reference: Sent) -> Future[Any]:
-        raise NotImplementedError("trainer ranks take no deliveries")
-
-    def translate(self, error: BaseException, what: str) -> SpecActorError:
-        return CallError(f"{what}: {error}")
-
-    def put(self, value: Any) -> Any:
-        return value
-
-    def fetch(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        return list(references)
 
 
 def serve_rank(work: Connection, heartbeat: Connection) -> None:

@@ -25,7 +25,23 @@ class Sent:
         self.done, self.value, self.error = True, value, error
 
 
-class HandTransport:
+class LocalObjects:
+    """The rest of a `Transport`: stored objects are the values themselves, and nothing delivers."""
+
+    def future(self, reference: Any) -> Future[Any]:
+        raise NotImplementedError("nothing that is tested with it delivers")
+
+    def translate(self, error: BaseException, what: str) -> SpecActorError:
+        return CallError(f"{what}: {error}")
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def fetch(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
+        return list(references)
+
+
+class HandTransport(LocalObjects):
     """A `Transport` that keeps what was sent. Never waits: time is the clock's."""
 
     def __init__(self) -> None:
@@ -46,15 +62,3 @@ class HandTransport:
         if reference.error is not None:
             raise reference.error
         return reference.value
-
-    def future(self, reference: Any) -> Future[Any]:
-        raise NotImplementedError("nothing that is tested with it delivers")
-
-    def translate(self, error: BaseException, what: str) -> SpecActorError:
-        return CallError(f"{what}: {error}")
-
-    def put(self, value: Any) -> Any:
-        return value
-
-    def fetch(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        return list(references)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from specactor_ray.clock import SystemClock
 from specactor_ray.errors import SpecActorError
+from tests.hand_transport import LocalObjects
 
 NEVER = float("inf")
 
@@ -39,7 +39,7 @@ class FakeRank:
         return self.answers.get(method, (0.0, None))
 
 
-class FakeTransport:
+class FakeTransport(LocalObjects):
     """Carries calls to fake ranks at once; their answers come when they are due."""
 
     def __init__(self, clock: JumpingClock) -> None:
@@ -64,15 +64,3 @@ class FakeTransport:
         if isinstance(result, SpecActorError):
             raise result
         return result
-
-    def future(self, reference: int) -> Future[Any]:
-        raise NotImplementedError
-
-    def translate(self, error: BaseException, what: str) -> SpecActorError:
-        return SpecActorError(f"{what}: {error}")
-
-    def put(self, value: Any) -> Any:
-        return value
-
-    def fetch(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        return list(references)
