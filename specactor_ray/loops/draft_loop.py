@@ -129,16 +129,16 @@ class DraftLoop:
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters, the number of open requests, what a draft token costs (seconds), how long the step under way has
-        taken so far (`busy_s`, 0 when there is none), what a proposer that remembers outputs takes for them, and how
-        far learning has come."""
+        """Counters, the number of open requests and of messages that wait (`inbox`), what a draft token costs
+        (seconds), how long the step under way has taken so far (`busy_s`, 0 when there is none), what a proposer that
+        remembers outputs takes for them, and how far learning has come."""
         memory = {
             name: getattr(self.proposer, name)
             for name in ("history_tokens", "history_bytes")
             if hasattr(self.proposer, name)
         }
         counters: dict[str, Any] = {**asdict(self.counters), **self._screen.snapshot()}
-        counters |= {"open_requests": len(self._open), "token_s": self._cost.token_s}
+        counters |= {"open_requests": len(self._open), "inbox": len(self._inbox), "token_s": self._cost.token_s}
         counters["busy_s"] = self._heartbeat.busy_s
         counters["links"] = {verifier_id: outbox.snapshot() for verifier_id, outbox in self._outboxes.items()}
         learning = self._learning

@@ -164,11 +164,13 @@ class VerifyLoop:
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters of the loop and of the drafts. `busy_s`: seconds since the step or command under way began, 0 when
-        there is none; for how long the engine, or whatever else runs in the loop's thread, has not come back."""
+        """Counters of the loop and of the drafts. `inbox`: messages of drafters that wait. `busy_s`: seconds since the
+        step or command under way began, 0 when there is none; for how long the engine, or whatever else runs in the
+        loop's thread, has not come back."""
         counters = {**self.metrics.to_dict(), **self._speculator.snapshot()}
         loads = {
             "running": len(self._tallies),
+            "inbox": len(self._speculator.inbox),
             "weight_version": self._engine.weight_version,
             "busy_s": self._heartbeat.busy_s,
         }

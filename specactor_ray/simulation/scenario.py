@@ -337,6 +337,8 @@ class Simulation:
         alive = [actor for actor in self.backend.actors.values() if not actor.process.dead]
         if len(alive) != self.scenario.verifiers + sum(wanted.values()):
             yield f"{len(alive)} actors live: {[actor.name for actor in alive]}"
+        if left := len(self.client.dispatcher.journal.entries):
+            yield f"the journal still has {left} requests"
         for actor in alive:
             try:
                 counters = self.calls.ask(actor, "ping", deadline_s=5.0)
@@ -346,6 +348,8 @@ class Simulation:
             open_requests = counters.get("running", 0) + counters.get("open_requests", 0)
             if open_requests:
                 yield f"{actor.name} still has {open_requests} requests"
+            if counters.get("inbox", 0):
+                yield f"{actor.name} still has {counters['inbox']} messages"
 
     def _shut_down(self) -> None:
         assert self.backend is not None
