@@ -8,7 +8,7 @@ import inspect
 import itertools
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -48,7 +48,8 @@ def _section_class(annotation: Any) -> type:
 
 
 @functools.cache
-def field_types(config_class: type) -> dict[str, Any]:
+@functools.cache
+def field_types(config_class: type) -> Mapping[str, Any]:
     """Field name → resolved annotation."""
     return typing.get_type_hints(config_class)
 

@@ -8,18 +8,20 @@ OmegaConf then converts the values (`"2"` for an integer, names for enums) and r
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
+import functools
 import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, make_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specactor_ray.config.describe import default_of, field_types, list_element, type_in_words, without_none
@@ -229,7 +231,7 @@ def _default_container(parts: list[str]) -> Any:
 
 def _check_section(tree: Tree, section: type, prefix: str) -> None:
     """Reject unknown keys and values of the wrong type; empty sections (`target:` and nothing) are dropped."""
-    types, probe = field_types(section), None
+    types = field_types(section)
     for name in list(tree):
         key, value = prefix + name, tree[name]
         if name not in types:
@@ -246,8 +248,7 @@ def _check_section(tree: Tree, section: type, prefix: str) -> None:
                 _check_section(_as_mapping(item, f"{key}.{index}", element), element, f"{key}.{index}.")
         else:
             tree[name] = _as_word(annotation, value)
-            probe = probe if probe is not None else OmegaConf.structured(section)
-            _check_value(probe, name, annotation, tree[name], key)
+            _check_value(section, name, annotation, tree[name], key)
 
 
 def _unknown_key(key: str, name: str, valid: list[str], prefix: str) -> ConfigError:
@@ -279,11 +280,17 @@ def _as_word(annotation: Any, value: Any) -> Any:
     return word if word in kind.__members__ else value
 
 
-def _check_value(probe: Any, name: str, annotation: Any, value: Any, key: str) -> None:
+@functools.cache
+def _probe(section: type, name: str) -> Any:
+    """A structure of this one key alone: merging into the whole section copies all of it."""
+    return OmegaConf.structured(make_dataclass("Probe", [(name, field_types(section)[name], MISSING)]))
+
+
+def _check_value(section: type, name: str, annotation: Any, value: Any, key: str) -> None:
     # OmegaConf takes any number for a truth value; 2 is more likely a slip.
     wrong = without_none(annotation)[0] is bool and isinstance(value, int | float) and value not in (0, 1)
     try:
-        OmegaConf.merge(probe, {name: value})
+        OmegaConf.merge(_probe(section, name), {name: value})
     except (OmegaConfBaseException, TypeError, ValueError):
         wrong = True
     if wrong:
@@ -291,9 +298,14 @@ def _check_value(probe: Any, name: str, annotation: Any, value: Any, key: str) -
         raise ConfigError(key, problem, f"{key} is {type_in_words(annotation)}.")
 
 
+@functools.cache
+def _defaults() -> Any:
+    return OmegaConf.structured(Config)  # 20 ms; a copy takes 3
+
+
 def _convert(tree: Tree) -> Config:
     try:
-        config = OmegaConf.to_object(OmegaConf.unsafe_merge(OmegaConf.structured(Config), tree))
+        config = OmegaConf.to_object(OmegaConf.unsafe_merge(copy.deepcopy(_defaults()), tree))
     except OmegaConfBaseException as error:
         problem = str(error.msg or error).splitlines()[0].rstrip(".")
         raise ConfigError(error.full_key or "configuration", f"{problem}.", "mend the value or its ${...}.") from None
