@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -138,9 +137,15 @@ def _run_campaign(faults: int, seed: int, requests: int, processes: int | None, 
         lines.append(replay_line(shrink(report.scenario)))
         say(console, f"  repeat it with: {lines[-1]}")
     if output is not None:
-        summary = {name: value for name, value in asdict(campaign).items() if name != "violations"}
+        summary = {name: value for name, value in vars(campaign).items() if name != "violations"}
         failures = [{"seed": one.scenario.seed, "violations": one.violations} for one in campaign.violations]
-        report_data = {**summary, "seconds": seconds, "failures": failures, "replay": lines}
+        report_data = {
+            **summary,
+            "num_faults": campaign.num_faults,
+            "seconds": seconds,
+            "failures": failures,
+            "replay": lines,
+        }
         output.write_text(json.dumps(report_data, indent=2) + "\n", encoding="utf-8")
     raise typer.Exit(EXIT_FAILED if campaign.violations else 0)
 

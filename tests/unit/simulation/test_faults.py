@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -76,6 +78,15 @@ def test_a_campaign_strikes_as_often_as_it_is_told() -> None:
     assert campaign.num_faults >= 200
     assert [report.violations for report in campaign.violations] == []
     assert campaign.finished > 100
+
+
+def test_a_campaign_is_written_down(tmp_path: Path) -> None:
+    arguments = ["simulate", "--faults", "40", "--seed", "2", "--requests", "8", "--processes", "1"]
+    done = CliRunner().invoke(app, [*arguments, "--json", str(tmp_path / "out.json")])
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["num_faults"] == sum(report["faults"].values()) >= 40
+    assert report["failures"] == report["replay"] == [] and report["finished"] > 0 and report["seed"] == 2
 
 
 def test_a_failing_scenario_is_shrunk_and_its_line_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
