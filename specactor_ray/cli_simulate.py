@@ -48,6 +48,8 @@ def simulate(
     refuse_below_one({"--faults": faults, "--requests": requests, "--processes": processes, "--count": count})
     if output is not None and output.exists():
         raise InputError(f"--json: {output} exists; name another file")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise InputError(f"--json: there is no folder {output.parent}; make it first")
     if replay is None:
         _run_campaign(faults, seed, requests, processes, output)
     else:
@@ -88,6 +90,8 @@ def parse_scenario(
             raise InputError(f"--kinds: {unknown[0]!r} is not a kind of fault; the kinds are {', '.join(KINDS)}")
         plan = FaultPlan(named, count, scenario.faults.interval_s)
         scenario = replace(scenario, faults=plan, lend="lend" in named, training=training)
+    elif training:
+        raise InputError("--training: needs --kinds; without it the seed decides whether a run trains")
     if interval is not None:
         if not 0.0 < interval < float("inf"):
             raise InputError(f"--interval: {interval} is not a time in seconds above 0")

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +44,7 @@ class TrajectoryWriter:
 
     Args:
         path: The file.
-        resume: Append to what an interrupted run left for it; half a line at its end is dropped.
+        resume: Append to what an interrupted run left for it; half a line at its end is dropped with the first write.
 
     Raises:
         InputError: The file, or what an interrupted run left for it, exists; or it cannot be created. With `resume`:
@@ -53,10 +54,15 @@ class TrajectoryWriter:
     def __init__(self, path: str | Path, resume: bool = False) -> None:
         self.path = Path(path)
         self.partial = partial_of(self.path)
-        self.count = 0
-        """Trajectories in the file."""
+        self.kept = b""
+        """What an interrupted run left: whole lines."""
+        self.keep_empty = resume
+        """Whether a partial file without a line stays: a run that has begun can be continued."""
+        self._torn = False
         self._complete = False
         self._descriptor = self._reopen() if resume else self._claim()
+        self.count = self.kept.count(b"\n")
+        """Trajectories in the file."""
 
     def __enter__(self) -> TrajectoryWriter:
         return self
@@ -75,6 +81,7 @@ class TrajectoryWriter:
         """Append one line. It is in the file when this returns, or not at all (a full disk raises OSError)."""
         # A lone surrogate in a prompt has no UTF-8 form; its backslash escape is what JSON writes for it anyway.
         line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        self._drop_half_a_line()
         begin = os.lseek(self._descriptor, 0, os.SEEK_END)
         # One unbuffered write: a signal between two writes would leave half a line.
         if os.write(self._descriptor, line) < len(line):
@@ -84,18 +91,20 @@ class TrajectoryWriter:
 
     def complete(self) -> None:
         """All trajectories are in the file: give it its name."""
+        self._drop_half_a_line()
         os.fsync(self._descriptor)
         os.rename(self.partial, self.path)
         self._complete = True
 
     def close(self) -> None:
-        """Keep what was written; a partial file without a single line is removed. Harmless when repeated."""
+        """Keep what was written; a partial file without a line is removed if the run never began. Harmless when
+        repeated."""
         if self._descriptor < 0:
             return
+        if not self._complete and self.count == 0 and not self.keep_empty:
+            self.partial.unlink(missing_ok=True)  # while it is still locked
         os.close(self._descriptor)
         self._descriptor = -1
-        if not self._complete and self.count == 0:
-            self.partial.unlink(missing_ok=True)
 
     def _claim(self) -> int:
         try:
@@ -112,7 +121,9 @@ class TrajectoryWriter:
             ) from None
         except OSError as error:
             raise InputError(f"data.output: {self.path} cannot be created ({error.strerror})") from None
-        _lock(descriptor)
+        if not _lock(descriptor):  # somebody continues it already
+            os.close(descriptor)
+            raise InputError(self._in_use())
         # Looked at after the partial file is ours: a run that ended a moment ago has renamed its own by now.
         if os.path.lexists(self.path):
             os.close(descriptor)
@@ -125,27 +136,44 @@ class TrajectoryWriter:
             descriptor = os.open(self.partial, os.O_RDWR)
         except OSError as error:
             raise InputError(f"data.output: {self.partial} cannot be opened ({error.strerror})") from None
-        if not _lock(descriptor):
+        if not _lock(descriptor, tries=5) or not _is_at(descriptor, self.partial):
             os.close(descriptor)
             raise InputError(self._in_use())
-        content = self.partial.read_bytes()
-        os.ftruncate(descriptor, content.rfind(b"\n") + 1)
-        self.count = content.count(b"\n")
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read()
+        self.kept = content[: content.rfind(b"\n") + 1]
+        self._torn = len(self.kept) < len(content)
         return descriptor
+
+    def _drop_half_a_line(self) -> None:
+        if self._torn:
+            os.ftruncate(self._descriptor, len(self.kept))
+            self._torn = False
 
     def _in_use(self) -> str:
         return f"data.output: another run writes {self.partial} now; wait for it or name another file"
 
 
-def _lock(descriptor: int) -> bool:
+def _lock(descriptor: int, tries: int = 1) -> bool:
     """Lock a file for as long as it is open. False if another process has it; true where there are no locks."""
+    for attempt in range(tries):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if attempt < tries - 1:
+                time.sleep(0.02)  # who only looks whether it is locked has it for a moment
+        except OSError:  # a network file system without locks
+            return True
+    return False
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether this path still names the open file: its writer may have renamed it meanwhile."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
         return False
-    except OSError:  # a network file system without locks
-        return True
-    return True
 
 
 def claim_run_folder(config: Config) -> Path:
@@ -158,10 +186,10 @@ def claim_run_folder(config: Config) -> Path:
     folder = Path(config.run.dir).expanduser() / config.run.name
     for name in (CONFIG_FILE, SUMMARY_FILE):
         if (folder / name).exists():
-            raise InputError(
-                f"run.name: {folder} holds an earlier run ({name} is there); choose another name, or continue "
-                "an interrupted run with resume=auto"
-            )
+            fix = "choose another name, or continue an interrupted run with resume=auto"
+            if config.resume == "auto":
+                fix = "there is nothing to continue in it: it is complete, or is no rollout. Choose another name"
+            raise InputError(f"run.name: {folder} holds an earlier run ({name} is there); {fix}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_config(config, folder / CONFIG_FILE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from operator import attrgetter
@@ -12,9 +13,12 @@ from typing import Any
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.schema import SamplingConfig
 from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.rollout.output import CONFIG_FILE, TRAJECTORIES_FILE, is_written_to, partial_of
-from specactor_ray.rollout.prompts import Prompt, read_jsonl
+from specactor_ray.json_text import parse_json
+from specactor_ray.rollout.output import CONFIG_FILE, TRAJECTORIES_FILE, TrajectoryWriter, is_written_to, partial_of
+from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.sampling import derive_seed
+
+logger = logging.getLogger(__name__)
 
 _SAME = (
     "target.model",
@@ -25,6 +29,7 @@ _SAME = (
     *(f"sampling.{field.name}" for field in fields(SamplingConfig)),
 )
 """With another value the outputs would be others."""
+_REMOVE = "Fix: remove the line, or begin a new run under another run.name"
 
 
 def find_unfinished(config: Config) -> Path | None:
@@ -43,46 +48,62 @@ def find_unfinished(config: Config) -> Path | None:
         except ConfigError:
             if config.run.name:
                 raise
+            logger.warning("run %s is passed over: its %s cannot be read", folder.name, CONFIG_FILE)
             continue
-        partial = partial_of(saved.data.output or folder / TRAJECTORIES_FILE)
-        if not partial.exists() or config.data.output not in (None, saved.data.output):
+        output = saved.data.output or folder / TRAJECTORIES_FILE
+        partial = partial_of(output)
+        if not partial.exists():
             continue
+        if config.data.output is not None and not _is_same(config.data.output, output):
+            if not config.run.name:
+                continue
+            problem = f"is {config.data.output!r}, and the interrupted run {folder.name} writes to {str(output)!r}."
+            raise ConfigError("data.output", problem, "leave it out, or begin a new run under another run.name.")
         if config.run.name is None and is_written_to(partial):
+            logger.warning("run %s is passed over: another process writes its trajectories", folder.name)
             continue
         for key in _SAME:
             now, before = attrgetter(key)(config), attrgetter(key)(saved)
             if now != before:
                 problem = f"is {now!r}, and the interrupted run {folder.name} has {before!r}."
-                raise ConfigError(key, problem, "give the same value, or begin a new run with resume=never.")
+                raise ConfigError(key, problem, "give the same value, or begin a new run under another run.name.")
         config.run.name, config.data.output = folder.name, saved.data.output
         return folder
     return None
 
 
-def read_finished(partial: Path, prompts: Sequence[Prompt], config: Config) -> list[dict[str, Any]]:
+def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: Config) -> list[dict[str, Any]]:
     """The trajectories that an interrupted run left, as `Trajectory.to_json` made them.
 
     Raises:
-        InputError: One is malformed, or of other prompts, another seed or a larger group; its line is named.
+        InputError: One is malformed or there twice, or of other prompts, another seed or a larger group; its line is
+            named.
     """
-    rows = {}
-    for number, row in read_jsonl(partial):
+    rows: dict[tuple[int, int], dict[str, Any]] = {}
+    for number, line in enumerate(writer.kept.split(b"\n")[:-1], start=1):
+        where = f"{writer.partial}, line {number}"
         try:
+            row = parse_json(line.decode())
             index, sample = row["prompt_index"], row["sample_index"]
             seed = derive_seed(config.sampling.seed, index, sample)
-            fits = 0 <= index < len(prompts) and 0 <= sample < config.data.n
-            same = fits and row["prompt"] == json.loads(json.dumps(prompts[index])) and row["seed"] == seed
-            _ = row["finish_reason"], len(row["token_ids"])
-        except (KeyError, TypeError) as error:
-            raise InputError(f"{partial}, line {number}: this is no trajectory ({error!r})") from None
-        if not same:
+            known = isinstance(row["finish_reason"], str) and isinstance(row["token_ids"], list)
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise InputError(f"{where}: this is no trajectory ({error!r}). {_REMOVE}") from None
+        if not known or (index, sample) in rows:
+            raise InputError(f"{where}: this is no trajectory, or one that is there twice. {_REMOVE}")
+        fits = 0 <= index < len(prompts) and 0 <= sample < config.data.n
+        if not fits or row["prompt"] != json.loads(json.dumps(prompts[index])) or row["seed"] != seed:
             raise InputError(
-                f"{partial}, line {number}: this trajectory is not one of the {len(prompts)} prompts x {config.data.n} "
-                "samples that were asked for. Fix: use the data.path, data.limit and data.n that the run was started "
-                "with, or begin a new run with resume=never"
+                f"{where}: this trajectory is not one of the {len(prompts)} prompts x {config.data.n} samples that "
+                "were asked for. Fix: use the data.path, data.limit and data.n that the run was started with, or begin "
+                "a new run under another run.name"
             )
         rows[index, sample] = row
     return list(rows.values())
+
+
+def _is_same(first: str | Path, second: str | Path) -> bool:
+    return Path(first).absolute().resolve() == Path(second).absolute().resolve()
 
 
 def _candidates(config: Config) -> Iterator[Path]:

@@ -17,7 +17,7 @@ from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.inline import draft_actors
 from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import ModeName
-from specactor_ray.errors import ConfigError
+from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
@@ -104,14 +104,16 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
     prompts = read_prompts(config.data.path, config.data.limit)
     with sigterm_interrupts():
         unfinished = find_unfinished(config) if config.resume == "auto" else None
+        if config.data.output is not None:  # whoever continues the run may be in another folder
+            config.data.output = str(Path(config.data.output).absolute())
         folder = unfinished or claim_run_folder(config)
         try:
             output = config.data.output or folder / TRAJECTORIES_FILE
             with TrajectoryWriter(output, resume=unfinished is not None) as writer:
                 there: list[dict[str, Any]] = []
                 if unfinished:
-                    there = read_finished(writer.partial, prompts, config)
-                    save_config(config, folder / CONFIG_FILE)
+                    there = read_finished(writer, prompts, config)
+                    _save_again(config, folder)
                 return _run(config, prompts, folder, writer, there, console)
         except BaseException as error:
             if not unfinished and not (folder / SUMMARY_FILE).exists():
@@ -119,6 +121,13 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
             if isinstance(error, KeyboardInterrupt):
                 say(console, f"{interruption(error)}: ended before it began, nothing was written")
             raise
+
+
+def _save_again(config: Config, folder: Path) -> None:
+    try:
+        save_config(config, folder / CONFIG_FILE)
+    except OSError as error:
+        raise InputError(f"run.dir: {folder} cannot be written to ({error.strerror})") from None
 
 
 def _run(
@@ -145,6 +154,7 @@ def _run(
         tally.add(row)
     started, summary = time.strftime("%Y-%m-%dT%H:%M:%S%z"), {}
     with Rollout(config) as rollout:
+        writer.keep_empty = True
         start_seconds = time.monotonic() - begin
         _announce(rollout, console)
         begin = time.monotonic()

@@ -204,7 +204,7 @@ class TestWriter:
         partial = tmp_path / "out.jsonl.partial"
         partial.write_text('{"n": 0}\n{"n": 1}\n{"n"')
         with TrajectoryWriter(tmp_path / "out.jsonl", resume=True) as writer:
-            assert writer.count == 2
+            assert writer.count == 2 and partial.read_text().endswith('{"n"'), "not before something is written"
             writer.write({"n": 2})
         assert partial.read_text() == '{"n": 0}\n{"n": 1}\n{"n": 2}\n'
 
@@ -371,6 +371,10 @@ class TestRun:
         [
             ({"sampling": {"temperature": 0.5}}, r"sampling.temperature: is 0.5, and the interrupted run r has 1.0"),
             ({"target": {"model": "m"}}, r"target.model: is 'm', and the interrupted run r has 'smollm2-135m'"),
+            (
+                {"output": "elsewhere.jsonl"},
+                r"data.output: is '.*elsewhere.jsonl', and the interrupted run r",
+            ),
             ({"limit": 1}, r"line 1: this trajectory is not one of the 1 prompts x 1 samples"),
             ({"path": "others.txt"}, r"line 1: this trajectory is not one of the 3 prompts"),
             ({"resume": "somewhere"}, r"resume: is 'somewhere'. Fix: a rollout takes auto or never"),
@@ -384,12 +388,46 @@ class TestRun:
             self.run(trajectory(1), **{"resume": "auto", **changed})
         assert {path: path.read_bytes() for path in Path("runs/r").iterdir()} == before
 
-    def test_what_is_no_trajectory_is_named(self) -> None:
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            '{"prompt_index": 1}\n',
+            "my notes\nwithout an end",
+            "[]\n",
+            '{"prompt_index": 1, "sample_index": 0, "finish_reason": [], "token_ids": []}\n',
+            "",
+        ],
+    )
+    def test_what_is_no_trajectory_is_named_and_stays(self, damage: str) -> None:
         self.run(trajectory(2), KeyboardInterrupt())
         partial = Path("runs/r/trajectories.jsonl.partial")
-        partial.write_text(partial.read_text() + '{"prompt_index": 1}\n')
-        with pytest.raises(InputError, match=r"partial, line 2: this is no trajectory \(KeyError\('sample_index'\)\)"):
+        partial.write_text(partial.read_text() + (damage or partial.read_text()))
+        before = {path: path.read_bytes() for path in Path("runs/r").iterdir()}
+        with pytest.raises(InputError, match=r"partial, line 2: this is no trajectory.* Fix: remove the line"):
             self.run(trajectory(1), resume="auto")
+        assert {path: path.read_bytes() for path in Path("runs/r").iterdir()} == before
+
+    def test_a_run_without_a_finished_trajectory_is_continued_too(self) -> None:
+        self.run(KeyboardInterrupt())
+        partial = Path("runs/r/trajectories.jsonl.partial")
+        assert partial.read_bytes() == b""
+        partial.write_text("half a line")
+        with pytest.raises(ClusterError):
+            self.run(ClusterError("no Ray cluster answers"), resume="auto")
+        assert partial.read_text() == "half a line"
+        outcome = self.run(*map(trajectory, range(3)), resume="auto")
+        assert outcome.summary["resumed"] == 0 and len(outcome.trajectories.read_text().splitlines()) == 3
+        with pytest.raises(InputError, match="there is nothing to continue in it: it is complete"):
+            self.run(trajectory(0), resume="auto")
+
+    def test_an_output_elsewhere_is_found_again_from_another_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run(trajectory(2), KeyboardInterrupt(), output="out.jsonl")
+        home = Path.cwd()
+        (home / "other").mkdir()
+        monkeypatch.chdir(home / "other")
+        (home / "other" / "runs").symlink_to(home / "runs")
+        outcome = self.run(trajectory(0), trajectory(1), resume="auto")
+        assert outcome.trajectories == home / "out.jsonl" and outcome.summary["resumed"] == 1
 
 
 class TestProgress:

@@ -117,6 +117,8 @@ def test_a_failing_scenario_is_shrunk_and_its_line_repeats_it(monkeypatch: pytes
         (["--replay", "1", "--kinds", "kill everything"], "'kill everything' is not a kind of fault"),
         (["--replay", "1", "--layout", "2,2"], "--layout: '2,2' is not verifiers,drafters,nodes,mode"),
         (["--replay", "1", "--layout", "2,2,3,fast"], "--layout: 'fast' is not a mode"),
+        (["--replay", "1", "--training"], "--training: needs --kinds"),
+        (["--json", "no/such/folder/x.json"], "--json: there is no folder no/such/folder"),
         (["--replay", "1", "--interval", "0"], "--interval: 0.0 is not a time"),
     ],
 )
