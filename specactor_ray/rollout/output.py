@@ -12,12 +12,12 @@ import fcntl
 import json
 import os
 import secrets
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from specactor_ray.clock import SYSTEM
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
@@ -162,7 +162,7 @@ def _lock(descriptor: int, tries: int = 1) -> bool:
             return True
         except BlockingIOError:
             if attempt < tries - 1:
-                time.sleep(0.02)  # who only looks whether it is locked has it for a moment
+                SYSTEM.sleep(0.02)  # who only looks whether it is locked has it for a moment
         except OSError:  # a network file system without locks
             return True
     return False
