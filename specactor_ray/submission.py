@@ -110,7 +110,7 @@ def read_runtime_env(path: Path | None) -> dict[str, Any]:
 
 
 def _submit(client: Any, entrypoint: str, environment: dict[str, Any]) -> str:
-    """Submit, and again while a cluster that has only just started has nobody yet to run the job."""
+    """Submit; retry while a newly started cluster has no agent to run the job."""
     deadline = time.monotonic() + _AGENT_TIMEOUT_S
     while True:
         try:

@@ -24,6 +24,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.errors import ActorLostError, RemoteError, SpecActorError
 from specactor_ray.training.trainer_ranks import TrainerRanks
 from tests.hand_transport import LocalObjects
+from tests.ports import free_port
 
 HEARTBEAT = "heartbeat"
 _forks = multiprocessing.get_context("forkserver")
@@ -108,7 +109,7 @@ def serve_rank(work: Connection, heartbeat: Connection) -> None:
                 answer: Any = getattr(actor, method)(*arguments)
             except SpecActorError as error:
                 answer = error
-            except Exception as error:  # noqa: BLE001 - as an actor, which goes on
+            except Exception as error:  # noqa: BLE001 - an actor survives it too
                 answer = RemoteError(f"{method}: {type(error).__name__}: {error}")
             pipe.send_bytes(pickle.dumps((number, answer)))
 
@@ -145,14 +146,6 @@ class ForkedRanks(TrainerRanks):
         super().close()
         for process in self.processes:
             process.end()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_forked(function: Callable[..., None], *arguments: Any) -> None:

@@ -48,7 +48,6 @@ def _section_class(annotation: Any) -> type:
 
 
 @functools.cache
-@functools.cache
 def field_types(config_class: type) -> Mapping[str, Any]:
     """Field name → resolved annotation."""
     return typing.get_type_hints(config_class)

@@ -201,7 +201,7 @@ class DraftLoop:
         return bool(self._with_learning(lambda learning: learning.learn()))
 
     def _with_learning(self, do: Callable[[IdleLearning], Any]) -> Any:
-        """Learning that fails ends for good, and drafting goes on as if there had been none."""
+        """If learning fails, it stops for good and drafting continues without it."""
         if self._learning is None:
             return None
         try:
@@ -209,7 +209,7 @@ class DraftLoop:
         except Exception:
             self.counters.failures += 1
             self._learning = None
-            logger.exception("%s: learning failed and has ended; drafting goes on", self.drafter_id)
+            logger.exception("%s: learning failed and has stopped; drafting continues", self.drafter_id)
             return None
 
     def _extend(self) -> Sequence[str]:

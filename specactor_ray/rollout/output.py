@@ -188,14 +188,22 @@ def claim_run_folder(config: Config) -> Path:
         if (folder / name).exists():
             fix = "choose another name, or continue an interrupted run with resume=auto"
             if config.resume == "auto":
-                fix = "there is nothing to continue in it: it is complete, or is no rollout. Choose another name"
+                fix = "there is nothing to continue in it: it is complete, or of another command. Choose another name"
             raise InputError(f"run.name: {folder} holds an earlier run ({name} is there); {fix}")
+    save_run_config(config, folder)
+    return folder
+
+
+def save_run_config(config: Config, folder: Path) -> None:
+    """Write the resolved configuration into a run's folder, which is made if need be.
+
+    Raises:
+        InputError: The folder cannot be written to.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         save_config(config, folder / CONFIG_FILE)
     except OSError as error:
         raise InputError(f"run.dir: {folder} cannot be written to ({error.strerror})") from None
-    return folder
 
 
 def discard_run_folder(folder: Path) -> None:

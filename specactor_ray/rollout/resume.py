@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -92,7 +91,7 @@ def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: C
         if not known or (index, sample) in rows:
             raise InputError(f"{where}: this is no trajectory, or one that is there twice. {_REMOVE}")
         fits = 0 <= index < len(prompts) and 0 <= sample < config.data.n
-        if not fits or row["prompt"] != json.loads(json.dumps(prompts[index])) or row["seed"] != seed:
+        if not fits or row["prompt"] != prompts[index] or row["seed"] != seed:
             raise InputError(
                 f"{where}: this trajectory is not one of the {len(prompts)} prompts x {config.data.n} samples that "
                 "were asked for. Fix: use the data.path, data.limit and data.n that the run was started with, or begin "
@@ -103,7 +102,7 @@ def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: C
 
 
 def _is_same(first: str | Path, second: str | Path) -> bool:
-    return Path(first).absolute().resolve() == Path(second).absolute().resolve()
+    return Path(first).resolve() == Path(second).resolve()
 
 
 def _candidates(config: Config) -> Iterator[Path]:

@@ -15,19 +15,18 @@ from rich.console import Console
 
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.inline import draft_actors
-from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import ModeName
-from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.errors import ConfigError
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.output import (
-    CONFIG_FILE,
     SUMMARY_FILE,
     TRAJECTORIES_FILE,
     TrajectoryWriter,
     claim_run_folder,
     discard_run_folder,
+    save_run_config,
     write_json,
 )
 from specactor_ray.rollout.prompts import Prompt, read_prompts
@@ -113,7 +112,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
                 there: list[dict[str, Any]] = []
                 if unfinished:
                     there = read_finished(writer, prompts, config)
-                    _save_again(config, folder)
+                    save_run_config(config, folder)
                 return _run(config, prompts, folder, writer, there, console)
         except BaseException as error:
             if not unfinished and not (folder / SUMMARY_FILE).exists():
@@ -121,13 +120,6 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
             if isinstance(error, KeyboardInterrupt):
                 say(console, f"{interruption(error)}: ended before it began, nothing was written")
             raise
-
-
-def _save_again(config: Config, folder: Path) -> None:
-    try:
-        save_config(config, folder / CONFIG_FILE)
-    except OSError as error:
-        raise InputError(f"run.dir: {folder} cannot be written to ({error.strerror})") from None
 
 
 def _run(

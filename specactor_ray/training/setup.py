@@ -94,7 +94,7 @@ def max_prompt_tokens(config: Config) -> int:
 
 
 def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], console: Console) -> None:
-    """Say what is about to run, from where it goes on, and what memory it will take."""
+    """Print what will run, the checkpoint it continues from, and the memory it will use."""
     for item in memory:
         say(console, f"memory: {item.owner}, {item.what}: {gib(item.num_bytes)}")
     samples = config.trainer.prompts_per_step * config.data.n

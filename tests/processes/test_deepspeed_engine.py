@@ -16,7 +16,8 @@ from specactor_ray.errors import InputError
 from specactor_ray.learner.engines import deepspeed_engine as engines
 from specactor_ray.learner.progress import Progress
 from specactor_ray.learner.saving import PartWriter
-from tests.forked_ranks import free_port, run_forked
+from tests.forked_ranks import run_forked
+from tests.ports import free_port
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 

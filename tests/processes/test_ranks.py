@@ -60,7 +60,7 @@ def run(
     with ForkedRanks(config, checkpoint) as ranks:
         for step in steps:
             metrics = ranks.update(make_samples(8, seed=step), step, step)
-            if heads is not None and step == 0:  # the policy's own training goes on undisturbed
+            if heads is not None and step == 0:  # which does not disturb the policy's own training
                 taught = ranks.teach_drafter(make_samples(8, seed=step), step)
                 assert taught is not None and taught.version > 1
                 assert ranks.teach_drafter([], step + 1) is None, "nothing to learn from"

@@ -1,4 +1,4 @@
-"""The tail of a rollout: requests are moved to verifiers that fall free, and the seats of the others are lent.
+"""The tail of a rollout: requests are moved to idle verifiers, and the seats of the others are lent.
 
 One run of two verifiers with a core each serves all tests; its draft method has no seat of its own.
 """
@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="every verifier is bound to a core of its own"),
 ]
 CONTEXT = 4096
-"""Room for an output that goes on for longer than a draft actor takes to start."""
+"""Room for an output that takes longer than a draft actor takes to start."""
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def oracle(target: Path) -> Oracle:
 
 
 def prompt(number: int, output: int | None) -> list[int]:
-    """A prompt after which there is room in the context for so many output tokens; None: for as many as one wants."""
+    """A prompt that leaves room in the context for this many output tokens; None: a short prompt."""
     (ids,) = tiny_prompt_ids(1, seed=number)
     room = CONTEXT - (output or 0)
     return list(ids) if output is None else (list(ids) * (room // len(ids) + 1))[:room]
