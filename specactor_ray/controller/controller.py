@@ -132,7 +132,8 @@ class Controller:
         Raises:
             ClusterError: There is no room; demand and supply are shown. Nothing is left running.
             UserError: As an actor raised it, such as a `ModelLoadError`. Nothing is left running.
-            SpecActorError: An actor died or did not start in time. Nothing is left running.
+            SpecActorError: An actor did not start, or not in time, or verifiers that had started died again and
+                again. Nothing is left running.
         """
         with self._lock:
             begins, self._is_starting = not self._is_starting, True
@@ -264,11 +265,13 @@ class Controller:
 
     def _await_first(self) -> None:
         while True:
-            observed = self._observe()
-            for action in decide(self._desired, observed, self._clock.now(), self._policy):
-                if isinstance(action, Remove):
+            actions = decide(self._desired, self._observe(), self._clock.now(), self._policy)
+            for action in actions:
+                if isinstance(action, Remove) and self._ends_start(self._members[action.actor_id]):
                     error = self._members[action.actor_id].error
                     raise error or SpecActorError(f"{action.actor_id}: {action.reason}")
+            self._apply(actions)
+            self._settle_pending()
             if all(member.phase is Phase.READY for member in self._members.values()):
                 self._weights.tell(self._members.values(), self._clock.now())
                 self._publish()
@@ -276,6 +279,14 @@ class Controller:
                 return
             if self._stopping.wait(0.05):
                 raise SpecActorError("the run was shut down while it started")
+
+    def _ends_start(self, member: Member) -> bool:
+        """Whether the loss of this member ends the start: who had started before is replaced, as later on, but
+        verifiers only so often."""
+        if not member.was_ready:
+            return True
+        record = self._failures.get(VERIFIER, FailureRecord())
+        return member.key == VERIFIER and record.quick + 1 >= self._policy.max_start_failures
 
     # ---- observe, decide, apply ----
 
