@@ -15,8 +15,8 @@ from specactor_ray.messages import Finished, Progress, Refused, RequestStats, Sa
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.kernel import Kernel
-from specactor_ray.simulation.models import true_output, true_token
 from specactor_ray.simulation.network import Network, Reference, VirtualActor
+from specactor_ray.simulation.text import true_output, true_token
 from specactor_ray.targets.base import TargetRequest
 from tests.virtual import Bench
 

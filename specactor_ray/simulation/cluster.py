@@ -10,9 +10,10 @@ from specactor_ray.cluster.backend import Reaper
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.placement import Demand, NodeSupply, Placement, Share
 from specactor_ray.cluster.processes import ProcessFacts
+from specactor_ray.simulation.host import SimulatedHost
 from specactor_ray.simulation.kernel import VirtualClock
-from specactor_ray.simulation.models import SimulatedHost, World
 from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
+from specactor_ray.simulation.world import World
 
 LINGER_S = (0.0, 1.5)
 """How long a process takes to end after it was told to."""
@@ -34,16 +35,23 @@ class Machines:
     nodes: list[Node]
     groups: list[Group] = field(default_factory=list)
 
-    def free(self, node: Node) -> float:
-        taken = sum(group.demand.cpus for group in self.groups if group.node is node)
-        return node.cpus - taken if node.alive else 0.0
+    def free(self, node: Node) -> tuple[float, float]:
+        """CPUs and GPUs of a node that nobody has."""
+        if not node.alive:
+            return 0.0, 0.0
+        here = [group.demand for group in self.groups if group.node is node]
+        return node.cpus - sum(demand.cpus for demand in here), node.gpus - sum(demand.gpus for demand in here)
 
     def place(self, group: Group) -> None:
         """Give the group a node that has room, if it has none that lives."""
         if group.node is not None and group.node.alive:
             return
         group.node = None
-        group.node = next((node for node in self.nodes if self.free(node) >= group.demand.cpus), None)
+        group.node = next((node for node in self.nodes if self._has_room(node, group.demand)), None)
+
+    def _has_room(self, node: Node, demand: Demand) -> bool:
+        cpus, gpus = self.free(node)
+        return node.alive and cpus >= demand.cpus and gpus >= demand.gpus
 
 
 class VirtualReaper:
@@ -104,7 +112,12 @@ class VirtualBackend:
 
     def supply(self) -> Sequence[NodeSupply]:
         return [
-            NodeSupply(node.name, node.name, {"CPU": node.cpus}, {"CPU": self.machines.free(node)})
+            NodeSupply(
+                node.name,
+                node.name,
+                {"CPU": node.cpus, "GPU": node.gpus},
+                dict(zip(("CPU", "GPU"), self.machines.free(node), strict=True)),
+            )
             for node in self.machines.nodes
             if node.alive
         ]

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from time import thread_time
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -45,6 +46,8 @@ class Process:
     """Factor of the durations of `work`."""
     dead: bool = False
     frozen: bool = False
+    spent_s: float = 0.0
+    """Real seconds that its code ran, where the kernel measures it."""
     held: list[tuple[Task, int]] = field(default_factory=list)
     """Tasks that became ready while it was frozen."""
 
@@ -89,6 +92,7 @@ class Kernel:
         self._number = self._tasks = self._reads = 0
         self._hub = getcurrent()
         self._trace = trace
+        self._measures, self._resumed_at = False, 0.0
         self._alive: dict[Task, None] = {}
         self._dead: list[Task] = []
         """Kept, so that no `finally` of a killed process runs in the middle of the simulation."""
@@ -172,6 +176,17 @@ class Kernel:
         for task, wake_id in held:
             self._push(self.now, task, wake_id)
 
+    def measure(self) -> None:
+        """From now on, measure what the code of each process really takes."""
+        self._measures = True
+
+    def take_spent(self, process: Process) -> float:
+        """Real seconds that the code of the running process took since the last call."""
+        now = thread_time()
+        spent, process.spent_s = process.spent_s + now - self._resumed_at, 0.0
+        self._resumed_at = now
+        return spent
+
     # ---- the loop ----
 
     def run(self, until: float = float("inf"), done: Callable[[], bool] = lambda: False) -> None:
@@ -239,7 +254,12 @@ class Kernel:
         self._count(task.label, task.name)
         self._running = task
         assert task.coroutine is not None
-        task.coroutine.switch()
+        if self._measures:
+            self._resumed_at = thread_time()
+            task.coroutine.switch()
+            task.process.spent_s += thread_time() - self._resumed_at
+        else:
+            task.coroutine.switch()
         self._running = None
 
     def _ready(self, task: Task, wake_id: int) -> None:

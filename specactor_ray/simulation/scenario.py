@@ -3,29 +3,24 @@ checks of what must hold whatever happened."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor_ray.actors.draft import DraftActor
-from specactor_ray.actors.verifier import VerifierActor
-from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.controller import Controller
-from specactor_ray.controller.members import ActorClasses
 from specactor_ray.errors import ActorLostError, ConfigError, SpecActorError
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.run_client import RunClient
-from specactor_ray.simulation.cluster import LINGER_S, Machines, VirtualBackend
+from specactor_ray.simulation.cluster import LINGER_S
 from specactor_ray.simulation.faults import FaultPlan, Injector
-from specactor_ray.simulation.kernel import Kernel, Process, SimulationError, VirtualClock
-from specactor_ray.simulation.models import World, true_output
-from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
+from specactor_ray.simulation.kernel import SimulationError
+from specactor_ray.simulation.network import Node
+from specactor_ray.simulation.run import VirtualRun
+from specactor_ray.simulation.text import HashedText, true_output
 from specactor_ray.simulation.training import Training
+from specactor_ray.simulation.world import World
 
 _STANDSTILL_S = 300.0
 """Virtual seconds without any progress after which a run has failed to end."""
@@ -123,24 +118,15 @@ def make_config(scenario: Scenario) -> Config:
     )
 
 
-class Simulation:
+class Simulation(VirtualRun):
     """Sets a scenario up, runs it and checks it."""
 
     def __init__(self, scenario: Scenario, trace: Callable[[float, str], None] | None = None) -> None:
         self.scenario, self.report = scenario, Report(scenario)
         self.rng = random.Random(f"scenario {scenario.seed}")
-        self.kernel = Kernel(scenario.seed, trace)
-        self.network = Network(self.kernel, random.Random(f"network {scenario.seed}"))
-        self.world = World(skill={"ngram": self.rng.uniform(0.1, 0.9), "draft_model": self.rng.uniform(0.1, 0.9)})
-        self.machines = Machines([Node(f"node-{index}", cpus=8.0) for index in range(scenario.nodes)])
-        self.head = Node("head", cpus=0.0)
-        self.config = make_config(scenario)
-        self.driver = VirtualActor("driver", self.head, self._process("driver"))
-        self.clock = VirtualClock(self.kernel, self.driver.process)
-        self.calls = Calls(VirtualTransport(self.network, self.driver), self.clock)
-        self.backend: VirtualBackend | None = None
-        self._suffixes = itertools.count()
-        self.clients: list[RunClient] = []
+        skill = {method: self.rng.uniform(0.1, 0.9) for method in ("ngram", "draft_model")}
+        nodes = [Node(f"node-{index}", cpus=8.0) for index in range(scenario.nodes)]
+        super().__init__(make_config(scenario), World(HashedText(skill)), nodes, scenario.seed, trace)
         self.done = False
         self.version = 0
         self.injector = Injector(self, scenario.faults)
@@ -188,20 +174,10 @@ class Simulation:
     # ---- the driver ----
 
     def start_run(self) -> None:
-        """Start a controller and whom it needs. Faults wait until that is done: a start may fail, and says so."""
+        """Faults wait until all have started: a start may fail, and says so."""
         self.injector.pause()
-        self.controller = self.network.start_actor("controller", self.head, self._make_controller, 0.1)
-        self.calls.ask(self.controller, "start", deadline_s=300.0)
-        self.client = RunClient(self.config, self.controller, self.calls)
-        self.clients.append(self.client)
+        super().start_run()
         self.injector.resume()
-
-    def end_run(self) -> None:
-        """End whatever lives, as Ray does when the driver is gone."""
-        assert self.backend is not None
-        for actor in self.network.actors:
-            self.network.kill(actor)
-        self.machines.groups.clear()
 
     def _drive(self) -> None:
         if self.scenario.training:
@@ -226,11 +202,6 @@ class Simulation:
             self._check_loss(error)
         self.injector.heal()
         self._shut_down()
-
-    def _make_controller(self, actor: VirtualActor) -> Controller:
-        self.backend = VirtualBackend(self.network, self.machines, actor, self.world, self._suffixes)
-        classes = ActorClasses(VerifierActor, DraftActor)
-        return Controller(self.config, "sim", classes, backend=self.backend)
 
     def _round(self, number: int) -> None:
         """New weights, then a stream; what the plan says is done beside them."""
@@ -364,9 +335,6 @@ class Simulation:
                 self.fail(f"after the shutdown these live: {left}")
             if self.machines.groups:
                 self.fail(f"after the shutdown {len(self.machines.groups)} placement groups stand")
-
-    def _process(self, name: str) -> Process:
-        return Process(name, offset_s=self.rng.uniform(0.0, 1e5))
 
 
 def simulate(scenario: Scenario, trace: Callable[[float, str], None] | None = None) -> Report:

@@ -22,8 +22,8 @@ from specactor_ray.learner.saving import PartWriter, SavedPart
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.simulation.kernel import VirtualClock
-from specactor_ray.simulation.models import true_output
 from specactor_ray.simulation.network import VirtualActor, VirtualTransport
+from specactor_ray.simulation.text import true_output
 from specactor_ray.training.checkpoint import CheckpointStore, TrainState
 from specactor_ray.training.outcome import TrainOutcome
 from specactor_ray.training.saver import Saver

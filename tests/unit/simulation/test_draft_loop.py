@@ -7,7 +7,8 @@ from collections.abc import Callable
 from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.messages import DraftOpen, SamplingParams
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
-from specactor_ray.simulation.models import SimulatedProposer, World
+from specactor_ray.simulation.proposers import SimulatedProposer
+from specactor_ray.simulation.world import World
 
 
 class Broken(SimulatedProposer):

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from specactor_ray.cli import app
 from specactor_ray.controller.state import Policy, VerifierSpec
 from specactor_ray.simulation.campaign import replay_line, run_campaign, shrink
+from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.faults import KINDS, OF_TRAINING, SCHEDULED, FaultPlan, Injector
-from specactor_ray.simulation.models import SimulatedEngine, SimulatedHost
+from specactor_ray.simulation.host import SimulatedHost
 from specactor_ray.simulation.network import VirtualActor
 from specactor_ray.simulation.scenario import Scenario, Simulation, simulate
 

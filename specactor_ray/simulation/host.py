@@ -1,0 +1,57 @@
+"""The `ActorHost` of a simulated process: models that take virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
+from specactor_ray.cluster.calls import Calls
+from specactor_ray.config.schema import HISTORY_METHODS, DrafterConfig, TargetConfig
+from specactor_ray.controller.state import VerifierSpec
+from specactor_ray.drafters.base import Proposer
+from specactor_ray.drafters.registry import build_proposer
+from specactor_ray.messages import WeightSet
+from specactor_ray.simulation.engine import SimulatedEngine
+from specactor_ray.simulation.kernel import VirtualClock
+from specactor_ray.simulation.network import Network, VirtualActor, VirtualTransport
+from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
+from specactor_ray.simulation.text import RecordedText
+from specactor_ray.simulation.world import World
+
+
+class SimulatedHost(ActorHost):
+    """What a simulated process offers its actor."""
+
+    def __init__(self, network: Network, actor: VirtualActor, world: World) -> None:
+        self._network, self._actor, self._world = network, actor, world
+        self._clock = VirtualClock(network.kernel, actor.process)
+        self.calls = Calls(VirtualTransport(network, actor), self._clock)
+        self.engine: SimulatedEngine | None = None
+
+    def configure(self, actor_id: str, cores: Sequence[int], log_level: str, spins: int = 0) -> None:
+        pass
+
+    def facts(self) -> dict[str, object]:
+        return {"pid": 0, "cores": []}
+
+    def build_engine(self, spec: VerifierSpec) -> SimulatedEngine:
+        world, target = self._world, spec.target
+        self._clock.work(world.times.load_s)
+        cache_tokens = world.cache_tokens
+        self.engine = SimulatedEngine(
+            self._actor, self._clock, self._network, world, target.max_batch, target.max_step_tokens, cache_tokens
+        )
+        return self.engine
+
+    def build_proposer(self, drafter: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
+        """What lookups find in a recorded text is found for real."""
+        world, clock, name = self._world, self._clock, self._actor.name
+        clock.work(world.times.load_s)
+        if drafter.method in HISTORY_METHODS and isinstance(world.text, RecordedText):
+            return TimedProposer(build_proposer(drafter, target, device), clock, world, name)
+        return SimulatedProposer(name, drafter.method, clock, world, self._network.rng.random)
+
+    def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
+        self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)
+        return {}

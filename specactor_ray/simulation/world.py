@@ -1,0 +1,143 @@
+"""What the models of one simulation share: text, durations, exceptions, and a record of who was busy when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from specactor_ray.simulation.kernel import Kernel, Process
+from specactor_ray.simulation.text import HashedText, Text
+
+
+class StepTime(Protocol):
+    """How long a forward takes; see `roofline.StepCost`."""
+
+    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
+        """Seconds of a forward over `positions` tokens of `rows` requests and `prefill_tokens` of prompts; the requests
+        have `context_tokens` tokens in the cache together."""
+
+
+@dataclass(frozen=True)
+class LinearTime:
+    """So much for the forward itself, and for each position."""
+
+    forward_s: float
+    position_s: float = 0.0
+
+    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
+        return self.forward_s + self.position_s * (positions + prefill_tokens)
+
+
+@dataclass(frozen=True)
+class PythonTime:
+    """What our own Python takes, beside forwards: a set figure per row.
+
+    `verify_row_s` of a verify step where drafts are used, `plain_row_s` where they are not, `draft_row_s` of a draft
+    step, `draft_token_s` of a token that a lookup finds.
+    """
+
+    verify_row_s: float = 0.0
+    plain_row_s: float = 0.0
+    draft_row_s: float = 0.0
+
+    def verify_s(self, process: Process, rows: int, speculates: bool) -> float:
+        """Seconds to charge for one verify step."""
+        return rows * (self.verify_row_s if speculates else self.plain_row_s)
+
+    def draft_s(self, process: Process, rows: int) -> float:
+        """Seconds to charge for one draft step."""
+        return rows * self.draft_row_s
+
+    def begin(self, process: Process) -> None:
+        """What the process does from now on counts."""
+
+
+class MeasuredPython(PythonTime):
+    """What our own Python really took on this machine since the last step, for the whole process.
+
+    Args:
+        kernel: Measures each process while its code runs.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
+        object.__setattr__(self, "_kernel", kernel)
+        kernel.measure()
+
+    _kernel: Kernel
+
+    def verify_s(self, process: Process, rows: int, speculates: bool) -> float:
+        return self._kernel.take_spent(process)
+
+    def draft_s(self, process: Process, rows: int) -> float:
+        return self._kernel.take_spent(process)
+
+    def begin(self, process: Process) -> None:
+        self._kernel.take_spent(process)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Durations of what is not a step, in seconds."""
+
+    load_s: float = 0.5
+    """Loading a model, of verifiers and draft actors."""
+    sync_s: float = 0.5
+    """Taking over new weights."""
+    sleep_s: float = 0.0
+    """Giving up the cache, and taking it back."""
+
+
+@dataclass(frozen=True)
+class DraftTime:
+    """How long a draft method takes."""
+
+    forward: StepTime
+    """Of one forward, which drafts one token for each of its rows; of a lookup, which drafts whole tails, the seconds
+    of `positions` tokens found."""
+    is_lookup: bool = False
+
+
+class Record:
+    """Who was busy when. This one keeps nothing."""
+
+    def span(self, actor: str, what: str, begin: float, end: float, rows: int, positions: int) -> None:
+        """An actor did something from `begin` to `end` (of its clock)."""
+
+    def streams(self, actor: str, count: int, context_tokens: int) -> None:
+        """A drafter follows so many requests, with so many tokens in all."""
+
+
+@dataclass
+class World:
+    """What the models know and their users do not."""
+
+    text: Text = field(default_factory=HashedText)
+    target: StepTime = LinearTime(0.02, 0.0002)
+    drafting: Mapping[str, DraftTime] = field(default_factory=dict)
+    """Draft method → how long it takes; others take 4 ms a forward."""
+    python: PythonTime = PythonTime()
+    times: Times = Times()
+    speculates: bool = True
+    """Verifiers use drafts."""
+    cache_tokens: float = float("inf")
+    """Of each verifier."""
+    max_model_len: int = 100_000
+    record: Record = field(default_factory=Record)
+    poison: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Seed of a request → how it breaks its engine (`crash` or `wedge`) and at which output position."""
+    wedged: set[str] = field(default_factory=set)
+    """Verifiers whose engine does not come back from its next step."""
+    busy: set[str] = field(default_factory=set)
+    """Verifiers that are in a step."""
+    corrupt: set[str] = field(default_factory=set)
+    """Draft actors that draft nonsense."""
+    version_of: dict[int, int] = field(default_factory=dict)
+    """Seed of a request → version of the weights it runs with."""
+
+    def draft_time(self, method: str) -> DraftTime:
+        return self.drafting.get(method) or _USUAL
+
+
+_USUAL = DraftTime(LinearTime(0.004))
