@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, make_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import MISSING, OmegaConf
@@ -31,6 +31,7 @@ from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError
 
 Tree = dict[str, Any]
+S = TypeVar("S")
 _FROM_ENVIRONMENT = "_from_environment"
 """Attribute of a loaded configuration, and of copies of it: see `from_environment`."""
 
@@ -56,14 +57,29 @@ def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
     Raises:
         ConfigError: As for `load_config`.
     """
-    tree = _to_tree(settings)
-    for item in overrides:
-        _apply_override(tree, item)
-    _check_section(tree, Config, "")
-    config = _convert(tree)
+    tree = _checked_tree(settings, overrides, Config)
+    config = _convert(tree, Config)
     validate(config)
     setattr(config, _FROM_ENVIRONMENT, from_environment(tree, config))
     return config
+
+
+def load_as(schema: type[S], source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> S:
+    """Like `load_config`, for another schema: a dataclass of such sections. Relations between keys are not checked.
+
+    Raises:
+        ConfigError: As for `load_config`.
+    """
+    settings = _read_yaml(source) if isinstance(source, Path) else source
+    return _convert(_checked_tree(settings, overrides, schema), schema)
+
+
+def _checked_tree(settings: Mapping[str, Any], overrides: Sequence[str], schema: type) -> Tree:
+    tree = _to_tree(settings)
+    for item in overrides:
+        _apply_override(tree, item, schema)
+    _check_section(tree, schema, "")
+    return tree
 
 
 def to_yaml(config: Config) -> str:
@@ -151,7 +167,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _apply_override(tree: Tree, item: str) -> None:
+def _apply_override(tree: Tree, item: str, schema: type) -> None:
     """Set one `key=value` in the tree; mappings are merged into the section that is there."""
     key, separator, text = item.partition("=")
     key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
@@ -159,7 +175,7 @@ def _apply_override(tree: Tree, item: str) -> None:
         raise ConfigError(item, "an override without `=`.", f"write {item}=VALUE, or {item}=null to unset it.")
     if not all(key.split(".")):
         raise ConfigError(item, "an override without a key.", "write SECTION.KEY=VALUE.")
-    holder, last = _holder_of(tree, key.split("."))
+    holder, last = _holder_of(tree, key.split("."), schema)
     value = _override_value(key, text)
     old = holder[last]
     holder[last] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
@@ -183,7 +199,7 @@ def _merged(old: Tree, new: Tree) -> Tree:
     return merged
 
 
-def _holder_of(tree: Tree, parts: list[str]) -> tuple[Any, Any]:
+def _holder_of(tree: Tree, parts: list[str], schema: type) -> tuple[Any, Any]:
     """The dict or list that holds the last part of a key, and that part as its key or index. Sections that the
     user has not written yet are made; list elements are not."""
     node: Any = tree
@@ -194,7 +210,7 @@ def _holder_of(tree: Tree, parts: list[str]) -> tuple[Any, Any]:
             slot = _index(node, ".".join(parts[:number]), part)
         elif isinstance(node, dict):
             if node.get(part) is None:
-                node[part] = None if is_last else _default_container(parts[: number + 1])
+                node[part] = None if is_last else _default_container(parts[: number + 1], schema)
         else:
             problem = f"{'.'.join(parts[:number])} is set to {node!r}, which has no keys."
             raise ConfigError(".".join(parts), problem, "override the section as a whole, or mend the file.")
@@ -212,9 +228,9 @@ def _index(values: list[Any], key: str, part: str) -> int:
     raise ConfigError(f"{key}.{part}", problem, f"give the whole list, for example '{key}=[...]'.")
 
 
-def _default_container(parts: list[str]) -> Any:
+def _default_container(parts: list[str], schema: type) -> Any:
     """An empty section, or the default elements where the schema has a list at this key."""
-    section: Any = Config
+    section: Any = schema
     for number, part in enumerate(parts):
         if list_element(section) is not None:  # `part` is the index of an element
             section = list_element(section)
@@ -299,15 +315,16 @@ def _check_value(section: type, name: str, annotation: Any, value: Any, key: str
 
 
 @functools.cache
-def _defaults() -> Any:
-    return OmegaConf.structured(Config)  # 20 ms; a copy takes 3
+def _defaults(schema: Any) -> Any:
+    return OmegaConf.structured(schema)  # of `Config` 20 ms; a copy takes 3
 
 
-def _convert(tree: Tree) -> Config:
+def _convert(tree: Tree, schema: type[S]) -> S:
+    key: Any = schema  # for the type checker: a class can be hashed
     try:
-        config = OmegaConf.to_object(OmegaConf.unsafe_merge(copy.deepcopy(_defaults()), tree))
+        config = OmegaConf.to_object(OmegaConf.unsafe_merge(copy.deepcopy(_defaults(key)), tree))
     except OmegaConfBaseException as error:
         problem = str(error.msg or error).splitlines()[0].rstrip(".")
         raise ConfigError(error.full_key or "configuration", f"{problem}.", "mend the value or its ${...}.") from None
-    assert isinstance(config, Config)  # for the type checker: to_object of a structured Config is one
+    assert isinstance(config, schema)  # for the type checker: to_object of a structured dataclass is one
     return config

@@ -140,9 +140,21 @@ class Network:
         self.hits: dict[str, int] = {}
         """Fault → how often it struck a call."""
         self._objects: dict[int, Any] = {}
+        self._latency_s, self._bytes_per_s = (0.0005, 0.002), float("inf")
 
-    def latency(self) -> float:
-        return self.rng.uniform(0.0005, 0.002)
+    def set_links(self, call_s: float, jitter: float, bytes_per_s: float) -> None:
+        """How long calls take, one way.
+
+        Args:
+            call_s: Seconds of a call that carries nothing.
+            jitter: Share by which they differ, up or down.
+            bytes_per_s: What a link between two nodes carries.
+        """
+        self._latency_s = (call_s * (1.0 - jitter), call_s * (1.0 + jitter))
+        self._bytes_per_s = bytes_per_s
+
+    def latency(self, num_bytes: float = 0.0) -> float:
+        return self.rng.uniform(*self._latency_s) + num_bytes / self._bytes_per_s
 
     def start_actor(
         self,
@@ -217,7 +229,10 @@ class Network:
                     actor.queue.append(functools.partial(self._execute_in_turn, sent))
                     self._start_calls(actor)
 
-        self.kernel.at(self.kernel.now + self.latency() + self._delay(), arrive)
+        size = 0
+        if self._bytes_per_s < float("inf") and sent.caller.node is not sent.actor.node:
+            size = payload_bytes(sent.arguments)
+        self.kernel.at(self.kernel.now + self.latency(size) + self._delay(), arrive)
 
     def _start_calls(self, actor: VirtualActor) -> None:
         while actor.instance is not None and actor.queue and actor.running < actor.concurrency:
@@ -305,6 +320,21 @@ class Network:
         if self._strikes("object_lost", self.faults.object_lost):
             raise CallError("the object is lost")
         return self._objects[stored.number]
+
+
+_MESSAGE_BYTES, _TOKEN_BYTES = 120, 4
+
+
+def payload_bytes(arguments: Sequence[Any]) -> int:
+    """About how many bytes the messages in the arguments of a call take, tokens and features of `deliver` counted."""
+    batches = (argument for argument in arguments if isinstance(argument, list))
+    return sum(_message_bytes(message) for batch in batches for message in batch)
+
+
+def _message_bytes(message: Any) -> int:
+    tokens = len(getattr(message, "token_ids", ())) + len(getattr(message, "prompt_token_ids", ()))
+    states = sum(getattr(one.states, "nbytes", 0) for one in getattr(message, "features", ()))
+    return _MESSAGE_BYTES + _TOKEN_BYTES * tokens + states
 
 
 def facts_of(actor: VirtualActor) -> ProcessFacts:

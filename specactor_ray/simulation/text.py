@@ -107,7 +107,7 @@ class GeneratedText:
     """Outputs of given lengths, with guesses drawn from the skill of each method.
 
     Args:
-        lengths: Seed of a request → its output tokens.
+        lengths: Seed of a request → its output tokens; may grow.
         skills: Draft method → how good it is.
         correlation: Share of variance that all methods have in common, in requests, stretches and single positions: at
             1 methods of equal mean are right and wrong at the same places, and racing them brings nothing.
@@ -119,7 +119,7 @@ class GeneratedText:
     def __init__(
         self, lengths: Mapping[int, int], skills: Mapping[str, Skill], correlation: float = 0.0, seed: int = 0
     ) -> None:
-        self._lengths, self._skills, self._seed = dict(lengths), dict(skills), seed
+        self._lengths, self._skills, self._seed = lengths, dict(skills), seed
         self._common, self._own = math.sqrt(correlation), math.sqrt(1.0 - correlation)
         self._requests: dict[int, _Request] = {}
 

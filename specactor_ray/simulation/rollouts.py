@@ -1,0 +1,325 @@
+"""How fast the product is on a virtual cluster: RL steps of generated or recorded requests, in virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from specactor_ray.config.schema import ModeName
+from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.simulation.kernel import SimulationError
+from specactor_ray.simulation.network import Node
+from specactor_ray.simulation.run import VirtualRun
+from specactor_ray.simulation.schema import Arrival, ScenarioConfig
+from specactor_ray.simulation.text import GeneratedText, RecordedText, Skill
+from specactor_ray.simulation.workload import Recording, draw_lengths
+from specactor_ray.simulation.world import MeasuredPython, PythonTime, Record, World
+
+_STANDSTILL_S = 3600.0
+"""Virtual seconds without a finished request after which a run cannot end."""
+_KEPT_SPANS = 20_000
+_SEEDS_PER_STEP = 1_000_000
+
+
+@dataclass(frozen=True)
+class Span:
+    """An actor did one thing; virtual seconds since the rollout began."""
+
+    actor: str
+    what: str
+    """`verify` or `draft`: one forward, or one lookup of many requests."""
+    begin: float
+    end: float
+    rows: int
+    positions: int
+
+
+@dataclass
+class StepTimes:
+    """One RL step, in virtual seconds."""
+
+    rollout_s: float
+    update_s: float
+    sync_s: float
+    tokens: int
+    ended_s: list[float] = field(default_factory=list)
+    """When each request ended, since the rollout of the step began."""
+
+    @property
+    def seconds(self) -> float:
+        return self.rollout_s + self.update_s + self.sync_s
+
+
+@dataclass
+class Result:
+    """One variant of a scenario."""
+
+    variant: str
+    mode: str
+    devices: int
+    """GPUs (or, without any, CPU cores) of verifiers and draft actors together."""
+    draft_devices: int
+    steps: list[StepTimes] = field(default_factory=list)
+    verifier_s: float = 0.0
+    """Seconds of all verifiers together while rollouts ran."""
+    metrics: RolloutMetrics = field(default_factory=RolloutMetrics)
+    peak_streams: int = 0
+    """Most requests that drafters followed at once, summed over drafters."""
+    peak_stream_tokens: int = 0
+    """Tokens in their caches then."""
+    preemptions: int = 0
+    moves: int = 0
+    events: int = 0
+    digest: int = 0
+    spans: list[Span] = field(default_factory=list)
+    """The first and the last of them."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(step.tokens for step in self.steps)
+
+    @property
+    def rollout_s(self) -> float:
+        return sum(step.rollout_s for step in self.steps)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole part that was simulated."""
+        return self.tokens / self.rollout_s if self.rollout_s else 0.0
+
+    def shares(self) -> dict[str, float]:
+        """Where the verifiers' time went: forwards, waiting for drafts, our Python, and without requests."""
+        total, metrics = max(self.verifier_s, 1e-9), self.metrics
+        busy = {
+            "forward": (metrics.forward_s + metrics.sampling_s) / total,
+            "waiting": metrics.waiting_s / total,
+            "protocol": metrics.protocol_s / total,
+        }
+        return {**busy, "idle": max(0.0, 1.0 - sum(busy.values()))}
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures as plain data; spans are left out."""
+        metrics = self.metrics
+        return {
+            "variant": self.variant,
+            "mode": self.mode,
+            "devices": self.devices,
+            "draft_devices": self.draft_devices,
+            "rollout_s": self.rollout_s,
+            "step_s": [step.seconds for step in self.steps],
+            "tokens": self.tokens,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_and_device": self.tokens_per_s / max(self.devices, 1),
+            "acceptance_length": metrics.acceptance_length,
+            "supply": metrics.supply,
+            "shares": self.shares(),
+            "peak_streams": self.peak_streams,
+            "peak_stream_tokens": self.peak_stream_tokens,
+            "preemptions": self.preemptions,
+            "moves": self.moves,
+            "events": self.events,
+            "digest": f"{self.digest:08x}",
+            "steps": [asdict(step) for step in self.steps],
+            "by_drafter": metrics.by_drafter,
+        }
+
+
+class Recorder(Record):
+    """Keeps the first and the last spans, and how many requests are drafted for at once."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._first: list[Span] = []
+        self._last: deque[Span] = deque(maxlen=_KEPT_SPANS)
+        self._streams: dict[str, tuple[int, int]] = {}
+        self.peak = (0, 0)
+
+    def span(self, actor: str, what: str, begin: float, end: float, rows: int, positions: int) -> None:
+        now = self._now()
+        kept = self._first if len(self._first) < _KEPT_SPANS else self._last
+        kept.append(Span(actor, what, now - (end - begin), now, rows, positions))
+
+    def streams(self, actor: str, count: int, context_tokens: int) -> None:
+        self._streams[actor] = (count, context_tokens)
+        total = sum(one[0] for one in self._streams.values())
+        if total > self.peak[0]:
+            self.peak = (total, sum(one[1] for one in self._streams.values()))
+
+    @property
+    def spans(self) -> list[Span]:
+        return [*self._first, *self._last]
+
+
+class SimulatedRollouts(VirtualRun):
+    """The RL steps of one variant.
+
+    Args:
+        name: Of the variant.
+        scenario: What is simulated; `config` of it is the product's own configuration.
+        world: Cost models; text, Python and record are set here.
+        recording: Recorded requests, if the scenario asks for them.
+        on_progress: Called with the share of requests that have ended.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        scenario: ScenarioConfig,
+        world: World,
+        recording: Recording | None = None,
+        on_progress: Callable[[float], None] = lambda share: None,
+    ) -> None:
+        machines = scenario.machines
+        slowness = dict(enumerate(machines.slowness))
+        nodes = [
+            Node(f"node-{index}", machines.cpus, machines.gpus, slowness.get(index, 1.0))
+            for index in range(machines.nodes)
+        ]
+        super().__init__(scenario.config, world, nodes, scenario.seed)
+        self.scenario, self._recording, self._on_progress = scenario, recording, on_progress
+        self.recorder = world.record = Recorder(lambda: self.kernel.now)
+        world.speculates = scenario.config.mode is not ModeName.plain
+        world.python = self._python()
+        self._lengths: dict[int, int] = {}
+        world.text = self._text()
+        network = scenario.network
+        self.network.set_links(network.call_ms / 1e3, network.jitter, network.bandwidth_gb_s * 1e9)
+        devices, draft_devices = count_devices(scenario)
+        self.result = Result(name, scenario.config.mode.value, devices, draft_devices)
+        self._done = False
+        self._ended = 0
+
+    def run(self) -> Result:
+        """Simulate all steps.
+
+        Raises:
+            SimulationError: The run cannot end, or the product raised.
+        """
+        kernel, result = self.kernel, self.result
+        kernel.spawn(self._drive, "main", self.driver.process)
+        before = -1
+        while not self._done and not kernel.crashes and before != self._ended:
+            before = self._ended
+            kernel.run(until=kernel.now + _STANDSTILL_S, done=lambda: self._done or bool(kernel.crashes))
+        for name, crash in kernel.crashes:
+            raise SimulationError(f"{name} raised {type(crash).__name__}: {crash}")
+        if not self._done:
+            raise SimulationError(f"no request has ended for {_STANDSTILL_S:.0f} virtual seconds")
+        result.events, result.digest, result.spans = kernel.events, kernel.digest, self.recorder.spans
+        result.peak_streams, result.peak_stream_tokens = self.recorder.peak
+        kernel.close()
+        return result
+
+    # ---- the driver ----
+
+    def _drive(self) -> None:
+        self.start_run()
+        for number in range(self.scenario.steps.steps):
+            if number:
+                self._sync(number)
+            self._step(number)
+        self.result.metrics = self.client.metrics()
+        self.result.moves = self.client.dispatcher.moves
+        self.client.shutdown()
+        self._done = True
+
+    def _step(self, number: int) -> None:
+        workload, clock = self.scenario.workload, self.clock
+        entries = self.entries(number)
+        journal = self.client.dispatcher.journal
+        begin, before = clock.now(), journal.committed_tokens
+        times = StepTimes(0.0, 0.0, 0.0, 0)
+        stream = self.client.stream(entries)
+        for entry in stream:
+            assert entry.finished is not None
+            if entry.finished.error:
+                raise SimulationError(f"request {entry.request_id} failed: {entry.finished.error}")
+            self._ended += 1
+            times.ended_s.append(clock.now() - begin)
+            self._on_progress(self._ended / (workload.requests * self.scenario.steps.steps))
+            if len(times.ended_s) >= workload.requests:
+                break
+        times.rollout_s, times.tokens = clock.now() - begin, journal.committed_tokens - before
+        stream.close()
+        if self.client.dispatcher.reissues:
+            raise SimulationError(f"verifiers were lost without a fault: {'; '.join(self.client.view().errors)}")
+        self.result.verifier_s += times.rollout_s * self.config.target.replicas
+        self.result.steps.append(times)
+        self._update(times)
+
+    def _update(self, times: StepTimes) -> None:
+        steps, workload = self.scenario.steps, self.scenario.workload
+        if steps.update_tokens_per_s:
+            learned = times.tokens + workload.requests * workload.prompt_tokens
+            times.update_s = steps.update_s + learned / steps.update_tokens_per_s
+            self.clock.sleep(times.update_s)
+
+    def _sync(self, version: int) -> None:
+        begin = self.clock.now()
+        self.client.update_weights(WeightSet(version, (self.calls.transport.put("weights"),), 1))
+        self.result.steps[-1].sync_s = self.clock.now() - begin
+
+    # ---- what is rolled out ----
+
+    def entries(self, number: int) -> list[JournalEntry]:
+        """The requests of a step."""
+        return list(self._recorded() if self._recording is not None else self._drawn(number))
+
+    def _drawn(self, number: int) -> Iterator[JournalEntry]:
+        workload, target = self.scenario.workload, self.config.target
+        count = workload.requests
+        if workload.arrival is Arrival.continuous:  # more than can have begun when the last one counted ends
+            count += 2 * target.max_batch * target.replicas
+        rng = random.Random(f"prompts {self.scenario.seed} {number}")
+        lengths = draw_lengths(workload, count, f"lengths {self.scenario.seed} {number}")
+        prompt: tuple[int, ...] = ()
+        for index, length in enumerate(lengths):
+            if index % workload.group == 0:
+                prompt = tuple(rng.randrange(GeneratedText.vocab_size) for _ in range(workload.prompt_tokens))
+            seed = (number + 1) * _SEEDS_PER_STEP + index
+            self._lengths[seed] = length
+            sampling = SamplingParams(max_tokens=workload.max_tokens, seed=seed)
+            yield JournalEntry(f"{number}/{index}", prompt, sampling)
+
+    def _recorded(self) -> Iterator[JournalEntry]:
+        assert self._recording is not None
+        for seed, request in enumerate(self._recording.requests):
+            sampling = SamplingParams(max_tokens=request.max_tokens, seed=seed)
+            yield JournalEntry(request.request_id, request.prompt, sampling)
+
+    def _text(self) -> GeneratedText | RecordedText:
+        scenario = self.scenario
+        if self._recording is not None:
+            return self._recording.text(scenario.skills)
+        skills = {
+            one.method: Skill(one.mean, one.spread, one.burst, one.decay, one.coverage) for one in scenario.skills
+        }
+        return GeneratedText(self._lengths, skills, scenario.correlation, scenario.seed)
+
+    def _python(self) -> PythonTime:
+        python = self.scenario.python
+        if python.measured:
+            return MeasuredPython(self.kernel)
+        return PythonTime(python.verify_row_us / 1e6, python.plain_row_us / 1e6, python.draft_row_us / 1e6)
+
+
+def count_devices(scenario: ScenarioConfig) -> tuple[int, int]:
+    """GPUs of verifiers and draft actors together, and of the latter alone; cores where nothing has a GPU."""
+    target, mode = scenario.config.target, scenario.config.mode
+    drafters = scenario.config.drafters if mode is ModeName.decoupled else []
+    if target.gpus:
+        draft = sum(drafter.gpus * drafter.replicas for drafter in drafters)
+        return target.gpus * target.replicas + draft, draft
+    draft = round(sum(drafter.cores * drafter.replicas for drafter in drafters))
+    return target.cores * target.replicas + draft, draft
+
+
+def shares_of(results: Sequence[Result]) -> dict[str, float]:
+    """Variant → its speed against the first one, per device."""
+    base = results[0].tokens_per_s / max(results[0].devices, 1)
+    return {one.variant: one.tokens_per_s / max(one.devices, 1) / base for one in results}

@@ -1,0 +1,246 @@
+"""A scenario: which machines, which models, which requests, and the product's own configuration on top.
+
+Files are in `conf/simulation/`; every key with its default and meaning is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from specactor_ray.config.load import load_as
+from specactor_ray.config.schema import HISTORY_METHODS, Config, ModeName
+from specactor_ray.config.validate import validate
+from specactor_ray.errors import ConfigError
+
+
+class Arrival(str, Enum):
+    """When requests come."""
+
+    at_once = "at_once"
+    """All at the start of a step; the step ends with the last of them."""
+    continuous = "continuous"
+    """New ones wait at any time; what is measured ends when `workload.requests` of them have."""
+
+
+@dataclass
+class WorkloadConfig:
+    """The requests of one rollout."""
+
+    requests: int = 256
+    """Requests of a rollout, the samples of a group counted singly."""
+    group: int = 8
+    """Samples per prompt."""
+    prompt_tokens: int = 256
+    """Tokens of each prompt."""
+    median_tokens: int = 1000
+    """Median of the output lengths, which are log-normal."""
+    sigma: float = 0.8
+    """Standard deviation of the logarithm of the lengths; 0 makes all outputs equally long."""
+    max_tokens: int = 8192
+    """Longest output; longer draws are cut there."""
+    arrival: Arrival = Arrival.at_once
+    """`at_once` or `continuous`."""
+    trajectories: str | None = None
+    """Recorded outputs in place of drawn ones: a `trajectories.jsonl` of ours. Lookups then search the recorded tokens;
+    other methods are right as often as the recorded requests say."""
+
+
+@dataclass
+class SkillConfig:
+    """How good a draft method is; see `text.Skill`."""
+
+    method: str = "draft_model"
+    """The method, as in `config.drafters`."""
+    mean: float = 0.7
+    """Probability that a draft token is right, given that those before it are."""
+    spread: float = 0.0
+    """How much requests differ."""
+    burst: float = 0.0
+    """How much stretches of one output differ."""
+    decay: float = 0.0
+    """Share of `mean` that is lost per 1,000 output tokens."""
+    coverage: float = 1.0
+    """Share of stretches in which there is a guess at all."""
+
+
+@dataclass
+class PythonConfig:
+    """What our own Python takes."""
+
+    measured: bool = False
+    """Charge what it really takes on this machine, in place of the figures below. Runs then differ a little."""
+    verify_row_us: float = 105.0
+    """Microseconds per row of a verify step where drafts are used."""
+    plain_row_us: float = 25.0
+    """The same where they are not."""
+    draft_row_us: float = 20.0
+    """Microseconds per row of a draft step."""
+
+
+@dataclass
+class NetworkConfig:
+    """Calls between actors."""
+
+    call_ms: float = 0.55
+    """Milliseconds of a call, one way."""
+    jitter: float = 0.3
+    """Calls take up to this share longer or shorter."""
+    bandwidth_gb_s: float = 25.0
+    """10**9 bytes a second between two nodes, for what calls and objects carry."""
+
+
+@dataclass
+class MachinesConfig:
+    """The nodes."""
+
+    nodes: int = 1
+    gpus: float = 8.0
+    """GPUs of each node."""
+    cpus: float = 64.0
+    """CPU cores of each node."""
+    slowness: list[float] = field(default_factory=list)
+    """Factors of all durations, node by node; nodes beyond the list have 1."""
+
+
+@dataclass
+class StepsConfig:
+    """The rest of an RL step."""
+
+    steps: int = 1
+    """RL steps that are simulated."""
+    update_s: float = 0.0
+    """Seconds of an update, however many tokens it learns from."""
+    update_tokens_per_s: float = 0.0
+    """Tokens of prompts and outputs that the update takes a second, over all its devices; 0: no update."""
+    sync_s: float = 0.5
+    """Seconds that a verifier takes for new weights."""
+    load_s: float = 30.0
+    """Seconds that an actor takes to load its model."""
+    sleep_s: float = 1.0
+    """Seconds to give up a cache, and to take it back."""
+
+
+@dataclass
+class ScenarioConfig:
+    """One simulated cluster and what runs on it."""
+
+    description: str = ""
+    """In one line, for people."""
+    hardware: str = "h100"
+    """Cost models: a file in `conf/simulation/hardware/` by its name, a file by its path, or a profile that
+    `specactor profile` wrote."""
+    part: int = 1
+    """What is simulated is one part in so many of the cluster; figures are of that part unless they say otherwise."""
+    seed: int = 0
+    """Of all draws; the same seed, the same run."""
+    cache_share: float = 0.85
+    """Share of a verifier's device memory for weights and cache."""
+    correlation: float = 0.0
+    """What the guesses of all methods have in common, from 0 (nothing) to 1 (right and wrong at the same places)."""
+    machines: MachinesConfig = field(default_factory=MachinesConfig)
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    skills: list[SkillConfig] = field(default_factory=list)
+    """One for each draft method that does not look up recorded text."""
+    python: PythonConfig = field(default_factory=PythonConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    steps: StepsConfig = field(default_factory=StepsConfig)
+    config: Config = field(default_factory=Config)
+    """The product's configuration. `target.model` and `drafters.N.model` name shapes of
+    `conf/simulation/hardware/models.yaml`."""
+    variants: dict[str, Any] = field(default_factory=dict)
+    """Name → overrides of the scenario, such as [config.mode=plain, config.target.replicas=2]: what is compared."""
+
+
+def load_scenario(path: Path, overrides: Sequence[str] = ()) -> ScenarioConfig:
+    """Read a scenario and check it.
+
+    Raises:
+        ConfigError: A file cannot be read, or a key is wrong.
+    """
+    scenario = load_as(ScenarioConfig, path, overrides)
+    _check(scenario)
+    return scenario
+
+
+def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfig:
+    """One of the scenario's variants, checked.
+
+    Args:
+        path: The scenario's file.
+        overrides: `KEY=VALUE` items that hold for all variants; those of the variant itself come after them.
+        name: In `variants`.
+
+    Raises:
+        ConfigError: There is no such variant, or its overrides do not fit.
+    """
+    variants = load_as(ScenarioConfig, path, overrides).variants
+    if name not in variants:
+        have = ", ".join(variants) or "none"
+        raise ConfigError("--compare", f"the scenario has no variant {name!r}.", f"use some of: {have}.")
+    items = variants[name] or []
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ConfigError(f"variants.{name}", "is no list of KEY=VALUE items.", f"write {name}: [config.mode=plain].")
+    return load_scenario(path, [*overrides, *items])
+
+
+def _check(scenario: ScenarioConfig) -> None:
+    for key, value, least in _ranges(scenario):
+        if not least <= value < float("inf"):
+            raise ConfigError(key, f"{value} is out of range.", f"use {least:g} or more.")
+    for key, share in (("correlation", scenario.correlation), ("network.jitter", scenario.network.jitter)):
+        if not 0.0 <= share <= 1.0:
+            raise ConfigError(key, f"{share} is out of range.", "use 0 to 1.")
+    if not 0.0 < scenario.cache_share <= 1.0:
+        raise ConfigError("cache_share", f"{scenario.cache_share} is out of range.", "use more than 0, at most 1.")
+    for index, factor in enumerate(scenario.machines.slowness):
+        if not 0.0 < factor < float("inf"):
+            raise ConfigError(f"machines.slowness.{index}", f"{factor} is out of range.", "use more than 0.")
+    _check_skills(scenario)
+    try:
+        validate(scenario.config)
+    except ConfigError as error:
+        raise ConfigError(f"config.{error.key}", error.problem, error.fix) from None
+
+
+def _ranges(scenario: ScenarioConfig) -> Iterator[tuple[str, float, float]]:
+    sections: dict[str, tuple[Any, dict[str, float]]] = {
+        "": (scenario, {"part": 1}),
+        "workload.": (
+            scenario.workload,
+            {"requests": 1, "group": 1, "prompt_tokens": 1, "median_tokens": 1, "sigma": 0, "max_tokens": 1},
+        ),
+        "machines.": (scenario.machines, {"nodes": 1, "gpus": 0, "cpus": 1}),
+        "python.": (scenario.python, {"verify_row_us": 0, "plain_row_us": 0, "draft_row_us": 0}),
+        "network.": (scenario.network, {"call_ms": 0, "bandwidth_gb_s": 1e-3}),
+        "steps.": (
+            scenario.steps,
+            {"steps": 1, "update_s": 0, "update_tokens_per_s": 0, "sync_s": 0, "load_s": 0, "sleep_s": 0},
+        ),
+    }
+    for prefix, (section, leasts) in sections.items():
+        for name, least in leasts.items():
+            yield prefix + name, getattr(section, name), least
+
+
+def _check_skills(scenario: ScenarioConfig) -> None:
+    for index, skill in enumerate(scenario.skills):
+        for name in ("mean", "decay", "coverage"):
+            if not 0.0 <= getattr(skill, name) <= 1.0:
+                raise ConfigError(f"skills.{index}.{name}", f"{getattr(skill, name)} is out of range.", "use 0 to 1.")
+        for name in ("spread", "burst"):
+            if not 0.0 <= getattr(skill, name) <= 10.0:
+                raise ConfigError(f"skills.{index}.{name}", f"{getattr(skill, name)} is out of range.", "use 0 to 10.")
+    known = {skill.method for skill in scenario.skills}
+    if len(known) < len(scenario.skills):
+        raise ConfigError("skills", "a method is named twice.", "keep one element per method.")
+    for index, drafter in enumerate(scenario.config.drafters if scenario.config.mode is not ModeName.plain else ()):
+        looked_up = drafter.method in HISTORY_METHODS and scenario.workload.trajectories is not None
+        if drafter.method not in known and not looked_up and scenario.workload.trajectories is None:
+            problem = f"nothing is said about how good {drafter.method} is."
+            raise ConfigError(
+                f"config.drafters.{index}", problem, f"add an element to skills: {{method: {drafter.method}}}"
+            )

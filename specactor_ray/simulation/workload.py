@@ -1,0 +1,106 @@
+"""Requests of a simulated rollout: drawn, or recorded by a rollout of ours."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specactor_ray.errors import InputError
+from specactor_ray.json_text import parse_json
+from specactor_ray.simulation.schema import SkillConfig, WorkloadConfig
+from specactor_ray.simulation.text import RecordedText
+
+
+def draw_lengths(workload: WorkloadConfig, count: int, seed: str) -> list[int]:
+    """Output lengths: log-normal with the workload's median and sigma, at least 1, cut at `max_tokens`."""
+    rng = random.Random(seed)
+    mu = math.log(workload.median_tokens)
+    return [min(max(round(rng.lognormvariate(mu, workload.sigma)), 1), workload.max_tokens) for _ in range(count)]
+
+
+@dataclass(frozen=True)
+class RecordedRequest:
+    """One line of a `trajectories.jsonl`."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    max_tokens: int
+    """The limit it ran with; 0: not known."""
+    accuracy: Mapping[str, float]
+    """Draft method → share of its draft tokens that were right, of those before which all were."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The requests of a file."""
+
+    requests: Sequence[RecordedRequest]
+    vocab_size: int
+
+    def text(self, skills: Sequence[SkillConfig]) -> RecordedText:
+        """What they say; `skills` replace what was recorded of a method's accuracy."""
+        set_by_hand = {skill.method: skill.mean for skill in skills}
+        accuracy = {
+            (method, seed): set_by_hand.get(method, rate)
+            for seed, request in enumerate(self.requests)
+            for method, rate in {**request.accuracy, **set_by_hand}.items()
+        }
+        outputs = {seed: request.output for seed, request in enumerate(self.requests)}
+        return RecordedText(outputs, accuracy, self.vocab_size)
+
+
+def load_recording(path: Path, limit: int | None = None) -> Recording:
+    """Read the trajectories that a rollout wrote; those that failed are left out.
+
+    Args:
+        path: A `trajectories.jsonl`.
+        limit: Read only so many.
+
+    Raises:
+        InputError: The file cannot be read, has no finished trajectory, or a line is none; with the line and the fix.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"workload.trajectories: {path} cannot be read ({error})") from None
+    requests: list[RecordedRequest] = []
+    for number, line in enumerate(lines, start=1):
+        if limit is not None and len(requests) >= limit:
+            break
+        try:
+            row = parse_json(line)
+            if row["finish_reason"] != "error":
+                requests.append(_request(row))
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            problem = f"{path}, line {number} is no trajectory ({type(error).__name__}: {error})"
+            raise InputError(f"workload.trajectories: {problem}; name a trajectories.jsonl that a run wrote") from None
+    if not requests:
+        raise InputError(f"workload.trajectories: {path} holds no finished trajectory; name another file")
+    largest = max(max(request.output, default=0) for request in requests)
+    longest = max(len(request.output) for request in requests)
+    whole = [_with_limit(request, longest + 1) for request in requests]
+    return Recording(whole, max(largest, *(max(request.prompt, default=0) for request in requests)) + 1)
+
+
+def _request(row: Mapping[str, Any]) -> RecordedRequest:
+    stats = row["stats"]
+    rates: dict[str, list[int]] = {}
+    for drafter_id, (drafted, accepted) in stats["by_drafter"].items():
+        tested = rates.setdefault(drafter_id.partition("-")[0], [0, 0])
+        # What was behind a wrong token was not put to the test, and a step has one wrong token at most.
+        tested[0] += accepted + min(int(stats["steps"]), drafted - accepted)
+        tested[1] += accepted
+    output = tuple(map(int, row["token_ids"]))
+    limit = len(output) if row["finish_reason"] == "length" else 0
+    accuracy = {method: right / tested for method, (tested, right) in rates.items() if tested}
+    return RecordedRequest(str(row["request_id"]), tuple(map(int, row["prompt_token_ids"])), output, limit, accuracy)
+
+
+def _with_limit(request: RecordedRequest, most: int) -> RecordedRequest:
+    return request if request.max_tokens else replace(request, max_tokens=most)
