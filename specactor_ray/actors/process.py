@@ -20,6 +20,8 @@ from specactor_ray.targets.base import TargetEngine
 if TYPE_CHECKING:
     import torch
 
+    from specactor_ray.loops.speculator import Speculator
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,6 +61,21 @@ class ActorHost:
         from specactor_ray.targets.registry import build_engine
 
         return build_engine(spec.target, "cuda" if spec.gpus else "cpu", spec.max_drafts)
+
+    def build_speculator(self, spec: VerifierSpec, engine: TargetEngine) -> Speculator:
+        """The drafts' side of a verifier."""
+        from specactor_ray.loops.speculator import Speculator
+
+        return Speculator(
+            spec.actor_id,
+            spec.mode,
+            spec.speculation,
+            engine.vocab_size,
+            self.clock,
+            max_batch=spec.target.max_batch,
+            priors=spec.priors,
+            trees=engine.supports_trees,
+        )
 
     def build_proposer(self, drafter: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
         """The proposer of a draft method; loads its model if it has one."""

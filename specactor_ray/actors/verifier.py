@@ -13,7 +13,6 @@ from specactor_ray.controller.state import VERIFIER, DraftEndpoint, InlineSpec, 
 from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.drafter_table import DrafterLink
 from specactor_ray.loops.inline_drafters import InlineDrafter, outbox_to
-from specactor_ray.loops.speculator import Speculator
 from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import ToDrafter, ToRollout, ToVerifier, WeightSet
 from specactor_ray.queues.conflation import for_drafter
@@ -43,16 +42,7 @@ class VerifierActor:
     def _make_loop(self) -> VerifyLoop:
         spec, clock = self._spec, self._host.clock
         engine = self._host.build_engine(spec)
-        speculator = Speculator(
-            spec.actor_id,
-            spec.mode,
-            spec.speculation,
-            engine.vocab_size,
-            clock,
-            max_batch=spec.target.max_batch,
-            priors=spec.priors,
-            trees=engine.supports_trees,
-        )
+        speculator = self._host.build_speculator(spec, engine)
         return VerifyLoop(engine, speculator, [self._inline(hosted) for hosted in spec.inline], clock)
 
     def _inline(self, hosted: InlineSpec) -> InlineDrafter:

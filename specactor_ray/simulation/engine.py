@@ -65,8 +65,8 @@ class SimulatedEngine:
         self._max_batch, self._max_step_tokens, self._cache_tokens = max_batch, max_step_tokens, cache_tokens
         self._admitted: dict[str, _Row] = {}
         self._waiting: dict[str, _Row] = {}
-        self._cached = 0
-        """Tokens of the contexts of admitted requests."""
+        self.cached_tokens = 0
+        """Of the contexts of admitted requests."""
 
     # ---- requests ----
 
@@ -81,7 +81,7 @@ class SimulatedEngine:
     def remove(self, request_id: str) -> None:
         row = self._admitted.pop(request_id, None)
         if row is not None:
-            self._cached -= row.context
+            self.cached_tokens -= row.context
         self._waiting.pop(request_id, None)
 
     def committed_len(self, request_id: str) -> int:
@@ -103,7 +103,7 @@ class SimulatedEngine:
         decoding = {name: tails.get(name, ()) for name, row in self._admitted.items() if not row.to_prefill}
         positions = len(decoding) + sum(map(len, decoding.values()))
         prefilled = self._prefill(self._max_step_tokens - positions)
-        seconds = world.target.seconds(len(decoding), positions, self._cached, prefilled)
+        seconds = world.target.seconds(len(decoding), positions, self.cached_tokens, prefilled)
         world.busy.add(self._actor.name)
         begin = self._clock.now()
         self._clock.work(seconds + world.python.verify_s(self._actor.process, len(decoding), world.speculates))
@@ -123,11 +123,11 @@ class SimulatedEngine:
     def _admit(self) -> None:
         while self._waiting and len(self._admitted) < self._max_batch:
             name, row = next(iter(self._waiting.items()))
-            if self._admitted and self._cached + row.context + 1 > self._cache_tokens:
+            if self._admitted and self.cached_tokens + row.context + 1 > self._cache_tokens:
                 return
             del self._waiting[name]
             self._admitted[name] = row
-            self._cached += row.context
+            self.cached_tokens += row.context
 
     def _prefill(self, budget: int) -> int:
         """Fill the rest of the step with prompts, the oldest first. Returns the positions."""
@@ -140,9 +140,9 @@ class SimulatedEngine:
         return done
 
     def _preempt(self) -> None:
-        while self._cached > self._cache_tokens and len(self._admitted) > 1:
+        while self.cached_tokens > self._cache_tokens and len(self._admitted) > 1:
             name, row = self._admitted.popitem()
-            self._cached -= row.context
+            self.cached_tokens -= row.context
             row.to_prefill = row.context
             self._waiting = {name: row, **self._waiting}
             self.preemptions += 1
@@ -155,7 +155,7 @@ class SimulatedEngine:
             accepted += 1
         tokens = list(truth[start : start + accepted + 1])
         row.committed += len(tokens)
-        self._cached += len(tokens)
+        self.cached_tokens += len(tokens)
         finished = None
         if row.committed == len(truth):
             finished = "length" if len(truth) == row.request.sampling.max_tokens else "stop"

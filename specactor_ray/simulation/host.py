@@ -11,7 +11,9 @@ from specactor_ray.config.schema import HISTORY_METHODS, DrafterConfig, TargetCo
 from specactor_ray.controller.state import VerifierSpec
 from specactor_ray.drafters.base import Proposer
 from specactor_ray.drafters.registry import build_proposer
+from specactor_ray.loops.speculator import Speculator
 from specactor_ray.messages import WeightSet
+from specactor_ray.simulation.clairvoyant import ClairvoyantSpeculator
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import Network, VirtualActor, VirtualTransport
@@ -43,6 +45,12 @@ class SimulatedHost(ActorHost):
             self._actor, self._clock, self._network, world, target.max_batch, target.max_step_tokens, cache_tokens
         )
         return self.engine
+
+    def build_speculator(self, spec: VerifierSpec, engine: Any) -> Speculator:
+        world = self._world
+        if not world.clairvoyant:
+            return super().build_speculator(spec, engine)
+        return ClairvoyantSpeculator(spec, engine, self._clock, world, self._network.call_s)
 
     def build_proposer(self, drafter: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
         """What lookups find in a recorded text is found for real."""

@@ -153,6 +153,11 @@ class Network:
         self._latency_s = (call_s * (1.0 - jitter), call_s * (1.0 + jitter))
         self._bytes_per_s = bytes_per_s
 
+    @property
+    def call_s(self) -> float:
+        """Mean seconds of a call, one way."""
+        return sum(self._latency_s) / 2.0
+
     def latency(self, num_bytes: float = 0.0) -> float:
         return self.rng.uniform(*self._latency_s) + num_bytes / self._bytes_per_s
 

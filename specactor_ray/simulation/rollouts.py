@@ -268,7 +268,10 @@ class SimulatedRollouts(VirtualRun):
 
     def entries(self, number: int) -> list[JournalEntry]:
         """The requests of a step."""
-        return list(self._recorded() if self._recording is not None else self._drawn(number))
+        entries = list(self._recorded() if self._recording is not None else self._drawn(number))
+        if self.world.clairvoyant:  # the longest first
+            entries.sort(key=lambda entry: -len(self.world.text.output(entry.sampling, number)))
+        return entries
 
     def _drawn(self, number: int) -> Iterator[JournalEntry]:
         workload, target = self.scenario.workload, self.config.target

@@ -33,6 +33,9 @@ class Text(Protocol):
     def guess(self, method: str, seed: int, version: int, position: int) -> int:
         """The token that a drafter of this method guesses at an output position after a right prefix, or `NO_GUESS`."""
 
+    def probability(self, method: str, seed: int, position: int) -> float:
+        """Probability that the guess of a method at a position is right, knowing all but the draw of that position."""
+
 
 def true_token(seed: int, version: int, position: int) -> int:
     """What the target samples in a run with faults; keyed like the real sampler."""
@@ -62,6 +65,9 @@ class HashedText:
     def guess(self, method: str, seed: int, version: int, position: int) -> int:
         draw = zlib.crc32(b"%s %d %d %d" % (method.encode(), seed, version, position)) / 2**32
         return (true_token(seed, version, position) + (draw >= self._skill.get(method, 0.5))) % self.vocab_size
+
+    def probability(self, method: str, seed: int, position: int) -> float:
+        return self._skill.get(method, 0.5)
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,6 @@ class GeneratedText:
         return NO_GUESS if token == _NONE else token
 
     def probability(self, method: str, seed: int, position: int) -> float:
-        """Probability that the guess of a method at a position is right, knowing all but the draw of that position."""
         thresholds = self._request(seed).thresholds[method]
         return _STANDARD.cdf(float(thresholds[min(position // STRETCH, len(thresholds) - 1)]))
 
@@ -203,5 +208,4 @@ class RecordedText:
         return token if draw < self._accuracy.get((method, seed), 0.0) else (token + 1) % self.vocab_size
 
     def probability(self, method: str, seed: int, position: int) -> float:
-        """As `GeneratedText.probability`."""
         return self._accuracy.get((method, seed), 0.0)

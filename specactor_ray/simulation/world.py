@@ -119,6 +119,8 @@ class World:
     """Draft method → how long it takes; others take 4 ms a forward."""
     python: PythonTime = PythonTime()
     times: Times = Times()
+    clairvoyant: bool = False
+    """Verifiers decide as one who knows (`clairvoyant.py`)."""
     speculates: bool = True
     """Verifiers use drafts."""
     cache_tokens: float = float("inf")
