@@ -38,6 +38,9 @@ def simulate(
     ] = None,
     training: Annotated[bool, typer.Option("--training", help="replay: train instead of streaming.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="replay: print every event.")] = False,
+    published: Annotated[
+        bool, typer.Option("--published", help="Only print the cost models against published measurements.")
+    ] = False,
 ) -> None:
     """Run the product's loops, dispatcher, controller and training steps on virtual time, while faults strike.
 
@@ -45,6 +48,9 @@ def simulate(
     with the tokens of plain decoding, no innocent request may have failed, and nothing may be left over. A run that
     fails is shrunk and printed as a command that repeats it. Exit code 1 if any failed.
     """
+    if published:
+        _show_published()
+        return
     refuse_below_one({"--faults": faults, "--requests": requests, "--processes": processes, "--count": count})
     if output is not None and output.exists():
         raise InputError(f"--json: {output} exists; name another file")
@@ -109,6 +115,14 @@ def _parse_layout(text: str) -> dict[str, Any]:
     if parts[3] not in ("plain", "coupled", "decoupled"):
         raise InputError(f"--layout: {parts[3]!r} is not a mode; use plain, coupled or decoupled")
     return {**dict(zip(("verifiers", "drafters", "nodes"), map(int, numbers), strict=True)), "mode": parts[3]}
+
+
+def _show_published() -> None:
+    from specactor_ray.observability.console import make_console
+    from specactor_ray.observability.simulation_report import show_published
+    from specactor_ray.simulation.published import published_points
+
+    show_published(make_console(), published_points())
 
 
 def _run_campaign(faults: int, seed: int, requests: int, processes: int | None, output: Path | None) -> None:

@@ -1,0 +1,191 @@
+"""Hardware by name or file: what a step of a model costs there, and how much cache fits.
+
+Three kinds: a roofline (figures of a data sheet, such as conf/simulation/hardware/h100.yaml), steps measured by
+`scripts/gpu-check`, and a profile of `specactor profile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.simulation.hardware_files import (
+    HARDWARE,
+    Section,
+    did_you_mean,
+    find_file,
+    find_model,
+    read_device,
+    read_file,
+    shipped_hardware,
+)
+from specactor_ray.simulation.measured import GridCost, Point
+from specactor_ray.simulation.roofline import DeviceSpec, RooflineCost, StepCost
+from specactor_ray.speculation.profile import Profile, load_profile
+
+
+class DraftCost(StepCost, Protocol):
+    """A `StepCost` of an autoregressive drafter."""
+
+    def draft_seconds(self, rows: int, tokens_per_row: int, context_tokens: int) -> float:
+        """Seconds to draft `tokens_per_row` tokens for every row, one after the other."""
+        ...
+
+
+class Hardware(Protocol):
+    """One kind of machine. All methods raise ConfigError for a model or a number of GPUs that it does not know."""
+
+    @property
+    def name(self) -> str: ...
+
+    def target_cost(self, model: str, gpus: int = 1) -> StepCost:
+        """What a step of a target costs on this many GPUs of a node."""
+        ...
+
+    def draft_cost(self, model: str, gpus: int = 1) -> DraftCost:
+        """What a drafter's steps cost."""
+        ...
+
+    def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
+        """Tokens of keys and values that fit into this share of each GPU's memory beside the weights; 0 where not even
+        those fit. `other_weights_bytes`: what else lies on each GPU."""
+        ...
+
+
+def load_hardware(name_or_path: str | Path) -> Hardware:
+    """A shipped name (`h100`), a YAML file, or a profile (`.json`).
+
+    Raises:
+        ConfigError: There is no such hardware, or the file is wrong; the message names file, key and fix.
+        InputError: A profile is damaged.
+    """
+    path = find_file(name_or_path)
+    if path.suffix == ".json":
+        return ProfiledHardware(path.stem, load_profile(path))
+    top = read_file(path, HARDWARE).only(
+        ("kind", "name", "device", "source", "roofline", "measured"), ("name", "device")
+    )
+    if ("roofline" in top.values) == ("measured" in top.values):
+        raise top.error("roofline", "one of `roofline` and `measured` is wanted.", "keep one of the two sections.")
+    if "roofline" in top.values:
+        return RooflineHardware(str(top.values["name"]), read_device(top))
+    return _read_measured(top)
+
+
+@dataclass(frozen=True)
+class RooflineHardware:
+    """See `roofline`."""
+
+    name: str
+    device: DeviceSpec
+
+    def target_cost(self, model: str, gpus: int = 1, graph: bool = True, host_s: float = 0.0) -> RooflineCost:
+        spec = find_model(model)
+        if gpus < 1 or spec.heads % gpus:
+            problem = f"{model} has {spec.heads} attention heads, which {gpus} GPUs cannot share."
+            raise ConfigError("gpus", problem, f"use a divisor of {spec.heads}.")
+        return RooflineCost(self.device, spec, gpus, graph, host_s)
+
+    def draft_cost(self, model: str, gpus: int = 1) -> RooflineCost:
+        return self.target_cost(model, gpus)
+
+    def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
+        return self.target_cost(model, gpus).cache_tokens(share, other_weights_bytes)
+
+
+@dataclass(frozen=True)
+class MeasuredHardware:
+    """Steps that were measured, model by model. Memory is that of the shipped roofline of the same device."""
+
+    name: str
+    device: str
+    """As the driver names it, for example `NVIDIA H200`."""
+    steps: Mapping[tuple[str, int], GridCost]
+    """(model, GPUs) → its steps."""
+
+    def target_cost(self, model: str, gpus: int = 1) -> GridCost:
+        cost = self.steps.get((model.lower(), gpus))
+        if cost is None:
+            names = sorted({name for name, _ in self.steps})
+            known = ", ".join(f"{name} on {count} GPU(s)" for name, count in self.steps)
+            problem = f"{model} on {gpus} GPU(s) was not measured there.{did_you_mean(model.lower(), names)}"
+            raise ConfigError(f"hardware {self.name}", problem, f"use one of: {known}; or a roofline, such as h200.")
+        return cost
+
+    def draft_cost(self, model: str, gpus: int = 1) -> GridCost:
+        return self.target_cost(model, gpus)
+
+    def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
+        for name in shipped_hardware():
+            top = read_file(find_file(name), HARDWARE)
+            if "roofline" in top.values and self.device.split(" ")[:2] == str(top.values["device"]).split(" ")[:2]:
+                return RooflineHardware(name, read_device(top)).cache_tokens(model, gpus, share, other_weights_bytes)
+        problem = f"the memory of {self.device!r} is not known."
+        raise ConfigError(
+            f"hardware {self.name}", problem, f"use one of {', '.join(shipped_hardware())} for its cache."
+        )
+
+
+@dataclass(frozen=True)
+class ProfiledHardware:
+    """The machine of a profile: the target that was profiled, and its draft methods by name."""
+
+    name: str
+    profile: Profile
+
+    def target_cost(self, model: str, gpus: int = 1) -> GridCost:
+        measured = str(self.profile.data["model"]["name"])
+        if model != measured:
+            raise ConfigError(
+                f"hardware {self.name}", f"this profile is of {measured}, not {model}.", f"use {measured}."
+            )
+        return self._grid("verifying", gpus)
+
+    def draft_cost(self, model: str, gpus: int = 1) -> GridCost:
+        return self._grid(model, gpus)
+
+    def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
+        raise ConfigError(f"hardware {self.name}", "a profile does not tell memory.", "write the cache in tokens.")
+
+    def _grid(self, what: str, devices: int) -> GridCost:
+        tables = {"verifying": self.profile.verify} | {name: cost.table for name, cost in self.profile.drafting.items()}
+        if what not in tables:
+            methods = list(self.profile.drafting)
+            problem = f"draft method {what} was not profiled.{did_you_mean(what, methods)}"
+            raise ConfigError(f"hardware {self.name}", problem, f"use one of {', '.join(methods)}.")
+        try:
+            return GridCost.from_table(tables[what], devices)
+        except InputError as error:
+            raise ConfigError(f"hardware {self.name}", f"{what}: {error}.", "use a measured number.") from None
+
+
+def _read_measured(top: Section) -> MeasuredHardware:
+    measured, steps = top.section("measured"), {}
+    for model in measured.values:
+        entry = measured.section(model).only(("gpus", "graph", "eager"), ("gpus",))
+        kind = "graph" if entry.values.get("graph") else "eager"
+        try:
+            steps[str(model).lower(), int(entry.number("gpus"))] = GridCost(_read_steps(entry, kind))
+        except InputError as error:
+            raise entry.error(kind, f"{error}.", "measure a full grid: scripts/gpu-check.") from None
+    if not steps:
+        raise top.error("measured", "no model was measured.", "run scripts/gpu-check.")
+    return MeasuredHardware(str(top.values["name"]), str(top.values["device"]), steps)
+
+
+def _read_steps(entry: Section, kind: str) -> dict[Point, float]:
+    rows = entry.values.get(kind)
+    if not isinstance(rows, list):
+        raise entry.error(kind, "there are no steps.", "write [[rows, positions, context, seconds], ...].")
+    steps = {}
+    for index, row in enumerate(rows):
+        numbers = [value for value in row if isinstance(value, int | float)] if isinstance(row, list) else []
+        sound = len(numbers) == 4 and numbers[0] >= 1 and numbers[1] >= 1 and numbers[2] >= 0
+        if not sound or not 0.0 < numbers[3] < float("inf"):
+            problem = f"{row!r} is not [rows, positions, context, seconds] with seconds above 0."
+            raise entry.error(f"{kind}.{index}", problem, "measure it again.")
+        steps[numbers[0], numbers[1], numbers[2]] = float(numbers[3])
+    return steps

@@ -1,0 +1,222 @@
+"""Reading of hardware files: YAML with figures and their sources, checked key by key."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specactor_ray.errors import ConfigError
+from specactor_ray.simulation.roofline import DeviceSpec, ModelSpec
+
+SHIPPED = Path(__file__).with_name("shipped")
+"""conf/simulation/hardware of the repository, which a wheel carries inside the package."""
+
+HARDWARE, MODELS, CLUSTER = "specactor hardware", "specactor models", "specactor cluster"
+
+# Key of a file → field, and how many units of the field one of the file is.
+_DEVICE_FIGURES: Mapping[str, tuple[str, float]] = {
+    "peak_tflops": ("peak_flops", 1e12),
+    "memory_bandwidth_tb_s": ("memory_bandwidth", 1e12),
+    "memory_gb": ("memory_bytes", 1e9),
+    "compute_share": ("compute_share", 1.0),
+    "bandwidth_share": ("bandwidth_share", 1.0),
+    "step_overhead_us": ("step_overhead_s", 1e-6),
+    "layer_overhead_us": ("layer_overhead_s", 1e-6),
+    "eager_layer_us": ("eager_layer_s", 1e-6),
+    "link_bandwidth_gb_s": ("link_bandwidth", 1e9),
+    "link_latency_us": ("link_latency_s", 1e-6),
+}
+_CLUSTER_FIGURES: Mapping[str, tuple[str, float]] = {
+    "one_way_ms": ("one_way_s", 1e-3),
+    "call_cpu_ms": ("call_cpu_s", 1e-3),
+    "put_get_ms": ("put_get_s", 1e-3),
+    "intra_node_gb_s": ("intra_node_bandwidth", 1e9),
+    "inter_node_gb_s": ("inter_node_bandwidth", 1e9),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What messages between processes cost."""
+
+    one_way_s: float
+    """From the call of an actor's method to its start."""
+    call_cpu_s: float
+    """CPU seconds of a call when many are under way."""
+    put_get_s: float
+    """A small object, written to and read from the object store."""
+    intra_node_bandwidth: float
+    """Bytes/s between GPUs of a node, one direction."""
+    inter_node_bandwidth: float
+    """Bytes/s between nodes, one direction."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A mapping of a file, with the words for its mistakes."""
+
+    file: Path
+    key: str
+    """Dotted; empty at the top."""
+    values: Mapping[str, Any]
+
+    def error(self, name: str, problem: str, fix: str) -> ConfigError:
+        return ConfigError(f"{self.file}: {self.named(name)}", problem, fix)
+
+    def named(self, name: str) -> str:
+        return f"{self.key}.{name}" if self.key else name
+
+    def only(self, allowed: Iterable[str], required: Iterable[str] = ()) -> Section:
+        """Itself, once every key is known and none of the required is missing."""
+        allowed = list(allowed)
+        for name in self.values:
+            if name not in allowed:
+                raise self.error(
+                    name, f"unknown key.{did_you_mean(str(name), allowed)}", f"keys: {', '.join(allowed)}."
+                )
+        for name in required:
+            if self.values.get(name) is None:
+                raise self.error(name, "missing.", f"add `{name}: ...`.")
+        return self
+
+    def section(self, name: str) -> Section:
+        value = self.values.get(name)
+        if not isinstance(value, dict):
+            raise self.error(name, f"{value!r} is not a section.", "write it as `key: value` pairs.")
+        return Section(self.file, self.named(name), value)
+
+    def figure(self, name: str) -> float:
+        """The number of `{value: number, source: text}`."""
+        entry = self.section(name).only(("value", "source"), ("value", "source"))
+        return entry.number("value")
+
+    def number(self, name: str, above: float = 0.0) -> float:
+        value = self.values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < float("inf"):
+            hint = " (YAML reads 1e12 as text; write 1.0e+12)" if isinstance(value, str) else ""
+            raise self.error(name, f"{value!r} is not a number above {above:g}{hint}.", "correct the figure.")
+        return float(value)
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """` Did you mean X?`, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def shipped_hardware() -> list[str]:
+    """Names that `find_file` knows."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml") if path.stem not in ("models", "cluster"))
+
+
+def find_file(name_or_path: str | Path) -> Path:
+    """A path as it is; a bare name among the shipped files.
+
+    Raises:
+        ConfigError: Neither exists.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.suffix in (".yaml", ".yml", ".json") or path.name != str(name_or_path):
+        if not path.is_file():
+            raise ConfigError(
+                str(path), "there is no such file.", "check the path; it is relative to the current folder."
+            )
+        return path
+    names = shipped_hardware()
+    if str(name_or_path).lower() not in names:
+        problem = f"no hardware of this name is shipped.{did_you_mean(str(name_or_path).lower(), names)}"
+        raise ConfigError(f"hardware {name_or_path}", problem, f"use one of {', '.join(names)}, or the path of a file.")
+    return SHIPPED / f"{str(name_or_path).lower()}.yaml"
+
+
+def read_file(path: Path, kind: str) -> Section:
+    """The top of a YAML file of this kind.
+
+    Raises:
+        ConfigError: It cannot be read, is no YAML, or of another kind.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), f"not valid YAML: {' '.join(str(error).split())}.", "correct that line.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), f"cannot be read: {error}.", "name a YAML file.") from None
+    if not isinstance(data, dict):
+        raise ConfigError(str(path), "the file holds no `key: value` pairs.", "see conf/simulation/hardware/h100.yaml.")
+    if data.get("kind") != kind:
+        raise ConfigError(f"{path}: kind", f"{data.get('kind')!r} where {kind!r} is wanted.", f"write `kind: {kind}`.")
+    return Section(path, "", data)
+
+
+def read_device(top: Section) -> DeviceSpec:
+    """The `roofline` section of a hardware file."""
+    figures = _figures(top.section("roofline"), _DEVICE_FIGURES)
+    for share in ("compute_share", "bandwidth_share"):
+        if figures[share] > 1.0:
+            raise top.section("roofline").error(share, f"{figures[share]:g} is above 1.", "write a share, such as 0.8.")
+    return DeviceSpec(name=str(top.values["name"]), **figures)
+
+
+@functools.cache
+def load_models(path: Path = SHIPPED / "models.yaml") -> Mapping[str, ModelSpec]:
+    """Model name → shape.
+
+    Raises:
+        ConfigError: The file is wrong; the message names the key.
+    """
+    models = read_file(path, MODELS).only(("kind", "models")).section("models")
+    return {name: _read_model(name, models.section(name)) for name in models.values}
+
+
+def find_model(name: str, models: Mapping[str, ModelSpec] | None = None) -> ModelSpec:
+    """A shipped model shape, whatever the case of its name.
+
+    Raises:
+        ConfigError: It is not among them.
+    """
+    models = load_models() if models is None else models
+    model = models.get(name.lower())
+    if model is None:
+        problem = f"the shape of this model is not known.{did_you_mean(name.lower(), list(models))}"
+        raise ConfigError(f"model {name}", problem, f"use one of {', '.join(models)}, or add it to models.yaml.")
+    return model
+
+
+def load_cluster(name_or_path: str | Path = SHIPPED / "cluster.yaml") -> ClusterSpec:
+    """What messages cost.
+
+    Raises:
+        ConfigError: The file is wrong; the message names the key.
+    """
+    top = read_file(find_file(name_or_path), CLUSTER).only(("kind", "name", "cluster"))
+    return ClusterSpec(**_figures(top.section("cluster"), _CLUSTER_FIGURES))
+
+
+def _figures(section: Section, figures: Mapping[str, tuple[str, float]]) -> dict[str, float]:
+    section.only(figures, figures)
+    return {field: section.figure(key) * unit for key, (field, unit) in figures.items()}
+
+
+def _read_model(name: str, section: Section) -> ModelSpec:
+    known = {field.name: field for field in fields(ModelSpec) if field.name != "name"}
+    required = [field for field, entry in known.items() if entry.default is MISSING]
+    section.only((*known, "source"), (*required, "source"))
+    shape: dict[str, Any] = {}
+    for key, value in section.values.items():
+        if key == "source":
+            continue
+        flag = isinstance(known[key].default, bool)
+        least = 1 if key in required and key != "ffn" else 0
+        if isinstance(value, bool) is not flag or not isinstance(value, int) or value < least:
+            allowed = "true or false" if flag else f"a count of {least} or more"
+            raise section.error(key, f"{value!r} is not {allowed}.", "see the model's config.json.")
+        shape[key] = value
+    if shape.get("experts", 0) < shape.get("experts_per_token", 0):
+        raise section.error("experts_per_token", "more than there are experts.", "see its config.json.")
+    return ModelSpec(name=name, **shape)

@@ -1,0 +1,120 @@
+"""Step costs from measurements: a grid over rows, positions per row and context per row."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specactor_ray.errors import InputError
+from specactor_ray.speculation.costs import CostTable
+
+_FAR = 64
+"""The grid is extended on straight lines to this multiple of its last knots; beyond that it is flat."""
+
+Point = tuple[float, float, float]
+"""(rows, positions per row, context per row)."""
+
+
+class GridCost:
+    """A `StepCost` that interpolates linearly along each axis of a measured grid.
+
+    Beyond the last knot of an axis the line through the last two is followed; before the first one the first counts.
+    Noise is ironed out upwards: no cell is below one with fewer rows, positions or tokens, so that more work never
+    costs less. Prompt positions cost what a position of the largest measured step does.
+
+    Args:
+        seconds: Measured points; a full grid.
+
+    Raises:
+        InputError: There are no points, or some of the grid are missing.
+    """
+
+    def __init__(self, seconds: Mapping[Point, float]) -> None:
+        if not seconds:
+            raise InputError("no steps were measured")
+        axes = [sorted({point[axis] for point in seconds}) for axis in range(3)]
+        grid: NDArray[np.float64] = np.empty([len(axis) for axis in axes])
+        for index in np.ndindex(*grid.shape):
+            point = (axes[0][index[0]], axes[1][index[1]], axes[2][index[2]])
+            if point not in seconds:
+                rows, positions, context = point
+                raise InputError(
+                    f"the step of {rows:g} rows, {positions:g} positions and {context:g} tokens is missing"
+                )
+            grid[index] = seconds[point]
+        self._position_s = float(grid[-1, -1, -1]) / (axes[0][-1] * axes[1][-1])
+        for axis in range(3):
+            grid = _extend(grid, axes[axis], axis)
+        for axis in range(3):
+            grid = np.maximum.accumulate(grid, axis=axis)
+        self._axes = axes
+        self._grid: list[list[list[float]]] = grid.tolist()
+
+    @classmethod
+    def from_table(cls, table: CostTable, devices: int) -> GridCost:
+        """The costs of a profile on this number of devices, a window of w being w + 1 positions per row.
+
+        Raises:
+            InputError: This number was not measured.
+        """
+        if devices not in table.devices:
+            measured = ", ".join(map(str, table.devices))
+            raise InputError(f"{devices} devices were not measured; those measured are {measured}")
+        return cls(
+            {
+                (batch, window + 1, context): table.seconds(devices, batch, context, window)
+                for batch in table.batches(devices)
+                for window in table.windows(devices)
+                for context in table.contexts(devices)
+            }
+        )
+
+    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
+        """See `StepCost`."""
+        prefill_s = self._position_s * prefill_tokens
+        if rows <= 0:
+            return prefill_s
+        axes = self._axes
+        r, fr = _place(axes[0], rows)
+        p, fp = _place(axes[1], positions / rows)
+        c, fc = _place(axes[2], context_tokens / rows)
+        r1, p1, c1 = min(r + 1, len(axes[0]) - 1), min(p + 1, len(axes[1]) - 1), min(c + 1, len(axes[2]) - 1)
+        low, high = self._grid[r], self._grid[r1]
+        return (
+            (1.0 - fr) * _bilinear(low, p, p1, fp, c, c1, fc) + fr * _bilinear(high, p, p1, fp, c, c1, fc) + prefill_s
+        )
+
+    def draft_seconds(self, rows: int, tokens_per_row: int, context_tokens: int) -> float:
+        """Seconds to draft `tokens_per_row` tokens for every row, one after the other; see `RooflineCost`."""
+        return tokens_per_row * self.seconds(rows, rows, context_tokens + rows * max(tokens_per_row - 1, 0) // 2)
+
+
+def _extend(grid: NDArray[np.float64], knots: list[float], axis: int) -> NDArray[np.float64]:
+    """The grid with one far knot more along an axis, on the line through the last two; an axis of one knot as it is."""
+    if len(knots) < 2:
+        return grid
+    far = max(knots[-1], 1.0) * _FAR
+    last, before = np.take(grid, -1, axis), np.take(grid, -2, axis)
+    slope = np.maximum(last - before, 0.0) / (knots[-1] - knots[-2])
+    beyond = last + slope * (far - knots[-1])
+    knots.append(far)
+    return np.concatenate([grid, np.expand_dims(beyond, axis)], axis)
+
+
+def _place(knots: Sequence[float], x: float) -> tuple[int, float]:
+    """The knot before x, and how far x is on the way to the next one."""
+    if x <= knots[0]:
+        return 0, 0.0
+    if x >= knots[-1]:
+        return len(knots) - 1, 0.0
+    index = bisect_right(knots, x) - 1
+    return index, (x - knots[index]) / (knots[index + 1] - knots[index])
+
+
+def _bilinear(plane: list[list[float]], p: int, p1: int, fp: float, c: int, c1: int, fc: float) -> float:
+    low, high = plane[p], plane[p1]
+    first = low[c] + fc * (low[c1] - low[c])
+    return first + fp * (high[c] + fc * (high[c1] - high[c]) - first)

@@ -1,0 +1,249 @@
+"""Seconds of a transformer's forward step on GPUs: a roofline (Williams, Waterman, Patterson, CACM 2009) per group of
+kernels.
+
+A group takes `max(bytes / bandwidth, flops / peak)`, bandwidth and peak times the share of them that kernels reach;
+groups, all-reduces and launches add up. For n positions on t GPUs:
+
+    linears     weights / t and 2·n·weights / t flops: attention, feed-forward and language-model head apart
+    experts     E·(1 - (1 - k/E)^n) of E experts are read where each position takes k of them at random
+    cache       the keys and values attended to, read once per row whatever its number of positions
+    traffic     norms, residuals, activations and logits, read and written
+    all-reduce  2 per layer: latency + 2·(t-1)/t · n · hidden · 2 bytes / link bandwidth (ring)
+    launches    per step and per layer
+
+Verifying is bound by memory in attention up to about `ridge · kv_heads / heads` positions a row (20 on an H100 with 8
+queries per key); the flops of attention are counted for prompts alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+ACTIVATION_BYTES = 2
+"""bf16."""
+_TOUCHES = 12
+"""Reads and writes of a hidden state per layer outside of the linears: norms, residual sums, rotary embedding."""
+_LOGIT_PASSES = 4
+"""Reads and writes of the float32 logits by a sampler: gather, temperature, log-softmax, choice."""
+_PROMPT_TOKENS = 2048
+"""Prompts of a step are taken to be of at most this length: what a prompt position attends to."""
+
+
+class StepCost(Protocol):
+    """Seconds of one forward step."""
+
+    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
+        """Duration of a step.
+
+        Args:
+            rows: Requests that are decoded.
+            positions: Verified positions over all rows: rows + draft tokens.
+            context_tokens: Cached tokens attended to, summed over all rows.
+            prefill_tokens: Prompt positions that are computed in the same step.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """One GPU, and its links to the others of its node."""
+
+    name: str
+    peak_flops: float
+    """Dense bf16 FLOP/s of the data sheet."""
+    memory_bandwidth: float
+    """Bytes/s of the data sheet."""
+    memory_bytes: float
+    compute_share: float
+    """Share of `peak_flops` that linears of hundreds of positions reach."""
+    bandwidth_share: float
+    """Share of `memory_bandwidth` that linears of few positions reach."""
+    step_overhead_s: float
+    """Seconds a step takes beside its layers: graph launch, sampling kernels, copies of tokens."""
+    layer_overhead_s: float
+    """Gaps between the kernels of a layer in a CUDA graph."""
+    eager_layer_s: float
+    """Seconds the CPU takes to launch a layer's kernels without a graph."""
+    link_bandwidth: float
+    """All-reduce bus bandwidth within a node that large messages reach, bytes/s."""
+    link_latency_s: float
+    """Seconds of an all-reduce of a small message."""
+
+    @property
+    def ridge(self) -> float:
+        """FLOP per byte of the data sheet at which neither bound is the lower."""
+        return self.peak_flops / self.memory_bandwidth
+
+    @property
+    def crossover(self) -> float:
+        """Positions from which a bf16 linear takes longer to compute than its weights to read: 2 flops per 2 bytes."""
+        return self.ridge * self.compute_share / self.bandwidth_share
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The shape of a decoder-only transformer with gated feed-forward layers, or of an EAGLE-3 head of one layer."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    """Width of the feed-forward layers; 0 where all are experts."""
+    vocabulary: int
+    """Rows of the language-model head; an EAGLE head's draft vocabulary."""
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    shared_expert_ffn: int = 0
+    """Width of the experts that every position takes."""
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    weight_bytes: int = 2
+    """Bytes per weight."""
+    features: int = 0
+    """EAGLE-3: target hidden states that are fused. Its layer reads embedding and hidden state side by side and shares
+    the target's embedding. 0 for other models."""
+
+    @property
+    def attention_weights(self) -> int:
+        """Of all layers, biases and norms included."""
+        inputs = self.hidden * (2 if self.features else 1)
+        qkv = self.heads + 2 * self.kv_heads
+        weights = inputs * qkv * self.head_dim + self.heads * self.head_dim * self.hidden
+        weights += qkv * self.head_dim * self.qkv_bias + 2 * self.head_dim * self.qk_norm
+        return self.layers * (weights + self.hidden * (3 if self.features else 2))
+
+    @property
+    def dense_weights(self) -> int:
+        """Feed-forward weights that every position takes, routers included."""
+        wide = self.ffn if not self.experts else self.shared_expert_ffn
+        return self.layers * (3 * self.hidden * wide + self.hidden * self.experts)
+
+    @property
+    def expert_weights(self) -> int:
+        """Of one expert in every layer."""
+        return self.layers * 3 * self.hidden * self.expert_ffn
+
+    @property
+    def head_weights(self) -> int:
+        return self.hidden * self.vocabulary
+
+    @property
+    def fusion_weights(self) -> int:
+        return self.features * self.hidden * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """As published: every weight once, norms and biases included."""
+        embeddings = self.head_weights * (1 if self.tied_embeddings or self.features else 2)
+        layers = self.attention_weights + self.dense_weights + self.experts * self.expert_weights
+        return layers + embeddings + self.hidden + self.fusion_weights
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * ACTIVATION_BYTES
+
+
+class RooflineCost:
+    """A `StepCost` of a model on GPUs of one node.
+
+    Args:
+        device: The GPU.
+        model: What runs on it.
+        tensor_parallel: GPUs that share every layer.
+        graph: Kernels are launched as one CUDA graph; without, the CPU launches each, and a step takes no less.
+        host_s: Seconds per step that the engine's own code adds and does not overlap with the GPU.
+    """
+
+    def __init__(
+        self, device: DeviceSpec, model: ModelSpec, tensor_parallel: int = 1, graph: bool = True, host_s: float = 0.0
+    ) -> None:
+        self.device, self.model, self.tensor_parallel = device, model, tensor_parallel
+        gpus, per_weight = tensor_parallel, model.weight_bytes
+        bandwidth, peak = device.bandwidth_share * device.memory_bandwidth, device.compute_share * device.peak_flops
+        self._attention = _linear(model.attention_weights, per_weight, gpus, bandwidth, peak)
+        self._dense = _linear(model.dense_weights, per_weight, gpus, bandwidth, peak)
+        self._head = _linear(model.head_weights, per_weight, gpus, bandwidth, peak)
+        self._fusion = _linear(model.fusion_weights, per_weight, gpus, bandwidth, peak)
+        self._experts = model.experts
+        if model.experts:
+            read, compute = _linear(model.expert_weights, per_weight, gpus, bandwidth, peak)
+            self._experts_s = model.experts * read
+            self._expert_compute_s = model.experts_per_token * compute
+            self._untouched = 1.0 - model.experts_per_token / model.experts
+        kv_heads = -(-model.kv_heads // gpus)  # beyond kv_heads GPUs each holds a copy of one
+        self.kv_bytes_per_token = model.kv_bytes_per_token * kv_heads / model.kv_heads
+        self._cache_s = self.kv_bytes_per_token / bandwidth
+        widths = 3 * (model.ffn + model.shared_expert_ffn + model.experts_per_token * model.expert_ffn) / gpus
+        touched = model.layers * (_TOUCHES * model.hidden + widths) * ACTIVATION_BYTES
+        self._traffic_s = touched / bandwidth
+        self._logits_s = _LOGIT_PASSES * 4 * model.vocabulary / bandwidth
+        self._launch_s = 0.0 if graph else model.layers * device.eager_layer_s
+        self._fixed_s = device.step_overhead_s + host_s
+        self._fixed_s += model.layers * device.layer_overhead_s if graph else 0.0
+        if gpus > 1:
+            reduced = 2 * (gpus - 1) / gpus * model.hidden * ACTIVATION_BYTES
+            self._fixed_s += 2 * model.layers * device.link_latency_s
+            self._traffic_s += 2 * model.layers * reduced / device.link_bandwidth
+        attended = 4 * model.layers * model.heads * model.head_dim / gpus  # flops per query and key
+        self._prompt_s = attended / 2 / peak
+
+    @property
+    def weight_bytes(self) -> float:
+        """Weights that each GPU holds."""
+        return self.model.parameters * self.model.weight_bytes / self.tensor_parallel
+
+    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
+        n = positions + prefill_tokens
+        if n <= 0:
+            return 0.0
+        sampled = positions if positions > 0 else 1
+        read, compute = self._attention
+        total = max(read, compute * n)
+        read, compute = self._dense
+        total += max(read, compute * n)
+        read, compute = self._head
+        total += max(read, compute * sampled)
+        if self._experts:
+            total += max(self._experts_s * (1.0 - self._untouched**n), self._expert_compute_s * n)
+        total += self._cache_s * context_tokens + self._traffic_s * n + self._logits_s * sampled
+        if prefill_tokens:
+            total += self._prompt_s * prefill_tokens * min(prefill_tokens, _PROMPT_TOKENS)
+        return max(total, self._launch_s) + self._fixed_s
+
+    def draft_seconds(self, rows: int, tokens_per_row: int, context_tokens: int) -> float:
+        """Seconds to draft `tokens_per_row` tokens for every row, one after the other.
+
+        An EAGLE head fuses the target's hidden states once.
+
+        Args:
+            rows: Requests that are drafted for.
+            tokens_per_row: Draft tokens of each.
+            context_tokens: Cached tokens over all rows when drafting starts.
+        """
+        if rows <= 0 or tokens_per_row <= 0:
+            return 0.0
+        grown = context_tokens + rows * (tokens_per_row - 1) // 2  # on average over the steps
+        read, compute = self._fusion
+        return tokens_per_row * self.seconds(rows, rows, grown) + max(read, compute * rows)
+
+    def cache_tokens(self, memory_share: float, other_weights_bytes: float = 0.0) -> int:
+        """Tokens of keys and values that fit beside the weights; 0 where not even the weights do.
+
+        Args:
+            memory_share: Share of the GPU's memory that weights and cache may take.
+            other_weights_bytes: What else lies on each GPU, such as an EAGLE head.
+        """
+        free = self.device.memory_bytes * memory_share - self.weight_bytes - other_weights_bytes
+        return max(0, int(free / self.kv_bytes_per_token))
+
+
+def _linear(weights: float, weight_bytes: float, gpus: int, bandwidth: float, peak: float) -> tuple[float, float]:
+    """Seconds to read the weights, and to multiply one position with them, on each of `gpus`."""
+    return weights * weight_bytes / gpus / bandwidth, 2.0 * weights / gpus / peak

@@ -1,0 +1,260 @@
+"""Hardware files: what is shipped loads, what is wrong is named with file, key and fix."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from specactor_ray.cli import app
+from specactor_ray.errors import ConfigError, InputError, UserError
+from specactor_ray.simulation.hardware import MeasuredHardware, ProfiledHardware, RooflineHardware, load_hardware
+from specactor_ray.simulation.hardware_files import SHIPPED, load_cluster, load_models, shipped_hardware
+from specactor_ray.simulation.measured import GridCost
+from specactor_ray.speculation.costs import CostPoint, CostTable
+from specactor_ray.speculation.plan import DraftCosts
+from specactor_ray.speculation.profile import Profile
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def write(path: Path, data: Any) -> Path:
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    return path
+
+
+def h100() -> dict[str, Any]:
+    data: dict[str, Any] = yaml.safe_load((SHIPPED / "h100.yaml").read_text(encoding="utf-8"))
+    return data
+
+
+def measured(**changes: Any) -> dict[str, Any]:
+    steps = [[r, p, c, 0.005 + 1e-5 * r * p + 1e-8 * r * c] for r in (1, 8) for p in (1, 4) for c in (512, 4096)]
+    entry = {"gpus": 1, "graph": steps, "eager": steps} | changes
+    return {
+        "kind": "specactor hardware",
+        "name": "h200-measured",
+        "device": "NVIDIA H200",
+        "source": "a test",
+        "measured": {"qwen2.5-7b": entry},
+    }
+
+
+@pytest.mark.parametrize("name", shipped_hardware())
+def test_shipped_hardware_loads(name: str) -> None:
+    hardware = load_hardware(name)
+    assert hardware.name == name
+    if isinstance(hardware, RooflineHardware):
+        assert all(hardware.target_cost(model).seconds(1, 1, 100) > 0 for model in load_models())
+
+
+def test_shipped_files_are_found_in_the_repository_and_in_a_wheel() -> None:
+    assert {"h100", "h200", "h20", "gb200"} <= set(shipped_hardware())
+    assert SHIPPED.resolve() == REPOSITORY / "conf" / "simulation" / "hardware"
+    data = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "simulation/shipped/*.yaml" in data["tool"]["setuptools"]["package-data"]["specactor_ray"]
+
+
+def test_every_figure_names_its_source() -> None:
+    for path in SHIPPED.glob("*.yaml"):
+        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for section in ("roofline", "cluster", "models"):
+            assert all(figure["source"] for figure in sections.get(section, {}).values())
+
+
+def test_cluster_figures() -> None:
+    cluster = load_cluster()
+    assert (cluster.one_way_s, cluster.call_cpu_s, cluster.put_get_s) == pytest.approx((0.00055, 0.0005, 0.0007))
+    assert cluster.intra_node_bandwidth > cluster.inter_node_bandwidth > 1e9
+
+
+def set_figure(value: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda data: data["roofline"]["memory_gb"].update(value=value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda data: data.pop("name"), "name: missing"),
+        (lambda data: data.update(nam="x"), "nam: unknown key. Did you mean name?"),
+        (lambda data: data.update(kind="x"), "kind: 'x' where 'specactor hardware' is wanted"),
+        (lambda data: data.update(measured={}), "one of `roofline` and `measured`"),
+        (lambda data: data.pop("roofline"), "one of `roofline` and `measured`"),
+        (lambda data: data.update(roofline=3), "roofline: 3 is not a section"),
+        (lambda data: data["roofline"].pop("memory_gb"), "roofline.memory_gb: missing"),
+        (lambda data: data["roofline"].update(memory_bg=1), "Did you mean memory_gb?"),
+        (lambda data: data["roofline"]["memory_gb"].pop("source"), "roofline.memory_gb.source: missing"),
+        (lambda data: data["roofline"].update(memory_gb=80), "roofline.memory_gb: 80 is not a section"),
+        (lambda data: data["roofline"]["compute_share"].update(value=70), "70 is above 1"),
+        (set_figure(-80), "-80 is not a number above 0"),
+        (set_figure(0), "0 is not a number above 0"),
+        (set_figure(float("nan")), "nan is not a number above 0"),
+        (set_figure(True), "True is not a number"),
+        (set_figure("8e1"), "write 1.0e+12"),
+        (set_figure(None), "roofline.memory_gb.value: missing"),
+    ],
+)
+def test_wrong_files_are_refused(change: Callable[[dict[str, Any]], Any], says: str, tmp_path: Path) -> None:
+    data = h100()
+    change(data)
+    path = write(tmp_path / "mine.yaml", data)
+    with pytest.raises(ConfigError) as refused:
+        load_hardware(path)
+    assert str(path) in str(refused.value) and says in str(refused.value) and "Fix: " in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "- 1", "a: [", "\x00", "3"])
+def test_files_that_are_no_hardware(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=str(path)):
+        load_hardware(path)
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_hardware(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("h10", "Did you mean h100?"), ("x/h100", "no such file"), ("nowhere.yaml", "no such file")]
+)
+def test_unknown_hardware(name: str, says: str) -> None:
+    with pytest.raises(UserError, match=says.replace("?", r"\?")):
+        load_hardware(name)
+
+
+def test_unknown_models_and_numbers_of_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean qwen2.5-7b\?"):
+        load_hardware("h100").target_cost("qwen2.5-7")
+    with pytest.raises(ConfigError, match="28 attention heads, which 8 GPUs cannot share"):
+        load_hardware("h100").target_cost("qwen2.5-7b", 8)
+    assert load_hardware("H100").target_cost("Qwen2.5-7B", 4).seconds(1, 1, 1) > 0
+
+
+def test_wrong_models_are_refused(tmp_path: Path) -> None:
+    good = yaml.safe_load((SHIPPED / "models.yaml").read_text(encoding="utf-8"))["models"]["qwen3-8b"]
+    for change, says in [
+        ({"layers": 0}, "layers: 0 is not a count of 1 or more"),
+        ({"layers": 1.5}, "layers: 1.5 is not a count"),
+        ({"layer": 1}, r"Did you mean layers\?"),
+        ({"qk_norm": 1}, "qk_norm: 1 is not true or false"),
+        ({"hidden": None}, "hidden: missing"),
+        ({"experts_per_token": 2}, "more than there are experts"),
+    ]:
+        path = write(tmp_path / "models.yaml", {"kind": "specactor models", "models": {"mine": good | change}})
+        with pytest.raises(ConfigError, match=says):
+            load_models.__wrapped__(path)
+
+
+def test_measured_steps_are_met_and_interpolated(tmp_path: Path) -> None:
+    hardware = load_hardware(write(tmp_path / "h200-measured.yaml", measured()))
+    assert isinstance(hardware, MeasuredHardware)
+    cost = hardware.target_cost("Qwen2.5-7B")
+    for rows, positions, context in [(1, 1, 512), (8, 4, 4096), (4, 2, 1000), (32, 4, 4096), (8, 16, 4096)]:
+        expected = 0.005 + 1e-5 * rows * positions + 1e-8 * rows * context
+        assert cost.seconds(rows, rows * positions, rows * context) == pytest.approx(expected)
+    step_s = cost.seconds(8, 32, 8 * 4096)
+    assert cost.seconds(8, 32, 8 * 4096, 320) == pytest.approx(step_s * 11)  # the price of its positions
+    assert cost.seconds(0, 0, 0, 320) == pytest.approx(step_s * 10)
+    assert hardware.draft_cost("qwen2.5-7b").draft_seconds(1, 3, 512) == pytest.approx(3 * cost.seconds(1, 1, 513))
+    assert hardware.cache_tokens("qwen2.5-7b", 1, 0.9) == load_hardware("h200").cache_tokens("qwen2.5-7b", 1, 0.9)
+
+
+def test_measured_steps_without_a_graph(tmp_path: Path) -> None:
+    data = measured(graph=None)
+    assert load_hardware(write(tmp_path / "m.yaml", data)).target_cost("qwen2.5-7b").seconds(1, 1, 1) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"gpus": 0}, "gpus: 0 is not a number above 0"),
+        ({"graph": [[1, 1, 512, -1.0]]}, r"graph.0: \[1, 1, 512, -1.0\] is not"),
+        ({"graph": [[1, 1, 512]]}, "is not .rows, positions, context, seconds"),
+        ({"graph": [[1, 1, 1, 1.0], [2, 2, 1, 1.0]]}, "the step of 1 rows, 2 positions and 1 tokens is missing"),
+        ({"graph": None, "eager": None}, "there are no steps"),
+        ({"graphs": []}, r"Did you mean graph\?"),
+    ],
+)
+def test_wrong_measurements_are_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_hardware(write(tmp_path / "m.yaml", measured(**changes)))
+
+
+def test_what_was_not_measured(tmp_path: Path) -> None:
+    hardware = load_hardware(write(tmp_path / "m.yaml", measured()))
+    with pytest.raises(ConfigError, match=r"Did you mean qwen2.5-7b\?"):
+        hardware.target_cost("qwen2.5-70b")
+    with pytest.raises(ConfigError, match="on 2 GPU"):
+        hardware.target_cost("qwen2.5-7b", 2)
+    odd = load_hardware(write(tmp_path / "odd.yaml", measured() | {"device": "Abacus"}))
+    with pytest.raises(ConfigError, match="the memory of 'Abacus' is not known"):
+        odd.cache_tokens("qwen2.5-7b", 1, 0.9)
+
+
+AXIS = st.lists(st.integers(1, 50), min_size=1, max_size=3, unique=True)
+
+
+@given(axes=st.tuples(AXIS, AXIS, AXIS), noise=st.randoms(use_true_random=False), data=st.data())
+def test_more_work_never_costs_less_on_noisy_grids(
+    axes: tuple[list[int], ...], noise: Any, data: st.DataObject
+) -> None:
+    rows, positions, contexts = axes
+    grid = GridCost({(r, p, c): 0.1 + noise.random() for r in rows for p in positions for c in contexts})
+    low = [data.draw(st.integers(1, 400)) for _ in range(3)]
+    high = [value + data.draw(st.integers(0, 400)) for value in low]
+    (r0, p0, c0), (r1, p1, c1) = low, high
+    assert grid.seconds(r0, r0 * p0, r0 * c0) <= grid.seconds(r1, r1 * p1, r1 * c1) * (1 + 1e-9)
+
+
+def test_a_profile_is_a_cost_beyond_its_windows() -> None:
+    def seconds(window: int, context: int, batch: int) -> float:
+        return 0.01 + 0.001 * batch * (window + 1) + 1e-6 * context
+
+    table = CostTable(
+        CostPoint(1, window, context, batch, seconds(window, context, batch))
+        for window in (0, 4)
+        for context in (128, 1024)
+        for batch in (1, 4, 16)
+    )
+    cost = GridCost.from_table(table, 1)
+    for window, context, batch in [(0, 128, 1), (4, 1024, 16), (2, 500, 8), (9, 1024, 16), (4, 4096, 16)]:
+        predicted = cost.seconds(batch, batch * (window + 1), batch * context)
+        assert predicted == pytest.approx(seconds(window, context, batch), rel=1e-6)
+    with pytest.raises(InputError, match="2 devices were not measured"):
+        GridCost.from_table(table, 2)
+
+    hardware = ProfiledHardware("mine", Profile({"model": {"name": "m"}}, table, {"eagle": DraftCosts(table)}, {}))
+    assert hardware.target_cost("m").seconds(4, 8, 4000) == cost.seconds(4, 8, 4000)
+    assert hardware.draft_cost("eagle").draft_seconds(4, 2, 512) == 2 * cost.seconds(4, 4, 514)
+    for refused, says in [
+        (lambda: hardware.target_cost("n"), "this profile is of m, not n"),
+        (lambda: hardware.target_cost("m", 2), "2 devices were not measured"),
+        (lambda: hardware.draft_cost("eagel"), r"Did you mean eagle\?"),
+        (lambda: hardware.cache_tokens("m", 1, 0.9), "does not tell memory"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            refused()
+
+
+def test_a_damaged_profile_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("{}", encoding="utf-8")
+    with pytest.raises(InputError, match="is no profile"):
+        load_hardware(path)
+
+
+def test_the_terminal_shows_the_published_points() -> None:
+    done = CliRunner().invoke(app, ["simulate", "--published"])
+    assert done.exit_code == 0
+    assert "published" in done.output and "22520" in done.output and "assumed" in done.output
