@@ -194,7 +194,8 @@ class Bench:
 
     def __init__(self, workloads: Sequence[Workload], console: Console) -> None:
         self._workloads, self._console = list(workloads), console
-        self._measured: list[dict[str, Any]] = []
+        self.measured: list[dict[str, Any]] = []
+        """Figures of every variant and workload so far."""
         self._references: dict[tuple[str, int], Mapping[Place, Output]] = {}
 
     def measure(self, variant: Variant, title: str) -> None:
@@ -220,7 +221,7 @@ class Bench:
         outputs, failures = self._roll_out(rollout, workload, title)
         seconds, metrics, actors = time.monotonic() - begin, rollout.metrics(), rollout.status()
         reference = self._references.setdefault((workload.name, variant.batch), outputs)
-        self._measured.append(
+        self.measured.append(
             {
                 **describe_variant(variant),
                 "workload": workload.name,
@@ -247,12 +248,16 @@ class Bench:
             )
             for workload in self._workloads
         ]
-        self._measured += measure_peers(config, batches, encoded, self._console)
+        self.measured += measure_peers(config, batches, encoded, self._console)
+
+    def reference(self, workload: str, batch: int) -> Mapping[Place, Output]:
+        """What the first variant of this batch gave."""
+        return self._references[workload, batch]
 
     def results(self) -> list[dict[str, Any]]:
         """All figures so far, by batch and workload, with the ratio to the fastest plain variant of both."""
         order = [workload.name for workload in self._workloads]
-        return with_ratios(sorted(self._measured, key=lambda m: (m["batch"], order.index(m["workload"]))))
+        return with_ratios(sorted(self.measured, key=lambda m: (m["batch"], order.index(m["workload"]))))
 
     def _roll_out(self, rollout: Rollout, workload: Workload, title: str) -> tuple[dict[Place, Output], Counter[str]]:
         outputs: dict[Place, Output] = {}

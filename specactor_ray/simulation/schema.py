@@ -65,6 +65,8 @@ class SkillConfig:
     """Share of `mean` that is lost per 1,000 output tokens."""
     coverage: float = 1.0
     """Share of stretches in which there is a guess at all."""
+    forward_ms: float | None = None
+    """Milliseconds of one draft forward (or lookup), whatever its batch, in place of the hardware's figure."""
 
 
 @dataclass
@@ -231,6 +233,8 @@ def _check_skills(scenario: ScenarioConfig) -> None:
         for name in ("mean", "decay", "coverage"):
             if not 0.0 <= getattr(skill, name) <= 1.0:
                 raise ConfigError(f"skills.{index}.{name}", f"{getattr(skill, name)} is out of range.", "use 0 to 1.")
+        if skill.forward_ms is not None and not 0.0 <= skill.forward_ms < float("inf"):
+            raise ConfigError(f"skills.{index}.forward_ms", f"{skill.forward_ms} is out of range.", "use 0 or more.")
         for name in ("spread", "burst"):
             if not 0.0 <= getattr(skill, name) <= 10.0:
                 raise ConfigError(f"skills.{index}.{name}", f"{getattr(skill, name)} is out of range.", "use 0 to 10.")

@@ -1,0 +1,131 @@
+"""From a scenario's hardware to the world its models live in."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from specactor_ray.config.schema import HISTORY_METHODS, DrafterConfig, ModeName
+from specactor_ray.errors import ConfigError
+from specactor_ray.simulation.hardware import Hardware, ProfiledHardware, RooflineHardware, load_hardware
+from specactor_ray.simulation.hardware_files import find_model
+from specactor_ray.simulation.schema import ScenarioConfig
+from specactor_ray.simulation.world import DraftTime, LinearTime, StepTime, Times, World
+from specactor_ray.speculation.costs import CostPoint, CostTable
+from specactor_ray.speculation.profile import parse_profile, points_from_json
+
+_LOOKUP = LinearTime(0.0, 5e-6)
+"""Of the token that a lookup finds, where no profile tells."""
+
+
+def build_world(scenario: ScenarioConfig) -> World:
+    """Cost models, times and cache of a scenario; its text, Python and record are set by whoever runs it.
+
+    Raises:
+        ConfigError: The hardware does not know a model, or no request fits into the cache.
+    """
+    hardware, config = load_hardware(scenario.hardware), scenario.config
+    target, times = config.target, scenario.steps
+    devices = target.gpus or target.cores
+    try:
+        cost = hardware.target_cost(target.model, devices)
+    except ConfigError as error:
+        raise ConfigError("config.target", f"{error.key}: {error.problem}", error.fix) from None
+    world = World(
+        target=cost,
+        drafting=_drafting(scenario, hardware),
+        times=Times(times.load_s, times.sync_s, times.sleep_s),
+    )
+    if isinstance(hardware, ProfiledHardware):
+        return world
+    world.vocab_size = find_model(target.model).vocabulary
+    world.cache_tokens = hardware.cache_tokens(target.model, devices, scenario.cache_share, _beside(scenario, hardware))
+    needed = scenario.workload.prompt_tokens + scenario.workload.max_tokens
+    if scenario.workload.trajectories is None and world.cache_tokens < needed:
+        problem = (
+            f"a verifier of {devices} GPU(s) has room for {world.cache_tokens:,} tokens of cache, and one request "
+        )
+        problem += f"may need {needed:,} (workload.prompt_tokens + workload.max_tokens)."
+        raise ConfigError("config.target.gpus", problem, "use more GPUs, a larger cache_share or shorter requests.")
+    world.stream_bytes_per_token = _stream_bytes(scenario, hardware)
+    return world
+
+
+def profile_world(scenario: ScenarioConfig, profiles: Sequence[Mapping[str, Any]]) -> World:
+    """The world of a machine that was profiled several times, at the mean of the profiles."""
+    hardware = ProfiledHardware("profile", parse_profile(profiles[0], "the profile"))
+    tables = CostTable(_mean([points_from_json(one["verify"]) for one in profiles]))
+    drafting = {}
+    for drafter in scenario.config.drafters:
+        points = _mean([points_from_json(one["methods"][drafter.method]["points"]) for one in profiles])
+        whole = replace(hardware.profile.drafting[drafter.method], table=CostTable(points))
+        drafting[drafter.method] = whole
+    mean = replace(hardware, profile=replace(hardware.profile, verify=tables, drafting=drafting))
+    cores = scenario.config.target.cores
+    target = mean.target_cost(scenario.config.target.model, cores)
+    times = Times(scenario.steps.load_s, scenario.steps.sync_s, scenario.steps.sleep_s)
+    return World(target=target, drafting=_drafting(scenario, mean), times=times)
+
+
+def _mean(profiles: Sequence[Sequence[CostPoint]]) -> list[CostPoint]:
+    seconds: dict[CostPoint, list[float]] = defaultdict(list)
+    for points in profiles:
+        for point in points:
+            seconds[replace(point, seconds=0.0, spread=0.0)].append(point.seconds)
+    return [replace(point, seconds=fmean(values)) for point, values in seconds.items()]
+
+
+def _drafting(scenario: ScenarioConfig, hardware: Hardware) -> dict[str, DraftTime]:
+    if scenario.config.mode is ModeName.plain:
+        return {}
+    set_by_hand = {one.method: one.forward_ms for one in scenario.skills if one.forward_ms is not None}
+    return {
+        drafter.method: _draft_time(index, drafter, hardware, set_by_hand.get(drafter.method))
+        for index, drafter in enumerate(scenario.config.drafters)
+    }
+
+
+def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_ms: float | None) -> DraftTime:
+    is_lookup = drafter.method in HISTORY_METHODS
+    if forward_ms is not None:
+        return DraftTime(LinearTime(forward_ms / 1e3), is_lookup)
+    try:
+        if isinstance(hardware, ProfiledHardware):
+            cost: StepTime = hardware.draft_cost(drafter.method, max(1, round(drafter.cores)))
+            return DraftTime(_Lookup(cost) if is_lookup else cost, is_lookup)
+        if is_lookup:
+            return DraftTime(_LOOKUP, is_lookup)
+        if drafter.model is None:
+            raise ConfigError("model", "is not set.", "name a shape of conf/simulation/hardware/models.yaml.")
+        return DraftTime(hardware.draft_cost(drafter.model, max(drafter.gpus, 1)))
+    except ConfigError as error:
+        raise ConfigError(f"config.drafters.{index}", f"{error.key}: {error.problem}", error.fix) from None
+
+
+class _Lookup:
+    """Seconds of a lookup: those of a token, times the tokens of each row; at least one token, whether found or not."""
+
+    def __init__(self, token: StepTime) -> None:
+        self._token = token
+
+    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
+        return self._token.seconds(rows, rows, context_tokens) * max(positions / rows, 1.0)
+
+
+def _beside(scenario: ScenarioConfig, hardware: Hardware) -> float:
+    """Bytes of drafters' weights on each GPU of a verifier."""
+    if scenario.config.mode is not ModeName.coupled or not isinstance(hardware, RooflineHardware):
+        return 0.0
+    models = [drafter.model for drafter in scenario.config.drafters if drafter.model and drafter.gpus]
+    return sum(hardware.draft_cost(model).weight_bytes for model in models)
+
+
+def _stream_bytes(scenario: ScenarioConfig, hardware: Hardware) -> float:
+    """Bytes of a drafter's cache per token that it follows: the most of all methods."""
+    if scenario.config.mode is ModeName.plain or not isinstance(hardware, RooflineHardware):
+        return 0.0
+    models = [drafter.model for drafter in scenario.config.drafters if drafter.model]
+    return max((hardware.draft_cost(model).kv_bytes_per_token for model in models), default=0.0)
