@@ -1,23 +1,54 @@
-"""`specactor simulate`: the product's own loops, dispatcher and controller under simulated faults."""
+"""`specactor simulate`: the product's own loops, dispatcher and controller on virtual time."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specactor_ray.cli_scenario import ScenarioOptions, run_scenario
 from specactor_ray.errors import InputError
 
 if TYPE_CHECKING:
     from specactor_ray.simulation.scenario import Scenario
 
 EXIT_FAILED = 1
+_OF_FAULTS = {
+    "--faults": "leave it out; scenarios have no faults",
+    "--seed": "write seed=N after the options",
+    "--requests": "write workload.requests=N after the options",
+    **dict.fromkeys(
+        ("--replay", "--count", "--interval", "--kinds", "--layout", "--training", "--trace"),
+        "leave it out; it repeats a run with faults",
+    ),
+}
+"""Options that do not go with --config, and what to do instead."""
+_OF_SCENARIOS = ("--compare", "--oracle", "--output")
 
 
 def simulate(
+    context: typer.Context,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="--config: overrides, as in seed=1.", show_default=False),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Scenario whose speed to predict.", show_default=False)
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="--config: variants, as in plain,decoupled. Default: all.", show_default=False)
+    ] = None,
+    oracle: Annotated[
+        bool, typer.Option("--oracle", help="--config: add a clairvoyant drafter as the upper bound.")
+    ] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--output", help="--config: folder for the report, plots and traces; never overwritten."),
+    ] = None,
     faults: Annotated[int, typer.Option(help="Faults to inflict, over as many runs as that takes.")] = 1000,
     seed: Annotated[int, typer.Option(help="Of the runs: the same seed, the same runs.")] = 0,
     requests: Annotated[int, typer.Option(help="Requests of each stream, or of a step of training.")] = 64,
@@ -42,24 +73,60 @@ def simulate(
         bool, typer.Option("--published", help="Only print the cost models against published measurements.")
     ] = False,
 ) -> None:
-    """Run the product's loops, dispatcher, controller and training steps on virtual time, while faults strike.
+    """Run the product's loops, dispatcher, controller and training steps on virtual time.
 
-    No Ray, no models, no waiting: one deterministic thread per run. After every run, each request must have ended once
-    with the tokens of plain decoding, no innocent request may have failed, and nothing may be left over. A run that
-    fails is shrunk and printed as a command that repeats it. Exit code 1 if any failed.
+    No Ray, no models, no waiting: one deterministic thread per run.
+
+    With --config, predict how fast a scenario of conf/simulation is, one row per variant: the hardware is modelled, the
+    decisions are the product's own. --output adds plots and a timeline per variant, which ui.perfetto.dev opens.
+
+    Without it, inflict faults. After every run, each request must have ended once with the tokens of plain decoding, no
+    innocent request may have failed, and nothing may be left over. A run that fails is shrunk and printed as a command
+    that repeats it. Exit code 1 if any failed.
     """
     if published:
         _show_published()
         return
+    refuse_misplaced(given_options(context), scenario=config is not None, overrides=overrides or ())
     refuse_below_one({"--faults": faults, "--requests": requests, "--processes": processes, "--count": count})
     if output is not None and output.exists():
         raise InputError(f"--json: {output} exists; name another file")
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"--json: there is no folder {output.parent}; make it first")
-    if replay is None:
+    if config is not None:
+        run_scenario(ScenarioOptions(config, overrides or (), compare, oracle, folder, output, processes))
+    elif replay is None:
         _run_campaign(faults, seed, requests, processes, output)
     else:
         _replay(parse_scenario(replay, count, requests, interval, kinds, layout, training), trace)
+
+
+def given_options(context: typer.Context) -> list[str]:
+    """Options that the command line names, as in `--faults`."""
+    given = [p for p in context.command.params if p.param_type_name == "option" and p.name is not None]
+    return [
+        max(one.opts, key=len)
+        for one in given
+        if getattr(context.get_parameter_source(one.name or ""), "name", "") == "COMMANDLINE"
+    ]
+
+
+def refuse_misplaced(given: Sequence[str], *, scenario: bool, overrides: Sequence[str]) -> None:
+    """Refuse options of the other job of this command.
+
+    Raises:
+        InputError: An option goes only with, or only without, --config.
+    """
+    if scenario:
+        for option in given:
+            if option in _OF_FAULTS:
+                raise InputError(f"{option}: does not go with --config; {_OF_FAULTS[option]}")
+        return
+    for option in given:
+        if option in _OF_SCENARIOS:
+            raise InputError(f"{option}: needs a scenario; add --config FILE")
+    if overrides:
+        raise InputError(f"{overrides[0]}: overrides are of a scenario; add --config FILE")
 
 
 def refuse_below_one(numbers: dict[str, int | None]) -> None:

@@ -37,6 +37,8 @@ class SimulatedProposer:
         self._mirrors: dict[str, RequestMirror] = {}
         self._changed: dict[str, None] = {}
         self._to_prefill = 0
+        self._cached = 0
+        """Tokens of all requests that it follows; lookups keep none."""
 
     def open(
         self,
@@ -46,15 +48,23 @@ class SimulatedProposer:
         sampling: SamplingParams,
         window: int,
     ) -> None:
+        self._free(request_id)
         self._mirrors[request_id] = RequestMirror(prompt_token_ids, committed_token_ids, sampling, window)
         self._changed[request_id] = None
         if not self._time.is_lookup:
-            self._to_prefill += len(prompt_token_ids) + len(committed_token_ids)
+            tokens = len(prompt_token_ids) + len(committed_token_ids)
+            self._to_prefill += tokens
+            self._cached += tokens
 
     def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
         mirror = self._mirrors.get(request_id)
-        if mirror is None or not mirror.commit(start, token_ids, window).ok:
+        if mirror is None:
             return False
+        outcome = mirror.commit(start, token_ids, window)
+        if not outcome.ok:
+            return False
+        if not self._time.is_lookup:
+            self._cached += outcome.advanced
         self._changed[request_id] = None
         return True
 
@@ -99,7 +109,7 @@ class SimulatedProposer:
         begin = clock.now()
         clock.work(seconds + world.python.draft_s(clock.process, rows))
         world.record.span(self._name, "draft", begin, clock.now(), rows, positions)
-        world.record.streams(self._name, len(self._mirrors), context)
+        world.record.streams(self._name, len(self._mirrors), self._cached)
         world.python.begin(clock.process)
 
     def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
@@ -111,8 +121,14 @@ class SimulatedProposer:
         return mirror is not None and mirror.room > 0 and (not self._time.is_lookup or request_id in self._changed)
 
     def close(self, request_id: str, finished: bool = True) -> None:
+        self._free(request_id)
         self._mirrors.pop(request_id, None)
         self._changed.pop(request_id, None)
+
+    def _free(self, request_id: str) -> None:
+        mirror = self._mirrors.get(request_id)
+        if mirror is not None and not self._time.is_lookup:
+            self._cached -= len(mirror.prompt) + mirror.base_len
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._clock.work(self._world.times.sync_s)

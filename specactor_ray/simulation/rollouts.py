@@ -71,7 +71,9 @@ class Result:
     peak_streams: int = 0
     """Most requests that drafters followed at once, summed over drafters."""
     peak_stream_tokens: int = 0
-    """Tokens in their caches then."""
+    """Most tokens in the caches of drafters at once, summed over drafters."""
+    peak_stream_bytes: float = 0.0
+    """Bytes of these tokens."""
     preemptions: int = 0
     moves: int = 0
     events: int = 0
@@ -120,6 +122,7 @@ class Result:
             "shares": self.shares(),
             "peak_streams": self.peak_streams,
             "peak_stream_tokens": self.peak_stream_tokens,
+            "peak_stream_bytes": self.peak_stream_bytes,
             "preemptions": self.preemptions,
             "moves": self.moves,
             "events": self.events,
@@ -137,7 +140,7 @@ class Recorder(Record):
         self._first: list[Span] = []
         self._last: deque[Span] = deque(maxlen=_KEPT_SPANS)
         self._streams: dict[str, tuple[int, int]] = {}
-        self.peak = (0, 0)
+        self.peak_streams = self.peak_tokens = 0
 
     def span(self, actor: str, what: str, begin: float, end: float, rows: int, positions: int) -> None:
         now = self._now()
@@ -146,9 +149,8 @@ class Recorder(Record):
 
     def streams(self, actor: str, count: int, context_tokens: int) -> None:
         self._streams[actor] = (count, context_tokens)
-        total = sum(one[0] for one in self._streams.values())
-        if total > self.peak[0]:
-            self.peak = (total, sum(one[1] for one in self._streams.values()))
+        self.peak_streams = max(self.peak_streams, sum(one[0] for one in self._streams.values()))
+        self.peak_tokens = max(self.peak_tokens, sum(one[1] for one in self._streams.values()))
 
     @property
     def spans(self) -> list[Span]:
@@ -211,7 +213,8 @@ class SimulatedRollouts(VirtualRun):
         if not self._done:
             raise SimulationError(f"no request has ended for {_STANDSTILL_S:.0f} virtual seconds")
         result.events, result.digest, result.spans = kernel.events, kernel.digest, self.recorder.spans
-        result.peak_streams, result.peak_stream_tokens = self.recorder.peak
+        result.peak_streams, result.peak_stream_tokens = self.recorder.peak_streams, self.recorder.peak_tokens
+        result.peak_stream_bytes = result.peak_stream_tokens * self.world.stream_bytes_per_token
         kernel.close()
         return result
 

@@ -126,6 +126,10 @@ class World:
     cache_tokens: float = float("inf")
     """Of each verifier."""
     max_model_len: int = 100_000
+    stream_bytes_per_token: float = 0.0
+    """Bytes of a drafter's cache per token of a request that it follows."""
+    vocab_size: int | None = None
+    """Of the target model; None: any token is in it."""
     record: Record = field(default_factory=Record)
     poison: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Seed of a request → how it breaks its engine (`crash` or `wedge`) and at which output position."""

@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("rollout",),
     ("training",),
     ("simulation", "benchmarks", "submission", "drafter_training.command"),
-    ("cli_options",),
+    ("cli_options", "cli_scenario"),
     ("cli_plan", "cli_simulate", "drafter_cli"),
     ("cli",),
     ("job",),

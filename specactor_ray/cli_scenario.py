@@ -1,0 +1,179 @@
+"""`specactor simulate --config FILE`: how fast a scenario is, variant by variant."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from specactor_ray.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specactor_ray.simulation.rollouts import Result
+
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+REPORT_FILE = "report.json"
+
+
+@dataclass(frozen=True)
+class ScenarioOptions:
+    """What the command line says."""
+
+    config: Path
+    overrides: Sequence[str] = ()
+    compare: str | None = None
+    """Names of variants, comma-separated."""
+    oracle: bool = False
+    output: Path | None = None
+    """Folder for the report, plots and traces."""
+    report: Path | None = None
+    """File for the report alone."""
+    processes: int | None = None
+
+
+def run_scenario(options: ScenarioOptions) -> None:
+    """Simulate the variants, print their figures and write what was asked for.
+
+    Raises:
+        UserError: The scenario or an option is wrong.
+        typer.Exit: With the command's exit code.
+    """
+    from specactor_ray.observability.console import make_console, say, show_error
+    from specactor_ray.simulation.comparison import build_report, choose_variants
+    from specactor_ray.simulation.kernel import SimulationError
+
+    names = parse_names(options.compare)
+    chosen = choose_variants(options.config, options.overrides, names, options.oracle)
+    made = make_output(options.output) if options.output is not None else []
+    results: list[Result] = []
+    try:
+        results = _simulate(options, chosen)
+    except SimulationError as error:
+        show_error(str(error))
+        raise typer.Exit(EXIT_FAILED) from None
+    finally:
+        if not results:
+            _remove_empty(made)
+    console = make_console()
+    if not results:
+        say(console, "interrupted before the first variant had finished; nothing was written")
+        raise typer.Exit(EXIT_INTERRUPTED)
+    report = build_report(options.config, options.overrides, chosen, results, options.oracle)
+    _show(report, console)
+    _write(options, report, results, console)
+    raise typer.Exit(EXIT_INTERRUPTED if report["status"] == "interrupted" else 0)
+
+
+def parse_names(text: str | None) -> list[str] | None:
+    """`plain,coupled` → the names; None, for all variants, from None.
+
+    Raises:
+        InputError: There is no name in the text.
+    """
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise InputError(f"--compare: {text!r} names no variant; give some, such as plain,decoupled")
+    return names
+
+
+def make_output(folder: Path) -> list[Path]:
+    """Make the folder and its parents. Returns those that did not exist, the deepest first.
+
+    Raises:
+        InputError: It holds something, or cannot be made.
+    """
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise InputError(f"--output: {folder} holds files, and none is overwritten; name another folder")
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output: {folder} cannot be made ({error.strerror}); name another folder") from None
+    return made
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def _simulate(options: ScenarioOptions, names: Sequence[str]) -> list[Result]:
+    """All results, or those that finished before an interruption."""
+    from specactor_ray.observability.console import make_console
+    from specactor_ray.observability.phase_progress import PhaseProgress
+    from specactor_ray.signals import sigterm_interrupts
+    from specactor_ray.simulation.comparison import compare
+
+    with sigterm_interrupts(), PhaseProgress(make_console(sys.stderr), "simulating", 1.0) as progress:
+
+        def show(shares: Mapping[str, float]) -> None:
+            figures = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+            progress.update(sum(shares.values()) / len(shares), figures)
+
+        return compare(options.config, options.overrides, names, options.oracle, options.processes, show)
+
+
+def _show(report: Mapping[str, Any], console: Console) -> None:
+    from specactor_ray.observability.console import say
+    from specactor_ray.observability.scenario_report import scenario_speed_table, scenario_work_table
+
+    if report["description"]:
+        say(console, report["description"])
+    console.print(scenario_speed_table(report))
+    console.print(scenario_work_table(report))
+    if report["part"] > 1:
+        say(console, f"all figures are of 1/{report['part']} of the cluster")
+    if report["status"] == "interrupted":
+        say(console, f"interrupted: {len(report['results'])} finished and are shown")
+
+
+def _write(options: ScenarioOptions, report: Mapping[str, Any], results: Sequence[Result], console: Console) -> None:
+    """Write the report, plots and traces, and name the files."""
+    from specactor_ray.observability.console import say
+    from specactor_ray.observability.scenario_report import chrome_trace, trace_file, write_plots
+
+    written = []
+    if options.report is not None:
+        _write_json(options.report, report)
+        written.append(options.report)
+    folder = options.output
+    if folder is not None:
+        _write_json(folder / REPORT_FILE, report)
+        written.append(folder / REPORT_FILE)
+        plots = write_plots(folder, report["results"])
+        written += [folder / name for name in plots]
+        for result in results:
+            if result.spans:
+                path = folder / trace_file(result.variant)
+                _write_json(path, chrome_trace(result.variant, [vars(span) for span in result.spans]), indent=None)
+                written.append(path)
+        if not plots:
+            say(console, "no plots: matplotlib is not installed (pip install matplotlib)")
+    for path in written:
+        say(console, f"written: {path.resolve()}")
+
+
+def _write_json(path: Path, data: Mapping[str, Any], indent: int | None = 2) -> None:
+    """Write a new file.
+
+    Raises:
+        InputError: It exists, or cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(data, indent=indent) + "\n")
+    except FileExistsError:
+        raise InputError(f"{path} exists and is never overwritten; name another file") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be written ({error.strerror})") from None

@@ -1,0 +1,194 @@
+"""Tables, plots and traces of simulated scenarios, made from the plain data that `report.json` holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+_SHARES = ("forward", "waiting", "protocol", "idle")
+_ROUNDING_NS = 10
+"""Spans of one actor that follow each other may seem to overlap by so little."""
+
+
+def scenario_speed_table(report: Mapping[str, Any]) -> Table:
+    """How fast each variant is, and against which others."""
+    results, device = report["results"], report["device"]
+    has_steps = any(step["update_s"] or step["sync_s"] for result in results for step in result["steps"])
+    table = _table("speed", ("variant", "mode"))
+    columns = [f"{device}s", "drafting", "rollout s", "tokens/s", f"tokens/s/{device}", "x"]
+    for name in [*columns, *(["RL step s"] if has_steps else []), *(["of oracle"] if report["of_oracle"] else [])]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for result in results:
+        name = result["variant"]
+        cells = [
+            f"{result['devices']:,}",
+            f"{result['draft_devices']:,}",
+            f"{result['rollout_s']:,.2f}",
+            f"{result['tokens_per_s']:,.0f}",
+            f"{result['tokens_per_s_and_device']:,.1f}",
+            _times(report["ratios"].get(name)) + ("*" if name == report["baseline"] else ""),
+        ]
+        if has_steps:
+            cells.append(f"{sum(result['step_s']) / max(len(result['step_s']), 1):,.2f}")
+        if report["of_oracle"]:
+            cells.append(_share(report["of_oracle"].get(name)))
+        table.add_row(name, result["mode"], *cells)
+    table.caption = f"* baseline of x: tokens/s per {device}, those of drafters included. rollout s: of all RL steps."
+    if has_steps:
+        table.caption = f"{table.caption}\nRL step s: mean of rollout, update and weight sync."
+    return table
+
+
+def scenario_work_table(report: Mapping[str, Any]) -> Table:
+    """What drafting brings, where the verifiers' time goes, and what drafters keep in memory."""
+    table = _table("drafting, and time of the verifiers", ("variant",))
+    for name in ("acc. length", "supply", *_SHARES, "draft streams", "cache GB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for result in report["results"]:
+        table.add_row(
+            result["variant"],
+            f"{result['acceptance_length']:.2f}",
+            f"{result['supply']:.2f}",
+            *(_share(result["shares"][name]) for name in _SHARES),
+            f"{result['peak_streams']:,}",
+            f"{result['peak_stream_bytes'] / 1e9:.2f}",
+        )
+    table.caption = (
+        "acc. length: tokens per request and verify step. supply: usable draft tokens per request and step.\n"
+        "waiting: for drafts. protocol: Python between forwards. draft streams: most requests that drafters\n"
+        "follow at once. cache GB: most that these take in the caches of the drafters."
+    )
+    return table
+
+
+# ---- plots ----
+
+
+def write_plots(folder: Path, results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Write `running.png` and `phases.png`.
+
+    Returns:
+        Names of the files; none where matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return []
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    for name, draw in (("running.png", _draw_running), ("phases.png", _draw_phases)):
+        figure, axes = pyplot.subplots(figsize=(8, 4))
+        draw(axes, results)
+        axes.legend(fontsize=8)
+        figure.tight_layout()
+        figure.savefig(folder / name, dpi=110)
+        pyplot.close(figure)
+    return ["running.png", "phases.png"]
+
+
+def _draw_running(axes: Any, results: Sequence[Mapping[str, Any]]) -> None:
+    for result in results:
+        axes.step(*running_over_time(result["steps"]), where="post", label=result["variant"])
+    axes.set(xlabel="seconds", ylabel="unfinished requests", xlim=(0, None), ylim=(0, None))
+
+
+def running_over_time(steps: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[int]]:
+    """When the number of unfinished requests changes, over all RL steps, and what it is from then on."""
+    times, counts, begin = list[float](), list[int](), 0.0
+    for step in steps:
+        ended = sorted(step["ended_s"])
+        times += [begin, *(begin + second for second in ended)]
+        counts += range(len(ended), -1, -1)
+        begin += step["rollout_s"] + step["update_s"] + step["sync_s"]
+    return times, counts
+
+
+def _draw_phases(axes: Any, results: Sequence[Mapping[str, Any]]) -> None:
+    names = [result["variant"] for result in results]
+    bottom = [0.0] * len(results)
+    phases = [phase_seconds(result) for result in results]
+    for phase in (*_SHARES, "update", "sync"):
+        seconds = [one[phase] for one in phases]
+        if any(seconds):
+            axes.bar(names, seconds, bottom=bottom, label=phase, width=0.6)
+            bottom = [below + second for below, second in zip(bottom, seconds, strict=True)]
+    axes.set(ylabel="seconds per verifier")
+
+
+def phase_seconds(result: Mapping[str, Any]) -> dict[str, float]:
+    """Phase → seconds: of the rollouts as a verifier spends them on average, of updates and weight syncs."""
+    rollout = {name: result["shares"][name] * result["rollout_s"] for name in _SHARES}
+    others = {name: sum(step[f"{name}_s"] for step in result["steps"]) for name in ("update", "sync")}
+    return {**rollout, **others}
+
+
+# ---- traces ----
+
+
+def trace_file(variant: str) -> str:
+    """Name of a variant's trace."""
+    safe = re.sub(r"[^-.\w]", "_", variant)
+    return f"trace-{safe}.json"
+
+
+def chrome_trace(variant: str, spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A timeline in the Trace Event Format, which Perfetto and chrome://tracing open.
+
+    Args:
+        variant: Named in the trace.
+        spans: `actor`, `what`, `begin`, `end` (seconds), `rows` and `positions` of each thing that an actor did.
+    """
+    verifiers = {span["actor"] for span in spans if span["what"] == "verify"}
+    actors = sorted({span["actor"] for span in spans}, key=_natural)
+    thread = {actor: number for number, actor in enumerate(actors, start=1)}
+    process = {actor: 1 if actor in verifiers else 2 for actor in actors}
+    events: list[dict[str, Any]] = []
+    for number, name in ((1, "verifiers"), (2, "drafters")):
+        if number in process.values():
+            events.append(_metadata("process_name", number, 0, {"name": name}))
+            events.append(_metadata("process_sort_index", number, 0, {"sort_index": number}))
+    for actor in actors:
+        events.append(_metadata("thread_name", process[actor], thread[actor], {"name": actor}))
+        events.append(_metadata("thread_sort_index", process[actor], thread[actor], {"sort_index": thread[actor]}))
+    done_ns = dict.fromkeys(actors, 0)
+    timeline: list[dict[str, Any]] = []
+    for span in sorted(spans, key=lambda span: (span["begin"], span["end"])):
+        actor, begin, end = span["actor"], round(span["begin"] * 1e9), round(span["end"] * 1e9)
+        if 0 < done_ns[actor] - begin <= _ROUNDING_NS:
+            begin = done_ns[actor]
+        done_ns[actor] = end = max(begin, end)
+        event = {"name": span["what"], "ph": "X", "ts": begin / 1e3, "dur": (end - begin) / 1e3}
+        arguments = {"rows": span["rows"], "positions": span["positions"]}
+        timeline.append({**event, "pid": process[actor], "tid": thread[actor], "args": arguments})
+    events += sorted(timeline, key=lambda event: (event["ts"], event["tid"]))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"variant": variant}}
+
+
+def _metadata(name: str, process: int, thread: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": dict(arguments)}
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts `verifier-2` before `verifier-10`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _table(title: str, names: Sequence[str]) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    for name in names:
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

@@ -1,0 +1,30 @@
+"""A scenario that takes a second to simulate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SMALL = """
+description: Two verifiers and a drafter
+hardware: h100
+seed: 3
+machines: {nodes: 1, gpus: 4, cpus: 32}
+workload: {requests: 16, group: 4, prompt_tokens: 32, median_tokens: 40, sigma: 0.5, max_tokens: 120}
+skills:
+  - {method: draft_model, mean: 0.8}
+steps: {load_s: 1.0, sync_s: 0.5}
+config:
+  target: {model: qwen2.5-7b, gpus: 1, replicas: 2, max_batch: 4}
+  drafters: [{method: draft_model, model: qwen2.5-0.5b, gpus: 1}]
+variants:
+  plain: [config.mode=plain, config.target.replicas=3]
+  coupled: [config.mode=coupled]
+  decoupled: [config.mode=decoupled]
+"""
+
+
+def write_scenario(folder: Path, text: str = SMALL) -> Path:
+    """Write a scenario's file."""
+    path = folder / "scenario.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
