@@ -178,7 +178,8 @@ def test_measured_steps_without_a_graph(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"gpus": 0}, "gpus: 0 is not a number above 0"),
+        ({"gpus": 0}, "gpus: 0 is not a count of 1 or more"),
+        ({"gpus": 1.5}, "gpus: 1.5 is not a count"),
         ({"graph": [[1, 1, 512, -1.0]]}, r"graph.0: \[1, 1, 512, -1.0\] is not"),
         ({"graph": [[1, 1, 512]]}, "is not .rows, positions, context, seconds"),
         ({"graph": [[1, 1, 1, 1.0], [2, 2, 1, 1.0]]}, "the step of 1 rows, 2 positions and 1 tokens is missing"),
