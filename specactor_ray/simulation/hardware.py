@@ -168,7 +168,7 @@ def _read_measured(top: Section) -> MeasuredHardware:
         entry = measured.section(model).only(("gpus", "graph", "eager"), ("gpus",))
         kind = "graph" if entry.values.get("graph") else "eager"
         try:
-            steps[str(model).lower(), int(entry.number("gpus"))] = GridCost(_read_steps(entry, kind))
+            steps[str(model).lower(), entry.count("gpus")] = GridCost(_read_steps(entry, kind))
         except InputError as error:
             raise entry.error(kind, f"{error}.", "measure a full grid: scripts/gpu-check.") from None
     if not steps:

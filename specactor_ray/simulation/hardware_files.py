@@ -103,6 +103,12 @@ class Section:
             raise self.error(name, f"{value!r} is not a number above {above:g}{hint}.", "correct the figure.")
         return float(value)
 
+    def count(self, name: str, least: int = 1) -> int:
+        value = self.values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(name, f"{value!r} is not a count of {least} or more.", "correct it.")
+        return value
+
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """` Did you mean X?`, or nothing."""
@@ -211,12 +217,12 @@ def _read_model(name: str, section: Section) -> ModelSpec:
     for key, value in section.values.items():
         if key == "source":
             continue
-        flag = isinstance(known[key].default, bool)
-        least = 1 if key in required and key != "ffn" else 0
-        if isinstance(value, bool) is not flag or not isinstance(value, int) or value < least:
-            allowed = "true or false" if flag else f"a count of {least} or more"
-            raise section.error(key, f"{value!r} is not {allowed}.", "see the model's config.json.")
-        shape[key] = value
+        if not isinstance(known[key].default, bool):
+            shape[key] = section.count(key, least=1 if key in required and key != "ffn" else 0)
+        elif isinstance(value, bool):
+            shape[key] = value
+        else:
+            raise section.error(key, f"{value!r} is not true or false.", "see the model's config.json.")
     if shape.get("experts", 0) < shape.get("experts_per_token", 0):
         raise section.error("experts_per_token", "more than there are experts.", "see its config.json.")
     return ModelSpec(name=name, **shape)

@@ -21,15 +21,17 @@ Point = tuple[float, float, float]
 class GridCost:
     """A `StepCost` that interpolates linearly along each axis of a measured grid.
 
-    Beyond the last knot of an axis the line through the last two is followed; before the first one the first counts.
+    Beyond the last knot of an axis the line through the last two is followed; before the first one the first counts. A
+    point that is missing (large steps run out of memory) lies on the line through the two before it along rows, or else
+    along positions or context.
     Noise is ironed out upwards: no cell is below one with fewer rows, positions or tokens, so that more work never
     costs less. Prompt positions cost what a position of the largest measured step does.
 
     Args:
-        seconds: Measured points; a full grid.
+        seconds: Measured points.
 
     Raises:
-        InputError: There are no points, or some of the grid are missing.
+        InputError: There are no points, or one is missing that has no two before it on any axis.
     """
 
     def __init__(self, seconds: Mapping[Point, float]) -> None:
@@ -38,13 +40,8 @@ class GridCost:
         axes = [sorted({point[axis] for point in seconds}) for axis in range(3)]
         grid: NDArray[np.float64] = np.empty([len(axis) for axis in axes])
         for index in np.ndindex(*grid.shape):
-            point = (axes[0][index[0]], axes[1][index[1]], axes[2][index[2]])
-            if point not in seconds:
-                rows, positions, context = point
-                raise InputError(
-                    f"the step of {rows:g} rows, {positions:g} positions and {context:g} tokens is missing"
-                )
-            grid[index] = seconds[point]
+            measured = seconds.get((axes[0][index[0]], axes[1][index[1]], axes[2][index[2]]))
+            grid[index] = _continued(grid, axes, index) if measured is None else measured
         self._position_s = float(grid[-1, -1, -1]) / (axes[0][-1] * axes[1][-1])
         for axis in range(3):
             grid = _extend(grid, axes[axis], axis)
@@ -90,6 +87,18 @@ class GridCost:
     def draft_seconds(self, rows: int, tokens_per_row: int, context_tokens: int) -> float:
         """Seconds to draft `tokens_per_row` tokens for every row, one after the other; see `RooflineCost`."""
         return tokens_per_row * self.seconds(rows, rows, context_tokens + rows * max(tokens_per_row - 1, 0) // 2)
+
+
+def _continued(grid: NDArray[np.float64], axes: Sequence[Sequence[float]], index: tuple[int, ...]) -> float:
+    """The value at a missing point, from those before it, which are filled."""
+    for axis, knots in enumerate(axes):
+        at = index[axis]
+        if at >= 2:
+            first, second = (grid[(*index[:axis], before, *index[axis + 1 :])] for before in (at - 2, at - 1))
+            slope = max(second - first, 0.0) / (knots[at - 1] - knots[at - 2])
+            return float(second + slope * (knots[at] - knots[at - 1]))
+    rows, positions, context = (knots[at] for knots, at in zip(axes, index, strict=True))
+    raise InputError(f"the step of {rows:g} rows, {positions:g} positions and {context:g} tokens is missing")
 
 
 def _extend(grid: NDArray[np.float64], knots: list[float], axis: int) -> NDArray[np.float64]:

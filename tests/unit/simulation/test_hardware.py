@@ -170,6 +170,18 @@ def test_measured_steps_are_met_and_interpolated(tmp_path: Path) -> None:
     assert hardware.cache_tokens("qwen2.5-7b", 1, 0.9) == load_hardware("h200").cache_tokens("qwen2.5-7b", 1, 0.9)
 
 
+def test_large_steps_that_did_not_fit_are_continued() -> None:
+    def seconds(rows: int, positions: int, context: int) -> float:
+        return 0.005 + 1e-5 * rows * positions + 1e-8 * rows * context
+
+    points = {
+        (r, p, c): seconds(r, p, c) for r in (1, 8, 64, 256) for p in (1, 4) for c in (512, 4096) if r * c < 100_000
+    }
+    cost = GridCost(points)
+    assert cost.seconds(256, 1024, 256 * 4096) == pytest.approx(seconds(256, 4, 4096))
+    assert cost.seconds(100, 100, 100 * 2048) == pytest.approx(seconds(100, 1, 2048))
+
+
 def test_measured_steps_without_a_graph(tmp_path: Path) -> None:
     data = measured(graph=None)
     assert load_hardware(write(tmp_path / "m.yaml", data)).target_cost("qwen2.5-7b").seconds(1, 1, 1) > 0
@@ -178,7 +190,8 @@ def test_measured_steps_without_a_graph(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"gpus": 0}, "gpus: 0 is not a number above 0"),
+        ({"gpus": 0}, "gpus: 0 is not a count of 1 or more"),
+        ({"gpus": 1.5}, "gpus: 1.5 is not a count"),
         ({"graph": [[1, 1, 512, -1.0]]}, r"graph.0: \[1, 1, 512, -1.0\] is not"),
         ({"graph": [[1, 1, 512]]}, "is not .rows, positions, context, seconds"),
         ({"graph": [[1, 1, 1, 1.0], [2, 2, 1, 1.0]]}, "the step of 1 rows, 2 positions and 1 tokens is missing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from time import thread_time
 from timeit import timeit
 
 import pytest
@@ -95,6 +96,16 @@ def test_linears_are_bound_by_compute_from_the_crossover_on() -> None:
     assert at - below < 0.2 * (above - at)
 
 
+def test_an_h20_has_no_compute_to_spare_for_drafts() -> None:
+    """verl reports speculation up to 50% slower there at large batches."""
+
+    def slower(name: str) -> float:
+        cost = load_hardware(name).target_cost("qwen3-8b")
+        return cost.seconds(128, 4 * 128, 128 * 2048) / cost.seconds(128, 128, 128 * 2048)
+
+    assert slower("h20") > 2.5 > 1.5 > slower("h100")
+
+
 def test_few_positions_touch_few_experts() -> None:
     cost = h100().target_cost("qwen3-235b-a22b", 8)
     one, eight, many = (cost.seconds(n, n, 0) for n in (1, 8, 512))
@@ -141,7 +152,8 @@ def test_cache_that_fits() -> None:
 
 def test_a_call_is_cheap_enough_for_millions() -> None:
     cost = h100().target_cost("qwen3-235b-a22b", 8)
-    assert min(timeit(lambda: cost.seconds(64, 256, 64_000), number=2000) / 2000 for _ in range(5)) < 5e-6
+    cpu_s = min(timeit(lambda: cost.seconds(64, 256, 64_000), timer=thread_time, number=1000) for _ in range(20))
+    assert cpu_s / 1000 < 5e-6
 
 
 POINTS = published_points()
