@@ -16,9 +16,9 @@ from typing import Any
 
 from specactor_ray.errors import ConfigError, InputError, UserError
 from specactor_ray.observability.environment import versions
-from specactor_ray.simulation.campaign import silence
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.rollouts import Result, SimulatedRollouts, shares_of
+from specactor_ray.simulation.run import silence
 from specactor_ray.simulation.schema import Arrival, ScenarioConfig, load_scenario, variant_of
 from specactor_ray.simulation.workload import Recording, load_recording
 from specactor_ray.simulation.world import World
@@ -64,7 +64,7 @@ def compare(
         oracle: Add a result named `oracle`: a clairvoyant drafter as the upper bound.
         processes: Processes to use at once, at most; default: one per core. With 1, or a single variant, everything
             runs in this process.
-        on_progress: Called with variant → share of it that is done.
+        on_progress: Called with variant → share of it that is done; 1 once its result is there.
 
     Returns:
         The results in the order of `names`. An interruption (KeyboardInterrupt) leaves those that had finished.
@@ -242,7 +242,8 @@ def _run_here(jobs: Sequence[_Job], results: dict[str, Result], show: Callable[[
     for job in jobs:
 
         def show_share(share: float, name: str = job.name) -> None:
-            show(name, share)
+            if share < 1.0:
+                show(name, share)
 
         results[job.name] = job.run(show_share)
         show(job.name, 1.0)
@@ -284,7 +285,7 @@ def _work(job: _Job, sender: Connection) -> None:
 
     def show(share: float) -> None:
         nonlocal sent
-        if share - sent >= _PROGRESS_STEP:
+        if share - sent >= _PROGRESS_STEP and share < 1.0:
             sent = share
             sender.send(share)
 
