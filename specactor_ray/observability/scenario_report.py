@@ -47,7 +47,7 @@ def scenario_speed_table(report: Mapping[str, Any]) -> Table:
         if report["of_oracle"]:
             cells.append(_share(report["of_oracle"].get(name)))
         table.add_row(name, result["mode"], *cells)
-    table.caption = f"* baseline of x: tokens/s per {device}, those of drafters included. rollout s: of all RL steps."
+    table.caption = f"* baseline of x: tokens/s per {device}, drafting ones included. rollout s: all RL steps."
     if has_steps:
         table.caption = f"{table.caption}\nRL step s: mean of rollout, update and weight sync."
     return table

@@ -6,8 +6,9 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -261,7 +262,8 @@ def _run_in_processes(
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=_work, args=(job, sender), name=job.name, daemon=True)
                 running[receiver] = _Worker(job.name, receiver, process)
-                process.start()
+                with _ignoring_ctrl_c():
+                    process.start()
                 sender.close()
             for ready in wait([worker.receiver for worker in running.values()]):
                 worker = running[ready]
@@ -277,9 +279,22 @@ def _run_in_processes(
             worker.end()
 
 
+@contextlib.contextmanager
+def _ignoring_ctrl_c() -> Iterator[None]:
+    """A process started inside ignores Ctrl-C from its first moment: its parent ends it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _work(job: _Job, sender: Connection) -> None:
     """Run a job in a process of its own; progress, then the result or the error, go through the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its processes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     silence()
     sent = 0.0
 

@@ -119,7 +119,7 @@ class TestComparing:
 
     def test_a_process_that_dies_is_an_error(self, scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("specactor_ray.simulation.comparison._work", os._exit)  # with two arguments: TypeError
-        with pytest.raises(SimulationError, match="variant (plain|coupled): its process ended with exit code 1"):
+        with pytest.raises(SimulationError, match=r"variant (plain|coupled): its process ended with exit code 1"):
             compare(scenario, names=["plain", "coupled"], processes=2)
 
     def test_the_oracle_is_one_more_result(self, scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
