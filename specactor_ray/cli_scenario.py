@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specactor_ray.errors import InputError
+from specactor_ray.signals import signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,8 +48,10 @@ def run_scenario(options: ScenarioOptions) -> None:
         typer.Exit: With the command's exit code.
     """
     from specactor_ray.observability.console import make_console, say, show_error
-    from specactor_ray.simulation.comparison import build_report, choose_variants
-    from specactor_ray.simulation.kernel import SimulationError
+
+    with signals_deferred():
+        from specactor_ray.simulation.comparison import build_report, choose_variants
+        from specactor_ray.simulation.kernel import SimulationError
 
     names = parse_names(options.compare)
     chosen = choose_variants(options.config, options.overrides, names, options.oracle)
@@ -112,7 +115,6 @@ def _simulate(options: ScenarioOptions, names: Sequence[str]) -> list[Result]:
     """All results, or those that finished before an interruption."""
     from specactor_ray.observability.console import make_console
     from specactor_ray.observability.phase_progress import PhaseProgress
-    from specactor_ray.signals import sigterm_interrupts
     from specactor_ray.simulation.comparison import compare
 
     with sigterm_interrupts(), PhaseProgress(make_console(sys.stderr), "simulating", 1.0) as progress:

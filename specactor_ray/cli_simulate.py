@@ -196,7 +196,8 @@ def _run_campaign(faults: int, seed: int, requests: int, processes: int | None, 
     from specactor_ray.observability.console import make_console, say
     from specactor_ray.observability.phase_progress import PhaseProgress
     from specactor_ray.observability.simulation_report import faults_table
-    from specactor_ray.simulation.campaign import Campaign, replay_line, run_campaign, shrink, silence
+    from specactor_ray.simulation.campaign import Campaign, replay_line, run_campaign, shrink
+    from specactor_ray.simulation.run import silence
 
     console = make_console()
     with PhaseProgress(make_console(sys.stderr), "faults", faults) as progress:
@@ -238,7 +239,7 @@ def _run_campaign(faults: int, seed: int, requests: int, processes: int | None, 
 def _replay(scenario: Scenario, trace: bool) -> None:
     from specactor_ray.observability.console import make_console, say
     from specactor_ray.observability.simulation_report import faults_table
-    from specactor_ray.simulation.campaign import silence
+    from specactor_ray.simulation.run import silence
     from specactor_ray.simulation.scenario import simulate as run
 
     silence()

@@ -11,6 +11,15 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 _SHARES = ("forward", "waiting", "protocol", "idle")
+_COLORS = {
+    "forward": "tab:blue",
+    "waiting": "tab:orange",
+    "protocol": "tab:green",
+    "idle": "lightgray",
+    "update": "tab:purple",
+    "sync": "tab:brown",
+}
+"""Of the phases, from the bottom to the top."""
 _ROUNDING_NS = 10
 """Spans of one actor that follow each other may seem to overlap by so little."""
 
@@ -38,7 +47,7 @@ def scenario_speed_table(report: Mapping[str, Any]) -> Table:
         if report["of_oracle"]:
             cells.append(_share(report["of_oracle"].get(name)))
         table.add_row(name, result["mode"], *cells)
-    table.caption = f"* baseline of x: tokens/s per {device}, those of drafters included. rollout s: of all RL steps."
+    table.caption = f"* baseline of x: tokens/s per {device}, drafting ones included. rollout s: all RL steps."
     if has_steps:
         table.caption = f"{table.caption}\nRL step s: mean of rollout, update and weight sync."
     return table
@@ -113,10 +122,10 @@ def _draw_phases(axes: Any, results: Sequence[Mapping[str, Any]]) -> None:
     names = [result["variant"] for result in results]
     bottom = [0.0] * len(results)
     phases = [phase_seconds(result) for result in results]
-    for phase in (*_SHARES, "update", "sync"):
+    for phase, color in _COLORS.items():
         seconds = [one[phase] for one in phases]
         if any(seconds):
-            axes.bar(names, seconds, bottom=bottom, label=phase, width=0.6)
+            axes.bar(names, seconds, bottom=bottom, label=phase, color=color, width=0.6)
             bottom = [below + second for below, second in zip(bottom, seconds, strict=True)]
     axes.set(ylabel="seconds per verifier")
 

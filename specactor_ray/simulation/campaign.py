@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 from collections import Counter
@@ -11,6 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field, replace
 
 from specactor_ray.simulation.faults import FaultPlan
+from specactor_ray.simulation.run import silence
 from specactor_ray.simulation.scenario import Report, Scenario, simulate
 
 FAULTS_PER_RUN = 100
@@ -90,11 +90,6 @@ def run_campaign(
         for future in running:
             future.cancel()
     return campaign
-
-
-def silence() -> None:
-    """What the simulated actors log about the faults is of no interest."""
-    logging.disable(logging.CRITICAL)
 
 
 def shrink(scenario: Scenario, on_run: Callable[[], None] = lambda: None) -> Scenario:

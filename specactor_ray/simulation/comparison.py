@@ -6,8 +6,9 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -16,9 +17,9 @@ from typing import Any
 
 from specactor_ray.errors import ConfigError, InputError, UserError
 from specactor_ray.observability.environment import versions
-from specactor_ray.simulation.campaign import silence
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.rollouts import Result, SimulatedRollouts, shares_of
+from specactor_ray.simulation.run import silence
 from specactor_ray.simulation.schema import Arrival, ScenarioConfig, load_scenario, variant_of
 from specactor_ray.simulation.workload import Recording, load_recording
 from specactor_ray.simulation.world import World
@@ -64,7 +65,7 @@ def compare(
         oracle: Add a result named `oracle`: a clairvoyant drafter as the upper bound.
         processes: Processes to use at once, at most; default: one per core. With 1, or a single variant, everything
             runs in this process.
-        on_progress: Called with variant → share of it that is done.
+        on_progress: Called with variant → share of it that is done; 1 once its result is there.
 
     Returns:
         The results in the order of `names`. An interruption (KeyboardInterrupt) leaves those that had finished.
@@ -242,7 +243,8 @@ def _run_here(jobs: Sequence[_Job], results: dict[str, Result], show: Callable[[
     for job in jobs:
 
         def show_share(share: float, name: str = job.name) -> None:
-            show(name, share)
+            if share < 1.0:
+                show(name, share)
 
         results[job.name] = job.run(show_share)
         show(job.name, 1.0)
@@ -260,7 +262,8 @@ def _run_in_processes(
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=_work, args=(job, sender), name=job.name, daemon=True)
                 running[receiver] = _Worker(job.name, receiver, process)
-                process.start()
+                with _ignoring_ctrl_c():
+                    process.start()
                 sender.close()
             for ready in wait([worker.receiver for worker in running.values()]):
                 worker = running[ready]
@@ -276,15 +279,28 @@ def _run_in_processes(
             worker.end()
 
 
+@contextlib.contextmanager
+def _ignoring_ctrl_c() -> Iterator[None]:
+    """A process started inside ignores Ctrl-C from its first moment: its parent ends it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _work(job: _Job, sender: Connection) -> None:
     """Run a job in a process of its own; progress, then the result or the error, go through the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its processes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     silence()
     sent = 0.0
 
     def show(share: float) -> None:
         nonlocal sent
-        if share - sent >= _PROGRESS_STEP:
+        if share - sent >= _PROGRESS_STEP and share < 1.0:
             sent = share
             sender.send(share)
 

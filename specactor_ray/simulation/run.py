@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,11 @@ from specactor_ray.simulation.cluster import Machines, VirtualBackend
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.network import Network, Node, VirtualActor, VirtualTransport
 from specactor_ray.simulation.world import World
+
+
+def silence() -> None:
+    """Turn off the log of this process: what simulated actors log is of no interest."""
+    logging.disable(logging.CRITICAL)
 
 
 class VirtualRun:

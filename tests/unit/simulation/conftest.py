@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specactor_ray.simulation.campaign import silence
+from specactor_ray.simulation.run import silence
 
 
 @pytest.fixture(autouse=True)
