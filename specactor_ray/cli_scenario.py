@@ -18,10 +18,13 @@ from specactor_ray.signals import signals_deferred, sigterm_interrupts
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from specactor_ray.simulation.comparison import Compared, Sweep
     from specactor_ray.simulation.rollouts import Result
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 REPORT_FILE = "report.json"
+_MOST_SHOWN = 6
+"""Runs that the progress bar names one by one."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class ScenarioOptions:
     compare: str | None = None
     """Names of variants, comma-separated."""
     oracle: bool = False
+    sweep: str | None = None
+    """`KEY=V1,V2,...`."""
     output: Path | None = None
     """Folder for the report, plots and traces."""
     report: Path | None = None
@@ -50,28 +55,39 @@ def run_scenario(options: ScenarioOptions) -> None:
     from specactor_ray.observability.console import make_console, say, show_error
 
     with signals_deferred():
-        from specactor_ray.simulation.comparison import build_report, choose_variants
+        from specactor_ray.simulation.comparison import (
+            build_report,
+            build_sweep_report,
+            choose_variants,
+            parse_sweep,
+        )
         from specactor_ray.simulation.kernel import SimulationError
 
     names = parse_names(options.compare)
-    chosen = choose_variants(options.config, options.overrides, names, options.oracle)
+    sweep = parse_sweep(options.sweep) if options.sweep is not None else None
+    first = [f"{sweep.key}={sweep.values[0]}"] if sweep is not None else []
+    chosen = choose_variants(options.config, [*options.overrides, *first], names, options.oracle)
     made = make_output(options.output) if options.output is not None else []
-    results: list[Result] = []
+    found: list[Compared] = []
     try:
-        results = _simulate(options, chosen)
+        found = [one for one in _simulate(options, sweep, chosen) if one.results]
     except SimulationError as error:
         show_error(str(error))
         raise typer.Exit(EXIT_FAILED) from None
     finally:
-        if not results:
+        if not found:
             _remove_empty(made)
     console = make_console()
-    if not results:
+    if not found:
         say(console, "interrupted before the first variant had finished; nothing was written")
         raise typer.Exit(EXIT_INTERRUPTED)
-    report = build_report(options.config, options.overrides, chosen, results, options.oracle)
-    _show(report, console)
-    _write(options, report, results, console)
+    if sweep is None:
+        report = build_report(options.config, options.overrides, chosen, found[0].results, options.oracle)
+        _show(report, console)
+    else:
+        report = build_sweep_report(sweep, options.config, options.overrides, chosen, found, options.oracle)
+        _show_sweep(report, len(sweep.values), console)
+    _write(options, report, found[0].results if sweep is None else (), console)
     raise typer.Exit(EXIT_INTERRUPTED if report["status"] == "interrupted" else 0)
 
 
@@ -111,19 +127,22 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def _simulate(options: ScenarioOptions, names: Sequence[str]) -> list[Result]:
+def _simulate(options: ScenarioOptions, sweep: Sweep | None, names: Sequence[str]) -> list[Compared]:
     """All results, or those that finished before an interruption."""
     from specactor_ray.observability.console import make_console
     from specactor_ray.observability.phase_progress import PhaseProgress
-    from specactor_ray.simulation.comparison import compare
+    from specactor_ray.simulation.comparison import compare_along
 
     with sigterm_interrupts(), PhaseProgress(make_console(sys.stderr), "simulating", 1.0) as progress:
 
         def show(shares: Mapping[str, float]) -> None:
             figures = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+            if len(shares) > _MOST_SHOWN:
+                figures = f"{sum(share == 1.0 for share in shares.values())} of {len(shares)} runs have ended"
             progress.update(sum(shares.values()) / len(shares), figures)
 
-        return compare(options.config, options.overrides, names, options.oracle, options.processes, show)
+        overrides, processes = options.overrides, options.processes
+        return compare_along(sweep, options.config, overrides, names, options.oracle, processes, show)
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:
@@ -140,10 +159,19 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
         say(console, f"interrupted: {len(report['results'])} finished and are shown")
 
 
+def _show_sweep(report: Mapping[str, Any], values: int, console: Console) -> None:
+    from specactor_ray.observability.console import say
+    from specactor_ray.observability.scenario_report import sweep_table
+
+    console.print(sweep_table(report))
+    if len(report["points"]) < values or report["status"] == "interrupted":
+        say(console, f"interrupted: {len(report['points'])} of {values} values have results")
+
+
 def _write(options: ScenarioOptions, report: Mapping[str, Any], results: Sequence[Result], console: Console) -> None:
     """Write the report, plots and traces, and name the files."""
     from specactor_ray.observability.console import say
-    from specactor_ray.observability.scenario_report import chrome_trace, trace_file, write_plots
+    from specactor_ray.observability.scenario_report import chrome_trace, trace_file, write_plots, write_sweep_plot
 
     written = []
     if options.report is not None:
@@ -153,7 +181,7 @@ def _write(options: ScenarioOptions, report: Mapping[str, Any], results: Sequenc
     if folder is not None:
         _write_json(folder / REPORT_FILE, report)
         written.append(folder / REPORT_FILE)
-        plots = write_plots(folder, report["results"])
+        plots = write_plots(folder, report["results"]) if "results" in report else write_sweep_plot(folder, report)
         written += [folder / name for name in plots]
         for result in results:
             if result.spans:

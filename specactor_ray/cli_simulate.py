@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specactor_ray.cli_scenario import ScenarioOptions, run_scenario
+from specactor_ray.cli_validate import run_validation
 from specactor_ray.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _OF_FAULTS = {
     ),
 }
 """Options that do not go with --config, and what to do instead."""
-_OF_SCENARIOS = ("--compare", "--oracle", "--output")
+_OF_SCENARIOS = ("--compare", "--oracle", "--sweep", "--output")
 
 
 def simulate(
@@ -43,8 +44,14 @@ def simulate(
         str | None, typer.Option(help="--config: variants, as in plain,decoupled. Default: all.", show_default=False)
     ] = None,
     oracle: Annotated[
-        bool, typer.Option("--oracle", help="--config: add a clairvoyant drafter as the upper bound.")
+        bool, typer.Option("--oracle", help="--config: add a clairvoyant's decisions, the limit for all.")
     ] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=V1,V2,...", help="--config: simulate at each of these values of a key.", show_default=False
+        ),
+    ] = None,
     folder: Annotated[
         Path | None,
         typer.Option("--output", help="--config: folder for the report, plots and traces; never overwritten."),
@@ -69,6 +76,13 @@ def simulate(
     ] = None,
     training: Annotated[bool, typer.Option("--training", help="replay: train instead of streaming.")] = False,
     trace: Annotated[bool, typer.Option("--trace", help="replay: print every event.")] = False,
+    validate: Annotated[
+        bool,
+        typer.Option(
+            "--validate", help="Measure this machine, simulate the same requests, and compare. --config: what to run."
+        ),
+    ] = False,
+    batch: Annotated[str, typer.Option(help="--validate: batch sizes.")] = "1,4,16",
     published: Annotated[
         bool, typer.Option("--published", help="Only print the cost models against published measurements.")
     ] = False,
@@ -87,14 +101,15 @@ def simulate(
     if published:
         _show_published()
         return
+    if validate:
+        _refuse_output(output)
+        run_validation(config, overrides or (), batch, output)
+        return
     refuse_misplaced(given_options(context), scenario=config is not None, overrides=overrides or ())
     refuse_below_one({"--faults": faults, "--requests": requests, "--processes": processes, "--count": count})
-    if output is not None and output.exists():
-        raise InputError(f"--json: {output} exists; name another file")
-    if output is not None and not output.absolute().parent.is_dir():
-        raise InputError(f"--json: there is no folder {output.parent}; make it first")
+    _refuse_output(output)
     if config is not None:
-        run_scenario(ScenarioOptions(config, overrides or (), compare, oracle, folder, output, processes))
+        run_scenario(ScenarioOptions(config, overrides or (), compare, oracle, sweep, folder, output, processes))
     elif replay is None:
         _run_campaign(faults, seed, requests, processes, output)
     else:
@@ -127,6 +142,13 @@ def refuse_misplaced(given: Sequence[str], *, scenario: bool, overrides: Sequenc
             raise InputError(f"{option}: needs a scenario; add --config FILE")
     if overrides:
         raise InputError(f"{overrides[0]}: overrides are of a scenario; add --config FILE")
+
+
+def _refuse_output(output: Path | None) -> None:
+    if output is not None and output.exists():
+        raise InputError(f"--json: {output} exists; name another file")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise InputError(f"--json: there is no folder {output.parent}; make it first")
 
 
 def refuse_below_one(numbers: dict[str, int | None]) -> None:

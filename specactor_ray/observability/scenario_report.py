@@ -75,7 +75,72 @@ def scenario_work_table(report: Mapping[str, Any]) -> Table:
     return table
 
 
+def sweep_table(report: Mapping[str, Any]) -> Table:
+    """Tokens per second and device of each variant at each value, and the ratio to the first."""
+    points = report["points"]
+    device, baseline = points[0]["device"], points[0]["baseline"]
+    names = list(dict.fromkeys(result["variant"] for point in points for result in point["results"]))
+    table = _table(f"tokens/s/{device} over {report['sweep']}", (report["sweep"],))
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+        if name != baseline:
+            table.add_column("x", justify="right", no_wrap=True)
+    for point in points:
+        found = {result["variant"]: result["tokens_per_s_and_device"] for result in point["results"]}
+        cells = []
+        for name in names:
+            cells.append(f"{found[name]:,.1f}" if name in found else "-")
+            if name != baseline:
+                cells.append(_times(point["ratios"].get(name)))
+        table.add_row(point["value"], *cells)
+    table.caption = f"x: relative to {baseline}; drafting {device}s are counted."
+    return table
+
+
 # ---- plots ----
+
+
+def write_sweep_plot(folder: Path, report: Mapping[str, Any]) -> list[str]:
+    """Write `sweep.png`: how many times as fast as the first variant each one is. Returns as `write_plots`."""
+    pyplot = _pyplot()
+    if pyplot is None:
+        return []
+    points = report["points"]
+    values = [_number(point["value"]) for point in points]
+    ticks = list(range(len(points)))
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name in dict.fromkeys(name for point in points for name in point["ratios"]):
+        ratios = [point["ratios"].get(name) for point in points]
+        known = [(tick, ratio) for tick, ratio in zip(ticks, ratios, strict=True) if ratio is not None]
+        style = "k--" if name == "oracle" else "o-"
+        axes.plot([tick for tick, _ in known], [ratio for _, ratio in known], style, label=name, markersize=4)
+    axes.set_xticks(ticks, [f"{value:g}" if isinstance(value, float) else value for value in values], fontsize=8)
+    axes.set(xlabel=report["sweep"], ylabel=f"times {points[0]['baseline']}, per {points[0]['device']}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "sweep.png", dpi=110)
+    pyplot.close(figure)
+    return ["sweep.png"]
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _pyplot() -> Any:
+    """Matplotlib's plotting module, for files; None where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def write_plots(folder: Path, results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -84,13 +149,9 @@ def write_plots(folder: Path, results: Sequence[Mapping[str, Any]]) -> list[str]
     Returns:
         Names of the files; none where matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
+    pyplot = _pyplot()
+    if pyplot is None:
         return []
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     for name, draw in (("running.png", _draw_running), ("phases.png", _draw_phases)):
         figure, axes = pyplot.subplots(figsize=(8, 4))
         draw(axes, results)

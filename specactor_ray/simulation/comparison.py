@@ -1,51 +1,60 @@
-"""Variants of one scenario side by side, each simulated in a process of its own."""
+"""Variants of one scenario side by side, at one or at several values of one of its keys."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
-import signal
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.errors import ConfigError, InputError, UserError
+from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.observability.environment import versions
+from specactor_ray.simulation.costs import build_world
+from specactor_ray.simulation.jobs import run_jobs
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.rollouts import Result, SimulatedRollouts, shares_of
-from specactor_ray.simulation.run import silence
 from specactor_ray.simulation.schema import Arrival, ScenarioConfig, load_scenario, variant_of
 from specactor_ray.simulation.workload import Recording, load_recording
 from specactor_ray.simulation.world import World
 
 ORACLE = "oracle"
 """Name of the clairvoyant's result."""
-_PROGRESS_STEP = 0.005
-"""Share of a variant after which its process reports progress."""
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One result to compute."""
+class VariantJob:
+    """One variant of a scenario, by the product's own policy or by a clairvoyant."""
 
-    name: str
     path: Path
     overrides: Sequence[str]
-    variants: Sequence[str]
-    """All variants of the comparison: the clairvoyant is their upper bound."""
+    variant: str
+    clairvoyant: bool = False
+
+    @property
+    def name(self) -> str:
+        of_all = "".join(f" {item}" for item in self.overrides)
+        return f"{'clairvoyant ' if self.clairvoyant else ''}{self.variant}{of_all}"
 
     def run(self, on_progress: Callable[[float], None]) -> Result:
-        if self.name != ORACLE:
-            return simulate_variant(self.path, self.overrides, self.name, on_progress)
-        from specactor_ray.simulation.clairvoyant import simulate_oracle
+        return simulate_variant(self.path, self.overrides, self.variant, on_progress, self.clairvoyant)
 
-        return simulate_oracle(self.path, self.overrides, self.variants, on_progress)
+
+@dataclass(frozen=True)
+class Sweep:
+    """A key of the scenario and the values that it takes, one after the other."""
+
+    key: str
+    values: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The variants at one value of what is swept."""
+
+    value: str
+    """Empty without a sweep."""
+    results: Sequence[Result]
+    """In the order of the variants, the clairvoyant's (`oracle`) last; those that finished."""
 
 
 def compare(
@@ -56,40 +65,59 @@ def compare(
     processes: int | None = None,
     on_progress: Callable[[Mapping[str, float]], None] = lambda shares: None,
 ) -> list[Result]:
-    """Simulate variants of a scenario.
+    """Simulate variants of a scenario; as `compare_along`, without a sweep. Returns those that finished."""
+    (compared,) = compare_along(None, path, overrides, names, oracle, processes, on_progress)
+    return list(compared.results)
+
+
+def compare_along(
+    sweep: Sweep | None,
+    path: Path,
+    overrides: Sequence[str] = (),
+    names: Sequence[str] | None = None,
+    oracle: bool = False,
+    processes: int | None = None,
+    on_progress: Callable[[Mapping[str, float]], None] = lambda shares: None,
+) -> list[Compared]:
+    """Simulate variants of a scenario, at every value of a sweep.
 
     Args:
+        sweep: None: the scenario as it is.
         path: The scenario's file.
         overrides: `KEY=VALUE` items that hold for all variants.
         names: Variants to simulate; default: all of the scenario.
-        oracle: Add a result named `oracle`: a clairvoyant drafter as the upper bound.
-        processes: Processes to use at once, at most; default: one per core. With 1, or a single variant, everything
-            runs in this process.
-        on_progress: Called with variant → share of it that is done; 1 once its result is there.
+        oracle: Add a result named `oracle`: the fastest variant under a clairvoyant's decisions (`clairvoyant.py`), the
+            limit for all of them.
+        processes: See `run_jobs`.
+        on_progress: Called with what runs → share of it that is done.
 
     Returns:
-        The results in the order of `names`. An interruption (KeyboardInterrupt) leaves those that had finished.
+        One element per value. An interruption (KeyboardInterrupt) leaves what had finished.
 
     Raises:
         UserError: The scenario, a variant or a recorded file is wrong.
         SimulationError: A variant cannot end, or the product raised.
     """
-    chosen = choose_variants(path, overrides, names, oracle)
-    jobs = [_Job(name, path, tuple(overrides), chosen) for name in ([*chosen, ORACLE] if oracle else chosen)]
-    processes = min(processes or len(os.sched_getaffinity(0)), len(jobs))
-    shares = dict.fromkeys((job.name for job in jobs), 0.0)
-    results: dict[str, Result] = {}
-
-    def show(name: str, share: float) -> None:
-        shares[name] = share
-        on_progress(shares)
-
-    with contextlib.suppress(KeyboardInterrupt):
-        if processes == 1:
-            _run_here(jobs, results, show)
-        else:
-            _run_in_processes(jobs, processes, results, show)
-    return [results[job.name] for job in jobs if job.name in results]
+    along = [("", tuple(overrides))]
+    if sweep is not None:
+        along = [(value, (*overrides, f"{sweep.key}={value}")) for value in sweep.values]
+    jobs: list[VariantJob] = []
+    for _value, items in along:
+        chosen = choose_variants(path, items, names, oracle)
+        jobs += [VariantJob(path, items, name) for name in chosen]
+        jobs += [VariantJob(path, items, name, clairvoyant=True) for name in (chosen if oracle else ())]
+    found = run_jobs(jobs, processes, on_progress)
+    compared = []
+    for value, items in along:
+        mine = [job for job in jobs if job.overrides == items]
+        results = [found[job.name] for job in mine if not job.clairvoyant and job.name in found]
+        limits = [found.get(job.name) for job in mine if job.clairvoyant]
+        known = [limit for limit in limits if limit is not None]
+        if known and len(known) == len(limits):
+            best = max(known, key=lambda result: result.tokens_per_s / max(result.devices, 1))
+            results.append(replace(best, variant=ORACLE))
+        compared.append(Compared(value, results))
+    return compared
 
 
 def choose_variants(
@@ -113,19 +141,22 @@ def choose_variants(
 
 
 def simulate_variant(
-    path: Path, overrides: Sequence[str], name: str, on_progress: Callable[[float], None] = lambda share: None
+    path: Path,
+    overrides: Sequence[str],
+    name: str,
+    on_progress: Callable[[float], None] = lambda share: None,
+    clairvoyant: bool = False,
 ) -> Result:
-    """Simulate one variant in this process.
+    """Simulate one variant in this process, with the product's decisions or a clairvoyant's.
 
     Raises:
         UserError: The scenario, the variant or a recorded file is wrong.
         SimulationError: The run cannot end, or the product raised.
     """
-    from specactor_ray.simulation.costs import build_world
-
     scenario = variant_of(path, overrides, name)
     world, recording = build_world(scenario), _read_recording(scenario)
     check_requests(scenario, world, recording)
+    world.clairvoyant = clairvoyant
     rollouts = SimulatedRollouts(name, scenario, world, recording, on_progress)
     try:
         return rollouts.run()
@@ -198,113 +229,38 @@ def build_report(
     }
 
 
+def build_sweep_report(
+    sweep: Sweep, path: Path, overrides: Sequence[str], names: Sequence[str], found: Sequence[Compared], oracle: bool
+) -> dict[str, Any]:
+    """A sweep as plain data: `points` has a report (`build_report`) per value."""
+    points = [
+        {"value": one.value, **build_report(path, [*overrides, f"{sweep.key}={one.value}"], names, one.results, oracle)}
+        for one in found
+    ]
+    complete = all(point["status"] == "complete" for point in points)
+    return {
+        "scenario": str(path),
+        "overrides": list(overrides),
+        "sweep": sweep.key,
+        "status": "complete" if complete else "interrupted",
+        "points": points,
+    }
+
+
+def parse_sweep(text: str) -> Sweep:
+    """`KEY=V1,V2,...`.
+
+    Raises:
+        InputError: There is no key, or no value.
+    """
+    key, _, values = text.partition("=")
+    found = [value.strip() for value in values.split(",") if value.strip()]
+    if not key.strip() or not found:
+        raise InputError(f"--sweep: {text!r} is not KEY=V1,V2,..., such as config.target.max_batch=16,64,256")
+    return Sweep(key.strip(), list(dict.fromkeys(found)))
+
+
 def _ratios(results: Sequence[Result], baseline: str) -> dict[str, float]:
     """Variant → its tokens per second and device relative to the baseline; empty if the baseline did not finish."""
     base = [result for result in results if result.variant == baseline]
     return shares_of([*base, *results]) if base else {}
-
-
-# ---- processes ----
-
-
-@dataclass(frozen=True)
-class _Worker:
-    """A process that computes one result."""
-
-    name: str
-    receiver: Connection
-    process: BaseProcess
-
-    def receive(self) -> float | Result:
-        """Its progress, or its result.
-
-        Raises:
-            UserError, SimulationError: What it raised.
-        """
-        try:
-            message: float | Exception | Result = self.receiver.recv()
-        except EOFError:
-            self.process.join()
-            problem = f"its process ended with exit code {self.process.exitcode}"
-            raise SimulationError(f"variant {self.name}: {problem}") from None
-        if isinstance(message, Exception):
-            raise message
-        return message
-
-    def end(self) -> None:
-        if self.process.pid is not None:
-            self.process.terminate()  # harmless once it has ended; its result is here
-            self.process.join()
-        self.receiver.close()
-
-
-def _run_here(jobs: Sequence[_Job], results: dict[str, Result], show: Callable[[str, float], None]) -> None:
-    silence()
-    for job in jobs:
-
-        def show_share(share: float, name: str = job.name) -> None:
-            if share < 1.0:
-                show(name, share)
-
-        results[job.name] = job.run(show_share)
-        show(job.name, 1.0)
-
-
-def _run_in_processes(
-    jobs: Sequence[_Job], processes: int, results: dict[str, Result], show: Callable[[str, float], None]
-) -> None:
-    context = multiprocessing.get_context("spawn")
-    waiting, running = deque(jobs), dict[object, _Worker]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < processes:
-                job = waiting.popleft()
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(job, sender), name=job.name, daemon=True)
-                running[receiver] = _Worker(job.name, receiver, process)
-                with _ignoring_ctrl_c():
-                    process.start()
-                sender.close()
-            for ready in wait([worker.receiver for worker in running.values()]):
-                worker = running[ready]
-                message = worker.receive()
-                if isinstance(message, float):
-                    show(worker.name, message)
-                    continue
-                results[worker.name] = message
-                show(worker.name, 1.0)
-                running.pop(ready).end()
-    finally:
-        for worker in running.values():
-            worker.end()
-
-
-@contextlib.contextmanager
-def _ignoring_ctrl_c() -> Iterator[None]:
-    """A process started inside ignores Ctrl-C from its first moment: its parent ends it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _work(job: _Job, sender: Connection) -> None:
-    """Run a job in a process of its own; progress, then the result or the error, go through the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    silence()
-    sent = 0.0
-
-    def show(share: float) -> None:
-        nonlocal sent
-        if share - sent >= _PROGRESS_STEP and share < 1.0:
-            sent = share
-            sender.send(share)
-
-    try:
-        sender.send(job.run(show))
-    except (UserError, SimulationError) as error:
-        sender.send(error)

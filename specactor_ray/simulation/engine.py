@@ -60,7 +60,6 @@ class SimulatedEngine:
         self.vocab_size, self.max_model_len = world.text.vocab_size, world.max_model_len
         self.weight_version = 0
         self.closed = False
-        self.preemptions = 0
         self._actor, self._clock, self._network, self._world = actor, clock, network, world
         self._max_batch, self._max_step_tokens, self._cache_tokens = max_batch, max_step_tokens, cache_tokens
         self._admitted: dict[str, _Row] = {}
@@ -145,7 +144,6 @@ class SimulatedEngine:
             self.cached_tokens -= row.context
             row.to_prefill = row.context
             self._waiting = {name: row, **self._waiting}
-            self.preemptions += 1
 
     def _verify(self, row: _Row, tail: Tail) -> RowOutput:
         assert not isinstance(tail, DraftTree)  # it does not support them

@@ -74,7 +74,6 @@ class Result:
     """Most tokens in the caches of drafters at once, summed over drafters."""
     peak_stream_bytes: float = 0.0
     """Bytes of these tokens."""
-    preemptions: int = 0
     moves: int = 0
     events: int = 0
     digest: int = 0
@@ -123,7 +122,6 @@ class Result:
             "peak_streams": self.peak_streams,
             "peak_stream_tokens": self.peak_stream_tokens,
             "peak_stream_bytes": self.peak_stream_bytes,
-            "preemptions": self.preemptions,
             "moves": self.moves,
             "events": self.events,
             "digest": f"{self.digest:08x}",
@@ -271,7 +269,7 @@ class SimulatedRollouts(VirtualRun):
 
     def entries(self, number: int) -> list[JournalEntry]:
         """The requests of a step."""
-        entries = list(self._recorded() if self._recording is not None else self._drawn(number))
+        entries = list(self._recorded(number) if self._recording is not None else self._drawn(number))
         if self.world.clairvoyant:  # the longest first
             entries.sort(key=lambda entry: -len(self.world.text.output(entry.sampling, number)))
         return entries
@@ -292,11 +290,11 @@ class SimulatedRollouts(VirtualRun):
             sampling = SamplingParams(max_tokens=workload.max_tokens, seed=seed)
             yield JournalEntry(f"{number}/{index}", prompt, sampling)
 
-    def _recorded(self) -> Iterator[JournalEntry]:
+    def _recorded(self, number: int) -> Iterator[JournalEntry]:
         assert self._recording is not None
         for seed, request in enumerate(self._recording.requests):
             sampling = SamplingParams(max_tokens=request.max_tokens, seed=seed)
-            yield JournalEntry(request.request_id, request.prompt, sampling)
+            yield JournalEntry(f"{number}/{request.request_id}", request.prompt, sampling)
 
     def _text(self) -> GeneratedText | RecordedText:
         scenario = self.scenario

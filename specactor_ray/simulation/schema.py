@@ -173,7 +173,7 @@ def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfi
 
     Args:
         path: The scenario's file.
-        overrides: `KEY=VALUE` items that hold for all variants; those of the variant itself come after them.
+        overrides: `KEY=VALUE` items for all variants; they count for more than those of the variant itself.
         name: In `variants`.
 
     Raises:
@@ -186,7 +186,7 @@ def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfi
     items = variants[name] or []
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise ConfigError(f"variants.{name}", "is no list of KEY=VALUE items.", f"write {name}: [config.mode=plain].")
-    return load_scenario(path, [*overrides, *items])
+    return load_scenario(path, [*items, *overrides])
 
 
 def _check(scenario: ScenarioConfig) -> None:

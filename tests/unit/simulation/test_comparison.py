@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +25,21 @@ from specactor_ray.observability.scenario_report import (
     running_over_time,
     scenario_speed_table,
     scenario_work_table,
+    sweep_table,
     trace_file,
     write_plots,
+    write_sweep_plot,
 )
-from specactor_ray.simulation.comparison import build_report, check_requests, compare, simulate_variant
+from specactor_ray.simulation.comparison import (
+    Sweep,
+    build_report,
+    build_sweep_report,
+    check_requests,
+    compare,
+    compare_along,
+    parse_sweep,
+    simulate_variant,
+)
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.rollouts import Result, SimulatedRollouts
 from specactor_ray.simulation.schema import load_scenario
@@ -118,27 +128,20 @@ class TestComparing:
             compare(path, names=["crowded", "plain"], processes=1)
 
     def test_a_process_that_dies_is_an_error(self, scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("specactor_ray.simulation.comparison._work", os._exit)  # with two arguments: TypeError
-        with pytest.raises(SimulationError, match=r"variant (plain|coupled): its process ended with exit code 1"):
+        monkeypatch.setattr("specactor_ray.simulation.jobs._work", os._exit)  # with two arguments: TypeError
+        with pytest.raises(SimulationError, match=r"(plain|coupled): its process ended with exit code 1"):
             compare(scenario, names=["plain", "coupled"], processes=2)
 
-    def test_the_oracle_is_one_more_result(self, scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked: list[Sequence[str]] = []
-
-        def simulate_oracle(
-            path: Path, overrides: Sequence[str], names: Sequence[str], on_progress: Callable[[float], None]
-        ) -> Result:
-            asked.append(names)
-            return replace(simulate_variant(path, overrides, "coupled", on_progress), variant="oracle", mode="oracle")
-
-        module = SimpleNamespace(simulate_oracle=simulate_oracle)
-        monkeypatch.setitem(sys.modules, "specactor_ray.simulation.clairvoyant", module)
+    def test_the_oracle_is_the_fastest_variant_by_a_clairvoyant(self, scenario: Path) -> None:
         found = compare(scenario, names=["plain", "coupled"], oracle=True, processes=1)
-        assert [result.variant for result in found] == ["plain", "coupled", "oracle"]
-        assert asked == [["plain", "coupled"]]
+        assert [(result.variant, result.mode) for result in found[:2]] == [("plain", "plain"), ("coupled", "coupled")]
+        limit = found[2]
+        assert (limit.variant, limit.mode) == ("oracle", "coupled")
+        assert limit == replace(simulate_variant(scenario, [], "coupled", clairvoyant=True), variant="oracle")
+        assert limit.digest != found[1].digest and limit.tokens == found[1].tokens
         report = build_report(scenario, [], ["plain", "coupled"], found, oracle=True)
         assert report["status"] == "complete"
-        assert report["of_oracle"]["oracle"] == report["of_oracle"]["coupled"] == 1.0
+        assert report["of_oracle"]["oracle"] == 1.0
         assert report["of_oracle"]["plain"] == pytest.approx(1 / report["ratios"]["oracle"])
         assert "of oracle" in text_of(scenario_speed_table(report))
 
@@ -146,6 +149,45 @@ class TestComparing:
         path = write_scenario(tmp_path, SMALL + "  oracle:\n")
         with pytest.raises(ConfigError, match=r"variants\.oracle"):
             compare(path, oracle=True)
+
+
+class TestSweeps:
+    SWEEP = Sweep("config.target.max_batch", ["2", "4"])
+
+    def test_variants_are_compared_at_every_value(self, scenario: Path, results: list[Result], tmp_path: Path) -> None:
+        names = ["plain", "decoupled"]
+        found = compare_along(self.SWEEP, scenario, names=names)
+        assert [one.value for one in found] == ["2", "4"]
+        assert list(found[1].results) == [results[0], results[2]]
+        assert found[0].results[0].tokens == results[0].tokens
+        assert found[0].results[0].rollout_s > results[0].rollout_s
+        report = build_sweep_report(self.SWEEP, scenario, [], names, found, oracle=False)
+        assert report["status"] == "complete" and [point["value"] for point in report["points"]] == ["2", "4"]
+        table = text_of(sweep_table(report))
+        assert "tokens/s/GPU over config.target.max_batch" in table and "decoupled" in table
+        assert write_sweep_plot(tmp_path, report) == ["sweep.png"]
+        assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_an_interruption_leaves_the_values_that_are_finished(self, scenario: Path) -> None:
+        found = compare_along(
+            self.SWEEP, scenario, names=["plain", "coupled"], processes=1, on_progress=interrupt_after(3)
+        )
+        assert [len(one.results) for one in found] == [2, 1]
+        report = build_sweep_report(self.SWEEP, scenario, [], ["plain", "coupled"], found, oracle=False)
+        assert report["status"] == "interrupted"
+        assert "-" in text_of(sweep_table(report))
+
+    @pytest.mark.parametrize("text", ["seed", "seed=", "=1,2", "seed=,"])
+    def test_what_is_no_sweep_is_refused(self, text: str) -> None:
+        with pytest.raises(InputError, match=r"--sweep: .* is not KEY=V1,V2"):
+            parse_sweep(text)
+
+    def test_the_command_writes_a_sweep(self, scenario: Path, tmp_path: Path) -> None:
+        arguments = ["--config", str(scenario), "--compare", "plain", "--sweep", "seed=1,2"]
+        done = CliRunner().invoke(app, ["simulate", *arguments, "--output", str(tmp_path / "out")])
+        assert done.exit_code == 0, done.output
+        assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.json", "sweep.png"}
+        assert json.loads((tmp_path / "out" / "report.json").read_text())["sweep"] == "seed"
 
 
 class TestRequests:

