@@ -120,7 +120,10 @@ class MeasuredHardware:
 
     def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
         for name in shipped_hardware():
-            top = read_file(find_file(name), HARDWARE)
+            path = find_file(name)
+            if path.suffix == ".json":
+                continue
+            top = read_file(path, HARDWARE)
             if "roofline" in top.values and self.device.split(" ")[:2] == str(top.values["device"]).split(" ")[:2]:
                 return RooflineHardware(name, read_device(top)).cache_tokens(model, gpus, share, other_weights_bytes)
         problem = f"the memory of {self.device!r} is not known."

@@ -118,7 +118,8 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 def shipped_hardware() -> list[str]:
     """Names that `find_file` knows."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml") if path.stem not in ("models", "cluster"))
+    files = (*SHIPPED.glob("*.yaml"), *SHIPPED.glob("*.json"))
+    return sorted(path.stem for path in files if path.stem not in ("models", "cluster"))
 
 
 def find_file(name_or_path: str | Path) -> Path:
@@ -138,7 +139,8 @@ def find_file(name_or_path: str | Path) -> Path:
     if str(name_or_path).lower() not in names:
         problem = f"no hardware of this name is shipped.{did_you_mean(str(name_or_path).lower(), names)}"
         raise ConfigError(f"hardware {name_or_path}", problem, f"use one of {', '.join(names)}, or the path of a file.")
-    return SHIPPED / f"{str(name_or_path).lower()}.yaml"
+    named = SHIPPED / f"{str(name_or_path).lower()}.yaml"
+    return named if named.is_file() else named.with_suffix(".json")
 
 
 def read_file(path: Path, kind: str) -> Section:

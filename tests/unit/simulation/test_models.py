@@ -1,0 +1,309 @@
+"""The models of the virtual cluster: what is said and guessed, what the engine and drafters do with time and cache."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.errors import InputError
+from specactor_ray.messages import DraftTail, SamplingParams
+from specactor_ray.simulation.engine import SimulatedEngine
+from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
+from specactor_ray.simulation.network import Network, Node, VirtualActor, payload_bytes
+from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
+from specactor_ray.simulation.schema import SkillConfig, WorkloadConfig
+from specactor_ray.simulation.text import NO_GUESS, GeneratedText, RecordedText, Skill
+from specactor_ray.simulation.workload import draw_lengths, load_recording
+from specactor_ray.simulation.world import DraftTime, LinearTime, MeasuredPython, PythonTime, World
+from specactor_ray.targets.base import TargetRequest
+
+LENGTH, REQUESTS = 640, 200
+
+
+def generated(correlation: float = 0.0, **skills: Skill) -> GeneratedText:
+    return GeneratedText(dict.fromkeys(range(REQUESTS), LENGTH), skills, correlation, seed=1)
+
+
+def rights(text: GeneratedText, method: str, seed: int) -> list[bool]:
+    tokens = text.output(SamplingParams(max_tokens=LENGTH, seed=seed), 0)
+    return [text.guess(method, seed, 0, position) == tokens[position] for position in range(LENGTH)]
+
+
+class TestText:
+    @pytest.mark.parametrize("skill", [Skill(0.7), Skill(0.7, spread=0.6), Skill(0.35, spread=0.4, burst=0.8)])
+    def test_the_mean_is_what_was_asked_for(self, skill: Skill) -> None:
+        text = generated(m=skill)
+        assert fmean(fmean(rights(text, "m", seed)) for seed in range(REQUESTS)) == pytest.approx(skill.mean, abs=0.03)
+
+    def test_spread_makes_requests_differ_and_decay_makes_ends_worse(self) -> None:
+        alike, apart = generated(m=Skill(0.7)), generated(m=Skill(0.7, spread=0.6))
+        means = {text: [fmean(rights(text, "m", seed)) for seed in range(REQUESTS)] for text in (alike, apart)}
+        assert max(means[alike]) - min(means[alike]) < 0.15 < max(means[apart]) - min(means[apart])
+        text = generated(m=Skill(0.8, decay=0.6))
+        halves = [
+            [rights(text, "m", seed)[part] for seed in range(REQUESTS)] for part in (slice(0, 64), slice(-64, None))
+        ]
+        assert fmean(map(fmean, halves[0])) > 0.75 > 0.6 > fmean(map(fmean, halves[1]))
+
+    def test_correlated_methods_are_right_at_the_same_places(self) -> None:
+        def agreement(text: GeneratedText) -> float:
+            pairs = [zip(rights(text, "a", s), rights(text, "b", s), strict=True) for s in range(40)]
+            return fmean(fmean(left == right for left, right in pair) for pair in pairs)
+
+        skills = {"a": Skill(0.7, spread=0.3), "b": Skill(0.7, spread=0.3)}
+        assert agreement(generated(1.0, **skills)) == 1.0
+        assert 0.75 < agreement(generated(0.7, **skills)) < 0.95
+        assert agreement(generated(0.0, **skills)) == pytest.approx(0.7**2 + 0.3**2, abs=0.05)
+
+    def test_a_lookup_has_guesses_in_some_stretches_only(self) -> None:
+        text = generated(m=Skill(0.9, coverage=0.3))
+        found = [
+            text.guess("m", seed, 0, position) != NO_GUESS for seed in range(100) for position in range(0, LENGTH, 32)
+        ]
+        assert fmean(found) == pytest.approx(0.3, abs=0.04)
+        assert [text.guess("m", 3, 0, p) == NO_GUESS for p in range(64, 96)] in ([True] * 32, [False] * 32)
+
+    def test_the_clairvoyant_knows_probabilities_and_not_outcomes(self) -> None:
+        text = generated(m=Skill(0.6, spread=0.5, burst=0.5))
+        known = [text.probability("m", seed, position) for seed in range(REQUESTS) for position in range(LENGTH)]
+        right = [one for seed in range(REQUESTS) for one in rights(text, "m", seed)]
+        for low, high in ((0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 0.95)):
+            bucket = [(p, hit) for p, hit in zip(known, right, strict=True) if low <= p < high]
+            assert fmean(hit for _, hit in bucket) == pytest.approx(fmean(p for p, _ in bucket), abs=0.03)
+
+    def test_equal_seeds_say_the_same_and_what_ended_is_made_anew(self) -> None:
+        first, second = generated(m=Skill(0.7)), generated(m=Skill(0.7))
+        assert rights(first, "m", 5) == rights(second, "m", 5)
+        first.forget(5)
+        assert rights(first, "m", 5) == rights(second, "m", 5) != rights(first, "m", 6)
+
+
+class Engine:
+    """An engine on a kernel of its own."""
+
+    def __init__(self, lengths: dict[int, int], **settings: Any) -> None:
+        self.kernel = Kernel(0)
+        self.process = Process("verifier-0", slowness=settings.pop("slowness", 1.0))
+        self.clock = VirtualClock(self.kernel, self.process)
+        network = Network(self.kernel, random.Random(0))
+        actor = VirtualActor("verifier-0", Node("n", 1.0), self.process)
+        world = World(GeneratedText(lengths, {}), LinearTime(1.0, 0.001), python=settings.pop("python", PythonTime()))
+        limits = {"max_batch": 8, "max_step_tokens": 1000, "cache_tokens": float("inf"), **settings}
+        self.engine = SimulatedEngine(actor, self.clock, network, world, **limits)
+
+    def add(self, seed: int, prompt: int = 10, most: int = 1000) -> None:
+        sampling = SamplingParams(max_tokens=most, seed=seed)
+        self.engine.add(TargetRequest(str(seed), tuple(range(prompt)), sampling))
+
+    def run(self, script: Callable[[], None]) -> float:
+        self.clock.spawn(script, "script")
+        self.kernel.run()
+        assert not self.kernel.crashes, self.kernel.crashes
+        return self.kernel.now
+
+    def tokens(self, seed: int) -> Sequence[int]:
+        return self.engine._world.text.output(SamplingParams(max_tokens=1000, seed=seed), 0)
+
+
+class TestEngine:
+    def test_steps_take_what_the_cost_model_and_python_say_on_a_node_of_this_speed(self) -> None:
+        one = Engine({1: 5}, slowness=2.0, python=PythonTime(verify_row_s=0.1))
+        one.add(1)
+        found = []
+
+        def script() -> None:
+            found.append(one.engine.step({}))  # prefills, and gives the first token
+            found.append(one.engine.step({"1": list(one.tokens(1)[1:3])}))
+
+        assert one.run(script) == pytest.approx(2.0 * (1.010 + 1.003 + 0.1))
+        assert [(r.num_prefill_tokens, r.num_tokens, r.num_rows) for r in found] == [(10, 10, 0), (0, 3, 1)]
+        assert [r.forward_s for r in found] == pytest.approx([2.02, 2.006])
+        assert [output.num_accepted for output in found[1].outputs] == [2]
+
+    def test_outputs_are_the_texts_whatever_was_drafted(self) -> None:
+        one = Engine({1: 40})
+        one.add(1)
+        got: list[int] = []
+
+        def script() -> None:
+            reason = None
+            while reason is None:
+                right = list(one.tokens(1)[len(got) : len(got) + 3])
+                tail = [right, [*right[:1], 9999], [], [*right, 9999]][len(got) % 4]
+                (output,) = one.engine.step({"1": tail}).outputs
+                assert output.start == len(got) and output.num_accepted <= len(tail)
+                got.extend(output.token_ids)
+                reason = output.finish_reason
+            assert reason == "stop" and not one.engine.has_work()
+
+        one.run(script)
+        assert got == list(one.tokens(1)) and len(got) == 40
+
+    def test_prompts_are_prefilled_in_chunks_beside_decoding(self) -> None:
+        one = Engine({1: 50, 2: 50}, max_step_tokens=16)
+        one.add(1, prompt=10)
+        chunks = []
+
+        def script() -> None:
+            one.engine.step({})
+            one.add(2, prompt=40)
+            while len(one.engine.decoding()) < 2:
+                chunks.append(one.engine.step({}).num_prefill_tokens)
+
+        one.run(script)
+        assert chunks == [15, 15, 10]
+
+    def test_a_full_cache_takes_from_the_newest_which_is_prefilled_again(self) -> None:
+        one = Engine({1: 60, 2: 60}, cache_tokens=100)
+        for seed in (1, 2):
+            one.add(seed, prompt=30, most=70)
+        ended, rows = [], []
+
+        def script() -> None:
+            while one.engine.has_work():
+                result = one.engine.step({})
+                rows.append((result.num_rows, result.num_prefill_tokens))
+                assert one.engine.cached_tokens <= 100 + 2
+                ended.extend(output.request_id for output in result.outputs if output.finish_reason)
+
+        one.run(script)
+        assert ended == ["1", "2"]
+        assert rows[0] == (0, 60) and (2, 0) in rows
+        again = [prefilled for _, prefilled in rows[1:] if prefilled]
+        assert len(again) == 1 and 30 < again[0] <= 90  # prompt and what it had said
+
+    def test_what_can_never_fit_is_refused(self) -> None:
+        one = Engine({1: 60}, cache_tokens=100)
+        with pytest.raises(InputError):
+            one.add(1, prompt=50, most=60)
+
+
+class TestDrafters:
+    def draft(self, proposer: Any, clock: VirtualClock, rounds: int) -> tuple[float, list[Any]]:
+        tails: list[Any] = []
+
+        def script() -> None:
+            for _ in range(rounds):
+                proposer.extend()
+                tails.append(proposer.tail("1"))
+
+        clock.spawn(script, "script")
+        clock.kernel.run()
+        assert not clock.kernel.crashes
+        return clock.kernel.now, tails
+
+    def test_a_model_drafts_a_token_a_forward_and_a_lookup_all_at_once(self) -> None:
+        text = GeneratedText({1: 100}, {"model": Skill(0.999), "lookup": Skill(0.999)})
+        times = {"model": DraftTime(LinearTime(0.5)), "lookup": DraftTime(LinearTime(0.25, 0.125), is_lookup=True)}
+        tokens = tuple(text.output(SamplingParams(max_tokens=100, seed=1), 0))
+        for method, seconds, lengths in (("model", 2.0, [1, 2, 3, 4]), ("lookup", 0.75, [4, 4, 4, 4])):
+            clock = VirtualClock(Kernel(0), Process("d"))
+            proposer = SimulatedProposer("d", method, clock, World(text, drafting=times), lambda: 0.0)
+            proposer.open("1", (1, 2), (), SamplingParams(seed=1), window=4)
+            took, tails = self.draft(proposer, clock, 4)
+            assert (took, [len(tail) for _, tail in tails]) == (seconds, lengths)
+            assert tails[-1] == (0, tokens[:4])
+            assert not proposer.pending("1")
+
+    def test_real_lookups_search_recorded_text_and_take_time(self) -> None:
+        clock = VirtualClock(Kernel(0), Process("d"))
+        times = {"ngram": DraftTime(LinearTime(0.5, 0.125), is_lookup=True)}
+        world = World(RecordedText({1: (7, 8, 9)}, {}, 10), drafting=times)
+        proposer = TimedProposer(NgramProposer(), clock, world, "d")
+        proposer.open("1", (1, 2, 3, 4, 1, 2), (), SamplingParams(seed=1), 3)
+        took, tails = self.draft(proposer, clock, 1)
+        assert tails == [(0, (3, 4, 1))] and took == 0.5 + 3 * 0.125
+
+    def test_measured_python_is_charged_once(self) -> None:
+        kernel = Kernel(0)
+        python, process = MeasuredPython(kernel), Process("p")
+        charged: list[float] = []
+
+        def work() -> None:
+            python.begin(process)
+            sum(range(300_000))
+            charged.append(python.verify_s(process, 1, True))
+            charged.append(python.draft_s(process, 1))
+
+        VirtualClock(kernel, process).spawn(work, "work")
+        kernel.run()
+        assert charged[0] > 1e-4 and charged[1] < charged[0] / 5
+
+
+class TestWorkload:
+    def test_lengths_are_log_normal_and_cut(self) -> None:
+        lengths = draw_lengths(WorkloadConfig(median_tokens=500, sigma=0.8, max_tokens=2000), 4000, "x")
+        assert sorted(lengths)[2000] == pytest.approx(500, rel=0.05)
+        assert max(lengths) == 2000 and min(lengths) >= 1
+        assert set(draw_lengths(WorkloadConfig(median_tokens=64, sigma=0.0), 10, "x")) == {64}
+
+    def row(self, **changes: Any) -> str:
+        stats = {"steps": 10, "drafted": 40, "accepted": 20, "by_drafter": {"ngram-0#1": [40, 20]}}
+        row = {
+            "request_id": "a",
+            "prompt_token_ids": [1, 2],
+            "token_ids": [3, 4, 5],
+            "finish_reason": "length",
+            "stats": stats,
+        }
+        return json.dumps({**row, **changes})
+
+    def test_a_recording_says_what_was_said_and_how_often_drafts_were_right(self, tmp_path: Path) -> None:
+        path = tmp_path / "trajectories.jsonl"
+        ended = self.row(request_id="b", finish_reason="stop", token_ids=[9])
+        path.write_text("\n".join([self.row(), ended, self.row(request_id="c", finish_reason="error")]) + "\n")
+        recording = load_recording(path)
+        assert [(one.request_id, one.max_tokens) for one in recording.requests] == [("a", 3), ("b", 4)]
+        assert recording.requests[0].accuracy == {"ngram": 20 / 30}  # ten steps have ten wrong tokens at most
+        assert recording.vocab_size == 10
+        assert recording.text([]).probability("ngram", 0, 0) == 20 / 30
+        by_hand = recording.text([SkillConfig("ngram", 0.25), SkillConfig("draft_model", 0.5)])
+        assert (by_hand.probability("ngram", 1, 0), by_hand.probability("draft_model", 0, 0)) == (0.25, 0.5)
+        assert len(load_recording(path, limit=1).requests) == 1
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "holds no finished trajectory"),
+            ("{", r"line 1 is no trajectory \(JSONDecodeError"),
+            ("[]", r"line 1 is no trajectory \(TypeError"),
+            ('{"finish_reason": "stop"}', r"line 1 is no trajectory \(KeyError: 'stats'"),
+        ],
+    )
+    def test_what_is_no_recording_is_refused(self, tmp_path: Path, text: str, message: str) -> None:
+        path = tmp_path / "x.jsonl"
+        path.write_text(text)
+        with pytest.raises(InputError, match=message):
+            load_recording(path)
+
+
+class TestNetwork:
+    def test_what_messages_carry_takes_time_between_nodes(self) -> None:
+        arrived: dict[str, float] = {}
+
+        class Inbox:
+            def __init__(self, name: str, kernel: Kernel) -> None:
+                self.name, self.kernel = name, kernel
+
+            def deliver(self, messages: list[Any]) -> None:
+                arrived[self.name] = self.kernel.now
+
+        kernel = Kernel(0)
+        network = Network(kernel, random.Random(0))
+        network.set_links(0.001, 0.0, 1e5)
+        here, there = Node("a", 1.0), Node("b", 1.0)
+        caller = VirtualActor("caller", here, Process("caller"))
+        actors = [network.start_actor(n.name, n, lambda actor: Inbox(actor.name, kernel), 0.0) for n in (here, there)]
+        batch = [DraftTail("1", "d", 0, tuple(range(1000)))]
+        for actor in actors:
+            network.send(caller, actor, "deliver", [batch])
+        kernel.run()
+        assert payload_bytes([batch]) == 4120
+        assert arrived["a"] == pytest.approx(0.001) and arrived["b"] == pytest.approx(0.001 + 4120 / 1e5)
