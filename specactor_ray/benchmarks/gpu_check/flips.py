@@ -1,6 +1,6 @@
 """Stage 4: how many sampled tokens depend on the shape of the forward, and how near those were to a tie.
 
-One random model, its head scaled to the spread of a trained one. Every row has a fixed context and fixed next tokens,
+One random model, its logits spread like those of a trained one. Every row has a fixed context and fixed next tokens,
 so all forwards compute the same distributions; they differ in how many rows share a forward and how many positions of
 a row are in it. Each way of computing keeps its own keys and values of the compared positions, as an engine would.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specactor_ray.benchmarks.gpu_check.spreading import mean_entropy, spread_factor
+from specactor_ray.benchmarks.gpu_check.spreading import spread_head
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.benchmarks.gpu_check.static_model import KVCache, StaticModel
 from specactor_ray.messages import SamplingParams
@@ -35,8 +35,8 @@ def measure_flips(stage: Stage) -> None:
         "shape": grid.shape.name,
         "dtype": stage.settings.dtype,
         "context": grid.context,
-        "weights": "random, variance 1/inputs; head scaled to a mean entropy of "
-        f"{task.entropy:.2f} nats at temperature 1",
+        "weights": "random, variance 1/inputs",
+        "logits": task.spread,
         "compared": grid.rows * grid.tokens,
         "ways": [],
     }
@@ -86,9 +86,7 @@ class _Task:
             model.hidden(tokens[begin:end, : grid.context], self._cache.rows(begin, end), 0)
         first = model.hidden(self._next[: grid.rows, :1], self._cache.rows(0, grid.rows), grid.context)
         logits = model.logits(first)
-        factor = spread_factor(logits)
-        self.entropy = mean_entropy(factor * logits)
-        model.head.mul_(factor)
+        self.spread = spread_head(model.head, logits)
 
     def sample(self, batch: int, length: int) -> dict[float, tuple[list[int], list[float]]]:
         """Temperature → tokens and margins of all compared rows and positions, row by row."""

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from specactor_ray.benchmarks.gpu_check.settings import ModelShape
-from specactor_ray.benchmarks.gpu_check.spreading import spread_factor
+from specactor_ray.benchmarks.gpu_check.settings import ROPE_BASE, ModelShape
+from specactor_ray.benchmarks.gpu_check.spreading import spread_head
 from specactor_ray.benchmarks.gpu_check.timing import synchronize
 from specactor_ray.modeling.ragged_model import RaggedModel, RaggedOutput, RowChunk
 from specactor_ray.signals import signals_deferred
 
 
 def random_model(shape: ModelShape, dtype: str, device: str, seed: int = 0) -> Any:
-    """A `Qwen2ForCausalLM` with transformers' initial weights, its head scaled to the spread of a trained model."""
+    """A `Qwen2ForCausalLM` with transformers' initial weights, its logits spread like those of a trained model."""
     with signals_deferred():
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -27,6 +27,7 @@ def random_model(shape: ModelShape, dtype: str, device: str, seed: int = 0) -> A
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         max_position_embeddings=32_768,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},
         tie_word_embeddings=False,
     )
     before = torch.get_default_dtype()
@@ -39,7 +40,8 @@ def random_model(shape: ModelShape, dtype: str, device: str, seed: int = 0) -> A
         torch.set_default_dtype(before)
     with torch.inference_mode():
         tokens = torch.randint(shape.vocab, (4, 16), device=device)
-        model.lm_head.weight.mul_(spread_factor(model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)))
+        logits = model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+    spread_head(model.lm_head.weight, logits)
     return model
 
 

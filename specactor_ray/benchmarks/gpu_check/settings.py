@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ROPE_BASE = 1e6
+"""Of the rotary positions of Qwen2.5."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -137,6 +140,6 @@ DRY_RUN = Settings(
     sampler_vocab=TINY.vocab,
     flips=FlipGrid(TINY, 4, 16, 4, (1, 2, 8), (1, 2, 4)),
     engine=EngineGrid((TINY,), (1, 4), (0, 2), 8, 4),
-    end_to_end=EndToEndGrid(TINY, (("float32", 4),), (0.3, 0.9), 4, 8, 32),
+    end_to_end=EndToEndGrid(TINY, (("float32", 4), ("bfloat16", 2)), (0.3, 0.9), 4, 8, 32),
 )
 """Every stage with tiny shapes on the CPU: a mistake shows here, before it costs time on a GPU."""

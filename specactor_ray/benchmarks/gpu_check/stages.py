@@ -30,14 +30,15 @@ class Stage:
     name: str
     settings: Settings
     deadline: float
-    """On `time.monotonic`."""
+    """On the clock of `now`."""
     save: Callable[[], None]
+    now: Callable[[], float] = time.monotonic
     figures: dict[str, Any] = field(default_factory=dict)
     """What was measured so far; plain data."""
 
     def check(self, what: str) -> None:
         """Raises OutOfTime, naming what comes next, when the stage's time is up."""
-        if time.monotonic() > self.deadline:
+        if self.now() > self.deadline:
             raise OutOfTime(what)
 
     def note(self, line: str) -> None:
@@ -55,20 +56,25 @@ def say(line: str) -> None:
 
 
 def run_stages(
-    stages: Mapping[str, tuple[float, StageFunction]], settings: Settings, report: Report, end: float
+    stages: Mapping[str, tuple[float, StageFunction]],
+    settings: Settings,
+    report: Report,
+    end: float,
+    now: Callable[[], float] = time.monotonic,
 ) -> None:
     """Run all stages; what a stage leaves of its time is shared by those after it.
 
     Args:
         stages: Name → (weight in the sharing of the time, function).
-        end: When all should be done, on `time.monotonic`.
+        end: When all should be done, on the clock of `now`.
+        now: Seconds.
 
     Raises:
         KeyboardInterrupt: The stage under way is marked and its figures are in the file.
     """
     weights = [weight for weight, _ in stages.values()]
     for index, (name, (weight, function)) in enumerate(stages.items()):
-        left = end - time.monotonic()
+        left = end - now()
         share_s = left * weight / sum(weights[index:])
         entry = report.open_stage(name)
         if share_s <= 0:
@@ -76,14 +82,14 @@ def run_stages(
             report.save()
             continue
         say(f"{name}: at most {share_s:.0f} s")
-        stage = Stage(name, settings, time.monotonic() + share_s, report.save, entry["figures"])
+        stage = Stage(name, settings, now() + share_s, report.save, now, entry["figures"])
         _run_stage(function, stage, entry)
         report.save()
         _free_memory()
 
 
 def _run_stage(function: StageFunction, stage: Stage, entry: dict[str, Any]) -> None:
-    begin = time.monotonic()
+    begin = stage.now()
     entry["status"], entry["error"] = "interrupted", "Ctrl-C or SIGTERM"
     try:
         function(stage)
@@ -97,7 +103,7 @@ def _run_stage(function: StageFunction, stage: Stage, entry: dict[str, Any]) -> 
         entry["status"], entry["error"] = "failed", f"{type(error).__name__}: {error}"
         entry["traceback"] = traceback.format_exc()
     finally:
-        entry["seconds"] = time.monotonic() - begin
+        entry["seconds"] = stage.now() - begin
         say(f"{stage.name}: {entry['status']} after {entry['seconds']:.1f} s {entry['error']}".rstrip())
 
 

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from specactor_ray.benchmarks.gpu_check.settings import ModelShape
+from specactor_ray.benchmarks.gpu_check.settings import ROPE_BASE, ModelShape
 
 _EPS = 1e-6
-_ROPE_BASE = 1e6
 
 
 @dataclass
@@ -86,7 +85,7 @@ class StaticModel:
         self.shape, self.layers = shape, layers
         self.embedding, self.norm, self.head = embedding, norm, head
         self.device, self.dtype = embedding.device, embedding.dtype
-        inverse = _ROPE_BASE ** (-torch.arange(0, shape.head_dim, 2, device=self.device) / shape.head_dim)
+        inverse = ROPE_BASE ** (-torch.arange(0, shape.head_dim, 2, device=self.device) / shape.head_dim)
         angles = torch.outer(torch.arange(max_positions, device=self.device), inverse).repeat(1, 2).unsqueeze(1)
         sign = torch.ones(shape.head_dim, device=self.device)
         sign[: shape.head_dim // 2] = -1.0

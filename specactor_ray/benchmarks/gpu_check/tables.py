@@ -44,12 +44,16 @@ def _hardware(figures: Figures) -> Iterator[list[str]]:
 
 
 def _forwards(figures: Figures) -> Iterator[list[str]]:
+    """A line per shape, context and rows: graph times by positions, or eager ones where there is no graph."""
     for name, shape in figures["shapes"].items():
-        graph = {tuple(point[:3]): point[3] for point in shape["graph"]}
-        for rows, positions, context, seconds in shape["eager"]:
-            captured = graph.get((rows, positions, context))
-            cells = [_ms(seconds), "-" if captured is None else _ms(captured)]
-            yield [name, str(rows), str(positions), str(context), *cells]
+        kind = "graph" if shape["graph"] else "eager"
+        seconds = {tuple(point[:3]): point[3] for point in shape[kind]}
+        eager = {tuple(point[:3]): point[3] for point in shape["eager"]}
+        for context, rows in dict.fromkeys((point[2], point[0]) for point in shape["eager"]):
+            by_positions = {p: s for (r, p, c), s in seconds.items() if (r, c) == (rows, context)}
+            cells = ", ".join(f"{positions}: {1e3 * s:.2f}" for positions, s in by_positions.items())
+            first = min(p for r, p, c in eager if (r, c) == (rows, context))
+            yield [name, str(context), str(rows), f"{1e3 * eager[rows, first, context]:.2f}", kind, cells]
 
 
 def _sampler(figures: Figures) -> Iterator[list[str]]:
@@ -92,15 +96,11 @@ def _runs(figures: Figures) -> Iterator[list[str]]:
         ]
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3f}"
-
-
 _TABLES: dict[str, tuple[str, Sequence[str], Callable[[Figures], Iterator[list[str]]]]] = {
     "hardware": ("the device", ("", ""), _hardware),
     "forwards": (
-        "a forward, ms (context: tokens of each row)",
-        ("shape", "rows", "positions", "context", "eager", "graph"),
+        "a forward, ms (context: tokens of each row; positions: new ones of each row)",
+        ("shape", "context", "rows", "eager, 1 position", "", "by positions"),
         _forwards,
     ),
     "sampler": (
