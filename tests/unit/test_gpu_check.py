@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from specactor_ray.benchmarks.gpu_check.forwards import whole_model_s
 from specactor_ray.benchmarks.gpu_check.models import random_model
 from specactor_ray.benchmarks.gpu_check.oracle import OracleProposer
 from specactor_ray.benchmarks.gpu_check.report import Report, hardware_yaml, slug
-from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN, ON_GPU, QWEN_7B, TINY, TINY_SAMPLED, Settings
+from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN, ON_GPU, QWEN_7B, TINY, TINY_SAMPLED
 from specactor_ray.benchmarks.gpu_check.spreading import BULK_STD, ENTROPY_NATS, mean_entropy, spread_head
 from specactor_ray.benchmarks.gpu_check.stages import OutOfTime, Stage, run_stages
 from specactor_ray.benchmarks.gpu_check.static_model import KVCache, LayerWeights, StaticModel
@@ -83,7 +84,7 @@ def test_rows_of_a_cache_are_views_and_fewer_layers_can_be_run() -> None:
 
 
 def test_bf16_flips_are_counted_with_their_margins(tmp_path: Path) -> None:
-    settings = Settings(**{name: getattr(DRY_RUN, name) for name in DRY_RUN.__slots__} | {"dtype": "bfloat16"})  # type: ignore[attr-defined]
+    settings = replace(DRY_RUN, dtype="bfloat16")
     stage = Stage("flips", settings, 1.0, lambda: None, lambda: 0.0)
     measure_flips(stage)
     assert len(stage.figures["ways"]) == 9 and stage.figures["compared"] == 16

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specactor_ray.benchmarks.gpu_check.report import Report, refuse_existing, slug
-from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN, ON_GPU, Settings
+from specactor_ray.benchmarks.gpu_check.settings import ON_GPU, Settings, dry_run_on
 from specactor_ray.benchmarks.gpu_check.stages import StageFunction, run_stages, say
 from specactor_ray.benchmarks.gpu_check.tables import tables
 from specactor_ray.errors import EXIT_USER_ERROR, InputError, UserError
@@ -55,7 +55,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="JSON file (default gpu_check_DEVICE.json); never overwritten")
     parser.add_argument("--minutes", type=float, default=9.0, help="time for all stages (default 9)")
     parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated; default: all")
-    parser.add_argument("--dry-run", action="store_true", help="every stage with tiny shapes on the CPU, in seconds")
+    parser.add_argument(
+        "--dry-run",
+        nargs="?",
+        choices=("cpu", "cuda"),
+        const="cpu",
+        help="every stage with tiny shapes, in seconds: on the CPU, or with `cuda` on the GPU",
+    )
     return parser
 
 
@@ -67,7 +73,7 @@ def _run(options: argparse.Namespace, begin: float) -> int:
         if options.output.suffix != ".json":
             raise InputError(f"--output is {options.output}. Fix: name a file that ends in .json.")
         refuse_existing(options.output)
-    settings = DRY_RUN if options.dry_run else ON_GPU
+    settings = dry_run_on(options.dry_run) if options.dry_run else ON_GPU
     report = _open_report(options, settings)
     functions = _functions()
     chosen = {name: functions[name] for name in names}
@@ -112,7 +118,7 @@ def _open_report(options: argparse.Namespace, settings: Settings) -> Report:
         {
             "device": device,
             "torch": torch.__version__,
-            "dry_run": options.dry_run,
+            "dry_run": options.dry_run is not None,
             "minutes": options.minutes,
             "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         },

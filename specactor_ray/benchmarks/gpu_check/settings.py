@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ROPE_BASE = 1e6
 """Of the rotary positions of Qwen2.5."""
@@ -143,3 +143,8 @@ DRY_RUN = Settings(
     end_to_end=EndToEndGrid(TINY, (("float32", 4), ("bfloat16", 2)), (0.3, 0.9), 4, 8, 32),
 )
 """Every stage with tiny shapes on the CPU: a mistake shows here, before it costs time on a GPU."""
+
+
+def dry_run_on(device: str) -> Settings:
+    """`DRY_RUN` on `cpu` or `cuda`; there in bf16, as in earnest."""
+    return DRY_RUN if device == "cpu" else replace(DRY_RUN, device=device, dtype="bfloat16")
