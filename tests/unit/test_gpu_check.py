@@ -222,6 +222,16 @@ def test_the_hardware_file_is_yaml_with_numbers(tmp_path: Path) -> None:
     assert slug("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
 
 
+def test_shapes_without_a_figure_are_left_out_of_the_hardware_file(tmp_path: Path) -> None:
+    report = Report(tmp_path / "check.json", HEAD)
+    shapes = report.open_stage("forwards")["figures"]["shapes"] = {"begun": {"graph": [], "eager": []}}
+    report.save()
+    assert not report.yaml_path.exists()
+    shapes["measured"] = {"graph": [], "eager": [[1, 1, 8, 0.5]]}
+    report.save()
+    assert yaml.safe_load(report.yaml_path.read_text())["measured"].keys() == {"measured"}
+
+
 def test_a_report_refuses_files_that_exist(tmp_path: Path) -> None:
     (tmp_path / "check.yaml").touch()
     with pytest.raises(InputError, match=r"check\.yaml exists"):

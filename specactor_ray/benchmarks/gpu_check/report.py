@@ -60,7 +60,8 @@ class Report:
         """Write both files; the YAML once forwards were measured."""
         _write(self.path, json.dumps(_plain(self.data), indent=2, allow_nan=False) + "\n")
         measured = self.stages.get("forwards", {}).get("figures", {}).get("shapes", {})
-        if any(points for shape in measured.values() for points in (shape["graph"], shape["eager"])):
+        measured = {name: shape for name, shape in measured.items() if shape["graph"] or shape["eager"]}
+        if measured:
             _write(self.yaml_path, hardware_yaml(self.data, measured))
 
 
