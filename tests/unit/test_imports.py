@@ -63,7 +63,7 @@ MAY_IMPORT = {
     "greenlet": ("simulation/kernel.py",),
     "vllm": ("targets/vllm_bridge.py", "targets/vllm_worker.py", "benchmarks/vllm_peer.py"),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
-    "transformers": ("modeling/", "training/", "drafter_training/"),
+    "transformers": ("modeling/", "training/", "drafter_training/", "benchmarks/gpu_check/"),
     "torch": (
         "_sampling_torch.py",
         "sampling.py",
@@ -77,6 +77,7 @@ MAY_IMPORT = {
         "rollout/memory.py",
         "training/",
         "benchmarks/vllm_peer.py",
+        "benchmarks/gpu_check/",
     ),
 }
 # These take seconds to import: only inside the function that needs them.
