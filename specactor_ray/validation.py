@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from specactor_ray.benchmarks.comparison import Output, Place
 from specactor_ray.benchmarks.profile import parse_axes, run_profile
-from specactor_ray.benchmarks.rollout_modes import Bench, Workload, describe_variant, plan_workloads
-from specactor_ray.benchmarks.variants import BenchMode, Variant, plan_variants
-from specactor_ray.config.schema import Config
+from specactor_ray.benchmarks.rollout_modes import Bench, Workload, plan_workloads
+from specactor_ray.benchmarks.variants import Variant, draft_cores
+from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.config.validate import validate
 from specactor_ray.observability.console import say
 from specactor_ray.rollout.prompts import encode_prompt
 from specactor_ray.rollout.target_checks import check_target
@@ -27,7 +28,7 @@ from specactor_ray.simulation.workload import RecordedRequest, Recording
 if TYPE_CHECKING:
     from rich.console import Console
 
-MODES = (BenchMode.plain, BenchMode.coupled, BenchMode.decoupled)
+MODES = (ModeName.plain, ModeName.coupled, ModeName.decoupled)
 WINDOWS = (1, 2, 4, 8)
 CONTEXTS = (64, 192)
 REPEATS = 5
@@ -49,6 +50,9 @@ class Point:
     measured_length: float
     """Acceptance length."""
     predicted_length: float
+    measured_ms: Mapping[str, float]
+    """Of a mean step: `forward` (with sampling), `waiting`, `protocol`."""
+    predicted_ms: Mapping[str, float]
 
     @property
     def error(self) -> float:
@@ -82,63 +86,64 @@ def validate_simulator(
 def _validate_backend(config: Config, batches: Sequence[int], backend: str, console: Console) -> list[Point]:
     config = copy.deepcopy(config)
     config.target.backend = backend
+    config.target.record_margins = False
     check_target(config)
-    variants = [_first_of_each_mode(config, batch) for batch in batches]
-    devices = sorted({variant.config.target.cores for group in variants for variant in group})
-    measured: list[tuple[Variant, Workload, dict[str, Any], Mapping[Place, Output]]] = []
-    with tempfile.TemporaryDirectory(prefix="specactor-validation-") as folder:
-        profiles = [_profile(config, batches, devices, Path(folder) / "before.json", console)]
-        from specactor_ray.cluster.connection import connect
-
-        with connect(config.cluster):
-            for batch, group in zip(batches, variants, strict=True):
-                measured += _measure(config, batch, group, console)
-        profiles.append(_profile(config, batches, devices, Path(folder) / "after.json", console))
     points = []
-    for variant, workload, figures, outputs in measured:
-        say(console, f"{backend}, batch {variant.batch}, {variant.label}: simulating")
-        points.append(_simulate(variant, workload, figures, outputs, profiles))
+    from specactor_ray.cluster.connection import connect
+
+    # The cluster runs while the profile is taken, too: its own processes take their share of the cores all the time.
+    with tempfile.TemporaryDirectory(prefix="specactor-validation-") as folder, connect(config.cluster):
+        for batch in batches:
+            profiles = [_profile(config, batch, Path(folder) / f"{batch}-before.json", console)]
+            measured = _measure(config, batch, console)
+            profiles.append(_profile(config, batch, Path(folder) / f"{batch}-after.json", console))
+            for one in measured:
+                say(console, f"{backend}, batch {batch}, {one.variant.label}: simulating")
+                points.append(_simulate(one, profiles))
     return points
 
 
-def _first_of_each_mode(config: Config, batch: int) -> list[Variant]:
-    """Plain decoding has several layouts; the first has all cores in one verifier, as coupled has."""
-    chosen: dict[str, Variant] = {}
-    for variant in plan_variants(config, MODES, [batch]):
-        chosen.setdefault(variant.mode.value, variant)
-    return list(chosen.values())
+@dataclass(frozen=True)
+class _Measured:
+    """One variant on one workload."""
+
+    variant: Variant
+    workload: Workload
+    figures: Mapping[str, Any]
+    outputs: Mapping[Place, Output]
 
 
-def _profile(
-    config: Config, batches: Sequence[int], devices: Sequence[int], path: Path, console: Console
-) -> dict[str, Any]:
-    axes = parse_axes(sorted({1, *batches}), WINDOWS, CONTEXTS, REPEATS)
-    return run_profile(config, axes, devices, path, console, max_requests=4)
+def _variants(config: Config, batch: int) -> Iterator[Variant]:
+    """Each mode with the verifier's own cores, so that one profile holds for all of them."""
+    for mode in MODES:
+        chosen = copy.deepcopy(config)
+        chosen.mode, chosen.target.max_batch = mode, batch
+        validate(chosen)
+        beside = f" + {draft_cores(config)}" if mode is ModeName.decoupled else ""
+        yield Variant(f"{mode.value} {config.target.replicas}x{config.target.cores}{beside}", batch, chosen)
 
 
-def _measure(
-    config: Config, batch: int, variants: Sequence[Variant], console: Console
-) -> list[tuple[Variant, Workload, dict[str, Any], Mapping[Place, Output]]]:
+def _profile(config: Config, batch: int, path: Path, console: Console) -> dict[str, Any]:
+    axes = parse_axes(sorted({max(1, batch // 2), batch}), WINDOWS, CONTEXTS, REPEATS)
+    return run_profile(config, axes, [config.target.cores], path, console, max_requests=4)
+
+
+def _measure(config: Config, batch: int, console: Console) -> list[_Measured]:
     (workload,) = plan_workloads(config, [], [])
     count = max(_LEAST_REQUESTS, _ROUNDS_PER_ROW * batch)
     times = -(-count // len(workload.prompts))
     prompts, sampling = (workload.prompts * times)[:count], (workload.sampling * times)[:count]
     workload = replace(workload, prompts=prompts, sampling=sampling)
     found = []
-    for number, variant in enumerate(variants, start=1):
+    for number, variant in enumerate(_variants(config, batch), start=1):
         bench = Bench([workload], console)
-        bench.measure(variant, f"[{number}/{len(variants)}]")
-        found.append((variant, workload, bench.measured[0], bench.reference(workload.name, variant.batch)))
+        bench.measure(variant, f"[{number}/{len(MODES)}]")
+        found.append(_Measured(variant, workload, bench.measured[0], bench.reference(workload.name, batch)))
     return found
 
 
-def _simulate(
-    variant: Variant,
-    workload: Workload,
-    figures: Mapping[str, Any],
-    outputs: Mapping[Place, Output],
-    profiles: Sequence[Mapping[str, Any]],
-) -> Point:
+def _simulate(measured: _Measured, profiles: Sequence[Mapping[str, Any]]) -> Point:
+    variant, figures = measured.variant, measured.figures
     config = copy.deepcopy(variant.config)
     config.cluster.address = "auto"
     scenario = ScenarioConfig(
@@ -147,18 +152,27 @@ def _simulate(
         python=PythonConfig(measured=True),
         steps=StepsConfig(load_s=1.0),
     )
-    world = profile_world(scenario, profiles)
-    result = SimulatedRollouts(variant.label, scenario, world, _recording(config, workload, outputs)).run()
-    described = describe_variant(variant)
+    recording = _recording(config, measured.workload, measured.outputs)
+    result = SimulatedRollouts(variant.label, scenario, profile_world(scenario, profiles), recording).run()
     return Point(
         config.target.backend,
-        str(described["variant"]),
+        variant.label,
         variant.batch,
         float(figures["tokens_per_s"]),
         result.tokens_per_s,
         float(figures["metrics"]["acceptance_length"]),
         result.metrics.acceptance_length,
+        _step_ms(figures["metrics"]),
+        _step_ms(result.metrics.to_dict()),
     )
+
+
+def _step_ms(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Milliseconds of a mean step, by what they went to."""
+    steps = max(metrics["steps"], 1)
+    forward_s = metrics["forward_s"] + metrics["sampling_s"]
+    parts = {"forward": forward_s, "waiting": metrics["waiting_s"], "protocol": metrics["protocol_s"]}
+    return {name: round(1e3 * seconds / steps, 3) for name, seconds in parts.items()}
 
 
 def _recording(config: Config, workload: Workload, outputs: Mapping[Place, Output]) -> Recording:
