@@ -4,26 +4,29 @@
 from __future__ import annotations
 
 import copy
-import tempfile
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.benchmarks.comparison import Output, Place
-from specactor_ray.benchmarks.profile import parse_axes, run_profile
-from specactor_ray.benchmarks.rollout_modes import Bench, Workload, plan_workloads
+from specactor_ray.benchmarks.profile import parse_axes
+from specactor_ray.benchmarks.profile_process import Axes, Share
+from specactor_ray.benchmarks.profile_session import ProfileSession
+from specactor_ray.benchmarks.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Workload, plan_workloads
 from specactor_ray.benchmarks.variants import Variant, draft_cores
-from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.config.schema import HISTORY_METHODS, Config, ModeName
 from specactor_ray.config.validate import validate
 from specactor_ray.observability.console import say
-from specactor_ray.rollout.prompts import encode_prompt
+from specactor_ray.rollout.prompts import encode_prompt, read_prompts
 from specactor_ray.rollout.target_checks import check_target
 from specactor_ray.simulation.costs import profile_world
 from specactor_ray.simulation.rollouts import SimulatedRollouts
 from specactor_ray.simulation.schema import MachinesConfig, PythonConfig, ScenarioConfig, StepsConfig
 from specactor_ray.simulation.workload import RecordedRequest, Recording
+from specactor_ray.speculation.costs import CostPoint
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,10 +34,11 @@ if TYPE_CHECKING:
 MODES = (ModeName.plain, ModeName.coupled, ModeName.decoupled)
 WINDOWS = (1, 2, 4, 8)
 CONTEXTS = (64, 192)
-REPEATS = 5
+REPEATS = 3
+ROUNDS = 3
 _ROUNDS_PER_ROW = 2
 """Requests per row of a batch: what is measured begins, refills and ends like a rollout."""
-_LEAST_REQUESTS = 6
+_LEAST_REQUESTS = 4
 
 
 @dataclass(frozen=True)
@@ -85,22 +89,70 @@ def validate_simulator(
 
 def _validate_backend(config: Config, batches: Sequence[int], backend: str, console: Console) -> list[Point]:
     config = copy.deepcopy(config)
-    config.target.backend = backend
-    config.target.record_margins = False
+    config.target.backend, config.target.record_margins = backend, False
     check_target(config)
-    points = []
     from specactor_ray.cluster.connection import connect
 
-    # The cluster runs while the profile is taken, too: its own processes take their share of the cores all the time.
-    with tempfile.TemporaryDirectory(prefix="specactor-validation-") as folder, connect(config.cluster):
+    actors = len(MODES) * (config.target.replicas * config.target.cores + draft_cores(config))
+    config.cluster.num_cpus = config.cluster.num_cpus or actors  # more than there are: one mode runs at a time
+    points = []
+    # The cluster runs while steps are timed, too: its own processes take their share of the cores all the time.
+    with connect(config.cluster):
         for batch in batches:
-            profiles = [_profile(config, batch, Path(folder) / f"{batch}-before.json", console)]
-            measured = _measure(config, batch, console)
-            profiles.append(_profile(config, batch, Path(folder) / f"{batch}-after.json", console))
-            for one in measured:
-                say(console, f"{backend}, batch {batch}, {one.variant.label}: simulating")
-                points.append(_simulate(one, profiles))
+            points += _validate_batch(config, batch, console)
     return points
+
+
+def _validate_batch(config: Config, batch: int, console: Console) -> list[Point]:
+    """The three modes run in turn, and before and after each of them steps are timed: a machine's speed changes within
+    minutes."""
+    from specactor_ray.rollout.rollout import Rollout
+
+    workload, axes = _workload(config, batch), _axes(batch)
+    variants, rounds = list(_variants(config, batch)), dict[str, list[Point]]()
+    with ExitStack() as stack:
+        session = stack.enter_context(ProfileSession(_share(config, axes)))
+        running = [(variant, stack.enter_context(Rollout(variant.config))) for variant in variants]
+        for _, rollout in running:
+            rollout.generate(WARM_UP_PROMPTS, WARM_UP, n=1)
+        before = session.verify(axes)
+        for number in range(1, ROUNDS + 1):
+            for variant, rollout in running:
+                bench = Bench([workload], console)
+                title = f"[round {number}/{ROUNDS}] {config.target.backend}, batch {batch}, {variant.label}"
+                bench.measure_running(rollout, variant, workload, 0.0, title)
+                after = session.verify(axes)
+                one = _Measured(variant, workload, bench.measured[0], bench.reference(workload.name, batch))
+                point = _simulate(one, [*before, *after], session.drafting)
+                say(console, f"{title}: simulated {point.predicted:.1f} tokens/s, measured {point.measured:.1f}")
+                rounds.setdefault(variant.label, []).append(point)
+                before = after
+    return [_median(points) for points in rounds.values()]
+
+
+def _median(points: Sequence[Point]) -> Point:
+    """The round with the median error; of an even number the lower of the middle two."""
+    return sorted(points, key=lambda point: point.error)[(len(points) - 1) // 2]
+
+
+def _axes(batch: int) -> Axes:
+    return parse_axes(sorted({max(1, batch // 2), batch}), WINDOWS, CONTEXTS, REPEATS)
+
+
+def _share(config: Config, axes: Axes) -> Share:
+    """The profile of one verifier, on the cores that it will have."""
+    cores = tuple(sorted(os.sched_getaffinity(0))[: config.target.cores]) if not config.target.gpus else ()
+    prompts = tuple(read_prompts(str(config.data.path), config.data.limit))
+    device = "cuda" if config.target.gpus else "cpu"
+    return Share(copy.deepcopy(config), config.target.cores, cores, device, axes, prompts, max_requests=4)
+
+
+def _workload(config: Config, batch: int) -> Workload:
+    (workload,) = plan_workloads(config, [], [])
+    count = max(_LEAST_REQUESTS, _ROUNDS_PER_ROW * batch)
+    times = -(-count // len(workload.prompts))
+    prompts, sampling = (workload.prompts * times)[:count], (workload.sampling * times)[:count]
+    return replace(workload, prompts=prompts, sampling=sampling)
 
 
 @dataclass(frozen=True)
@@ -123,26 +175,7 @@ def _variants(config: Config, batch: int) -> Iterator[Variant]:
         yield Variant(f"{mode.value} {config.target.replicas}x{config.target.cores}{beside}", batch, chosen)
 
 
-def _profile(config: Config, batch: int, path: Path, console: Console) -> dict[str, Any]:
-    axes = parse_axes(sorted({max(1, batch // 2), batch}), WINDOWS, CONTEXTS, REPEATS)
-    return run_profile(config, axes, [config.target.cores], path, console, max_requests=4)
-
-
-def _measure(config: Config, batch: int, console: Console) -> list[_Measured]:
-    (workload,) = plan_workloads(config, [], [])
-    count = max(_LEAST_REQUESTS, _ROUNDS_PER_ROW * batch)
-    times = -(-count // len(workload.prompts))
-    prompts, sampling = (workload.prompts * times)[:count], (workload.sampling * times)[:count]
-    workload = replace(workload, prompts=prompts, sampling=sampling)
-    found = []
-    for number, variant in enumerate(_variants(config, batch), start=1):
-        bench = Bench([workload], console)
-        bench.measure(variant, f"[{number}/{len(MODES)}]")
-        found.append(_Measured(variant, workload, bench.measured[0], bench.reference(workload.name, batch)))
-    return found
-
-
-def _simulate(measured: _Measured, profiles: Sequence[Mapping[str, Any]]) -> Point:
+def _simulate(measured: _Measured, verify: Sequence[CostPoint], drafting: Mapping[str, Sequence[CostPoint]]) -> Point:
     variant, figures = measured.variant, measured.figures
     config = copy.deepcopy(variant.config)
     config.cluster.address = "auto"
@@ -152,8 +185,8 @@ def _simulate(measured: _Measured, profiles: Sequence[Mapping[str, Any]]) -> Poi
         python=PythonConfig(measured=True),
         steps=StepsConfig(load_s=1.0),
     )
-    recording = _recording(config, measured.workload, measured.outputs)
-    result = SimulatedRollouts(variant.label, scenario, profile_world(scenario, profiles), recording).run()
+    recording = _recording(config, measured.workload, measured.outputs, _accuracy(config, figures["metrics"]))
+    result = SimulatedRollouts(variant.label, scenario, profile_world(scenario, verify, drafting), recording).run()
     return Point(
         config.target.backend,
         variant.label,
@@ -175,7 +208,17 @@ def _step_ms(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: round(1e3 * seconds / steps, 3) for name, seconds in parts.items()}
 
 
-def _recording(config: Config, workload: Workload, outputs: Mapping[Place, Output]) -> Recording:
+def _accuracy(config: Config, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Draft method → share of its tokens that were right, of those before which all were. Lookups are done for real."""
+    drafted, accepted = metrics["drafted_by_position"], metrics["accepted_by_position"]
+    tested = sum(min(now, before) for now, before in zip(drafted, [*drafted[:1], *accepted], strict=False))
+    rate = sum(accepted) / tested if tested else 0.0
+    return {drafter.method: rate for drafter in config.drafters if drafter.method not in HISTORY_METHODS}
+
+
+def _recording(
+    config: Config, workload: Workload, outputs: Mapping[Place, Output], accuracy: Mapping[str, float]
+) -> Recording:
     from specactor_ray.modeling.loading import load_tokenizer
 
     tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
@@ -183,5 +226,5 @@ def _recording(config: Config, workload: Workload, outputs: Mapping[Place, Outpu
     for (prompt, sample), output in sorted(outputs.items()):
         ids = encode_prompt(tokenizer, workload.prompts[prompt], config.data.chat)
         limit = workload.sampling[prompt].max_tokens
-        requests.append(RecordedRequest(f"{prompt}/{sample}", tuple(ids), tuple(output.token_ids), limit, {}))
+        requests.append(RecordedRequest(f"{prompt}/{sample}", tuple(ids), tuple(output.token_ids), limit, accuracy))
     return Recording(requests, len(tokenizer))

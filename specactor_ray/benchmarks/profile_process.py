@@ -102,7 +102,7 @@ def measure_share(share: Share, report: Report) -> Measured:
 
     if share.cores:
         bind_to_cores(share.cores)
-    axes, config = share.axes, _roomy(share.config, share.axes)
+    axes, config = share.axes, roomy(share.config, share.axes)
     engine = build_engine(config.target, share.device, max(axes.windows))
     try:
         _reject_contexts_too_long(axes, engine.max_model_len)
@@ -117,7 +117,7 @@ def measure_share(share: Share, report: Report) -> Measured:
         engine.close()
     measured = Measured(share.devices, verify, {}, {}, tuple(recorded), cpu_share)
     for drafter in config.drafters:
-        _measure_method(drafter, share, text, measured, report)
+        measure_method(drafter, share, text, measured, report)
     return measured
 
 
@@ -185,7 +185,8 @@ def measure_verify(
     return points
 
 
-def _measure_method(drafter: DrafterConfig, share: Share, text: TextStream, measured: Measured, report: Report) -> None:
+def measure_method(drafter: DrafterConfig, share: Share, text: TextStream, measured: Measured, report: Report) -> None:
+    """D of a draft method over the axes, and how often it is right on what was recorded; added to `measured`."""
     from specactor_ray.drafters.registry import build_proposer
 
     axes, device = share.axes, "cuda" if drafter.gpus else "cpu"
@@ -242,7 +243,7 @@ def _prefill(engine: TargetEngine, text: TextStream, sampling: SamplingParams, c
     return rows
 
 
-def _roomy(config: Config, axes: Axes) -> Config:
+def roomy(config: Config, axes: Axes) -> Config:
     """The configuration with room for the largest batch and step."""
     config = copy.deepcopy(config)
     batch = max(axes.batches)

@@ -210,11 +210,12 @@ class Bench:
             rollout.generate(WARM_UP_PROMPTS, WARM_UP, n=1)
             start_seconds = time.monotonic() - begin
             for workload in self._workloads:
-                self._measure(rollout, variant, workload, start_seconds, f"{name}, {workload.name}")
+                self.measure_running(rollout, variant, workload, start_seconds, f"{name}, {workload.name}")
 
-    def _measure(
+    def measure_running(
         self, rollout: Rollout, variant: Variant, workload: Workload, start_seconds: float, title: str
     ) -> None:
+        """Time a workload on a rollout that has started, and compare its tokens."""
         rollout.forget_history()  # what drafters remember of the same prompts at another temperature
         rollout.reset_metrics()
         begin = time.monotonic()

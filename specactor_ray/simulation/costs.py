@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
 
 from specactor_ray.config.schema import HISTORY_METHODS, DrafterConfig, ModeName
 from specactor_ray.errors import ConfigError
@@ -15,7 +14,8 @@ from specactor_ray.simulation.hardware_files import find_model
 from specactor_ray.simulation.schema import ScenarioConfig
 from specactor_ray.simulation.world import DraftTime, LinearTime, StepTime, Times, World
 from specactor_ray.speculation.costs import CostPoint, CostTable
-from specactor_ray.speculation.profile import parse_profile, points_from_json
+from specactor_ray.speculation.plan import DraftCosts
+from specactor_ray.speculation.profile import Profile
 
 _LOOKUP = LinearTime(0.0, 5e-6)
 """Of the token that a lookup finds, where no profile tells."""
@@ -47,27 +47,24 @@ def build_world(scenario: ScenarioConfig) -> World:
     return world
 
 
-def profile_world(scenario: ScenarioConfig, profiles: Sequence[Mapping[str, Any]]) -> World:
-    """The world of a machine that was profiled several times, at the mean of the profiles."""
-    hardware = ProfiledHardware("profile", parse_profile(profiles[0], "the profile"))
-    tables = CostTable(_mean([points_from_json(one["verify"]) for one in profiles]))
-    drafting = {}
-    for drafter in scenario.config.drafters:
-        points = _mean([points_from_json(one["methods"][drafter.method]["points"]) for one in profiles])
-        whole = replace(hardware.profile.drafting[drafter.method], table=CostTable(points))
-        drafting[drafter.method] = whole
-    mean = replace(hardware, profile=replace(hardware.profile, verify=tables, drafting=drafting))
-    cores = scenario.config.target.cores
-    target = mean.target_cost(scenario.config.target.model, cores)
+def profile_world(
+    scenario: ScenarioConfig, verify: Sequence[CostPoint], drafting: Mapping[str, Sequence[CostPoint]]
+) -> World:
+    """The world of a machine that was measured: points of verifying, and of each draft method. Of a point that is there
+    more than once the mean counts."""
+    costs = {method: DraftCosts(CostTable(_mean(points)), free=False) for method, points in drafting.items()}
+    model = scenario.config.target.model
+    profile = Profile({"model": {"name": model}}, CostTable(_mean(verify)), costs, {})
+    hardware = ProfiledHardware("profile", profile)
     times = Times(scenario.steps.load_s, scenario.steps.sync_s, scenario.steps.sleep_s)
-    return World(target=target, drafting=_drafting(scenario, mean), times=times)
+    target = hardware.target_cost(model, scenario.config.target.cores)
+    return World(target=target, drafting=_drafting(scenario, hardware), times=times)
 
 
-def _mean(profiles: Sequence[Sequence[CostPoint]]) -> list[CostPoint]:
+def _mean(points: Sequence[CostPoint]) -> list[CostPoint]:
     seconds: dict[CostPoint, list[float]] = defaultdict(list)
-    for points in profiles:
-        for point in points:
-            seconds[replace(point, seconds=0.0, spread=0.0)].append(point.seconds)
+    for point in points:
+        seconds[replace(point, seconds=0.0, spread=0.0)].append(point.seconds)
     return [replace(point, seconds=fmean(values)) for point, values in seconds.items()]
 
 
