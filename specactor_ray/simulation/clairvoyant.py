@@ -8,7 +8,7 @@ in the product's loops, with the product's messages and drafters; only the decis
 - how far: twice what a step would verify if it were there, since a drafter runs ahead while the verifier works;
 - what is verified: the lengths with the most expected tokens per second, by the true cost of the step;
 - how long a step waits: for as many further draft tokens as raise that quotient;
-- which request is handed out first: the longest.
+- which request is handed out first, where all are there at once: the longest.
 
 Decisions are the best ones step by step, not over the whole rollout.
 """

@@ -270,7 +270,7 @@ class SimulatedRollouts(VirtualRun):
     def entries(self, number: int) -> list[JournalEntry]:
         """The requests of a step."""
         entries = list(self._recorded(number) if self._recording is not None else self._drawn(number))
-        if self.world.clairvoyant:  # the longest first
+        if self.world.clairvoyant and self.scenario.workload.arrival is Arrival.at_once:  # the longest first
             entries.sort(key=lambda entry: -len(self.world.text.output(entry.sampling, number)))
         return entries
 

@@ -1,0 +1,34 @@
+"""The scenarios in conf/simulation: all of them can be built, and the smallest one runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specactor_ray.simulation.comparison import compare
+from specactor_ray.simulation.costs import build_world
+from specactor_ray.simulation.schema import load_scenario, variant_of
+
+FOLDER = Path(__file__).parents[3] / "conf" / "simulation"
+SCENARIOS = sorted(FOLDER.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_every_variant_has_costs_and_a_cache_for_its_requests(path: Path) -> None:
+    scenario = load_scenario(path)
+    assert scenario.description and scenario.variants
+    for name in scenario.variants:
+        variant = variant_of(path, [], name)
+        world = build_world(variant)
+        assert world.target.seconds(4, 8, 4000) > world.target.seconds(4, 4, 400) > 0.0
+        assert world.cache_tokens > variant.workload.prompt_tokens + variant.workload.max_tokens
+        for drafter in variant.config.drafters if world.drafting else ():
+            assert world.draft_time(drafter.method).forward.seconds(4, 4, 4000) > 0.0
+
+
+def test_the_smallest_one_runs() -> None:
+    plain, coupled, decoupled = compare(FOLDER / "two_cores.yaml", processes=1)
+    assert plain.tokens == coupled.tokens == decoupled.tokens
+    assert plain.metrics.acceptance_length == 1.0 < coupled.metrics.acceptance_length
+    assert (plain.devices, coupled.devices, decoupled.devices) == (2, 2, 2)
