@@ -30,10 +30,13 @@ class VariantJob:
     variant: str
     clairvoyant: bool = False
 
+    value: str = ""
+    """Of what is swept."""
+
     @property
     def name(self) -> str:
-        of_all = "".join(f" {item}" for item in self.overrides)
-        return f"{'clairvoyant ' if self.clairvoyant else ''}{self.variant}{of_all}"
+        at = f" at {self.value}" if self.value else ""
+        return f"{'clairvoyant ' if self.clairvoyant else ''}{self.variant}{at}"
 
     def run(self, on_progress: Callable[[float], None]) -> Result:
         return simulate_variant(self.path, self.overrides, self.variant, on_progress, self.clairvoyant)
@@ -102,10 +105,10 @@ def compare_along(
     if sweep is not None:
         along = [(value, (*overrides, f"{sweep.key}={value}")) for value in sweep.values]
     jobs: list[VariantJob] = []
-    for _value, items in along:
+    for value, items in along:
         chosen = choose_variants(path, items, names, oracle)
-        jobs += [VariantJob(path, items, name) for name in chosen]
-        jobs += [VariantJob(path, items, name, clairvoyant=True) for name in (chosen if oracle else ())]
+        jobs += [VariantJob(path, items, name, value=value) for name in chosen]
+        jobs += [VariantJob(path, items, name, True, value) for name in (chosen if oracle else ())]
     found = run_jobs(jobs, processes, on_progress)
     compared = []
     for value, items in along:

@@ -1,0 +1,96 @@
+"""Run the experiments of docs/simulation.md: their plots go to docs/figures, their tables to the terminal.
+
+python scripts/simulate_experiments.py [NAME ...]        # all, or some; half an hour on two cores
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "docs" / "figures"
+FAST = ["python.verify_row_us=10", "python.plain_row_us=5", "python.draft_row_us=5"]
+PAIR = ["--config", "conf/simulation/qwen32b_5xh100.yaml"]
+WHOLE = ["--config", "conf/simulation/qwen32b_256xh100.yaml"]
+SMALL = ["workload.requests=192", "workload.median_tokens=500", "workload.max_tokens=2048", "machines.nodes=4"]
+
+EXPERIMENTS: Mapping[str, list[str]] = {
+    "paper": [*WHOLE, "--oracle", *FAST],
+    "equal": ["--config", "conf/simulation/equal_drafters_6xh100.yaml", "--sweep", "correlation=0,0.5,1"],
+    "batch": [
+        *(*PAIR, "--oracle", "--sweep", "config.target.max_batch=16,64,128,256,512,1024,2048"),
+        *("workload.prompt_tokens=16", "workload.requests=64"),
+    ],
+    "latency": [*PAIR, "--oracle", "--sweep", "skills.0.forward_ms=0.1,0.5,1,2,5,10,20,50"],
+    "speed": [*PAIR, "--oracle", "--compare", "plain,decoupled", "--sweep", "machines.slowness.1=0.5,1,2,4,8"],
+    "acceptance": [*PAIR, "--oracle", "--sweep", "skills.0.mean=0.2,0.4,0.6,0.7,0.8,0.9"],
+    "drafters": [
+        *(*WHOLE, "--oracle", "--compare", "plain,decoupled", "--sweep", "config.drafters.0.replicas=1,2,4,8"),
+        *(*SMALL, *FAST),
+    ],
+    "lending": [
+        *("--config", "conf/simulation/qwen3_8b_8xh100.yaml", "--compare", "plain,fon"),
+        *("--sweep", "config.speculation.lend=false,true", "workload.requests=192", "workload.max_tokens=4096", *FAST),
+    ],
+    "python": [*PAIR, "--oracle", "--sweep", "python.verify_row_us=0,10,50,110"],
+}
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(EXPERIMENTS)
+    if unknown := [name for name in names if name not in EXPERIMENTS]:
+        sys.exit(f"{unknown[0]}: no such experiment; there are {', '.join(EXPERIMENTS)}")
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "out"
+            arguments = ["simulate", *EXPERIMENTS[name], "--output", str(output)]
+            print(f"\n{name}: specactor {' '.join(arguments[:-2])}", flush=True)
+            subprocess.run([sys.executable, "-m", "specactor_ray.cli", *arguments], cwd=ROOT, check=True, stdout=2)
+            for plot, suffix in (("sweep", ""), ("running", "_running"), ("phases", "_phases")):
+                if (output / f"{plot}.png").exists():
+                    shutil.copy(output / f"{plot}.png", FIGURES / f"simulation_{name}{suffix}.png")
+            print("\n".join(markdown(json.loads((output / "report.json").read_text()))), flush=True)
+
+
+def markdown(report: Mapping[str, Any]) -> list[str]:
+    """The table of a report."""
+    if "points" not in report:
+        return _variants(report)
+    names = [result["variant"] for result in report["points"][0]["results"]]
+    first, others = names[0], " | ".join(f"{name}, x" for name in names[1:])
+    lines = [f"| `{report['sweep']}` | {first}, tokens/s/GPU | {others} | draft streams | their cache, GB |"]
+    lines.append("|---" * (len(names) + 3) + "|")
+    for point in report["points"]:
+        speed = next(one["tokens_per_s_and_device"] for one in point["results"] if one["variant"] == first)
+        ratios = " | ".join(f"{point['ratios'][name]:.2f}" for name in names[1:])
+        most = max(point["results"], key=lambda one: one["peak_stream_bytes"])
+        memory = f"{most['peak_streams']:,} | {most['peak_stream_bytes'] / 1e9:.1f}"
+        lines.append(f"| {point['value']} | {speed:,.0f} | {ratios} | {memory} |")
+    return lines
+
+
+def _variants(report: Mapping[str, Any]) -> list[str]:
+    head = (
+        "variant | GPUs (drafting) | rollout s | tokens/s/GPU | x | of oracle | acceptance length | waiting | protocol"
+    )
+    lines = [f"| {head} |", "|---" * 9 + "|"]
+    for one in report["results"]:
+        name, shares = one["variant"], one["shares"]
+        lines.append(
+            f"| {name} | {one['devices']} ({one['draft_devices']}) | {one['rollout_s']:.1f} "
+            f"| {one['tokens_per_s_and_device']:,.0f} | {report['ratios'][name]:.2f} "
+            f"| {report['of_oracle'].get(name, 0.0):.0%} | {one['acceptance_length']:.2f} "
+            f"| {shares['waiting']:.0%} | {shares['protocol']:.0%} |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    main()
