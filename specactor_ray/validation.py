@@ -109,7 +109,7 @@ def _validate_batch(config: Config, batch: int, console: Console) -> list[Point]
     from specactor_ray.rollout.rollout import Rollout
 
     workload, axes = _workload(config, batch), _axes(batch)
-    variants, rounds = list(_variants(config, batch)), dict[str, list[Point]]()
+    variants, rounds = list(variants_of(config, batch)), dict[str, list[Point]]()
     with ExitStack() as stack:
         session = stack.enter_context(ProfileSession(_share(config, axes)))
         running = [(variant, stack.enter_context(Rollout(variant.config))) for variant in variants]
@@ -127,10 +127,10 @@ def _validate_batch(config: Config, batch: int, console: Console) -> list[Point]
                 say(console, f"{title}: simulated {point.predicted:.1f} tokens/s, measured {point.measured:.1f}")
                 rounds.setdefault(variant.label, []).append(point)
                 before = after
-    return [_median(points) for points in rounds.values()]
+    return [median_round(points) for points in rounds.values()]
 
 
-def _median(points: Sequence[Point]) -> Point:
+def median_round(points: Sequence[Point]) -> Point:
     """The round with the median error; of an even number the lower of the middle two."""
     return sorted(points, key=lambda point: point.error)[(len(points) - 1) // 2]
 
@@ -165,7 +165,7 @@ class _Measured:
     outputs: Mapping[Place, Output]
 
 
-def _variants(config: Config, batch: int) -> Iterator[Variant]:
+def variants_of(config: Config, batch: int) -> Iterator[Variant]:
     """Each mode with the verifier's own cores, so that one profile holds for all of them."""
     for mode in MODES:
         chosen = copy.deepcopy(config)
@@ -185,7 +185,7 @@ def _simulate(measured: _Measured, verify: Sequence[CostPoint], drafting: Mappin
         python=PythonConfig(measured=True),
         steps=StepsConfig(load_s=1.0),
     )
-    recording = _recording(config, measured.workload, measured.outputs, _accuracy(config, figures["metrics"]))
+    recording = _recording(config, measured.workload, measured.outputs, accuracy_of(config, figures["metrics"]))
     result = SimulatedRollouts(variant.label, scenario, profile_world(scenario, verify, drafting), recording).run()
     return Point(
         config.target.backend,
@@ -208,10 +208,11 @@ def _step_ms(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: round(1e3 * seconds / steps, 3) for name, seconds in parts.items()}
 
 
-def _accuracy(config: Config, metrics: Mapping[str, Any]) -> dict[str, float]:
+def accuracy_of(config: Config, metrics: Mapping[str, Any]) -> dict[str, float]:
     """Draft method → share of its tokens that were right, of those before which all were. Lookups are done for real."""
     drafted, accepted = metrics["drafted_by_position"], metrics["accepted_by_position"]
-    tested = sum(min(now, before) for now, before in zip(drafted, [*drafted[:1], *accepted], strict=False))
+    survival = [1.0, *(right / all_ for right, all_ in zip(accepted, drafted, strict=True))]
+    tested = sum(all_ * before for all_, before in zip(drafted, survival, strict=False))
     rate = sum(accepted) / tested if tested else 0.0
     return {drafter.method: rate for drafter in config.drafters if drafter.method not in HISTORY_METHODS}
 

@@ -11,8 +11,9 @@ from specactor_ray.config.schema import HISTORY_METHODS, DrafterConfig, ModeName
 from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.hardware import Hardware, ProfiledHardware, RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import find_model
+from specactor_ray.simulation.roofline import StepCost
 from specactor_ray.simulation.schema import ScenarioConfig
-from specactor_ray.simulation.world import DraftTime, LinearTime, StepTime, Times, World
+from specactor_ray.simulation.world import DraftTime, LinearTime, Times, World
 from specactor_ray.speculation.costs import CostPoint, CostTable
 from specactor_ray.speculation.plan import DraftCosts
 from specactor_ray.speculation.profile import Profile
@@ -84,7 +85,7 @@ def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_
         return DraftTime(LinearTime(forward_ms / 1e3), is_lookup)
     try:
         if isinstance(hardware, ProfiledHardware):
-            cost: StepTime = hardware.draft_cost(drafter.method, max(1, round(drafter.cores)))
+            cost: StepCost = hardware.draft_cost(drafter.method, max(1, round(drafter.cores)))
             return DraftTime(_Lookup(cost) if is_lookup else cost, is_lookup)
         if is_lookup:
             return DraftTime(_LOOKUP, is_lookup)
@@ -98,7 +99,7 @@ def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_
 class _Lookup:
     """Seconds of a lookup: those of a token, times the tokens of each row; at least one token, whether found or not."""
 
-    def __init__(self, token: StepTime) -> None:
+    def __init__(self, token: StepCost) -> None:
         self._token = token
 
     def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from specactor_ray.simulation.kernel import Kernel, Process
+from specactor_ray.simulation.roofline import StepCost
 from specactor_ray.simulation.text import HashedText, Text
-
-
-class StepTime(Protocol):
-    """How long a forward takes; see `roofline.StepCost`."""
-
-    def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
-        """Seconds of a forward over `positions` tokens of `rows` requests and `prefill_tokens` of prompts; the requests
-        have `context_tokens` tokens in the cache together."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +85,7 @@ class Times:
 class DraftTime:
     """How long a draft method takes."""
 
-    forward: StepTime
+    forward: StepCost
     """Of one forward, which drafts one token for each of its rows; of a lookup, which drafts whole tails, the seconds
     of `positions` tokens found."""
     is_lookup: bool = False
@@ -114,7 +106,7 @@ class World:
     """What the models know and their users do not."""
 
     text: Text = field(default_factory=HashedText)
-    target: StepTime = LinearTime(0.02, 0.0002)
+    target: StepCost = LinearTime(0.02, 0.0002)
     drafting: Mapping[str, DraftTime] = field(default_factory=dict)
     """Draft method → how long it takes; others take 4 ms a forward."""
     python: PythonTime = PythonTime()
