@@ -1,4 +1,4 @@
-"""One device count's share of a profile, measured in a process of its own on exactly so many cores.
+"""One device count's share of a profile, measured in a process bound to that number of cores.
 
 A process, because torch's thread pools keep the size they started with. The engine and the proposers are driven
 directly, without Ray.

@@ -91,7 +91,7 @@ class Knowledge:
         return self.seconds(rows, rows)
 
     def draft_seconds(self, drafter_id: str, rows: int) -> float:
-        """Of one token for each of so many requests."""
+        """Of one token for each of `rows` requests."""
         method = self._table[drafter_id].link.method
         mean = self._engine.cached_tokens / max(len(self._requests), 1)
         forward = self._world.draft_time(method).forward.seconds(rows, rows, round(rows * mean))

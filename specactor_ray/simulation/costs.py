@@ -28,20 +28,11 @@ def build_world(scenario: ScenarioConfig) -> World:
     Raises:
         ConfigError: The hardware is not there, or does not know a model.
     """
-    hardware, config = load_hardware(scenario.hardware), scenario.config
-    target, times = config.target, scenario.steps
-    devices = target.gpus or target.cores
-    try:
-        cost = hardware.target_cost(target.model, devices)
-    except ConfigError as error:
-        raise ConfigError("config.target", f"{error.key}: {error.problem}", error.fix) from None
-    world = World(
-        target=cost,
-        drafting=_drafting(scenario, hardware),
-        times=Times(times.load_s, times.sync_s, times.sleep_s),
-    )
+    hardware, target = load_hardware(scenario.hardware), scenario.config.target
+    world = _timed_world(scenario, hardware)
     if isinstance(hardware, ProfiledHardware):
         return world
+    devices = target.gpus or target.cores
     world.vocab_size = find_model(target.model).vocabulary
     world.cache_tokens = hardware.cache_tokens(target.model, devices, scenario.cache_share, _beside(scenario, hardware))
     world.stream_bytes_per_token = _stream_bytes(scenario, hardware)
@@ -56,10 +47,18 @@ def profile_world(
     costs = {method: DraftCosts(CostTable(_mean(points)), free=False) for method, points in drafting.items()}
     model = scenario.config.target.model
     profile = Profile({"model": {"name": model}}, CostTable(_mean(verify)), costs, {})
-    hardware = ProfiledHardware("profile", profile)
-    times = Times(scenario.steps.load_s, scenario.steps.sync_s, scenario.steps.sleep_s)
-    target = hardware.target_cost(model, scenario.config.target.cores)
-    return World(target=target, drafting=_drafting(scenario, hardware), times=times)
+    return _timed_world(scenario, ProfiledHardware("profile", profile))
+
+
+def _timed_world(scenario: ScenarioConfig, hardware: Hardware) -> World:
+    """Durations alone."""
+    target, steps = scenario.config.target, scenario.steps
+    try:
+        cost = hardware.target_cost(target.model, target.gpus or target.cores)
+    except ConfigError as error:
+        raise ConfigError("config.target", f"{error.key}: {error.problem}", error.fix) from None
+    times = Times(steps.load_s, steps.sync_s, steps.sleep_s)
+    return World(target=cost, drafting=_drafting(scenario, hardware), times=times)
 
 
 def _mean(points: Sequence[CostPoint]) -> list[CostPoint]:

@@ -29,7 +29,6 @@ class SimulatedHost(ActorHost):
         self._network, self._actor, self._world = network, actor, world
         self._clock = VirtualClock(network.kernel, actor.process)
         self.calls = Calls(VirtualTransport(network, actor), self._clock)
-        self.engine: SimulatedEngine | None = None
 
     def configure(self, actor_id: str, cores: Sequence[int], log_level: str, spins: int = 0) -> None:
         pass
@@ -40,11 +39,8 @@ class SimulatedHost(ActorHost):
     def build_engine(self, spec: VerifierSpec) -> SimulatedEngine:
         world, target = self._world, spec.target
         self._clock.work(world.times.load_s)
-        cache_tokens = world.cache_tokens
-        self.engine = SimulatedEngine(
-            self._actor, self._clock, self._network, world, target.max_batch, target.max_step_tokens, cache_tokens
-        )
-        return self.engine
+        limits = (target.max_batch, target.max_step_tokens, world.cache_tokens)
+        return SimulatedEngine(self._actor, self._clock, self._network, world, *limits)
 
     def build_speculator(self, spec: VerifierSpec, engine: Any) -> Speculator:
         world = self._world

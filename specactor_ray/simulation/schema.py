@@ -136,7 +136,7 @@ class ScenarioConfig:
     """Cost models: a file in `conf/simulation/hardware/` by its name, a file by its path, or a profile that
     `specactor profile` wrote."""
     part: int = 1
-    """What is simulated is one part in so many of the cluster; figures are of that part unless they say otherwise."""
+    """1/part of the cluster is simulated; figures are of that part unless they say otherwise."""
     seed: int = 0
     """Of all draws; the same seed, the same run."""
     cache_share: float = 0.85

@@ -145,7 +145,7 @@ class GeneratedText:
         return _STANDARD.cdf(float(thresholds[min(position // STRETCH, len(thresholds) - 1)]))
 
     def forget(self, seed: int) -> None:
-        """The request has ended; its arrays are made anew if it is asked for again."""
+        """The request has ended; its arrays are computed again if needed."""
         self._requests.pop(seed, None)
 
     def _request(self, seed: int) -> _Request:

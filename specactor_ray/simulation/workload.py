@@ -60,7 +60,7 @@ def load_recording(path: Path, limit: int | None = None) -> Recording:
 
     Args:
         path: A `trajectories.jsonl`.
-        limit: Read only so many.
+        limit: Most requests to read.
 
     Raises:
         InputError: The file cannot be read, has no finished trajectory, or a line is none; with the line and the fix.

@@ -26,7 +26,7 @@ class PythonTime:
     """What our own Python takes, beside forwards: a set figure per row.
 
     `verify_row_s` of a verify step where drafts are used, `plain_row_s` where they are not, `draft_row_s` of a draft
-    step, `draft_token_s` of a token that a lookup finds.
+    step.
     """
 
     verify_row_s: float = 0.0
@@ -98,7 +98,7 @@ class Record:
         """An actor did something from `begin` to `end` (of its clock)."""
 
     def streams(self, actor: str, count: int, context_tokens: int) -> None:
-        """A drafter follows so many requests, with so many tokens in all."""
+        """A drafter follows `count` requests, which have `context_tokens` tokens together."""
 
 
 @dataclass
