@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
+from specactor_ray.cli_faults import parse_scenario, replay_faults, run_faults
 from specactor_ray.cli_scenario import ScenarioOptions, run_scenario
 from specactor_ray.cli_validate import run_validation
 from specactor_ray.errors import InputError
 
-if TYPE_CHECKING:
-    from specactor_ray.simulation.scenario import Scenario
-
-EXIT_FAILED = 1
 _OF_FAULTS = {
     "--faults": "leave it out; scenarios have no faults",
     "--seed": "write seed=N after the options",
@@ -38,7 +33,7 @@ def simulate(
         typer.Argument(metavar="KEY=VALUE", help="--config: overrides, as in seed=1.", show_default=False),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="Scenario whose speed to predict.", show_default=False)
+        Path | None, typer.Option("--config", "-c", help="FaultScenario whose speed to predict.", show_default=False)
     ] = None,
     compare: Annotated[
         str | None, typer.Option(help="--config: variants, as in plain,decoupled. Default: all.", show_default=False)
@@ -111,9 +106,9 @@ def simulate(
     if config is not None:
         run_scenario(ScenarioOptions(config, overrides or (), compare, oracle, sweep, folder, output, processes))
     elif replay is None:
-        _run_campaign(faults, seed, requests, processes, output)
+        run_faults(faults, seed, requests, processes, output)
     else:
-        _replay(parse_scenario(replay, count, requests, interval, kinds, layout, training), trace)
+        replay_faults(parse_scenario(replay, count, requests, interval, kinds, layout, training), trace)
 
 
 def given_options(context: typer.Context) -> list[str]:
@@ -158,119 +153,9 @@ def refuse_below_one(numbers: dict[str, int | None]) -> None:
             raise InputError(f"{option}: {number} is too small; use 1 or more")
 
 
-def parse_scenario(
-    seed: int,
-    count: int,
-    requests: int,
-    interval: float | None,
-    kinds: str | None,
-    layout: str | None,
-    training: bool,
-) -> Scenario:
-    """The scenario of a seed, with what the options say instead.
-
-    Raises:
-        InputError: An option does not say what it should.
-    """
-    from dataclasses import replace
-
-    from specactor_ray.simulation.faults import KINDS, FaultPlan
-    from specactor_ray.simulation.scenario import Scenario
-
-    scenario = Scenario.draw(seed, count, requests)
-    if kinds is not None:
-        named = tuple(kind.strip() for kind in kinds.split(",") if kind.strip())
-        unknown = [kind for kind in named if kind not in KINDS]
-        if unknown:
-            raise InputError(f"--kinds: {unknown[0]!r} is not a kind of fault; the kinds are {', '.join(KINDS)}")
-        plan = FaultPlan(named, count, scenario.faults.interval_s)
-        scenario = replace(scenario, faults=plan, lend="lend" in named, training=training)
-    elif training:
-        raise InputError("--training: needs --kinds; without it the seed decides whether a run trains")
-    if interval is not None:
-        if not 0.0 < interval < float("inf"):
-            raise InputError(f"--interval: {interval} is not a time in seconds above 0")
-        scenario = replace(scenario, faults=replace(scenario.faults, interval_s=interval))
-    if layout is not None:
-        scenario = replace(scenario, **_parse_layout(layout))
-    return scenario
-
-
-def _parse_layout(text: str) -> dict[str, Any]:
-    parts = [part.strip() for part in text.split(",")]
-    numbers = parts[:3]
-    if len(parts) != 4 or not all(part.isdecimal() and int(part) >= 1 for part in numbers):
-        raise InputError(f"--layout: {text!r} is not verifiers,drafters,nodes,mode, such as 2,4,3,decoupled")
-    if parts[3] not in ("plain", "coupled", "decoupled"):
-        raise InputError(f"--layout: {parts[3]!r} is not a mode; use plain, coupled or decoupled")
-    return {**dict(zip(("verifiers", "drafters", "nodes"), map(int, numbers), strict=True)), "mode": parts[3]}
-
-
 def _show_published() -> None:
     from specactor_ray.observability.console import make_console
     from specactor_ray.observability.simulation_report import show_published
     from specactor_ray.simulation.published import published_points
 
     show_published(make_console(), published_points())
-
-
-def _run_campaign(faults: int, seed: int, requests: int, processes: int | None, output: Path | None) -> None:
-    from specactor_ray.observability.console import make_console, say
-    from specactor_ray.observability.phase_progress import PhaseProgress
-    from specactor_ray.observability.simulation_report import faults_table
-    from specactor_ray.simulation.campaign import Campaign, replay_line, run_campaign, shrink
-    from specactor_ray.simulation.run import silence
-
-    console = make_console()
-    with PhaseProgress(make_console(sys.stderr), "faults", faults) as progress:
-
-        def show(campaign: Campaign) -> None:
-            figures = f"{campaign.num_faults:,} faults, {campaign.runs} runs, {len(campaign.violations)} failed"
-            progress.update(campaign.num_faults, figures)
-
-        campaign = run_campaign(faults, seed, requests, processes, show)
-        seconds = progress.seconds
-    silence()  # of what is shrunk, too
-    console.print(faults_table(campaign.faults))
-    ended = f"{campaign.finished:,} requests finished, {campaign.failed} poison ones failed with their reason"
-    say(console, f"{campaign.runs} runs, {campaign.num_faults:,} faults: {ended}")
-    say(console, f"training resumed {campaign.restarts}x; {campaign.gave_up} rollouts gave up, as they may")
-    say(console, f"{campaign.events:,} events, {campaign.virtual_s:,.0f} virtual seconds in {seconds:.0f} s")
-    lines = []
-    for report in campaign.violations:
-        say(
-            console,
-            f"seed {report.scenario.seed} FAILED: {'; '.join(report.violations[:3])}; looking for a smaller run",
-        )
-        lines.append(replay_line(shrink(report.scenario)))
-        say(console, f"  repeat it with: {lines[-1]}")
-    if output is not None:
-        summary = {name: value for name, value in vars(campaign).items() if name != "violations"}
-        failures = [{"seed": one.scenario.seed, "violations": one.violations} for one in campaign.violations]
-        report_data = {
-            **summary,
-            "num_faults": campaign.num_faults,
-            "seconds": seconds,
-            "failures": failures,
-            "replay": lines,
-        }
-        output.write_text(json.dumps(report_data, indent=2) + "\n", encoding="utf-8")
-    raise typer.Exit(EXIT_FAILED if campaign.violations else 0)
-
-
-def _replay(scenario: Scenario, trace: bool) -> None:
-    from specactor_ray.observability.console import make_console, say
-    from specactor_ray.observability.simulation_report import faults_table
-    from specactor_ray.simulation.run import silence
-    from specactor_ray.simulation.scenario import simulate as run
-
-    silence()
-    console = make_console()
-    report = run(scenario, (lambda time, what: say(console, f"{time:12.6f} {what}")) if trace else None)
-    console.print(faults_table(report.faults))
-    say(console, f"{report.events:,} events, {report.virtual_s:,.1f} virtual seconds, digest {report.digest:08x}")
-    for violation in report.violations:
-        say(console, f"FAILED: {violation}")
-    if not report.violations:
-        say(console, "nothing was found")
-    raise typer.Exit(EXIT_FAILED if report.violations else 0)

@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from specactor_ray.cli_options import parse_numbers
 
 if TYPE_CHECKING:
     from specactor_ray.config.schema import Config
 
+EXIT_INTERRUPTED = 130
 DEFAULTS: Mapping[str, Any] = {
     "target": {"cores": 1, "max_model_len": 1024, "kv_cache_gb": 1.0},
     "drafters": [{"method": "ngram"}],
@@ -33,6 +36,7 @@ def run_validation(config: Path | None, overrides: Sequence[str], batch: str, ou
 
     Raises:
         UserError: Something in the configuration or the prompts is wrong.
+        typer.Exit: It was interrupted; what had been measured is shown and written all the same.
     """
     from specactor_ray.observability.console import log_through, make_console, say
     from specactor_ray.observability.environment import hardware
@@ -42,11 +46,20 @@ def run_validation(config: Path | None, overrides: Sequence[str], batch: str, ou
     settings, batches = _load(config, overrides), parse_numbers("--batch", batch)
     progress, console = make_console(sys.stderr), make_console()
     log_through(progress, settings.run.log_level)
-    from specactor_ray.validation import validate_simulator
+    from specactor_ray.validation import Point, report_of, validate_simulator
 
+    points: list[Point] = []
+    interrupted = False
     with sigterm_interrupts():
-        report = validate_simulator(settings, batches, _backends(settings, overrides), progress)
-    machine = hardware()
+        try:
+            for point in validate_simulator(settings, batches, _backends(settings, overrides), progress):
+                points.append(point)
+        except KeyboardInterrupt:
+            interrupted = True
+    if not points:
+        say(console, "interrupted before anything was measured; nothing was written")
+        raise typer.Exit(EXIT_INTERRUPTED)
+    report, machine = {**report_of(points), "status": "interrupted" if interrupted else "complete"}, hardware()
     console.print(validation_table(report["points"]))
     median, largest = report["median_error"], report["max_error"]
     say(console, f"error of tokens/s: median {median:.1%}, at most {largest:.1%}, over {len(report['points'])} points")
@@ -54,6 +67,9 @@ def run_validation(config: Path | None, overrides: Sequence[str], batch: str, ou
     if output is not None:
         output.write_text(json.dumps({**report, "hardware": machine}, indent=2) + "\n", encoding="utf-8")
         say(console, f"written: {output.resolve()}")
+    if interrupted:
+        say(console, "interrupted: what had been measured is shown")
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _load(config: Path | None, overrides: Sequence[str]) -> Config:

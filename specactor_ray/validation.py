@@ -24,7 +24,7 @@ from specactor_ray.rollout.prompts import encode_prompt, read_prompts
 from specactor_ray.rollout.target_checks import check_target
 from specactor_ray.simulation.costs import profile_world
 from specactor_ray.simulation.rollouts import SimulatedRollouts
-from specactor_ray.simulation.schema import MachinesConfig, PythonConfig, ScenarioConfig, StepsConfig
+from specactor_ray.simulation.scenario import MachinesConfig, PythonConfig, ScenarioConfig, StepsConfig
 from specactor_ray.simulation.workload import RecordedRequest, Recording
 from specactor_ray.speculation.costs import CostPoint
 
@@ -66,7 +66,7 @@ class Point:
 
 def validate_simulator(
     config: Config, batches: Sequence[int], backends: Sequence[str], console: Console
-) -> dict[str, Any]:
+) -> Iterator[Point]:
     """Profile and measure each backend in the same minutes, simulate it, and compare.
 
     Args:
@@ -75,19 +75,24 @@ def validate_simulator(
         backends: `hf`, `vllm`.
         console: Where progress is shown.
 
-    Returns:
-        `points` (a dict each, with `error`), `median_error` and `max_error` of their absolute values.
+    Yields:
+        The points, batch by batch. An interruption is raised after those of the rounds that had ended.
 
     Raises:
         UserError: Something in the configuration or the prompts is wrong.
     """
-    points = [point for backend in backends for point in _validate_backend(config, batches, backend, console)]
-    errors = sorted(abs(point.error) for point in points)
+    for backend in backends:
+        yield from _validate_backend(config, batches, backend, console)
+
+
+def report_of(points: Sequence[Point]) -> dict[str, Any]:
+    """As plain data: `points` (with `error`), `median_error` and `max_error` of their absolute values."""
+    errors = [abs(point.error) for point in points]
     rows = [{**asdict(point), "error": point.error} for point in points]
-    return {"points": rows, "median_error": median(errors), "max_error": errors[-1]}
+    return {"points": rows, "median_error": median(errors), "max_error": max(errors)}
 
 
-def _validate_backend(config: Config, batches: Sequence[int], backend: str, console: Console) -> list[Point]:
+def _validate_backend(config: Config, batches: Sequence[int], backend: str, console: Console) -> Iterator[Point]:
     config = copy.deepcopy(config)
     config.target.backend, config.target.record_margins = backend, False
     check_target(config)
@@ -95,24 +100,32 @@ def _validate_backend(config: Config, batches: Sequence[int], backend: str, cons
 
     actors = len(MODES) * (config.target.replicas * config.target.cores + draft_cores(config))
     config.cluster.num_cpus = config.cluster.num_cpus or actors  # more than there are: one mode runs at a time
-    points = []
     # The cluster runs while steps are timed, too: its own processes take their share of the cores all the time.
     with connect(config.cluster):
         for batch in batches:
-            points += _validate_batch(config, batch, console)
-    return points
+            rounds: dict[str, list[Point]] = {}
+            interrupted: KeyboardInterrupt | None = None
+            try:
+                for point in _measure_rounds(config, batch, console):
+                    rounds.setdefault(point.variant, []).append(point)
+            except KeyboardInterrupt as error:
+                interrupted = error
+            yield from [median_round(points) for points in rounds.values()]
+            if interrupted is not None:
+                raise interrupted
 
 
-def _validate_batch(config: Config, batch: int, console: Console) -> list[Point]:
+def _measure_rounds(config: Config, batch: int, console: Console) -> Iterator[Point]:
     """The three modes run in turn, and before and after each of them steps are timed: a machine's speed changes within
     minutes."""
     from specactor_ray.rollout.rollout import Rollout
 
     workload, axes = _workload(config, batch), _axes(batch)
-    variants, rounds = list(variants_of(config, batch)), dict[str, list[Point]]()
     with ExitStack() as stack:
         session = stack.enter_context(ProfileSession(_share(config, axes)))
-        running = [(variant, stack.enter_context(Rollout(variant.config))) for variant in variants]
+        running = [
+            (variant, stack.enter_context(Rollout(variant.config))) for variant in list(variants_of(config, batch))
+        ]
         for _, rollout in running:
             rollout.generate(WARM_UP_PROMPTS, WARM_UP, n=1)
         before = session.verify(axes)
@@ -125,9 +138,8 @@ def _validate_batch(config: Config, batch: int, console: Console) -> list[Point]
                 one = _Measured(variant, workload, bench.measured[0], bench.reference(workload.name, batch))
                 point = _simulate(one, [*before, *after], session.drafting)
                 say(console, f"{title}: simulated {point.predicted:.1f} tokens/s, measured {point.measured:.1f}")
-                rounds.setdefault(variant.label, []).append(point)
+                yield point
                 before = after
-    return [median_round(points) for points in rounds.values()]
 
 
 def median_round(points: Sequence[Point]) -> Point:

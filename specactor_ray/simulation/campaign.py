@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
+from specactor_ray.simulation.fault_run import FaultScenario, Report, simulate
 from specactor_ray.simulation.faults import FaultPlan
 from specactor_ray.simulation.run import silence
-from specactor_ray.simulation.scenario import Report, Scenario, simulate
 
 FAULTS_PER_RUN = 100
 _SEEDS_PER_CAMPAIGN = 100_000
@@ -70,7 +70,7 @@ def run_campaign(
         on_run: Called after every run.
     """
     campaign, seeds = Campaign(seed), iter(range(seed * _SEEDS_PER_CAMPAIGN, (seed + 1) * _SEEDS_PER_CAMPAIGN))
-    scenarios = (Scenario.draw(one, min(FAULTS_PER_RUN, faults), requests) for one in seeds)
+    scenarios = (FaultScenario.draw(one, min(FAULTS_PER_RUN, faults), requests) for one in seeds)
     processes = processes or len(os.sched_getaffinity(0))
     if processes == 1:
         silence()
@@ -92,7 +92,7 @@ def run_campaign(
     return campaign
 
 
-def shrink(scenario: Scenario, on_run: Callable[[], None] = lambda: None) -> Scenario:
+def shrink(scenario: FaultScenario, on_run: Callable[[], None] = lambda: None) -> FaultScenario:
     """A smaller scenario that fails as well: fewer faults, kinds, requests and actors, within a bounded search.
 
     Args:
@@ -114,7 +114,7 @@ def shrink(scenario: Scenario, on_run: Callable[[], None] = lambda: None) -> Sce
     return scenario
 
 
-def _smaller(scenario: Scenario) -> Iterator[Scenario]:
+def _smaller(scenario: FaultScenario) -> Iterator[FaultScenario]:
     plan = scenario.faults
     if plan.count > 1:
         yield _with(scenario, replace(plan, count=plan.count // 2))
@@ -130,11 +130,11 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, verifiers=1)
 
 
-def _with(scenario: Scenario, plan: FaultPlan) -> Scenario:
+def _with(scenario: FaultScenario, plan: FaultPlan) -> FaultScenario:
     return replace(scenario, faults=plan, lend=scenario.lend and "lend" in plan.kinds)
 
 
-def replay_line(scenario: Scenario) -> str:
+def replay_line(scenario: FaultScenario) -> str:
     """The command that runs exactly this scenario."""
     plan = scenario.faults
     parts = [

@@ -13,7 +13,7 @@ from specactor_ray.simulation.costs import build_world
 from specactor_ray.simulation.jobs import run_jobs
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.rollouts import Result, SimulatedRollouts, shares_of
-from specactor_ray.simulation.schema import Arrival, ScenarioConfig, load_scenario, variant_of
+from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, load_scenario, variant_of
 from specactor_ray.simulation.workload import Recording, load_recording
 from specactor_ray.simulation.world import World
 

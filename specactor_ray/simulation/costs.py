@@ -12,7 +12,7 @@ from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.hardware import Hardware, ProfiledHardware, RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import find_model
 from specactor_ray.simulation.roofline import StepCost
-from specactor_ray.simulation.schema import ScenarioConfig
+from specactor_ray.simulation.scenario import ScenarioConfig
 from specactor_ray.simulation.world import DraftTime, LinearTime, Times, World
 from specactor_ray.speculation.costs import CostPoint, CostTable
 from specactor_ray.speculation.plan import DraftCosts

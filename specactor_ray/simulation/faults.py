@@ -17,7 +17,7 @@ from specactor_ray.messages import Commit, DraftTail
 from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
 
 if TYPE_CHECKING:
-    from specactor_ray.simulation.scenario import Simulation
+    from specactor_ray.simulation.fault_run import Simulation
 
 SCHEDULED = (
     "kill verifier",

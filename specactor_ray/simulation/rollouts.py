@@ -15,7 +15,7 @@ from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node
 from specactor_ray.simulation.run import VirtualRun
-from specactor_ray.simulation.schema import Arrival, ScenarioConfig
+from specactor_ray.simulation.scenario import Arrival, ScenarioConfig
 from specactor_ray.simulation.text import GeneratedText, RecordedText, Skill
 from specactor_ray.simulation.workload import Recording, draw_lengths
 from specactor_ray.simulation.world import MeasuredPython, PythonTime, Record, World

@@ -1,342 +1,250 @@
-"""One simulated run: a driver that streams requests, updates weights and scales drafters while faults strike, and the
-checks of what must hold whatever happened."""
+"""A scenario: which machines, which models, which requests, and the product's own configuration on top.
+
+Files are in `conf/simulation/`; every key with its default and meaning is here.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from specactor_ray.config.load import from_mapping
-from specactor_ray.config.schema import Config
-from specactor_ray.errors import ActorLostError, ConfigError, SpecActorError
-from specactor_ray.messages import SamplingParams, WeightSet
-from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.simulation.cluster import LINGER_S
-from specactor_ray.simulation.faults import FaultPlan, Injector
-from specactor_ray.simulation.kernel import SimulationError
-from specactor_ray.simulation.network import Node
-from specactor_ray.simulation.run import VirtualRun
-from specactor_ray.simulation.text import HashedText, true_output
-from specactor_ray.simulation.training import Training
-from specactor_ray.simulation.world import World
-
-_STANDSTILL_S = 300.0
-"""Virtual seconds without any progress after which a run has failed to end."""
-_SETTLE_S = 180.0
-"""Virtual seconds for the desired state to be reached once faults have ended."""
-_START_TIMEOUT_S = 30.0
+from specactor_ray.config.load import load_as
+from specactor_ray.config.schema import HISTORY_METHODS, Config, ModeName
+from specactor_ray.config.validate import validate
+from specactor_ray.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """What is run. Every run is a function of this and nothing else."""
+class Arrival(str, Enum):
+    """When requests come."""
 
-    seed: int
-    requests: int = 64
-    verifiers: int = 2
-    drafters: int = 4
-    nodes: int = 3
-    mode: str = "decoupled"
-    training: bool = False
-    """Steps of training, instead of streams alone."""
-    lend: bool = False
-    faults: FaultPlan = field(default_factory=FaultPlan)
-
-    @classmethod
-    def draw(cls, seed: int, count: int, requests: int = 64) -> Scenario:
-        """The scenario of a seed: layout, mode and kinds of faults are drawn from it.
-
-        Args:
-            seed: Of everything.
-            count: Faults that are scheduled.
-            requests: Of each stream, or step of training.
-        """
-        rng = random.Random(f"scenario {seed}")
-        training = rng.random() < 0.25
-        plan = FaultPlan.draw(seed, count, training)
-        return cls(
-            seed,
-            requests,
-            verifiers=rng.choice((1, 2, 2, 3)),
-            drafters=rng.choice((1, 2, 4)),
-            nodes=rng.choice((2, 3, 4)),
-            mode=rng.choice(("decoupled", "decoupled", "decoupled", "coupled", "plain")),
-            training=training,
-            lend="lend" in plan.kinds,
-            faults=plan,
-        )
+    at_once = "at_once"
+    """All at the start of a step; the step ends with the last of them."""
+    continuous = "continuous"
+    """New ones wait at any time; what is measured ends when `workload.requests` of them have."""
 
 
 @dataclass
-class Report:
-    """What became of one run."""
+class WorkloadConfig:
+    """The requests of one rollout."""
 
-    scenario: Scenario
-    violations: list[str] = field(default_factory=list)
-    faults: dict[str, int] = field(default_factory=dict)
-    """Kind → how often it struck."""
-    finished: int = 0
-    failed: int = 0
-    gave_up: str = ""
-    """Why the rollout ended with an error, if it may."""
-    events: int = 0
-    virtual_s: float = 0.0
-    digest: int = 0
-    restarts: int = 0
-    """How often training was resumed."""
-
-
-def make_config(scenario: Scenario) -> Config:
-    """The product's own configuration of the simulated run."""
-    ngrams = (scenario.drafters + 1) // 2
-    lends = scenario.lend and scenario.mode == "decoupled" and scenario.verifiers > 1
-    return from_mapping(
-        {
-            "mode": scenario.mode,
-            "cluster": {
-                "address": "auto",
-                "health_interval_s": 1.0,
-                "health_timeout_s": 6.0,
-                "stall_timeout_s": 20.0,
-                "start_timeout_s": _START_TIMEOUT_S,
-                "placement_timeout_s": 60.0,
-            },
-            "target": {"replicas": scenario.verifiers, "max_batch": 16},
-            "speculation": {"lend": lends, "window": 4},
-            "drafters": [
-                {"method": "ngram", "replicas": ngrams},
-                {
-                    "method": "draft_model",
-                    "model": "m",
-                    "replicas": scenario.drafters - ngrams,
-                    "follow_policy": True,
-                },
-            ],
-        }
-    )
+    requests: int = 256
+    """Requests of a rollout, the samples of a group counted singly."""
+    group: int = 8
+    """Samples per prompt."""
+    prompt_tokens: int = 256
+    """Tokens of each prompt."""
+    median_tokens: int = 1000
+    """Median of the output lengths, which are log-normal."""
+    sigma: float = 0.8
+    """Standard deviation of the logarithm of the lengths; 0 makes all outputs equally long."""
+    max_tokens: int = 8192
+    """Longest output; longer draws are cut there."""
+    arrival: Arrival = Arrival.at_once
+    """`at_once` or `continuous`."""
+    trajectories: str | None = None
+    """Recorded outputs in place of drawn ones: a `trajectories.jsonl` of ours. Lookups then search the recorded tokens;
+    other methods are right as often as the recorded requests say."""
 
 
-class Simulation(VirtualRun):
-    """Sets a scenario up, runs it and checks it."""
+@dataclass
+class SkillConfig:
+    """How good a draft method is; see `text.Skill`."""
 
-    def __init__(self, scenario: Scenario, trace: Callable[[float, str], None] | None = None) -> None:
-        self.scenario, self.report = scenario, Report(scenario)
-        self.rng = random.Random(f"scenario {scenario.seed}")
-        skill = {method: self.rng.uniform(0.1, 0.9) for method in ("ngram", "draft_model")}
-        nodes = [Node(f"node-{index}", cpus=8.0) for index in range(scenario.nodes)]
-        super().__init__(make_config(scenario), World(HashedText(skill)), nodes, scenario.seed, trace)
-        self.done = False
-        self.version = 0
-        self.injector = Injector(self, scenario.faults)
-
-    def run(self) -> Report:
-        """Run to the end."""
-        report, kernel = self.report, self.kernel
-        kernel.spawn(self._drive, "main", self.driver.process)
-        try:
-            before: Any = None
-            while not self.done and before != (before := self._progress()):
-                kernel.run(until=kernel.now + _STANDSTILL_S, done=lambda: self.done)
-            if not self.done:
-                self.fail(f"nothing has moved for {_STANDSTILL_S:.0f} s")
-        except SimulationError as error:
-            self.fail(str(error))
-        for name, crash in kernel.crashes:
-            self.fail(f"{name} raised {type(crash).__name__}: {crash}")
-        report.events, report.virtual_s, report.digest = kernel.events, kernel.now, kernel.digest
-        report.faults = {kind: n for kind, n in sorted({**self.injector.struck, **self.network.hits}.items()) if n}
-        kernel.close()
-        return report
-
-    def scale(self, wanted: dict[str, int]) -> None:
-        """Runs as a task of the driver."""
-        while not self.controller.process.dead and wanted == self.injector.wanted_drafters():
-            try:
-                self.client.scale(wanted)
-                return
-            except ConfigError as error:
-                self.fail(f"scale was refused: {error}")
-                return
-            except SpecActorError:
-                self.clock.sleep(1.0)
-
-    def _progress(self) -> tuple[int, ...]:
-        """Numbers that grow as long as the run gets anywhere."""
-        report = self.report
-        tokens = sum(client.dispatcher.journal.committed_tokens for client in self.clients)
-        return report.finished, report.failed, report.restarts, self.version, tokens, self.injector.left
-
-    def fail(self, what: str) -> None:
-        self.report.violations.append(what)
-
-    # ---- the driver ----
-
-    def start_run(self) -> None:
-        """Faults wait until all have started: a start may fail, and says so."""
-        self.injector.pause()
-        super().start_run()
-        self.injector.resume()
-
-    def _drive(self) -> None:
-        if self.scenario.training:
-            Training(self).run()
-        else:
-            self._stream()
-        self.done = True
-
-    def _stream(self) -> None:
-        self.start_run()
-        try:
-            number = 0
-            while number < 1 or self.injector.left:
-                self._round(number)
-                number += 1
-            self.injector.heal()
-            self._round(number)
-            if self.injector.wanted_drafters():
-                self.client.scale(self.injector.wanted_drafters())
-            self._check_settled()
-        except ActorLostError as error:
-            self._check_loss(error)
-        self.injector.heal()
-        self._shut_down()
-
-    def _round(self, number: int) -> None:
-        """New weights, then a stream; what the plan says is done beside them."""
-        if number:
-            self._update_weights(number)
-        entries = self.entries(number)
-        expected = {entry.request_id: entry for entry in entries}
-        close_after = self.rng.randrange(len(entries)) if self.injector.closes_early() else len(entries)
-        stream = self.client.stream(entries)
-        seen: dict[str, None] = {}
-        for entry in stream:
-            if entry.request_id in seen or entry.request_id not in expected:
-                self.fail(f"{entry.request_id} ended twice, or is of another round")
-            seen[entry.request_id] = None
-            self.check_entry(entry)
-            if len(seen) >= close_after:
-                break
-        stream.close()
-        if close_after == len(entries) and len(seen) != len(expected):
-            self.fail(f"round {number}: {len(expected) - len(seen)} requests did not end")
-
-    def entries(self, number: int) -> list[JournalEntry]:
-        """The requests of a round; the same whenever they are asked for."""
-        rng = random.Random(f"round {self.scenario.seed} {number}")
-        entries = []
-        for index in range(self.scenario.requests):
-            seed = self.scenario.seed * 1_000_000 + number * 10_000 + index
-            length = min(200, int(rng.lognormvariate(2.7, 0.9)) + 1)
-            sampling = SamplingParams(max_tokens=length, seed=seed)
-            self.world.version_of[seed] = self.version
-            poison = self.injector.poison(length)
-            if poison is not None:
-                self.world.poison[seed] = poison
-            prompt = tuple(range(rng.randrange(1, 40)))
-            entries.append(JournalEntry(f"{number}-{index}", prompt, sampling))
-        return entries
-
-    def _update_weights(self, number: int) -> None:
-        self.version += 1
-        weights = WeightSet(self.version, (self.calls.transport.put(f"weights {number}"),), 1)
-        for _attempt in range(20):
-            try:
-                self.client.update_weights(weights)
-                return
-            except ActorLostError:
-                raise
-            except SpecActorError as error:
-                reason = error
-        self.fail(f"weights of version {self.version} could not be set: {reason}")
-
-    # ---- checks ----
-
-    def check_entry(self, entry: JournalEntry) -> None:
-        """What holds for every request that ended."""
-        truth = true_output(entry.sampling, entry.weight_version)
-        tokens, finished = tuple(entry.token_ids), entry.finished
-        assert finished is not None
-        if tokens != truth[: len(tokens)]:
-            self.fail(f"{entry.request_id} has other tokens than plain decoding")
-        poisoned = entry.sampling.seed in self.world.poison
-        if finished.finish_reason == "error":
-            self.report.failed += 1
-            if not poisoned:
-                self.fail(f"{entry.request_id} failed and is innocent: {finished.error}")
-        else:
-            self.report.finished += 1
-            if len(tokens) != len(truth):
-                self.fail(f"{entry.request_id} ended with {len(tokens)} of {len(truth)} tokens")
-            if len(entry.logprobs) != len(tokens):
-                self.fail(f"{entry.request_id} has {len(entry.logprobs)} log-probabilities for {len(tokens)} tokens")
-
-    def _check_loss(self, error: ActorLostError) -> None:
-        """The rollout gave up: it may when its controller was killed, or when faults struck its only verifier again and
-        again; that verifier then comes back once they end."""
-        self.report.gave_up = str(error)
-        if self.injector.controller_killed:
-            return
-        if self.scenario.verifiers == 1 and self.injector.left:
-            self.injector.heal()
-            self._check_settled()
-        else:
-            self.fail(f"the rollout gave up: {error}")
-
-    def _check_settled(self) -> None:
-        """Faults are over and no request runs: the desired state is reached, and nothing is left over."""
-        deadline = self.kernel.now + _SETTLE_S
-        problems = ["not looked at"]
-        while problems and self.kernel.now < deadline:
-            self.clock.sleep(1.0)
-            problems = list(self._unsettled())
-        for problem in problems:
-            self.fail(f"{_SETTLE_S:.0f} s after the last fault: {problem}")
-
-    def _unsettled(self) -> Iterator[str]:
-        assert self.backend is not None
-        view = self.client.view()
-        if len(view.verifiers) != self.scenario.verifiers:
-            yield f"{len(view.verifiers)} verifiers serve instead of {self.scenario.verifiers}"
-        wanted = self.injector.wanted_drafters()
-        for method, number in wanted.items():
-            ready = [one for one in view.drafters if one.method == method and one.phase == "ready"]
-            if len(ready) != number:
-                yield f"{len(ready)} draft actors of {method} are ready instead of {number}"
-        alive = [actor for actor in self.backend.actors.values() if not actor.process.dead]
-        if len(alive) != self.scenario.verifiers + sum(wanted.values()):
-            yield f"{len(alive)} actors live: {[actor.name for actor in alive]}"
-        if left := len(self.client.dispatcher.journal.entries):
-            yield f"the journal still has {left} requests"
-        for actor in alive:
-            try:
-                counters = self.calls.ask(actor, "ping", deadline_s=5.0)
-            except SpecActorError as error:
-                yield f"{actor.name} does not answer: {error}"
-                continue
-            open_requests = counters.get("running", 0) + counters.get("open_requests", 0)
-            if open_requests:
-                yield f"{actor.name} still has {open_requests} requests"
-            if counters.get("inbox", 0):
-                yield f"{actor.name} still has {counters['inbox']} messages"
-
-    def _shut_down(self) -> None:
-        assert self.backend is not None
-        if not self.controller.process.dead:
-            try:
-                self.client.shutdown()
-            except SpecActorError as error:
-                self.fail(f"the shutdown failed: {error}")
-            self.clock.sleep(2.0 * LINGER_S[1])  # nobody waits for actors that had not said which process they are
-            left = [name for name, actor in self.backend.actors.items() if not actor.process.dead]
-            if left:
-                self.fail(f"after the shutdown these live: {left}")
-            if self.machines.groups:
-                self.fail(f"after the shutdown {len(self.machines.groups)} placement groups stand")
+    method: str = "draft_model"
+    """The method, as in `config.drafters`."""
+    mean: float = 0.7
+    """Probability that a draft token is right, given that those before it are."""
+    spread: float = 0.0
+    """How much requests differ."""
+    burst: float = 0.0
+    """How much stretches of one output differ."""
+    decay: float = 0.0
+    """Share of `mean` that is lost per 1,000 output tokens."""
+    coverage: float = 1.0
+    """Share of stretches in which there is a guess at all."""
+    forward_ms: float | None = None
+    """Milliseconds of one draft forward (or lookup), whatever its batch, in place of the hardware's figure."""
 
 
-def simulate(scenario: Scenario, trace: Callable[[float, str], None] | None = None) -> Report:
-    """Run one scenario to its end."""
-    return Simulation(scenario, trace).run()
+@dataclass
+class PythonConfig:
+    """What our own Python takes."""
+
+    measured: bool = False
+    """Charge what it really takes on this machine, in place of the figures below. Runs then differ a little."""
+    verify_row_us: float = 105.0
+    """Microseconds per row of a verify step where drafts are used."""
+    plain_row_us: float = 25.0
+    """The same where they are not."""
+    draft_row_us: float = 20.0
+    """Microseconds per row of a draft step."""
+
+
+@dataclass
+class NetworkConfig:
+    """Calls between actors."""
+
+    call_ms: float = 0.55
+    """Milliseconds of a call, one way."""
+    jitter: float = 0.3
+    """Calls take up to this share longer or shorter."""
+    bandwidth_gb_s: float = 25.0
+    """10**9 bytes a second between two nodes, for what calls and objects carry."""
+
+
+@dataclass
+class MachinesConfig:
+    """The nodes."""
+
+    nodes: int = 1
+    gpus: float = 8.0
+    """GPUs of each node."""
+    cpus: float = 64.0
+    """CPU cores of each node."""
+    slowness: list[float] = field(default_factory=list)
+    """Factors of all durations, node by node; nodes beyond the list have 1."""
+
+
+@dataclass
+class StepsConfig:
+    """The rest of an RL step."""
+
+    steps: int = 1
+    """RL steps that are simulated."""
+    update_s: float = 0.0
+    """Seconds of an update, however many tokens it learns from."""
+    update_tokens_per_s: float = 0.0
+    """Tokens of prompts and outputs that the update takes a second, over all its devices; 0: no update."""
+    sync_s: float = 0.5
+    """Seconds that a verifier takes for new weights."""
+    load_s: float = 30.0
+    """Seconds that an actor takes to load its model."""
+    sleep_s: float = 1.0
+    """Seconds to give up a cache, and to take it back."""
+
+
+@dataclass
+class ScenarioConfig:
+    """One simulated cluster and what runs on it."""
+
+    description: str = ""
+    """In one line, for people."""
+    hardware: str = "h100"
+    """Cost models: a file in `conf/simulation/hardware/` by its name, a file by its path, or a profile that
+    `specactor profile` wrote."""
+    part: int = 1
+    """1/part of the cluster is simulated; figures are of that part unless they say otherwise."""
+    seed: int = 0
+    """Of all draws; the same seed, the same run."""
+    cache_share: float = 0.85
+    """Share of a verifier's device memory for weights and cache."""
+    correlation: float = 0.0
+    """What the guesses of all methods have in common, from 0 (nothing) to 1 (right and wrong at the same places)."""
+    machines: MachinesConfig = field(default_factory=MachinesConfig)
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    skills: list[SkillConfig] = field(default_factory=list)
+    """One for each draft method that does not look up recorded text."""
+    python: PythonConfig = field(default_factory=PythonConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    steps: StepsConfig = field(default_factory=StepsConfig)
+    config: Config = field(default_factory=Config)
+    """The product's configuration. `target.model` and `drafters.N.model` name shapes of
+    `conf/simulation/hardware/models.yaml`."""
+    variants: dict[str, Any] = field(default_factory=dict)
+    """Name → overrides of the scenario, such as [config.mode=plain, config.target.replicas=2]: what is compared."""
+
+
+def load_scenario(path: Path, overrides: Sequence[str] = ()) -> ScenarioConfig:
+    """Read a scenario and check it.
+
+    Raises:
+        ConfigError: A file cannot be read, or a key is wrong.
+    """
+    scenario = load_as(ScenarioConfig, path, overrides)
+    _check(scenario)
+    return scenario
+
+
+def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfig:
+    """One of the scenario's variants, checked.
+
+    Args:
+        path: The scenario's file.
+        overrides: `KEY=VALUE` items for all variants; they count for more than those of the variant itself.
+        name: In `variants`.
+
+    Raises:
+        ConfigError: There is no such variant, or its overrides do not fit.
+    """
+    variants = load_as(ScenarioConfig, path, overrides).variants
+    if name not in variants:
+        have = ", ".join(variants) or "none"
+        raise ConfigError("--compare", f"the scenario has no variant {name!r}.", f"use some of: {have}.")
+    items = variants[name] or []
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ConfigError(f"variants.{name}", "is no list of KEY=VALUE items.", f"write {name}: [config.mode=plain].")
+    return load_scenario(path, [*items, *overrides])
+
+
+def _check(scenario: ScenarioConfig) -> None:
+    for key, value, least in _ranges(scenario):
+        if not least <= value < float("inf"):
+            raise ConfigError(key, f"{value} is out of range.", f"use {least:g} or more.")
+    for key, share in (("correlation", scenario.correlation), ("network.jitter", scenario.network.jitter)):
+        if not 0.0 <= share <= 1.0:
+            raise ConfigError(key, f"{share} is out of range.", "use 0 to 1.")
+    if not 0.0 < scenario.cache_share <= 1.0:
+        raise ConfigError("cache_share", f"{scenario.cache_share} is out of range.", "use more than 0, at most 1.")
+    for index, factor in enumerate(scenario.machines.slowness):
+        if not 0.0 < factor < float("inf"):
+            raise ConfigError(f"machines.slowness.{index}", f"{factor} is out of range.", "use more than 0.")
+    _check_skills(scenario)
+    try:
+        validate(scenario.config)
+    except ConfigError as error:
+        raise ConfigError(f"config.{error.key}", error.problem, error.fix) from None
+
+
+def _ranges(scenario: ScenarioConfig) -> Iterator[tuple[str, float, float]]:
+    sections: dict[str, tuple[Any, dict[str, float]]] = {
+        "": (scenario, {"part": 1}),
+        "workload.": (
+            scenario.workload,
+            {"requests": 1, "group": 1, "prompt_tokens": 1, "median_tokens": 1, "sigma": 0, "max_tokens": 1},
+        ),
+        "machines.": (scenario.machines, {"nodes": 1, "gpus": 0, "cpus": 1}),
+        "python.": (scenario.python, {"verify_row_us": 0, "plain_row_us": 0, "draft_row_us": 0}),
+        "network.": (scenario.network, {"call_ms": 0, "bandwidth_gb_s": 1e-3}),
+        "steps.": (
+            scenario.steps,
+            {"steps": 1, "update_s": 0, "update_tokens_per_s": 0, "sync_s": 0, "load_s": 0, "sleep_s": 0},
+        ),
+    }
+    for prefix, (section, leasts) in sections.items():
+        for name, least in leasts.items():
+            yield prefix + name, getattr(section, name), least
+
+
+def _check_skills(scenario: ScenarioConfig) -> None:
+    for index, skill in enumerate(scenario.skills):
+        for name in ("mean", "decay", "coverage"):
+            if not 0.0 <= getattr(skill, name) <= 1.0:
+                raise ConfigError(f"skills.{index}.{name}", f"{getattr(skill, name)} is out of range.", "use 0 to 1.")
+        if skill.forward_ms is not None and not 0.0 <= skill.forward_ms < float("inf"):
+            raise ConfigError(f"skills.{index}.forward_ms", f"{skill.forward_ms} is out of range.", "use 0 or more.")
+        for name in ("spread", "burst"):
+            if not 0.0 <= getattr(skill, name) <= 10.0:
+                raise ConfigError(f"skills.{index}.{name}", f"{getattr(skill, name)} is out of range.", "use 0 to 10.")
+    known = {skill.method for skill in scenario.skills}
+    if len(known) < len(scenario.skills):
+        raise ConfigError("skills", "a method is named twice.", "keep one element per method.")
+    for index, drafter in enumerate(scenario.config.drafters if scenario.config.mode is not ModeName.plain else ()):
+        looked_up = drafter.method in HISTORY_METHODS and scenario.workload.trajectories is not None
+        if drafter.method not in known and not looked_up and scenario.workload.trajectories is None:
+            problem = f"nothing is said about how good {drafter.method} is."
+            raise ConfigError(
+                f"config.drafters.{index}", problem, f"add an element to skills: {{method: {drafter.method}}}"
+            )

@@ -144,10 +144,6 @@ class GeneratedText:
         thresholds = self._request(seed).thresholds[method]
         return _STANDARD.cdf(float(thresholds[min(position // STRETCH, len(thresholds) - 1)]))
 
-    def forget(self, seed: int) -> None:
-        """The request has ended; its arrays are computed again if needed."""
-        self._requests.pop(seed, None)
-
     def _request(self, seed: int) -> _Request:
         found = self._requests.get(seed)
         if found is None:

@@ -31,7 +31,7 @@ from specactor_ray.training.steps import TrainingParts, run_steps
 from specactor_ray.training.trainer_ranks import TrainerRanks
 
 if TYPE_CHECKING:
-    from specactor_ray.simulation.scenario import Simulation
+    from specactor_ray.simulation.fault_run import Simulation
 
 STEPS = 6
 _RANKS = 2

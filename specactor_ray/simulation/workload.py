@@ -12,7 +12,7 @@ from typing import Any
 
 from specactor_ray.errors import InputError
 from specactor_ray.json_text import parse_json
-from specactor_ray.simulation.schema import SkillConfig, WorkloadConfig
+from specactor_ray.simulation.scenario import SkillConfig, WorkloadConfig
 from specactor_ray.simulation.text import RecordedText
 
 

@@ -53,11 +53,8 @@ class MeasuredPython(PythonTime):
     """
 
     def __init__(self, kernel: Kernel) -> None:
-        super().__init__()
-        object.__setattr__(self, "_kernel", kernel)
+        self._kernel = kernel
         kernel.measure()
-
-    _kernel: Kernel
 
     def verify_s(self, process: Process, rows: int, speculates: bool) -> float:
         return self._kernel.take_spent(process)

@@ -42,7 +42,7 @@ from specactor_ray.simulation.comparison import (
 )
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.rollouts import Result, SimulatedRollouts
-from specactor_ray.simulation.schema import load_scenario
+from specactor_ray.simulation.scenario import load_scenario
 from specactor_ray.simulation.workload import RecordedRequest, Recording
 from specactor_ray.simulation.world import World
 from tests.unit.simulation.scenarios import SMALL, write_scenario
@@ -72,7 +72,7 @@ def report_of(scenario: Path, results: Sequence[Result], oracle: bool = False) -
 
 
 def interrupt_after(count: int) -> Callable[[Mapping[str, float]], None]:
-    """Progress that ends in Ctrl-C once so many variants are done."""
+    """Raise KeyboardInterrupt once `count` variants are done."""
 
     def show(shares: Mapping[str, float]) -> None:
         if sum(share == 1.0 for share in shares.values()) >= count:

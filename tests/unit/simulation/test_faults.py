@@ -14,19 +14,19 @@ from specactor_ray.cli import app
 from specactor_ray.controller.state import Policy, VerifierSpec
 from specactor_ray.simulation.campaign import replay_line, run_campaign, shrink
 from specactor_ray.simulation.engine import SimulatedEngine
+from specactor_ray.simulation.fault_run import FaultScenario, Simulation, simulate
 from specactor_ray.simulation.faults import KINDS, OF_TRAINING, SCHEDULED, FaultPlan, Injector
 from specactor_ray.simulation.host import SimulatedHost
 from specactor_ray.simulation.network import VirtualActor
-from specactor_ray.simulation.scenario import Scenario, Simulation, simulate
 
 
-def run(scenario: Scenario) -> None:
+def run(scenario: FaultScenario) -> None:
     assert simulate(scenario).violations == []
 
 
 @pytest.mark.parametrize("mode", ["plain", "coupled", "decoupled"])
 def test_a_calm_run_ends_with_every_request_and_nothing_else(mode: str) -> None:
-    report = simulate(Scenario(1, requests=24, mode=mode))
+    report = simulate(FaultScenario(1, requests=24, mode=mode))
     assert report.violations == []
     assert (report.finished, report.failed, report.faults) == (48, 0, {})
 
@@ -34,7 +34,7 @@ def test_a_calm_run_ends_with_every_request_and_nothing_else(mode: str) -> None:
 @pytest.mark.parametrize("kind", [*SCHEDULED, "poison", "close early", "lend", "kill controller"])
 def test_each_kind_of_fault_alone(kind: str) -> None:
     kinds = (kind,) if kind in SCHEDULED else (kind, "freeze actor")
-    report = simulate(Scenario(3, requests=24, lend=kind == "lend", faults=FaultPlan(kinds, 20, 0.3)))
+    report = simulate(FaultScenario(3, requests=24, lend=kind == "lend", faults=FaultPlan(kinds, 20, 0.3)))
     assert report.violations == []
     assert kind not in SCHEDULED or report.faults[kind]
 
@@ -45,7 +45,7 @@ def test_actors_that_stand_still_for_less_than_the_timeout_are_not_given_up(monk
         self._for(3.0, lambda: self._kernel.thaw(actor.process))  # half of `health_timeout_s`
 
     monkeypatch.setattr(Injector, "_freeze", freeze)
-    simulation = Simulation(Scenario(4, requests=24, faults=FaultPlan(("freeze actor",), 12, 4.0)))
+    simulation = Simulation(FaultScenario(4, requests=24, faults=FaultPlan(("freeze actor",), 12, 4.0)))
     report = simulation.run()
     assert report.violations == [] and report.faults["freeze actor"] == 12
     assert [client.dispatcher.reissues for client in simulation.clients] == [0]
@@ -58,7 +58,7 @@ def test_who_dies_while_others_still_start_is_replaced(monkeypatch: pytest.Monke
 
     build = SimulatedHost.build_engine
     monkeypatch.setattr(SimulatedHost, "build_engine", build_engine)
-    simulation = Simulation(Scenario(6, requests=8))
+    simulation = Simulation(FaultScenario(6, requests=8))
     killed: list[str] = []
 
     def kill() -> None:
@@ -73,7 +73,7 @@ def test_who_dies_while_others_still_start_is_replaced(monkeypatch: pytest.Monke
 
 
 def test_a_start_whose_verifiers_die_again_and_again_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulation, killed = Simulation(Scenario(6, requests=8, verifiers=1)), list[str]()
+    simulation, killed = Simulation(FaultScenario(6, requests=8, verifiers=1)), list[str]()
     monkeypatch.setattr(SimulatedHost, "build_proposer", lambda self, *_arguments: self.clock.sleep(28.0))
 
     def kill() -> None:
@@ -91,7 +91,7 @@ def test_a_start_whose_verifiers_die_again_and_again_fails(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("kind", [*OF_TRAINING, "kill controller", "kill verifier", "bad links"])
 def test_training_ends_as_without_faults(kind: str) -> None:
-    report = simulate(Scenario(5, requests=16, training=True, faults=FaultPlan((kind,), 12, 0.8)))
+    report = simulate(FaultScenario(5, requests=16, training=True, faults=FaultPlan((kind,), 12, 0.8)))
     assert report.violations == []
     assert report.faults
     assert report.restarts if kind in ("kill trainer", "kill controller") else True
@@ -99,18 +99,18 @@ def test_training_ends_as_without_faults(kind: str) -> None:
 
 # What these seeds found, in the product or in the simulator, is mended; they stay, whatever they find now.
 FOUND = [
-    Scenario.draw(1, 30),
-    Scenario.draw(24, 50),
-    Scenario.draw(700035, 50),
-    Scenario.draw(800000, 50),
-    Scenario.draw(800139, 50),
-    Scenario.draw(1300007, 100),
-    Scenario.draw(1300125, 100),
+    FaultScenario.draw(1, 30),
+    FaultScenario.draw(24, 50),
+    FaultScenario.draw(700035, 50),
+    FaultScenario.draw(800000, 50),
+    FaultScenario.draw(800139, 50),
+    FaultScenario.draw(1300007, 100),
+    FaultScenario.draw(1300125, 100),
 ]
 
 
 @pytest.mark.parametrize("scenario", FOUND, ids=lambda scenario: str(scenario.seed))
-def test_seeds_that_found_something(scenario: Scenario) -> None:
+def test_seeds_that_found_something(scenario: FaultScenario) -> None:
     run(scenario)
 
 
@@ -135,9 +135,9 @@ def test_a_failing_scenario_is_shrunk_and_its_line_repeats_it(monkeypatch: pytes
     from specactor_ray.cluster.supervised import SupervisedActor
 
     monkeypatch.setattr(SupervisedActor, "stalled_s", property(lambda self: 0.0))
-    monkeypatch.setattr("specactor_ray.simulation.scenario._STANDSTILL_S", 50.0)
+    monkeypatch.setattr("specactor_ray.simulation.fault_run._STANDSTILL_S", 50.0)
     plan = FaultPlan(("wedge engine", "slow actor"), 4, 0.4)
-    scenario = Scenario(0, requests=4, drafters=1, faults=plan)
+    scenario = FaultScenario(0, requests=4, drafters=1, faults=plan)
     assert simulate(scenario).violations
     small = shrink(scenario)
     assert small.faults.kinds == ("wedge engine",)
@@ -169,6 +169,6 @@ def test_bad_options_are_refused(arguments: list[str], expected: str) -> None:
 
 
 def test_every_kind_can_strike() -> None:
-    drawn = {kind for seed in range(300) for kind in Scenario.draw(seed, 10).faults.kinds}
+    drawn = {kind for seed in range(300) for kind in FaultScenario.draw(seed, 10).faults.kinds}
     assert drawn == set(KINDS)
-    assert replace(Scenario.draw(7, 10)) == Scenario.draw(7, 10)
+    assert replace(FaultScenario.draw(7, 10)) == FaultScenario.draw(7, 10)

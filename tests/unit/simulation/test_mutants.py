@@ -16,8 +16,8 @@ from specactor_ray.messages import WeightSet
 from specactor_ray.queues.events import EventQueue
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.quarantine import Quarantine
+from specactor_ray.simulation.fault_run import FaultScenario, simulate
 from specactor_ray.simulation.faults import FaultPlan
-from specactor_ray.simulation.scenario import Scenario, simulate
 
 RUNS = 8
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -124,7 +124,8 @@ MUTANTS: list[tuple[Patch, tuple[str, ...]]] = [
 @pytest.mark.parametrize(("mutant", "kinds"), MUTANTS, ids=[mutant.__name__ for mutant, _ in MUTANTS])
 def test_a_defect_is_found(mutant: Patch, kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     scenarios = [
-        Scenario(seed, requests=24, verifiers=2, drafters=1, faults=FaultPlan(kinds, 30, 0.4)) for seed in range(RUNS)
+        FaultScenario(seed, requests=24, verifiers=2, drafters=1, faults=FaultPlan(kinds, 30, 0.4))
+        for seed in range(RUNS)
     ]
     with monkeypatch.context() as patch:
         mutant(patch)

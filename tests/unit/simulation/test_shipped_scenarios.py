@@ -8,7 +8,7 @@ import pytest
 
 from specactor_ray.simulation.comparison import compare
 from specactor_ray.simulation.costs import build_world
-from specactor_ray.simulation.schema import load_scenario, variant_of
+from specactor_ray.simulation.scenario import load_scenario, variant_of
 
 FOLDER = Path(__file__).parents[3] / "conf" / "simulation"
 SCENARIOS = sorted(FOLDER.glob("*.yaml"))

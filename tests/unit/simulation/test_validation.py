@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from specactor_ray.cli import app
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import ConfigError
 from specactor_ray.validation import Point, accuracy_of, median_round, variants_of
@@ -41,3 +47,17 @@ def test_every_mode_has_the_verifiers_own_cores() -> None:
     assert {variant.config.target.max_batch for variant in variants} == {4}
     with pytest.raises(ConfigError, match=r"target\.max_batch"):
         list(variants_of(CONFIG, 0))
+
+
+def test_an_interruption_shows_and_writes_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any) -> Iterator[Point]:
+        yield Point("hf", "plain 1x1", 1, 100.0, 90.0, 1.0, 1.0, {}, {})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specactor_ray.validation.validate_simulator", interrupted)
+    report_file = tmp_path / "report.json"
+    done = CliRunner().invoke(app, ["simulate", "--validate", "--json", str(report_file), "target.backend=hf"])
+    assert done.exit_code == 130, done.output
+    assert "plain 1x1" in done.stdout and "interrupted" in done.stdout
+    report = json.loads(report_file.read_text())
+    assert report["status"] == "interrupted" and report["median_error"] == pytest.approx(0.1)

@@ -1,0 +1,425 @@
+#!/usr/bin/env python3
+"""What our own Python costs, without Ray and without models: loops, driver, simulator.
+
+The engine takes no time (what it takes here is subtracted), drafters know the outputs, calls are answered at once. Each
+figure is the median over steps after a warm-up, in one process on one thread.
+
+    python scripts/bench_protocol.py                      # all
+    python scripts/bench_protocol.py verifier driver      # some groups
+    python scripts/bench_protocol.py --base REVISION      # in turns with another revision's copy of this script
+    python scripts/bench_protocol.py --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from specactor_ray.cluster.calls import Calls
+from specactor_ray.config.schema import RaceName, SpeculationConfig
+from specactor_ray.controller.state import ClusterView
+from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.loops.draft_loop import DraftLoop
+from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.speculator import Speculator
+from specactor_ray.loops.verify_loop import VerifyLoop
+from specactor_ray.messages import (
+    Commit,
+    DraftClose,
+    DraftOpen,
+    DraftTail,
+    Mode,
+    Progress,
+    SamplingParams,
+    ToDrafter,
+    ToRollout,
+    ToVerifier,
+)
+from specactor_ray.queues.conflation import for_drafter, for_verifier
+from specactor_ray.queues.outbox import Outbox, direct_sender
+from specactor_ray.rollout.dispatch import Dispatcher
+from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
+
+ROOT = Path(__file__).parents[1]
+WARM_UP, STEPS = 24, 120
+WINDOW, ACCURACY = 8, 0.75
+LENGTH = 1 << 14
+VERIFIERS, REQUESTS = 256, 16_384
+ASKED: Mapping[str, float] = {
+    "verifier_ms_16_rows_1_drafter": 0.2,
+    "verifier_ms_128_rows_1_drafter": 0.5,
+    "verifier_ms_256_rows_3_drafters": 1.5,
+    "draft_loop_ms_128_rows_ngram": 1.5,
+    "driver_look_ms_256_verifiers_16384_requests": 1.0,
+    "driver_us_per_progress_row": 2.0,
+    "journal_bytes_per_token": 12.0,
+}
+"""What is aimed at; the simulator's speed is to be high, the others low."""
+
+
+# ---- the verifier ----
+
+
+class InstantEngine:
+    """A target whose outputs are known. What it takes is told as the forward's time, so it is not counted as ours."""
+
+    vocab_size, max_model_len, weight_version, supports_trees = 1000, 1 << 20, 0, True
+
+    def __init__(self) -> None:
+        self._outputs: dict[str, list[int]] = {}
+        self._committed: dict[str, int] = {}
+
+    def add(self, request: TargetRequest) -> None:
+        self._outputs[request.request_id], self._committed[request.request_id] = output_of(request.sampling.seed), 0
+
+    def decoding(self) -> list[str]:
+        return list(self._committed)
+
+    def has_work(self) -> bool:
+        return bool(self._committed)
+
+    def step(self, tails: Mapping[str, Sequence[int]]) -> StepResult:
+        begin = time.perf_counter()
+        result = StepResult(num_rows=len(self._committed))
+        for request_id, start in self._committed.items():
+            truth, tail = self._outputs[request_id], tails.get(request_id, ())
+            accepted = 0
+            while accepted < len(tail) and tail[accepted] == truth[start + accepted]:
+                accepted += 1
+            tokens = truth[start : start + accepted + 1]
+            result.outputs.append(RowOutput(request_id, start, tokens, [-1.0] * len(tokens), len(tail), accepted))
+            result.num_tokens += 1 + len(tail)
+            self._committed[request_id] = start + len(tokens)
+        result.forward_s = time.perf_counter() - begin
+        return result
+
+
+def output_of(seed: int) -> list[int]:
+    output: list[int] = np.random.default_rng(seed).integers(0, 1000, LENGTH).tolist()
+    return output
+
+
+class Oracle:
+    """A drafter that knows the outputs and is wrong now and then; its own time is not counted."""
+
+    def __init__(self, drafter_id: str, seeds: Mapping[str, int]) -> None:
+        self.drafter_id = drafter_id
+        self._guesses = {}
+        for request_id, seed in seeds.items():
+            truth = np.array(output_of(seed))
+            wrong = np.random.default_rng([seed, len(drafter_id)]).random(LENGTH) > ACCURACY
+            self._guesses[request_id] = np.where(wrong, (truth + 1) % 1000, truth).tolist()
+        self._heard: list[ToDrafter] = []
+        self.outbox: Outbox[ToDrafter] = Outbox(direct_sender(self._heard.extend), for_drafter())
+
+    def answer(self) -> list[ToVerifier]:
+        """Whole windows after the newest commits."""
+        ends = {}
+        for message in self._heard:
+            if isinstance(message, DraftOpen):
+                ends[message.request_id] = (len(message.committed_token_ids), message.window)
+            elif isinstance(message, Commit):
+                ends[message.request_id] = (message.end, message.window)
+            elif isinstance(message, DraftClose):
+                ends.pop(message.request_id, None)
+        self._heard.clear()
+        return [
+            DraftTail(name, self.drafter_id, end, tuple(self._guesses[name][end : end + window]), 0, True, 1e-4)
+            for name, (end, window) in ends.items()
+        ]
+
+
+def verifier_ms(rows: int, drafters: int) -> float:
+    """Milliseconds of one verify step: taking tails in, deciding, committing, telling drafters and rollout."""
+    seeds = {f"request-{number}": number for number in range(rows)}
+    oracles = [Oracle(f"oracle{number}-0#1", seeds) for number in range(drafters)]
+    engine = InstantEngine()
+    config = SpeculationConfig(window=WINDOW, race=RaceName.always)
+    speculator = Speculator("verifier-0#1", Mode.DECOUPLED, config, engine.vocab_size, max_batch=rows)
+    loop = VerifyLoop(engine, speculator)  # type: ignore[arg-type]  # the methods that the loop does not call here
+    loop.submit(
+        [TargetRequest(name, (1, 2, 3), SamplingParams(seed=seed, max_tokens=LENGTH)) for name, seed in seeds.items()]
+    )
+    loop.set_drafters(
+        {one.drafter_id: DrafterLink(one.drafter_id.split("-")[0], WINDOW, one.outbox, rows) for one in oracles}
+    )
+    spent, read = [], 0
+    for _ in range(WARM_UP + STEPS):
+        answers = [one.answer() for one in oracles]
+        before = loop.metrics.forward_s
+        begin = time.perf_counter()
+        for answer in answers:
+            loop.deliver(answer)
+        loop.run_once()
+        spent.append(time.perf_counter() - begin - (loop.metrics.forward_s - before))
+        first, events = loop.poll(read, 0.0)
+        read = first + len(events)
+    return 1e3 * median(spent[WARM_UP:])
+
+
+# ---- the draft loop ----
+
+
+def draft_loop_ms(rows: int) -> float:
+    """Milliseconds of one draft step of n-gram: taking commits in, looking up, publishing."""
+    rng = np.random.default_rng(0)
+    phrases = rng.integers(0, 1000, (32, 24))
+    outputs = [phrases[rng.integers(0, 32, 200)].reshape(-1).tolist() for _ in range(rows)]
+    loop = DraftLoop("ngram-0#1", NgramProposer(max_batch=rows))
+    heard: list[ToVerifier] = []
+    loop.set_verifiers({"verifier-0#1": Outbox(direct_sender(heard.extend), for_verifier())})
+    ends = [400] * rows
+    loop.deliver(
+        [
+            DraftOpen(f"request-{n}", "verifier-0#1", (1, 2, 3), tuple(outputs[n][:400]), SamplingParams(), WINDOW)
+            for n in range(rows)
+        ]
+    )
+    loop.run_once()
+    spent = []
+    for _ in range(WARM_UP + STEPS):
+        commits: list[ToDrafter] = []
+        for n, count in enumerate(rng.integers(1, 5, rows).tolist()):
+            commits.append(
+                Commit(f"request-{n}", "verifier-0#1", ends[n], tuple(outputs[n][ends[n] : ends[n] + count]), WINDOW)
+            )
+            ends[n] += count
+        begin = time.perf_counter()
+        loop.deliver(commits)
+        loop.run_once()
+        spent.append(time.perf_counter() - begin)
+        heard.clear()
+    return 1e3 * median(spent[WARM_UP:])
+
+
+# ---- the driver ----
+
+
+class HandClock:
+    """Time that only moves when it is told to."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+class InstantCluster:
+    """Answers calls of the driver, and times what it does between two waits.
+
+    Args:
+        rows: Requests of each verifier that make progress in each answered poll; 0 never answers a poll.
+        passes: Waits after which the driver is stopped.
+    """
+
+    def __init__(self, clock: HandClock, rows: int, passes: int) -> None:
+        self._clock, self._rows, self._passes = clock, rows, passes
+        self._answers: dict[object, Any] = {}
+        self._pending: dict[object, str] = {}
+        self._running: dict[str, list[TargetRequest]] = {f"verifier-{n}#1": [] for n in range(VERIFIERS)}
+        self._ends: dict[str, int] = {}
+        self._numbers = dict.fromkeys(self._running, 0)
+        self.spent: list[float] = []
+        self._begin: float | None = None
+        self._all_out = False
+
+    # ---- transport ----
+
+    def send(self, actor: Any, method: str, arguments: Sequence[Any]) -> object:
+        reference = object()
+        if method == "view":
+            self._answers[reference] = ClusterView(verifiers={name: name for name in self._running})
+        elif method == "submit":
+            self._running[actor].extend(arguments[0])
+            self._answers[reference] = None
+        elif method == "poll":
+            self._pending[reference] = actor
+        else:
+            self._answers[reference] = None
+        return reference
+
+    def wait(self, references: Sequence[object], timeout_s: float) -> set[object]:
+        if timeout_s > 0.0:
+            self._end_of_pass()
+        return {one for one in references if one in self._answers}
+
+    def take(self, reference: object, what: str = "the call") -> Any:
+        return self._answers.pop(reference)
+
+    def _end_of_pass(self) -> None:
+        now = time.perf_counter()
+        if self._begin is not None and self._all_out:
+            self.spent.append(now - self._begin)
+        if len(self.spent) >= self._passes:
+            raise KeyboardInterrupt
+        self._clock.sleep(0.12)
+        self._all_out = sum(map(len, self._running.values())) == REQUESTS
+        if self._all_out and self._rows:
+            for reference, actor in self._pending.items():
+                self._answers[reference] = self._progress(actor)
+            self._pending.clear()
+        self._begin = time.perf_counter()
+
+    def _progress(self, actor: str) -> tuple[int, list[ToRollout], dict[str, Any]]:
+        events: list[ToRollout] = []
+        for request in self._running[actor][: self._rows]:
+            start = self._ends.get(request.request_id, 0)
+            tokens, logprobs = tuple(range(start, start + 3)), (-1.0, -2.0, -3.0)
+            events.append(Progress(request.request_id, start, tokens, logprobs, None, request.attempt))
+            self._ends[request.request_id] = start + 3
+        first = self._numbers[actor]
+        self._numbers[actor] += len(events)
+        return first, events, {}
+
+
+def driver_pass_ms(rows: int, passes: int) -> float:
+    """Milliseconds between two waits of the driver, with all requests handed out."""
+    clock = HandClock()
+    cluster = InstantCluster(clock, rows, passes)
+    dispatcher = Dispatcher("controller", Calls(cluster, clock), REQUESTS // VERIFIERS, 1e6, 1e6)  # type: ignore[arg-type]
+    entries = [JournalEntry(f"request-{n}", (1, 2, 3), SamplingParams(max_tokens=LENGTH)) for n in range(REQUESTS)]
+    try:
+        for _ in dispatcher.run(entries):
+            raise AssertionError("no request ends")
+    except KeyboardInterrupt:
+        pass
+    return 1e3 * median(cluster.spent[2:])
+
+
+def journal_bytes_per_token() -> float:
+    """Resident memory of journaled tokens, in a process of its own."""
+    text = subprocess.run(
+        [sys.executable, __file__, "--journal"], check=True, capture_output=True, text=True, env=dict(os.environ)
+    ).stdout
+    return float(text)
+
+
+def measure_journal() -> float:
+    from specactor_ray.rollout.journal import Journal
+
+    journal, tokens_each, count = Journal(), 2000, 2000
+    rng = np.random.default_rng(0)
+    for n in range(count):
+        journal.add(JournalEntry(f"request-{n}", (1,), SamplingParams(max_tokens=LENGTH)))
+        journal.hand_to(f"request-{n}", "v")
+    before = resident()
+    for start in range(0, tokens_each, 4):
+        for n in range(count):
+            tokens, logprobs = tuple(rng.integers(0, 150_000, 4).tolist()), tuple(rng.random(4).tolist())
+            journal.progress(Progress(f"request-{n}", start, tokens, logprobs, None, 1))
+    gc.collect()
+    return (resident() - before) / (tokens_each * count)
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- the simulator ----
+
+
+def simulator_row_steps_per_s() -> float:
+    """Row-steps per second of a decoupled verifier of 64 rows and its drafter on virtual time."""
+    from specactor_ray.simulation.costs import build_world
+    from specactor_ray.simulation.rollouts import SimulatedRollouts
+    from specactor_ray.simulation.run import silence
+    from specactor_ray.simulation.scenario import load_scenario
+
+    silence()
+    overrides = ["workload.requests=96", "workload.median_tokens=300", "workload.max_tokens=1000"]
+    scenario = load_scenario(ROOT / "conf" / "simulation" / "qwen32b_5xh100.yaml", overrides)
+    run = SimulatedRollouts("decoupled", scenario, build_world(scenario))
+    begin = time.perf_counter()
+    result = run.run()
+    return result.metrics.row_steps / (time.perf_counter() - begin)
+
+
+# ---- all of it ----
+
+GROUPS: Mapping[str, Mapping[str, Callable[[], float]]] = {
+    "verifier": {
+        "verifier_ms_16_rows_1_drafter": lambda: verifier_ms(16, 1),
+        "verifier_ms_128_rows_1_drafter": lambda: verifier_ms(128, 1),
+        "verifier_ms_256_rows_3_drafters": lambda: verifier_ms(256, 3),
+    },
+    "drafter": {"draft_loop_ms_128_rows_ngram": lambda: draft_loop_ms(128)},
+    "driver": {
+        "driver_look_ms_256_verifiers_16384_requests": lambda: driver_pass_ms(0, 12),
+        "driver_us_per_progress_row": lambda: 1e3 * driver_pass_ms(REQUESTS // VERIFIERS, 6) / REQUESTS,
+        "journal_bytes_per_token": journal_bytes_per_token,
+    },
+    "simulator": {"simulator_row_steps_per_s": simulator_row_steps_per_s},
+}
+
+
+def measure(groups: Sequence[str]) -> Iterator[tuple[str, float]]:
+    for group in groups:
+        for name, function in GROUPS[group].items():
+            gc.collect()
+            yield name, function()
+
+
+def measure_base(revision: str, groups: Sequence[str]) -> dict[str, float]:
+    """The figures of another revision, by its own copy of this script."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "base"
+        subprocess.run(["git", "worktree", "add", "--detach", str(tree), revision], cwd=ROOT, check=True, stdout=2)
+        try:
+            report = Path(folder) / "report.json"
+            command = [sys.executable, "scripts/bench_protocol.py", *groups, "--json", str(report)]
+            environment = {**os.environ, "PYTHONPATH": str(tree)}
+            subprocess.run(command, cwd=tree, check=True, stdout=2, env=environment)
+            figures: dict[str, float] = json.loads(report.read_text())
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True, stdout=2)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", choices=[[], *GROUPS], help="default: all")
+    parser.add_argument("--base", metavar="REVISION", help="also run this revision's copy, and print ratios")
+    parser.add_argument("--json", metavar="FILE", help="write one object with all figures")
+    parser.add_argument("--journal", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.journal:
+        print(measure_journal())
+        return
+    logging.getLogger("specactor_ray").setLevel(logging.ERROR)
+    groups = arguments.groups or list(GROUPS)
+    base = measure_base(arguments.base, groups) if arguments.base else {}
+    table = Table("figure", "now", "asked", *(["base", "x"] if base else []))
+    console, figures = Console(), {}
+    for name, value in measure(groups):
+        figures[name] = value
+        before = [f"{base[name]:,.2f}", f"{value / base[name]:.3f}"] if name in base else []
+        asked = f"{ASKED[name]:g}" if name in ASKED else ""
+        table.add_row(name, f"{value:,.2f}", asked, *before)
+        print(f"{name}: {value:,.2f}", file=sys.stderr)
+    console.print(table)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
