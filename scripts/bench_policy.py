@@ -76,18 +76,23 @@ def jobs_of(name: str) -> dict[str, VariantJob]:
     return jobs
 
 
-def judge(results: Mapping[str, Result]) -> dict[str, dict[str, float]]:
-    """Layout → speed relative to plain, and to the clairvoyant's."""
+def judge(results: Mapping[str, Result], before: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Layout → speed relative to plain decoding, and to the limit: the fastest of plain decoding, the clairvoyant, and
+    the clairvoyant of the revision compared with."""
     plain = results["plain"].tokens_per_s
-    return {
-        layout: {
-            "x_plain": results[layout].tokens_per_s / plain,
-            "of_clairvoyant": results[layout].tokens_per_s / max(plain, results[f"{layout} clairvoyant"].tokens_per_s),
+    judged = {}
+    for layout in (one for one in LAYOUTS if one in results):
+        known = before.get(layout, {}).get("limit_tokens_per_s", 0.0)
+        limit = max(plain, results[f"{layout} clairvoyant"].tokens_per_s, known)
+        speed = results[layout].tokens_per_s
+        judged[layout] = {
+            "tokens_per_s": speed,
+            "limit_tokens_per_s": limit,
+            "x_plain": speed / plain,
+            "of_clairvoyant": speed / limit,
             "acceptance_length": results[layout].metrics.acceptance_length,
         }
-        for layout in LAYOUTS
-        if layout in results
-    }
+    return judged
 
 
 def main() -> None:
@@ -105,10 +110,11 @@ def main() -> None:
             list(jobs.values()),
             on_progress=lambda shares: progress.update(sum(shares.values()), f"{len(shares)} runs"),
         )
-    judged = {
-        name: judge({what: found[job.name] for (one, what), job in jobs.items() if one == name}) for name in names
-    }
     base = json.loads(arguments.base.read_text()) if arguments.base else {}
+    judged = {}
+    for name in names:
+        results = {what: found[job.name] for (one, what), job in jobs.items() if one == name}
+        judged[name] = judge(results, base.get(name, {}))
     Console(width=120).print(table_of(judged, base))
     scores = [score for layouts in judged.values() for score in layouts.values()]
     of_limit, of_plain = [s["of_clairvoyant"] for s in scores], [s["x_plain"] for s in scores]
@@ -124,7 +130,7 @@ def table_of(judged: Mapping[str, Any], base: Mapping[str, Any]) -> Table:
     for name, layouts in judged.items():
         for layout, score in layouts.items():
             before = base.get(name, {}).get(layout)
-            change = [f"{score['x_plain'] / before['x_plain']:.3f}" if before else ""] if base else []
+            change = [f"{score['tokens_per_s'] / before['tokens_per_s']:.3f}" if before else ""] if base else []
             table.add_row(
                 name,
                 layout,
