@@ -37,7 +37,14 @@ EXPERIMENTS: Mapping[str, list[str]] = {
     ],
     "lending": [
         *("--config", "conf/simulation/qwen3_8b_8xh100.yaml", "--compare", "plain,fon"),
-        *("--sweep", "config.speculation.lend=false,true", "workload.requests=192", "workload.max_tokens=4096", *FAST),
+        *(
+            "--sweep",
+            "config.speculation.lend=false,true",
+            "workload.requests=192",
+            "workload.max_tokens=16384",
+            "workload.sigma=1.3",
+        ),
+        *("steps.load_s=2", *FAST),
     ],
     "python": [*PAIR, "--oracle", "--sweep", "python.verify_row_us=0,10,50,110"],
 }
