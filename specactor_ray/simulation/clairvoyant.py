@@ -1,4 +1,4 @@
-"""A policy that knows: the limit against which the product's own is judged.
+"""A policy that knows: what the product's own is judged by.
 
 It knows how likely each guess is to be right (all but the draw of the single position), what every step and every
 draft costs, and how long every output is. It cannot know more than that without knowing the tokens themselves. It runs
@@ -10,7 +10,7 @@ in the product's loops, with the product's messages and drafters; only the decis
 - how long a step waits: for as many further draft tokens as raise that quotient;
 - which request is handed out first, where all are there at once: the longest.
 
-Decisions are the best ones step by step, not over the whole rollout.
+Decisions are the best ones step by step, not over the whole rollout: a policy that knows less can be a little faster.
 """
 
 from __future__ import annotations
