@@ -394,14 +394,11 @@ class Dispatcher:
 
     def _journal_events(self, verifier_id: str, link: _Link, events: Sequence[ToRollout]) -> None:
         for event in events:
+            if isinstance(event, Progress):
+                self._journal_progress(verifier_id, link, event)
+                continue
             request_id = event.request_id
             if not self.journal.is_current(request_id, event.attempt):
-                continue
-            if isinstance(event, Progress) and self.journal.progress(event):
-                tokens, now = len(self.journal.entries[request_id].token_ids), self._clock.now()
-                self._progress_at[request_id] = link.progress_at = now
-                self._pace.progress(request_id, tokens, now)
-                self._quarantine.progress(request_id, tokens)
                 continue
             if isinstance(event, Finished) and (ended := self.journal.finish(event)) is not None:
                 self._forget(request_id)
@@ -411,9 +408,24 @@ class Dispatcher:
                 link.free_at = self._clock.now() + _REFUSED_S
                 why = f"verifier {verifier_id} refused: {event.reason}"
             else:
-                why = f"verifier {verifier_id} told of {request_id} with a gap"
-                self._notify(link.handle, "cancel", [(request_id, event.attempt)])
+                why = self._miss(verifier_id, link, request_id, event.attempt)
             self._reissue([request_id], why)
+
+    def _journal_progress(self, verifier_id: str, link: _Link, event: Progress) -> None:
+        gapped, now = self.journal.progress(event), self._clock.now()
+        link.progress_at = now
+        for request_id, attempt in event.requests:
+            if request_id in gapped:
+                self._reissue([request_id], self._miss(verifier_id, link, request_id, attempt))
+            elif self.journal.is_current(request_id, attempt):
+                tokens = len(self.journal.entries[request_id].token_ids)
+                self._progress_at[request_id] = now
+                self._pace.progress(request_id, tokens, now)
+                self._quarantine.progress(request_id, tokens)
+
+    def _miss(self, verifier_id: str, link: _Link, request_id: str, attempt: int) -> str:
+        self._notify(link.handle, "cancel", [(request_id, attempt)])
+        return f"verifier {verifier_id} told of {request_id} with a gap"
 
     def _reissue_stalled(self, now: float) -> None:
         """Requests that have begun and make no progress at a verifier that answers are handed out again."""

@@ -84,19 +84,27 @@ class Journal:
         entry = self.entries.get(request_id)
         return entry is not None and entry.owner is not None and entry.attempt == attempt
 
-    def progress(self, message: Progress) -> bool:
-        """Append committed tokens. False, and nothing changes, for a repeated or gapped message or an old attempt's."""
-        if not self.is_current(message.request_id, message.attempt):
-            return False
-        entry = self.entries[message.request_id]
-        if message.start != len(entry.token_ids):
-            return False
-        entry.token_ids.extend(message.token_ids)
-        entry.logprobs.extend(message.logprobs)
-        if message.margins is not None:
-            entry.margins = [*(entry.margins or ()), *message.margins]
-        self.committed_tokens += len(message.token_ids)
-        return True
+    def progress(self, message: Progress) -> list[str]:
+        """Append committed tokens. Nothing changes for what is repeated or another attempt's; returns the requests of
+        which tokens in between are missing."""
+        end, gapped = 0, []
+        tokens, logprobs = message.tokens.tolist(), message.logprobs.tolist()
+        margins = message.margins.tolist() if message.margins is not None else None
+        starts, lengths = message.starts.tolist(), message.lengths.tolist()
+        for (request_id, attempt), start, length in zip(message.requests, starts, lengths, strict=True):
+            begin, end = end, end + length
+            if not self.is_current(request_id, attempt):
+                continue
+            entry = self.entries[request_id]
+            if start != len(entry.token_ids):
+                gapped.append(request_id)
+                continue
+            entry.token_ids.extend(tokens[begin:end])
+            entry.logprobs.extend(logprobs[begin:end])
+            if margins is not None:
+                entry.margins = [*(entry.margins or ()), *margins[begin:end]]
+            self.committed_tokens += length
+        return gapped
 
     def finish(self, message: Finished) -> JournalEntry | None:
         """End a request. None when the message is another attempt's or repeated, or tokens before it are missing."""

@@ -12,8 +12,10 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+import numpy as np
 
 from specactor_ray.cluster.processes import ProcessFacts
 from specactor_ray.errors import (
@@ -24,7 +26,9 @@ from specactor_ray.errors import (
     RemoteError,
     SpecActorError,
 )
+from specactor_ray.messages import CommitBatch, DraftOpen, Features, TailBatch
 from specactor_ray.simulation.kernel import Kernel, Process, Task, VirtualClock
+from specactor_ray.targets.base import TargetRequest
 
 _CONCURRENCY = 8
 _DETECTION_S = (0.01, 1.0)
@@ -331,15 +335,18 @@ _MESSAGE_BYTES, _TOKEN_BYTES = 120, 4
 
 
 def payload_bytes(arguments: Sequence[Any]) -> int:
-    """About how many bytes the messages in the arguments of a call take, tokens and features of `deliver` counted."""
-    batches = (argument for argument in arguments if isinstance(argument, list))
-    return sum(_message_bytes(message) for batch in batches for message in batch)
+    """About how many bytes the messages in the arguments of a call take."""
+    return sum(map(_message_bytes, arguments))
 
 
 def _message_bytes(message: Any) -> int:
-    tokens = len(getattr(message, "token_ids", ())) + len(getattr(message, "prompt_token_ids", ()))
-    states = sum(getattr(one.states, "nbytes", 0) for one in getattr(message, "features", ()))
-    return _MESSAGE_BYTES + _TOKEN_BYTES * tokens + states
+    if isinstance(message, list | tuple):
+        return sum(map(_message_bytes, message))
+    if isinstance(message, np.ndarray):
+        return _MESSAGE_BYTES + message.nbytes
+    if isinstance(message, CommitBatch | TailBatch | DraftOpen | Features | TargetRequest):
+        return _MESSAGE_BYTES + sum(_message_bytes(getattr(message, one.name)) for one in fields(message))
+    return _TOKEN_BYTES
 
 
 def facts_of(actor: VirtualActor) -> ProcessFacts:

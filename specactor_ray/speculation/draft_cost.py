@@ -29,7 +29,7 @@ class DraftCost:
         if requests < 1 or tokens < 1 or not 0.0 < seconds < float("inf"):
             return
         self._recent.append(seconds * requests / tokens)
-        self._median = median(self._recent)
+        self._median = sorted(self._recent)[len(self._recent) // 4]
 
     @property
     def token_s(self) -> float:

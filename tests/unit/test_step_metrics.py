@@ -6,6 +6,7 @@ import random
 import threading
 
 from specactor_ray.loops.step_metrics import KEPT_VERSIONS, StepMetrics
+
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.targets.base import StepResult
 

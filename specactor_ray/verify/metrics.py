@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from specactor_ray.targets.base import StepResult
 
 _RECENT_STEPS = 2048
@@ -90,16 +92,17 @@ class StepMetrics(StepCounters):
         self.protocol_s += protocol
         self._recent_protocol.append(protocol)
 
-    def record_row(self, committed: int, supplied: int, drafted: int, accepted: int, depth: int) -> None:
-        """One row committed `committed` tokens; `supplied` draft tokens were there in a row, `drafted` were verified,
-        at most `depth` of them in a row (fewer than `drafted` in a tree)."""
-        self.row_steps += 1
-        self.committed_tokens += committed
-        self.supplied_tokens += supplied
-        self.supplied_row_steps += supplied > 0
-        self.drafted_tokens += drafted
-        self.accepted_tokens += accepted
-        self.count_positions([1] * depth, [1] * accepted)
+    def record_rows(
+        self, committed: np.ndarray, supplied: np.ndarray, drafted: np.ndarray, accepted: np.ndarray
+    ) -> None:
+        """What one step did, by row: tokens committed, draft tokens that were there, that were verified, and right."""
+        self.row_steps += len(committed)
+        self.committed_tokens += int(committed.sum())
+        self.supplied_tokens += int(supplied.sum())
+        self.supplied_row_steps += int(np.count_nonzero(supplied))
+        self.drafted_tokens += int(drafted.sum())
+        self.accepted_tokens += int(accepted.sum())
+        self.count_positions(_at_least(drafted), _at_least(accepted))
 
     def to_dict(self) -> dict[str, Any]:
         """All counters as plain data. May be called from any thread while the loop goes on counting."""
@@ -116,3 +119,9 @@ class StepMetrics(StepCounters):
         positions = {"drafted_by_position": self.drafted_by_position[: len(accepted)], "accepted_by_position": accepted}
         tables = {"by_drafter": pairs, "by_version": versions}
         return {**numbers, **positions, **tables, "protocol_median_s": median(recent) if recent else 0.0}
+
+
+def _at_least(lengths: np.ndarray) -> list[int]:
+    """How many of the lengths reach 1, 2, ..."""
+    reached: list[int] = np.cumsum(np.bincount(lengths)[::-1])[::-1][1:].tolist()
+    return reached
