@@ -103,14 +103,19 @@ def main() -> None:
     arguments = parser.parse_args()
     names = arguments.names or list(SITUATIONS)
     if unknown := [name for name in names if name not in SITUATIONS]:
-        sys.exit(f"{unknown[0]}: no such situation; there are {', '.join(SITUATIONS)}")
+        parser.error(f"{unknown[0]}: no such situation; there are {', '.join(SITUATIONS)}")
+    if arguments.json and arguments.json.exists():
+        parser.error(f"--json: {arguments.json} exists and is never overwritten; name another file")
+    try:
+        base = json.loads(arguments.base.read_text()) if arguments.base else {}
+    except (OSError, ValueError) as error:
+        parser.error(f"--base: {arguments.base} cannot be read ({error}); name a file that --json wrote")
     jobs = {(name, what): job for name in names for what, job in jobs_of(name).items()}
     with PhaseProgress(make_console(sys.stderr), "simulating", len(jobs)) as progress:
         found = run_jobs(
             list(jobs.values()),
             on_progress=lambda shares: progress.update(sum(shares.values()), f"{len(shares)} runs"),
         )
-    base = json.loads(arguments.base.read_text()) if arguments.base else {}
     judged = {}
     for name in names:
         results = {what: found[job.name] for (one, what), job in jobs.items() if one == name}

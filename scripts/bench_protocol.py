@@ -406,7 +406,7 @@ def measure_base(revision: str, groups: Sequence[str]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", choices=[[], *GROUPS], help="default: all")
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"{', '.join(GROUPS)}; default: all")
     parser.add_argument("--base", metavar="REVISION", help="also run this revision's copy, and print ratios")
     parser.add_argument("--json", metavar="FILE", help="write one object with all figures")
     parser.add_argument("--journal", action="store_true", help=argparse.SUPPRESS)
@@ -416,6 +416,13 @@ def main() -> None:
         return
     logging.getLogger("specactor_ray").setLevel(logging.ERROR)
     groups = arguments.groups or list(GROUPS)
+    if unknown := [group for group in groups if group not in GROUPS]:
+        parser.error(f"{unknown[0]}: no such group; there are {', '.join(GROUPS)}")
+    if arguments.json and Path(arguments.json).exists():
+        parser.error(f"--json: {arguments.json} exists and is never overwritten; name another file")
+    verify = ["git", "rev-parse", "-q", "--verify", f"{arguments.base}^{{commit}}"]
+    if arguments.base and subprocess.run(verify, check=False, cwd=ROOT, capture_output=True).returncode:
+        parser.error(f"--base: {arguments.base} is no revision of this repository; name a commit")
     base = measure_base(arguments.base, groups) if arguments.base else {}
     table = Table("figure", "now", "asked", *(["base", "x"] if base else []))
     console, figures = Console(), {}

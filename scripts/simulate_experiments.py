@@ -1,10 +1,11 @@
-"""Run the experiments of docs/simulation.md: their plots go to docs/figures, their tables to the terminal.
+"""Run the experiments of docs/simulation.md: tables go to the terminal, plots replace those in docs/figures.
 
 python scripts/simulate_experiments.py [NAME ...]        # all, or some; half an hour on two cores
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -19,7 +20,6 @@ FIGURES = ROOT / "docs" / "figures"
 FAST = ["python.verify_row_us=10", "python.plain_row_us=5", "python.draft_row_us=5"]
 PAIR = ["--config", "conf/simulation/qwen32b_5xh100.yaml"]
 WHOLE = ["--config", "conf/simulation/qwen32b_256xh100.yaml"]
-SMALL = ["workload.requests=192", "workload.median_tokens=500", "workload.max_tokens=2048", "machines.nodes=4"]
 
 EXPERIMENTS: Mapping[str, list[str]] = {
     "paper": [*WHOLE, "--oracle", *FAST],
@@ -32,21 +32,30 @@ EXPERIMENTS: Mapping[str, list[str]] = {
     "speed": [*PAIR, "--oracle", "--compare", "plain,decoupled", "--sweep", "machines.slowness.1=0.5,1,2,4,8"],
     "acceptance": [*PAIR, "--oracle", "--sweep", "skills.0.mean=0.2,0.4,0.6,0.7,0.8,0.9"],
     "drafters": [
-        *(*WHOLE, "--oracle", "--compare", "plain,decoupled", "--sweep", "config.drafters.0.replicas=1,2,4,8"),
-        *(*SMALL, *FAST),
+        *(*PAIR, "--oracle", "--compare", "plain,decoupled", "--sweep", "config.drafters.0.replicas=1,2,4,8"),
+        *("config.target.replicas=3", "machines.nodes=6", "workload.requests=384"),
     ],
     "lending": [
         *("--config", "conf/simulation/qwen3_8b_8xh100.yaml", "--compare", "plain,fon"),
-        *("--sweep", "config.speculation.lend=false,true", "workload.requests=192", "workload.max_tokens=4096", *FAST),
+        *(
+            "--sweep",
+            "config.speculation.lend=false,true",
+            "workload.requests=192",
+            "workload.max_tokens=16384",
+            "workload.sigma=1.3",
+        ),
+        *("steps.load_s=2", *FAST),
     ],
     "python": [*PAIR, "--oracle", "--sweep", "python.verify_row_us=0,10,50,110"],
 }
 
 
 def main() -> None:
-    names = sys.argv[1:] or list(EXPERIMENTS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(EXPERIMENTS))
+    names = parser.parse_args().names or list(EXPERIMENTS)
     if unknown := [name for name in names if name not in EXPERIMENTS]:
-        sys.exit(f"{unknown[0]}: no such experiment; there are {', '.join(EXPERIMENTS)}")
+        parser.error(f"{unknown[0]}: no such experiment; there are {', '.join(EXPERIMENTS)}")
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "out"

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specactor_ray.errors import InputError
+from specactor_ray.signals import sigterm_interrupts
 
 if TYPE_CHECKING:
     from specactor_ray.simulation.fault_run import FaultScenario
 
-EXIT_FAILED = 1
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
 
 def parse_scenario(
@@ -72,14 +73,19 @@ def run_faults(faults: int, seed: int, requests: int, processes: int | None, out
     from specactor_ray.simulation.campaign import Campaign, replay_line, run_campaign, shrink
     from specactor_ray.simulation.run import silence
 
-    console = make_console()
-    with PhaseProgress(make_console(sys.stderr), "faults", faults) as progress:
+    console, campaign, interrupted = make_console(), Campaign(seed), False
+    with sigterm_interrupts(), PhaseProgress(make_console(sys.stderr), "faults", faults) as progress:
 
-        def show(campaign: Campaign) -> None:
-            figures = f"{campaign.num_faults:,} faults, {campaign.runs} runs, {len(campaign.violations)} failed"
-            progress.update(campaign.num_faults, figures)
+        def show(now: Campaign) -> None:
+            nonlocal campaign
+            campaign = now
+            figures = f"{now.num_faults:,} faults, {now.runs} runs, {len(now.violations)} failed"
+            progress.update(now.num_faults, figures)
 
-        campaign = run_campaign(faults, seed, requests, processes, show)
+        try:
+            run_campaign(faults, seed, requests, processes, show)
+        except KeyboardInterrupt:
+            interrupted = True
         seconds = progress.seconds
     silence()  # of what is shrunk, too
     console.print(faults_table(campaign.faults))
@@ -88,11 +94,9 @@ def run_faults(faults: int, seed: int, requests: int, processes: int | None, out
     say(console, f"training resumed {campaign.restarts}x; {campaign.gave_up} rollouts gave up, as they may")
     say(console, f"{campaign.events:,} events, {campaign.virtual_s:,.0f} virtual seconds in {seconds:.0f} s")
     lines = []
-    for report in campaign.violations:
-        say(
-            console,
-            f"seed {report.scenario.seed} FAILED: {'; '.join(report.violations[:3])}; looking for a smaller run",
-        )
+    for report in campaign.violations if not interrupted else ():
+        found = "; ".join(report.violations[:3])
+        say(console, f"seed {report.scenario.seed} FAILED: {found}; looking for a smaller run")
         lines.append(replay_line(shrink(report.scenario)))
         say(console, f"  repeat it with: {lines[-1]}")
     if output is not None:
@@ -104,8 +108,13 @@ def run_faults(faults: int, seed: int, requests: int, processes: int | None, out
             "seconds": seconds,
             "failures": failures,
             "replay": lines,
+            "status": "interrupted" if interrupted else "complete",
         }
         output.write_text(json.dumps(report_data, indent=2) + "\n", encoding="utf-8")
+    if interrupted:
+        seeds = ", ".join(str(report.scenario.seed) for report in campaign.violations)
+        say(console, f"interrupted; {f'seeds that failed: {seeds}' if seeds else 'nothing was found'}")
+        raise typer.Exit(EXIT_INTERRUPTED)
     raise typer.Exit(EXIT_FAILED if campaign.violations else 0)
 
 

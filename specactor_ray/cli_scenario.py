@@ -59,6 +59,7 @@ def run_scenario(options: ScenarioOptions) -> None:
             build_report,
             build_sweep_report,
             choose_variants,
+            flattened,
             parse_sweep,
         )
         from specactor_ray.simulation.kernel import SimulationError
@@ -67,6 +68,8 @@ def run_scenario(options: ScenarioOptions) -> None:
     sweep = parse_sweep(options.sweep) if options.sweep is not None else None
     first = [f"{sweep.key}={sweep.values[0]}"] if sweep is not None else []
     chosen = choose_variants(options.config, [*options.overrides, *first], names, options.oracle)
+    for line in flattened(options.config, options.overrides, sweep, chosen):
+        say(make_console(sys.stderr), f"note: {line}")
     made = make_output(options.output) if options.output is not None else []
     found: list[Compared] = []
     try:
@@ -87,7 +90,8 @@ def run_scenario(options: ScenarioOptions) -> None:
     else:
         report = build_sweep_report(sweep, options.config, options.overrides, chosen, found, options.oracle)
         _show_sweep(report, len(sweep.values), console)
-    _write(options, report, found[0].results if sweep is None else (), console)
+    with signals_deferred():
+        _write(options, report, found[0].results if sweep is None else (), console)
     raise typer.Exit(EXIT_INTERRUPTED if report["status"] == "interrupted" else 0)
 
 
@@ -151,6 +155,7 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
 
     if report["description"]:
         say(console, report["description"])
+    say(console, report["workload"])
     console.print(scenario_speed_table(report))
     console.print(scenario_work_table(report))
     if report["part"] > 1:

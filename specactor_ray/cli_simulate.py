@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,17 +13,19 @@ from specactor_ray.cli_scenario import ScenarioOptions, run_scenario
 from specactor_ray.cli_validate import run_validation
 from specactor_ray.errors import InputError
 
-_OF_FAULTS = {
-    "--faults": "leave it out; scenarios have no faults",
+_OPTIONS: Mapping[str, Sequence[str]] = {
+    "--published": (),
+    "--validate": ("--config", "--batch", "--json"),
+    "--config": ("--compare", "--oracle", "--sweep", "--output", "--processes", "--json"),
+    "--replay": ("--requests", "--count", "--interval", "--kinds", "--layout", "--training", "--trace"),
+    "--faults": ("--seed", "--requests", "--processes", "--json"),
+}
+"""The jobs of this command, the first that is asked for, and the options of each; without any it is `--faults`."""
+_INSTEAD = {
     "--seed": "write seed=N after the options",
     "--requests": "write workload.requests=N after the options",
-    **dict.fromkeys(
-        ("--replay", "--count", "--interval", "--kinds", "--layout", "--training", "--trace"),
-        "leave it out; it repeats a run with faults",
-    ),
 }
-"""Options that do not go with --config, and what to do instead."""
-_OF_SCENARIOS = ("--compare", "--oracle", "--sweep", "--output")
+"""What to do in place of an option that does not go with --config."""
 
 
 def simulate(
@@ -33,13 +35,13 @@ def simulate(
         typer.Argument(metavar="KEY=VALUE", help="--config: overrides, as in seed=1.", show_default=False),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="FaultScenario whose speed to predict.", show_default=False)
+        Path | None, typer.Option("--config", "-c", help="Scenario whose speed to predict.", show_default=False)
     ] = None,
     compare: Annotated[
         str | None, typer.Option(help="--config: variants, as in plain,decoupled. Default: all.", show_default=False)
     ] = None,
     oracle: Annotated[
-        bool, typer.Option("--oracle", help="--config: add a clairvoyant's decisions, the limit for all.")
+        bool, typer.Option("--oracle", help="--config: add a clairvoyant's decisions, the best ones step by step.")
     ] = False,
     sweep: Annotated[
         str | None,
@@ -52,8 +54,10 @@ def simulate(
         typer.Option("--output", help="--config: folder for the report, plots and traces; never overwritten."),
     ] = None,
     faults: Annotated[int, typer.Option(help="Faults to inflict, over as many runs as that takes.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Of the runs: the same seed, the same runs.")] = 0,
-    requests: Annotated[int, typer.Option(help="Requests of each stream, or of a step of training.")] = 64,
+    seed: Annotated[int, typer.Option(help="--faults: of the runs; the same seed, the same runs.")] = 0,
+    requests: Annotated[
+        int, typer.Option(help="--faults, --replay: requests of each stream, or of a step of training.")
+    ] = 64,
     processes: Annotated[
         int | None, typer.Option(help="Processes to run in. Default: one per core.", show_default=False)
     ] = None,
@@ -93,17 +97,16 @@ def simulate(
     innocent request may have failed, and nothing may be left over. A run that fails is shrunk and printed as a command
     that repeats it. Exit code 1 if any failed.
     """
+    given = given_options(context)
+    refuse_misplaced(given, overrides or ())
+    refuse_below({"--faults": faults, "--requests": requests, "--processes": processes, "--count": count}, 1)
+    refuse_below({"--seed": seed, "--replay": replay}, 0)
+    _refuse_output(output)
     if published:
         _show_published()
-        return
-    if validate:
-        _refuse_output(output)
+    elif validate:
         run_validation(config, overrides or (), batch, output)
-        return
-    refuse_misplaced(given_options(context), scenario=config is not None, overrides=overrides or ())
-    refuse_below_one({"--faults": faults, "--requests": requests, "--processes": processes, "--count": count})
-    _refuse_output(output)
-    if config is not None:
+    elif config is not None:
         run_scenario(ScenarioOptions(config, overrides or (), compare, oracle, sweep, folder, output, processes))
     elif replay is None:
         run_faults(faults, seed, requests, processes, output)
@@ -121,21 +124,24 @@ def given_options(context: typer.Context) -> list[str]:
     ]
 
 
-def refuse_misplaced(given: Sequence[str], *, scenario: bool, overrides: Sequence[str]) -> None:
-    """Refuse options of the other job of this command.
+def refuse_misplaced(given: Sequence[str], overrides: Sequence[str]) -> None:
+    """Refuse options of another job than the one that is asked for.
 
     Raises:
-        InputError: An option goes only with, or only without, --config.
+        InputError: An option, or an override, goes with another job of this command.
     """
-    if scenario:
-        for option in given:
-            if option in _OF_FAULTS:
-                raise InputError(f"{option}: does not go with --config; {_OF_FAULTS[option]}")
-        return
+    job = next((name for name in _OPTIONS if name in given), "--faults")
     for option in given:
-        if option in _OF_SCENARIOS:
+        if option == job or option in _OPTIONS[job]:
+            continue
+        homes = [name for name, options in _OPTIONS.items() if option in options]
+        if job == "--faults" and "--config" in homes:
             raise InputError(f"{option}: needs a scenario; add --config FILE")
-    if overrides:
+        if job == "--faults" and homes:
+            raise InputError(f"{option}: needs {homes[0]}; add it, or leave {option} out")
+        hint = _INSTEAD.get(option, "leave it out") if job == "--config" else "leave it out"
+        raise InputError(f"{option}: does not go with {job}; {hint}")
+    if overrides and job not in ("--validate", "--config"):
         raise InputError(f"{overrides[0]}: overrides are of a scenario; add --config FILE")
 
 
@@ -146,11 +152,11 @@ def _refuse_output(output: Path | None) -> None:
         raise InputError(f"--json: there is no folder {output.parent}; make it first")
 
 
-def refuse_below_one(numbers: dict[str, int | None]) -> None:
-    """Raises InputError for a number below 1; None is none."""
+def refuse_below(numbers: Mapping[str, int | None], least: int) -> None:
+    """Raises InputError for a number below `least`; None is none."""
     for option, number in numbers.items():
-        if number is not None and number < 1:
-            raise InputError(f"{option}: {number} is too small; use 1 or more")
+        if number is not None and number < least:
+            raise InputError(f"{option}: {number} is too small; use {least} or more")
 
 
 def _show_published() -> None:

@@ -89,8 +89,7 @@ def compare_along(
         path: The scenario's file.
         overrides: `KEY=VALUE` items that hold for all variants.
         names: Variants to simulate; default: all of the scenario.
-        oracle: Add a result named `oracle`: the fastest variant under a clairvoyant's decisions (`clairvoyant.py`), the
-            limit for all of them.
+        oracle: Add a result named `oracle`: the fastest variant under a clairvoyant's decisions (`clairvoyant.py`).
         processes: See `run_jobs`.
         on_progress: Called with what runs → share of it that is done.
 
@@ -141,6 +140,31 @@ def choose_variants(
     for name in chosen:
         variant_of(path, overrides, name)
     return chosen
+
+
+def flattened(path: Path, overrides: Sequence[str], sweep: Sweep | None, names: Sequence[str]) -> list[str]:
+    """Overrides, and keys that are swept, that replace what tells a variant from the others; a line for each."""
+    variants = load_scenario(path).variants
+    keys = [item.partition("=")[0] for item in overrides] + ([sweep.key] if sweep is not None else [])
+    lines = []
+    for key in dict.fromkeys(keys):
+        for name in names:
+            for item in variants.get(name) or ():
+                own = item.partition("=")[0]
+                if own == key or own.startswith(f"{key}."):
+                    lines.append(f"{key} is the same in all variants now; {name} would have {item}")
+    return lines
+
+
+def describe(scenario: ScenarioConfig) -> str:
+    """The requests of a scenario, in a line."""
+    workload = scenario.workload
+    if workload.trajectories is not None:
+        return f"requests recorded in {workload.trajectories} (other keys of the workload do not apply to them)"
+    groups = f"in groups of {workload.group}, " if workload.group > 1 else ""
+    arrival = "more always waiting" if workload.arrival is Arrival.continuous else "all at once"
+    lengths = f"outputs of {workload.median_tokens:,} tokens (median), at most {workload.max_tokens:,}"
+    return f"{workload.requests:,} requests, {groups}{arrival}; {lengths}"
 
 
 def simulate_variant(
@@ -219,6 +243,7 @@ def build_report(
         "scenario": str(path),
         "overrides": list(overrides),
         "description": scenario.description,
+        "workload": describe(scenario),
         "seed": scenario.seed,
         "part": scenario.part,
         "status": "complete" if len(results) == len(names) + oracle else "interrupted",

@@ -147,11 +147,26 @@ class TimedProposer:
 
     def __init__(self, inner: Proposer, clock: VirtualClock, world: World, name: str) -> None:
         self.method, self.vocab_size, self.weight_version = inner.method, inner.vocab_size, inner.weight_version
-        self.open, self.commit, self.tail = inner.open, inner.commit, inner.tail
-        self.pending, self.close, self.load_weights = inner.pending, inner.close, inner.load_weights
+        self.commit, self.tail, self.pending, self.load_weights = (
+            inner.commit,
+            inner.tail,
+            inner.pending,
+            inner.load_weights,
+        )
         self.forget_history = getattr(inner, "forget_history", lambda: None)
         self._inner, self._clock, self._world, self._name = inner, clock, world, name
+        self._open: dict[str, None] = {}
         self._time = world.draft_time(inner.method)
+
+    def open(self, request_id: str, *arguments: Any) -> None:
+        self._inner.open(request_id, *arguments)
+        self._open[request_id] = None
+        self._world.record.streams(self._name, len(self._open), 0)  # lookups keep no cache
+
+    def close(self, request_id: str, finished: bool = True) -> None:
+        self._inner.close(request_id, finished)
+        self._open.pop(request_id, None)
+        self._world.record.streams(self._name, len(self._open), 0)
 
     def extend(self) -> list[str]:
         clock, world = self._clock, self._world

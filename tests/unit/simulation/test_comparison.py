@@ -362,9 +362,20 @@ class TestCommand:
         assert isinstance(done.exception, SystemExit)
         assert "error: variant coupled: " in done.stderr
 
+    def test_overrides_that_make_variants_alike_are_told(self, scenario: Path) -> None:
+        arguments = ["--compare", "plain,coupled", "config.mode=plain", "workload.requests=2"]
+        done = CliRunner().invoke(app, ["simulate", "--config", str(scenario), *arguments])
+        assert done.exit_code == 0, done.output
+        assert (
+            "note: config.mode is the same in all variants now; coupled would have config.mode=coupled" in done.stderr
+        )
+        assert "workload.requests is the same" not in done.stderr
+        assert "2 requests, " in done.stdout
+
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [
+            (["--batch", "1,4"], "--batch: does not go with --config; leave it out"),
             (["--faults", "10"], "--faults: does not go with --config; leave it out"),
             (["--seed", "1"], "--seed: does not go with --config; write seed=N"),
             (["--requests", "4"], "--requests: does not go with --config; write workload.requests=N"),

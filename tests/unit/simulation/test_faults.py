@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -161,11 +162,36 @@ def test_a_failing_scenario_is_shrunk_and_its_line_repeats_it(monkeypatch: pytes
         (["--replay", "1", "--training"], "--training: needs --kinds"),
         (["--json", "no/such/folder/x.json"], "--json: there is no folder no/such/folder"),
         (["--replay", "1", "--interval", "0"], "--interval: 0.0 is not a time"),
+        (["--replay", "-3"], "--replay: -3 is too small; use 0 or more"),
+        (["--seed", "-4"], "--seed: -4 is too small; use 0 or more"),
+        (["--replay", "5", "--json", "x.json"], "--json: does not go with --replay; leave it out"),
+        (["--replay", "3", "--faults", "6"], "--faults: does not go with --replay"),
+        (["--kinds", "poison"], "--kinds: needs --replay; add it, or leave --kinds out"),
+        (["--batch", "1,4"], "--batch: needs --validate"),
+        (["--validate", "--faults", "3"], "--faults: does not go with --validate"),
+        (["--validate", "--oracle"], "--oracle: does not go with --validate"),
+        (["--published", "--json", "x.json"], "--json: does not go with --published"),
+        (["--published", "seed=3"], "seed=3: overrides are of a scenario"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], expected: str) -> None:
     done = CliRunner().invoke(app, ["simulate", *arguments])
     assert expected in str(done.exception)
+
+
+def test_an_interruption_shows_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(scenario: FaultScenario) -> Any:
+        if scenario.seed > 1:
+            raise KeyboardInterrupt
+        return simulate(scenario)
+
+    monkeypatch.setattr("specactor_ray.simulation.campaign.simulate", interrupted)
+    report = tmp_path / "report.json"
+    arguments = ["--faults", "5000", "--requests", "8", "--processes", "1", "--json", str(report)]
+    done = CliRunner().invoke(app, ["simulate", *arguments])
+    assert done.exit_code == 130, done.output
+    assert "2 runs, " in done.stdout and "interrupted; nothing was found" in done.stdout
+    assert json.loads(report.read_text())["status"] == "interrupted"
 
 
 def test_every_kind_can_strike() -> None:
