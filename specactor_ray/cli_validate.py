@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specactor_ray.cli_options import parse_numbers
+from specactor_ray.errors import ConfigError
 
 if TYPE_CHECKING:
     from specactor_ray.config.schema import Config
 
 EXIT_INTERRUPTED = 130
+_OF_SCENARIOS = ("description", "hardware", "machines", "workload")
 DEFAULTS: Mapping[str, Any] = {
     "target": {"cores": 1, "max_model_len": 1024, "kv_cache_gb": 1.0},
     "drafters": [{"method": "ngram"}],
@@ -77,7 +79,15 @@ def _load(config: Path | None, overrides: Sequence[str]) -> Config:
     from specactor_ray.observability.environment import hardware
 
     if config is not None:
-        return load_config(config, overrides)
+        try:
+            return load_config(config, overrides)
+        except ConfigError as error:
+            if error.key not in _OF_SCENARIOS:
+                raise
+            problem = "is a scenario; --validate takes the configuration of a run."
+            raise ConfigError(
+                str(config), problem, "leave --config out, or name one such as conf/local_cpu.yaml."
+            ) from None
     dtype = "bfloat16" if "avx512_bf16" in hardware()["vector"] else "float32"
     return from_mapping({**DEFAULTS, "target": {**DEFAULTS["target"], "dtype": dtype}}, overrides)
 

@@ -64,13 +64,19 @@ def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
     return config
 
 
-def load_as(schema: type[S], source: Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> S:
+def load_as(
+    schema: type[S],
+    source: Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    example: str = "conf/local_cpu.yaml",
+) -> S:
     """Like `load_config`, for another schema: a dataclass of such sections. Relations between keys are not checked.
+    `example` is a file that errors point to.
 
     Raises:
         ConfigError: As for `load_config`.
     """
-    settings = _read_yaml(source) if isinstance(source, Path) else source
+    settings = _read_yaml(source, example) if isinstance(source, Path) else source
     return _convert(_checked_tree(settings, overrides, schema), schema)
 
 
@@ -116,7 +122,7 @@ def save_config(config: Config, path: str | Path) -> None:
         raise
 
 
-def _read_yaml(path: Path) -> Tree:
+def _read_yaml(path: Path, example: str = "conf/local_cpu.yaml") -> Tree:
     where = str(path)
     try:
         container: Any = OmegaConf.load(path)
@@ -135,7 +141,7 @@ def _read_yaml(path: Path) -> Tree:
             raise ConfigError(where, f"cannot be read: {error.strerror}.") from None
         container = None  # OmegaConf's word for a file that holds a single number
     if not OmegaConf.is_dict(container):
-        raise ConfigError(where, "the file holds no `key: value` pairs.", "see conf/local_cpu.yaml for an example.")
+        raise ConfigError(where, "the file holds no `key: value` pairs.", f"see {example} for an example.")
     return _to_tree(container)
 
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from specactor_ray.config.schema import HISTORY_METHODS, DrafterConfig, ModeName
 from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.hardware import Hardware, ProfiledHardware, RooflineHardware, load_hardware
-from specactor_ray.simulation.hardware_files import find_model
+from specactor_ray.simulation.hardware_files import find_model, load_models
 from specactor_ray.simulation.roofline import StepCost
 from specactor_ray.simulation.scenario import ScenarioConfig
 from specactor_ray.simulation.world import DraftTime, LinearTime, Times, World
@@ -31,6 +31,8 @@ def build_world(scenario: ScenarioConfig) -> World:
     hardware, target = load_hardware(scenario.hardware), scenario.config.target
     world = _timed_world(scenario, hardware)
     if isinstance(hardware, ProfiledHardware):
+        known = load_models().get(target.model.lower())
+        world.vocab_size = known.vocabulary if known is not None else None
         return world
     devices = target.gpus or target.cores
     world.vocab_size = find_model(target.model).vocabulary

@@ -13,8 +13,10 @@ from typing import Any
 
 from specactor_ray.config.load import load_as
 from specactor_ray.config.schema import HISTORY_METHODS, Config, ModeName
-from specactor_ray.config.validate import validate
+from specactor_ray.config.validate import DRAFT_METHODS, validate
 from specactor_ray.errors import ConfigError
+
+_MOST, _MOST_SIGMA = 1e9, 10.0
 
 
 class Arrival(str, Enum):
@@ -157,15 +159,28 @@ class ScenarioConfig:
     """Name → overrides of the scenario, such as [config.mode=plain, config.target.replicas=2]: what is compared."""
 
 
+_RUN = "the configuration of a run; name a scenario, which holds one as `config`"
+
+
 def load_scenario(path: Path, overrides: Sequence[str] = ()) -> ScenarioConfig:
     """Read a scenario and check it.
 
     Raises:
         ConfigError: A file cannot be read, or a key is wrong.
     """
-    scenario = load_as(ScenarioConfig, path, overrides)
+    scenario = _load(path, overrides)
     _check(scenario)
     return scenario
+
+
+def _load(path: Path, overrides: Sequence[str]) -> ScenarioConfig:
+    try:
+        return load_as(ScenarioConfig, path, overrides, example="conf/simulation/two_cores.yaml")
+    except ConfigError as error:
+        if error.key in ("kind", "mode", "target"):  # of another kind of file
+            kind = "a hardware file; name a scenario, which names it as `hardware`" if error.key == "kind" else _RUN
+            raise ConfigError(str(path), f"is {kind}.", "see conf/simulation/two_cores.yaml for an example.") from None
+        raise
 
 
 def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfig:
@@ -179,7 +194,7 @@ def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfi
     Raises:
         ConfigError: There is no such variant, or its overrides do not fit.
     """
-    variants = load_as(ScenarioConfig, path, overrides).variants
+    variants = _load(path, overrides).variants
     if name not in variants:
         have = ", ".join(variants) or "none"
         raise ConfigError("--compare", f"the scenario has no variant {name!r}.", f"use some of: {have}.")
@@ -191,26 +206,52 @@ def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfi
 
 def _check(scenario: ScenarioConfig) -> None:
     for key, value, least in _ranges(scenario):
-        if not least <= value < float("inf"):
-            raise ConfigError(key, f"{value} is out of range.", f"use {least:g} or more.")
+        if not least <= value <= _MOST:
+            fix = f"use at most {_MOST:g}." if value > _MOST else f"use {least:g} or more."
+            raise ConfigError(key, f"{value} is out of range.", fix)
+    if scenario.workload.sigma > _MOST_SIGMA:
+        raise ConfigError("workload.sigma", f"{scenario.workload.sigma} is out of range.", f"use 0 to {_MOST_SIGMA:g}.")
     for key, share in (("correlation", scenario.correlation), ("network.jitter", scenario.network.jitter)):
         if not 0.0 <= share <= 1.0:
             raise ConfigError(key, f"{share} is out of range.", "use 0 to 1.")
     if not 0.0 < scenario.cache_share <= 1.0:
         raise ConfigError("cache_share", f"{scenario.cache_share} is out of range.", "use more than 0, at most 1.")
     for index, factor in enumerate(scenario.machines.slowness):
-        if not 0.0 < factor < float("inf"):
+        if not 0.0 < factor <= _MOST:
             raise ConfigError(f"machines.slowness.{index}", f"{factor} is out of range.", "use more than 0.")
+    if len(scenario.machines.slowness) > scenario.machines.nodes:
+        problem = f"{len(scenario.machines.slowness)} factors for {scenario.machines.nodes} nodes."
+        raise ConfigError("machines.slowness", problem, "give one for each node, or raise machines.nodes.")
     _check_skills(scenario)
     try:
         validate(scenario.config)
     except ConfigError as error:
         raise ConfigError(f"config.{error.key}", error.problem, error.fix) from None
+    _check_room(scenario)
+
+
+def _check_room(scenario: ScenarioConfig) -> None:
+    """Refuse a layout that the machines have no room for."""
+    target, machines = scenario.config.target, scenario.machines
+    drafters = scenario.config.drafters if scenario.config.mode is ModeName.decoupled else []
+    needed = {
+        "gpus": target.gpus * target.replicas + sum(one.gpus * one.replicas for one in drafters),
+        "cpus": 0.0 if target.gpus else float(target.cores * target.replicas),
+    }
+    for name, count in needed.items():
+        have = getattr(machines, name) * machines.nodes
+        if count > have:
+            problem = (
+                f"{machines.nodes} x {getattr(machines, name):g} {name} are there, and the layout needs {count:g}."
+            )
+            raise ConfigError(
+                f"machines.{name}", problem, "raise it or machines.nodes, or lower config.target.replicas."
+            )
 
 
 def _ranges(scenario: ScenarioConfig) -> Iterator[tuple[str, float, float]]:
     sections: dict[str, tuple[Any, dict[str, float]]] = {
-        "": (scenario, {"part": 1}),
+        "": (scenario, {"part": 1, "seed": 0}),
         "workload.": (
             scenario.workload,
             {"requests": 1, "group": 1, "prompt_tokens": 1, "median_tokens": 1, "sigma": 0, "max_tokens": 1},
@@ -238,6 +279,11 @@ def _check_skills(scenario: ScenarioConfig) -> None:
         for name in ("spread", "burst"):
             if not 0.0 <= getattr(skill, name) <= 10.0:
                 raise ConfigError(f"skills.{index}.{name}", f"{getattr(skill, name)} is out of range.", "use 0 to 10.")
+    used = {drafter.method for drafter in scenario.config.drafters}
+    for index, skill in enumerate(scenario.skills):
+        if skill.method not in DRAFT_METHODS and skill.method not in used:
+            problem = f"{skill.method!r} is no draft method."
+            raise ConfigError(f"skills.{index}.method", problem, f"use one of {', '.join(DRAFT_METHODS)}.")
     known = {skill.method for skill in scenario.skills}
     if len(known) < len(scenario.skills):
         raise ConfigError("skills", "a method is named twice.", "keep one element per method.")

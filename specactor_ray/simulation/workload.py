@@ -36,6 +36,10 @@ class RecordedRequest:
     """Draft method → share of its draft tokens that were right, of those before which all were."""
 
 
+_FIX = "; name a trajectories.jsonl that a run wrote"
+_MOST_TOKEN = 1 << 31
+
+
 @dataclass(frozen=True)
 class Recording:
     """The requests of a file."""
@@ -65,23 +69,38 @@ def load_recording(path: Path, limit: int | None = None) -> Recording:
     Raises:
         InputError: The file cannot be read, has no finished trajectory, or a line is none; with the line and the fix.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"workload.trajectories: {path} cannot be read ({error})") from None
-    requests: list[RecordedRequest] = []
+    requests: dict[str, RecordedRequest] = {}
+    lines = _read_lines(path)
     for number, line in enumerate(lines, start=1):
         if limit is not None and len(requests) >= limit:
             break
+        where = f"workload.trajectories: {path}, line {number}"
         try:
             row = parse_json(line)
-            if row["finish_reason"] != "error":
-                requests.append(_request(row))
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
-            problem = f"{path}, line {number} is no trajectory ({type(error).__name__}: {error})"
-            raise InputError(f"workload.trajectories: {problem}; name a trajectories.jsonl that a run wrote") from None
+            request = _request(row) if row["finish_reason"] != "error" else None
+        except json.JSONDecodeError as error:
+            cut = "; the file was cut there: remove that line" if 1 < number == len(lines) else _FIX
+            raise InputError(f"{where} is no trajectory ({type(error).__name__}: {error}){cut}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"{where} is no trajectory ({type(error).__name__}: {error}){_FIX}") from None
+        if request is not None:
+            if request.request_id in requests:
+                raise InputError(f"{where}: request {request.request_id!r} is there already; remove that line")
+            requests[request.request_id] = request
     if not requests:
         raise InputError(f"workload.trajectories: {path} holds no finished trajectory; name another file")
+    return _recording(list(requests.values()))
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
+        raise InputError(f"workload.trajectories: {path} cannot be read ({reason}){_FIX}") from None
+
+
+def _recording(requests: Sequence[RecordedRequest]) -> Recording:
     largest = max(max(request.output, default=0) for request in requests)
     longest = max(len(request.output) for request in requests)
     whole = [_with_limit(request, longest + 1) for request in requests]
@@ -96,10 +115,20 @@ def _request(row: Mapping[str, Any]) -> RecordedRequest:
         # What was behind a wrong token was not put to the test, and a step has one wrong token at most.
         tested[0] += accepted + min(int(stats["steps"]), drafted - accepted)
         tested[1] += accepted
-    output = tuple(map(int, row["token_ids"]))
+        if not 0 <= accepted <= drafted:
+            raise ValueError(f"{drafter_id} has {accepted} accepted of {drafted} draft tokens")
+    output = _tokens(row["token_ids"])
+    if not output:
+        raise ValueError("it has no output tokens")
     limit = len(output) if row["finish_reason"] == "length" else 0
     accuracy = {method: right / tested for method, (tested, right) in rates.items() if tested}
-    return RecordedRequest(str(row["request_id"]), tuple(map(int, row["prompt_token_ids"])), output, limit, accuracy)
+    return RecordedRequest(str(row["request_id"]), _tokens(row["prompt_token_ids"]), output, limit, accuracy)
+
+
+def _tokens(ids: Sequence[Any]) -> tuple[int, ...]:
+    if any(type(one) is not int or not 0 <= one < _MOST_TOKEN for one in ids):
+        raise ValueError("its token ids are not whole numbers of 0 or more")
+    return tuple(ids)
 
 
 def _with_limit(request: RecordedRequest, most: int) -> RecordedRequest:

@@ -67,6 +67,18 @@ def text_of(table: Table) -> str:
     return captured.get()
 
 
+SCATTERED = ", ".join(
+    [
+        "config.target.backend=vllm",
+        "config.target.gpus=2",
+        "config.target.tensor_parallel=2",
+        "machines.nodes=5",
+        "machines.gpus=1",
+    ]
+)
+"""Enough GPUs, and no node with two of them."""
+
+
 def report_of(scenario: Path, results: Sequence[Result], oracle: bool = False) -> dict[str, Any]:
     return build_report(scenario, [], NAMES, results, oracle)
 
@@ -123,7 +135,7 @@ class TestComparing:
             compare(path, names=["recorded", "plain"], processes=processes)
 
     def test_a_run_that_cannot_start_says_which(self, tmp_path: Path) -> None:
-        path = write_scenario(tmp_path, SMALL + "  crowded: [config.target.replicas=9]\n")
+        path = write_scenario(tmp_path, SMALL + f"  crowded: [{SCATTERED}]\n")
         with pytest.raises(SimulationError, match="variant crowded: "):
             compare(path, names=["crowded", "plain"], processes=1)
 
@@ -356,7 +368,7 @@ class TestCommand:
 
     def test_a_run_that_cannot_end_is_no_traceback(self, scenario: Path) -> None:
         done = CliRunner().invoke(
-            app, ["simulate", "--config", str(scenario), "--compare", "coupled", "config.target.replicas=9"]
+            app, ["simulate", "--config", str(scenario), "--compare", "coupled", *SCATTERED.split(", ")]
         )
         assert done.exit_code == 1
         assert isinstance(done.exception, SystemExit)

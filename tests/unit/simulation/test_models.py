@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -273,11 +274,24 @@ class TestWorkload:
             ("{", r"line 1 is no trajectory \(JSONDecodeError"),
             ("[]", r"line 1 is no trajectory \(TypeError"),
             ('{"finish_reason": "stop"}', r"line 1 is no trajectory \(KeyError: 'stats'"),
+            ("ROW\n{", r"line 2 is no trajectory .*; the file was cut there: remove that line"),
+            ("ROW\nROW", r"line 2: request 'a' is there already; remove that line"),
+            ("EMPTY", "line 1 is no trajectory .*it has no output tokens"),
+            ("NEGATIVE", "its token ids are not whole numbers of 0 or more"),
+            ("BROKEN", "its token ids are not whole numbers of 0 or more"),
+            ("BEYOND", "has 99 accepted of 1 draft tokens"),
         ],
     )
     def test_what_is_no_recording_is_refused(self, tmp_path: Path, text: str, message: str) -> None:
+        rows = {
+            "ROW": self.row(),
+            "EMPTY": self.row(token_ids=[]),
+            "NEGATIVE": self.row(token_ids=[3, -1]),
+            "BROKEN": self.row(token_ids=[1.7]),
+            "BEYOND": self.row(stats={"steps": 3, "by_drafter": {"ngram-0": [1, 99]}}),
+        }
         path = tmp_path / "x.jsonl"
-        path.write_text(text)
+        path.write_text(re.sub("|".join(rows), lambda found: rows[found[0]], text))
         with pytest.raises(InputError, match=message):
             load_recording(path)
 
