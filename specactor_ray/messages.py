@@ -7,6 +7,7 @@ reordered or late; the receiver checks it against what it knows (`speculation/ta
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -159,6 +160,14 @@ class Progress:
     """int32, those of all requests one after the other; `logprobs` (float32) and `margins` likewise."""
     logprobs: np.ndarray
     margins: np.ndarray | None = None
+
+    def rows(self) -> Iterator[tuple[str, list[int], list[float], list[float]]]:
+        """Request, tokens, log-probabilities and margins (empty without any), one request after the other."""
+        end, tokens, logprobs = 0, self.tokens.tolist(), self.logprobs.tolist()
+        margins = self.margins.tolist() if self.margins is not None else []
+        for (request_id, _), length in zip(self.requests, self.lengths.tolist(), strict=True):
+            begin, end = end, end + length
+            yield request_id, tokens[begin:end], logprobs[begin:end], margins[begin:end]
 
 
 @dataclass(frozen=True, slots=True)
