@@ -28,7 +28,7 @@ from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.loading import load_model
 from specactor_ray.modeling.ragged_cache import RaggedCache
 from specactor_ray.modeling.ragged_model import RaggedModel
-from specactor_ray.speculation.tree import merge_tails
+from specactor_ray.spec.tree import merge_tails
 from specactor_ray.targets.base import Tail, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 

@@ -11,7 +11,7 @@ from specactor_ray.errors import InputError
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import Network, VirtualActor
 from specactor_ray.simulation.world import World
-from specactor_ray.speculation.tree import DraftTree
+from specactor_ray.spec.tree import DraftTree
 from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetRequest
 
 

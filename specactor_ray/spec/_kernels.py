@@ -15,8 +15,8 @@ from numba import njit
 _jit: Any = njit(nogil=True, cache=True, error_model="numpy")
 
 TAKEN, STALE, MISMATCH, AHEAD, UNKNOWN, TRUNCATED, MALFORMED, FRESH, OUTCOMES = 0, 1, 2, 3, 4, 5, 6, 7, 8
-"""What becomes of a tail that arrives; places in the counts that `take_tails` returns. `FRESH`: of those taken, drafted in
-knowledge of the newest commit."""
+"""What becomes of a tail that arrives; places in the counts that `take_tails` returns. `FRESH`: of those taken, drafted
+in knowledge of the newest commit."""
 
 
 @_jit

@@ -1,8 +1,8 @@
 """Who drafts for which request: the draft ladder, and the race for stragglers.
 
-A request has one *base* drafter, of the method that promises most and has room, and beside it every lookup that has room
-for it: they cost nothing and learn from what they follow. In a race it has drafters of further methods (SpecActor, arXiv
-2511.16193, Algorithm 3). A base drafter comes before a racer, and no race takes a request's base drafter.
+A request has one *base* drafter, of the method that promises most and has room, and beside it every lookup that has
+room for it: they cost nothing and learn from what they follow. In a race it has drafters of further methods (SpecActor,
+arXiv 2511.16193, Algorithm 3). A base drafter comes before a racer, and no race takes a request's base drafter.
 """
 
 from __future__ import annotations

@@ -121,7 +121,9 @@ class Policy:
         """Compare taking the step now with waiting for one more draft token of each request, two, ..."""
         table, supply = self.table, self._supply(rows)
         if not drafters[0].inline:
-            growing = growing & (supply == 0)  # a row that has something loses nothing: what comes later is for its next step
+            growing = growing & (
+                supply == 0
+            )  # a row that has something loses nothing: what comes later is for its next step
         most = max(one.window for one in drafters) if drafters[0].inline else _MOST_ROUNDS
         there = np.ones_like(self._probability)
         hoped = np.where(growing, self.acceptance.guessing(table, rows)[table.method], 1.0)

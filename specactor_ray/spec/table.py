@@ -217,7 +217,17 @@ class RequestTable:
         old = len(self.requests)
         for name, array in (*self._planes(skip="method"), *self._evidence()):
             setattr(self, name, _enlarged(array, 1, 2 * old))
-        for name in ("generation", "committed", "recent", "limit", "output", "steps", "drafted", "accepted", "supplied"):
+        for name in (
+            "generation",
+            "committed",
+            "recent",
+            "limit",
+            "output",
+            "steps",
+            "drafted",
+            "accepted",
+            "supplied",
+        ):
             setattr(self, name, _enlarged(getattr(self, name), 0, 2 * old))
         self.requests += [None] * old
         self._free = list(range(old, 2 * old))[::-1]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specactor_ray.messages import SamplingParams
-from specactor_ray.speculation.tree import DraftTree
+from specactor_ray.spec.tree import DraftTree
 
 Tail = Sequence[int] | DraftTree
 """Draft tokens of one request: one guess, or several that share prefixes."""

@@ -21,7 +21,7 @@ from specactor_ray.modeling.ragged_cache import CacheRow
 from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
 from specactor_ray.modeling.wire import to_wire
 from specactor_ray.sampling import warm_up
-from specactor_ray.speculation.tree import DraftTree
+from specactor_ray.spec.tree import DraftTree
 from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetRequest
 from specactor_ray.targets.requests import cut_at_stop, refuse_impossible, stop_ids
 from specactor_ray.targets.states import StateExport

@@ -15,7 +15,7 @@ import torch
 
 from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling import SamplingError, Verified, verify_tails
-from specactor_ray.speculation.tree import DraftTree
+from specactor_ray.spec.tree import DraftTree
 from specactor_ray.targets.base import Tail
 
 

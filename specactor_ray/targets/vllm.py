@@ -17,7 +17,7 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import InputError
 from specactor_ray.modeling.loading import load_eos_token_ids, resolve_model, weight_shapes
 from specactor_ray.modeling.packed_linear import check_names_and_shapes
-from specactor_ray.speculation.tree import DraftTree
+from specactor_ray.spec.tree import DraftTree
 from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetRequest
 from specactor_ray.targets.requests import cut_at_stop, refuse_impossible, stop_ids
 from specactor_ray.targets.states import StateExport

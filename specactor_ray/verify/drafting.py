@@ -6,6 +6,7 @@ What is decided is in `spec/policy.py`, who drafts for what in `spec/assign.py`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -239,7 +240,7 @@ class Drafting:
             if seat is None or (lookups_only and seat.drafter.inline and not seat.drafter.looks_up):
                 continue
             seat.drafter.able = seat.link.link.failed is None and seat.drafter.drafter_id not in self.inbox.cut_off
-            if seat.link.link.offer(lambda number=number, seat=seat: self._news(number, seat)):
+            if seat.link.link.offer(functools.partial(self._news, number, seat)):
                 seat.told_at = self._clock.now()
 
     def _news(self, number: int, seat: _Seat) -> CommitBatch | None:

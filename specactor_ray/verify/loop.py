@@ -339,8 +339,9 @@ class VerifyLoop:
             for seat, drafter in enumerate(self._drafting.policy.drafters)
             if drafter is not None and table.seat_drafted[seat, row]
         }
-        figures = (table.steps, table.drafted, table.accepted, table.supplied)
-        stats = RequestStats(*(int(counter[row]) for counter in figures), seats)
+        stats = RequestStats(
+            int(table.steps[row]), int(table.drafted[row]), int(table.accepted[row]), int(table.supplied[row]), seats
+        )
         total, attempt = int(table.committed[row]), request.attempt
         reason = str(output.finish_reason)
         self._fresh.append(Finished(output.request_id, reason, stats, output.error, total, attempt))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
-from specactor_ray.speculation.tree import DraftTree, merge_tails
+from specactor_ray.spec.tree import DraftTree, merge_tails
 from specactor_ray.targets.base import RowOutput, Tail, TargetEngine, TargetRequest
 from tests.tiny import tiny_prompt_ids
 

@@ -30,7 +30,7 @@ from specactor_ray.spec import assign, policy
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from specactor_ray.verify import drafting
-from specactor_ray.verify.drafting import Drafting, DrafterLink
+from specactor_ray.verify.drafting import DrafterLink, Drafting
 from specactor_ray.verify.inline import InlineDrafter, link_to
 from specactor_ray.verify.loop import VerifyLoop
 from tests.misbehaving import Crasher, Liar
@@ -107,7 +107,9 @@ class Bench:
         self._threads: list[threading.Thread] = []
         self._attempt, self._next_event = 0, 0
         if inline:
-            hosted = [InlineDrafter(loop, self._link(loop, link_to(loop), window, True)) for loop in self.drafts.values()]
+            hosted = [
+                InlineDrafter(loop, self._link(loop, link_to(loop), window, True)) for loop in self.drafts.values()
+            ]
             self.verifier = VerifyLoop(target, drafts, hosted)
         else:
             self.verifier = VerifyLoop(target, drafts)
@@ -221,9 +223,7 @@ def test_an_engine_is_closed_when_its_loop_ends(failing: bool) -> None:
     assert len(closed) == 1 and isinstance(closed[0], TypeError) == failing
 
 
-@pytest.mark.parametrize(
-    "inline", [True, False], ids=["inline", "decoupled"]
-)
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
 @pytest.mark.parametrize(
     ("kind", "temperature"),
     [("ngram", 1.0), ("suffix", 1.0), ("draft_model", 1.0), ("eagle", 1.0), ("all", 1.0), ("all", 0.0)],
@@ -324,9 +324,7 @@ def test_inline_drafters_close_what_has_ended(kind: str, verify: VerifyPolicy) -
         bench.close()
 
 
-@pytest.mark.parametrize(
-    "inline", [True, False], ids=["inline", "decoupled"]
-)
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_lying_or_crashing_drafter_is_only_slow(inline: bool, raises: bool) -> None:
     batch = requests(8, 1.0)

@@ -14,7 +14,7 @@ from specactor_ray.modeling.packed_linear import PackedLinear, cheapest_row_coun
 from specactor_ray.modeling.ragged_attention import _BATCHED_MAX_QUERY
 from specactor_ray.modeling.ragged_cache import RegionAllocator
 from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
-from specactor_ray.speculation.tree import DraftTree, merge_tails
+from specactor_ray.spec.tree import DraftTree, merge_tails
 from tests.tiny import tiny_target
 
 

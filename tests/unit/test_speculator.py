@@ -5,15 +5,15 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import pytest
-
-from specactor_ray.config.schema import BreakerConfig, Candidates, RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.loops.drafter_table import DrafterLink
 from specactor_ray.loops.speculator import Speculator
-from specactor_ray.messages import DraftOpen, DraftResync, DraftTail, Mode, SamplingParams
 from specactor_ray.queues.conflation import for_drafter
 from specactor_ray.queues.outbox import Outbox
 from specactor_ray.speculation.reconfigure import PLAIN, RequestPlan
-from specactor_ray.speculation.tree import DraftTree
+
+from specactor_ray.config.schema import BreakerConfig, Candidates, RaceName, SpeculationConfig, VerifyPolicy
+from specactor_ray.messages import DraftOpen, DraftResync, DraftTail, Mode, SamplingParams
+from specactor_ray.spec.tree import DraftTree
 from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
 from tests.clocks import HandClock
 

@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specactor_ray.speculation.window import choose_verify_lengths
 
-from specactor_ray.speculation.tree import (
+from specactor_ray.spec.tree import (
     DraftTree,
     TreeCandidate,
     choose_tree_nodes,
@@ -16,7 +17,6 @@ from specactor_ray.speculation.tree import (
     node_probabilities,
     tree_candidate,
 )
-from specactor_ray.speculation.window import choose_verify_lengths
 
 tails = st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(0, 2), max_size=5).map(tuple), max_size=4)
 costs = st.lists(st.floats(0.01, 10.0), min_size=24, max_size=24)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling import sample_rows
-from specactor_ray.speculation.tree import DraftTree, merge_tails
+from specactor_ray.spec.tree import DraftTree, merge_tails
 from specactor_ray.targets.base import Tail
 from specactor_ray.targets.verification import DraftedRow, cut_tail, verify
 

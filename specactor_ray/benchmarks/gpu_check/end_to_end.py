@@ -23,13 +23,13 @@ from specactor_ray.benchmarks.gpu_check.oracle import OracleProposer
 from specactor_ray.benchmarks.gpu_check.settings import EndToEndGrid
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.config.schema import SpeculationConfig
+from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import Finished, Mode, Progress, SamplingParams
 from specactor_ray.modeling.ragged_model import RaggedModel
-from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
-from specactor_ray.verify.drafting import Drafting, DrafterLink
+from specactor_ray.verify.drafting import DrafterLink, Drafting
 from specactor_ray.verify.inline import InlineDrafter, link_to
 from specactor_ray.verify.loop import VerifyLoop
 
