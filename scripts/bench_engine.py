@@ -84,10 +84,8 @@ def step_ms(engine: HfEngine, prompts: Sequence[Sequence[int]], tails: Sequence[
 def bushy(nodes: int, branches: int) -> Tail:
     """A tree of `nodes` tokens: a first token in common, then branches of equal length that share nothing."""
     branches = min(branches, nodes - 1)
-    tails = {
-        str(b): [1, *range(10 + 100 * b, 10 + 100 * b + len(range(b, nodes - 1, branches)))] for b in range(branches)
-    }
-    return merge_tails(tails)[0]
+    tails = ([1, *range(10 + 100 * b, 10 + 100 * b + len(range(b, nodes - 1, branches)))] for b in range(branches))
+    return merge_tails(tails)
 
 
 def compaction_ms(cache: RaggedCache, batch: int, accepted: int) -> float:

@@ -240,7 +240,7 @@ def reconfigure(
 
 
 def window_rates(probability: np.ndarray, window: int, draft_s: float, verify_s: np.ndarray) -> np.ndarray:
-    """`(rows, window)` TGS at windows 1, 2, ...: the better of coupled and decoupled speculation (section 4 of the paper,
+    """`(rows, window)` TGS at windows 1, 2, ...: the better of coupled and decoupled speculation (the paper, section 4,
     the sums telescoped; see `speculation/tgs.py`)."""
     p = np.clip(probability, 0.0, 1.0)[:, None]
     widths = np.arange(1, window + 1)

@@ -7,7 +7,7 @@ forward (each token sees its ancestors only) and the accepted length is that of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -92,3 +92,20 @@ class DraftTree:
                 kept[node] = kept[parent] + 1
         del kept[-1]
         return self.keep(list(kept))
+
+
+def merge_tails(tails: Iterable[Sequence[int]]) -> DraftTree:
+    """The prefix tree of these tails. Nodes come tail by tail; the likeliest should come first, since where it is
+    accepted its keys and values lie where they belong already."""
+    token_ids: list[int] = []
+    parents: list[int] = []
+    children: dict[tuple[int, int], int] = {}
+    for tail in tails:
+        parent = -1
+        for token in tail:
+            node = children.setdefault((parent, token), len(token_ids))
+            if node == len(token_ids):
+                token_ids.append(token)
+                parents.append(parent)
+            parent = node
+    return DraftTree(tuple(token_ids), tuple(parents))

@@ -110,8 +110,7 @@ def noisy_trees(truth: Mapping[str, Sequence[int]], rng: random.Random, vocab_si
         right = truth[request_id][committed:]
         if rng.random() < 0.3:
             return tail(right)
-        tree, _ = merge_tails({str(i): tail(right) for i in range(rng.randint(1, 5))})
-        return tree
+        return merge_tails(tail(right) for _ in range(rng.randint(1, 5)))
 
     return drafts
 

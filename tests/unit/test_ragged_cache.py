@@ -103,7 +103,7 @@ def test_a_node_of_a_tree_sees_its_ancestors_alone(model: RaggedModel, seed: int
             bushy = number == step  # so large that the batched path attends to it alone
             count, longest = (80, 6) if bushy else (rng.choice([0, 1, 4]), 5)
             tails = [[rng.randrange(3) for _ in range(rng.randint(0, longest))] for _ in range(count)]
-            tree, _ = merge_tails({str(i): tail for i, tail in enumerate(tails)})
+            tree = merge_tails(tails)
             context += fresh
             assert row.reserve(len(context) + len(tree))
             chunks.append(RowChunk(row, [*fresh, *tree.token_ids], 1 + len(tree), tree.parents))

@@ -18,8 +18,7 @@ VOCAB = 5
 
 
 def random_tail(rng: random.Random) -> Tail:
-    tails = {str(i): [rng.randrange(VOCAB) for _ in range(rng.randint(0, 4))] for i in range(rng.randint(1, 6))}
-    tree, _ = merge_tails(tails)
+    tree = merge_tails([rng.randrange(VOCAB) for _ in range(rng.randint(0, 4))] for _ in range(rng.randint(1, 6)))
     return tree.token_ids if tree.is_chain else tree
 
 
@@ -80,7 +79,7 @@ def test_tails_are_cut_to_what_may_be_verified() -> None:
     assert cut_tail([1, 2, 3], 9, 1, VOCAB) == [1]
     assert cut_tail((1, VOCAB, 3), 9, 9, VOCAB) == (1,)
     assert cut_tail((1, 2), -1, 9, VOCAB) == ()
-    tree, _ = merge_tails({"a": (1, 2, 3), "b": (1, 4), "c": (-1, 0)})
+    tree = merge_tails([(1, 2, 3), (1, 4), (-1, 0)])
     assert cut_tail(tree, 9, 9, VOCAB) == DraftTree((1, 2, 3, 4), (-1, 0, 1, 0))
     assert cut_tail(tree, 1, 9, VOCAB) == (1,), "a single branch is an ordinary tail"
     assert cut_tail(tree, 9, 3, VOCAB) == (1, 2, 3)
