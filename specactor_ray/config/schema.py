@@ -215,20 +215,6 @@ def learns_from_outputs(drafter: DrafterConfig) -> bool:
 
 
 @dataclass
-class BreakerConfig:
-    """Circuit breaker per (verifier, drafter): stops asking a drafter that does not help."""
-
-    min_drafted: int = 64
-    """Draft tokens to judge by before the breaker may open."""
-    min_acceptance: float = 0.02
-    """Opens when the moving acceptance rate falls below this."""
-    max_silent_waits: int = 8
-    """Opens when the verifier waited this often in a row without an answer."""
-    cooldown_s: float = 5.0
-    """Seconds until one probe is allowed again (half open); doubles with each failed probe, up to 16-fold."""
-
-
-@dataclass
 class SpeculationConfig:
     """How far drafters run ahead and how long a verifier may wait for them."""
 
@@ -253,8 +239,6 @@ class SpeculationConfig:
     race_below: int | None = None
     """`tail`: the race begins when a verifier has at most this many requests and none of them waits. Default: a quarter
     of target.max_batch, at least 1."""
-    breaker: BreakerConfig = field(default_factory=BreakerConfig)
-    """When to stop asking a drafter that does not help."""
 
 
 @dataclass

@@ -55,8 +55,6 @@ SMALLEST = {
     "target.max_batch": 1,
     "target.max_step_tokens": 1,
     "speculation.race_below": 1,
-    "speculation.breaker.min_drafted": 1,
-    "speculation.breaker.max_silent_waits": 1,
     "data.n": 1,
     "data.limit": 1,
     "plan_devices": 1,
@@ -77,7 +75,6 @@ POSITIVE_NUMBERS = (
     "cluster.stall_timeout_s",
     "target.kv_cache_gb",
     "speculation.coupled_wait_s",
-    "speculation.breaker.cooldown_s",
 )
 
 
@@ -109,13 +106,6 @@ def reject_wait_below_zero(config: Config) -> None:
     if wait is not None and not 0.0 <= wait < math.inf:
         fix = "use 0 (never wait), a number of seconds, or null to derive it from the measured step time."
         raise ConfigError("speculation.draft_wait_s", f"{wait!r} is not a time of 0 or more.", fix)
-
-
-def reject_acceptance_outside_unit(config: Config) -> None:
-    rate = config.speculation.breaker.min_acceptance
-    if not 0.0 <= rate < 1.0:
-        problem = f"{rate!r} is not a rate; it must be 0 or more and below 1."
-        raise ConfigError("speculation.breaker.min_acceptance", problem, "0.02 is the default; 0 never opens on it.")
 
 
 def reject_unknown_names(config: Config) -> None:
@@ -340,7 +330,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_too_small_counts,
     reject_numbers_not_positive,
     reject_wait_below_zero,
-    reject_acceptance_outside_unit,
     reject_window_out_of_range,
     reject_sampling_out_of_range,
     reject_bad_hidden_layers,
