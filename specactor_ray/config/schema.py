@@ -37,15 +37,6 @@ class VerifyPolicy(str, Enum):
     """All of them, up to the window."""
 
 
-class Candidates(str, Enum):
-    """Which of a request's draft tails a step verifies."""
-
-    best_tail = "best_tail"
-    """The one with the most expected accepted tokens."""
-    tree = "tree"
-    """All of them, as one tree; the longest right branch counts."""
-
-
 class PlanPolicy(str, Enum):
     """Who decides mode, layout, draft method and window."""
 
@@ -222,9 +213,6 @@ class SpeculationConfig:
     """Draft window: most tokens a drafter runs past the last commit it knows."""
     verify: VerifyPolicy = VerifyPolicy.auto
     """How many supplied draft tokens a step verifies: `auto` or `all`."""
-    candidates: Candidates = Candidates.best_tail
-    """What is verified when several drafters have guesses for a request: `best_tail`, or `tree` (all guesses in one
-    forward; `verify: auto` chooses which of their tokens pay)."""
     draft_wait_s: float | None = None
     """`decoupled`: longest wait per step for a tail drafted from the newest commit. Default: a fraction of the
     measured step time that the expected gain pays for, at most 20 ms."""

@@ -19,7 +19,6 @@ from specactor_ray.config.online import (
 )
 from specactor_ray.config.schema import (
     HISTORY_METHODS,
-    Candidates,
     Config,
     DrafterConfig,
     ModeName,
@@ -35,7 +34,6 @@ from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 
 BACKENDS = ("hf", "vllm")
-TREE_BACKENDS = ("hf",)
 DRAFT_METHODS = ("ngram", "suffix", "draft_model", "eagle")
 DTYPES = ("float32", "bfloat16", "float16")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -208,14 +206,6 @@ def reject_lending_that_cannot_be(config: Config) -> None:
         raise ConfigError("speculation.lend", problem, "lower drafters.N.cores or drafters.N.gpus, or leave it out.")
 
 
-def reject_trees_the_backend_cannot_verify(config: Config) -> None:
-    backend = config.target.backend
-    if config.speculation.candidates is Candidates.tree and backend not in TREE_BACKENDS:
-        problem = f"'tree' is not possible with target.backend={backend}."
-        fix = f"use best_tail, or target.backend={TREE_BACKENDS[0]}."
-        raise ConfigError("speculation.candidates", problem, fix)
-
-
 def reject_compiled_off_for_others(config: Config) -> None:
     if not config.target.compiled and config.target.backend != "vllm":
         problem = f"false, but target.backend={config.target.backend} compiles nothing."
@@ -346,7 +336,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_lending_that_cannot_be,
     reject_learning_on_a_verifiers_cores,
     reject_inline_outside_coupled,
-    reject_trees_the_backend_cannot_verify,
     reject_compiled_off_for_others,
     reject_method_twice,
     reject_plan_without_profile,

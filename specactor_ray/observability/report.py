@@ -160,7 +160,9 @@ def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
             f"{1e3 * token_s:.2f}" if token_s else "-",
             f"{standing['tgs']:.1f}",
         )
-    table.caption = "acceptance: of a draft token after right ones. predicted tokens/s: of one request alone, drafted by this method"
+    table.caption = (
+        "acceptance: of a draft token after right ones. predicted tokens/s: of one request"
+    )
     return table
 
 

@@ -168,9 +168,7 @@ class Policy:
             `(rows,)` the seat whose tail it is, -1 for none, and how many of its tokens.
         """
         supply, room = self._supply(rows), self._room(rows)
-        curve = self.cost.curve(len(rows), len(rows) * self.table.window)
-        if self._config.verify is VerifyPolicy.all:
-            curve = np.full_like(curve, 1.0)
+        curve = self._verify_curve(len(rows))
         _, seats, lengths = self._choose(supply, np.ones_like(self._probability), room, curve)
         return seats, lengths
 
@@ -197,6 +195,11 @@ class Policy:
         seats, lengths = np.empty(len(room), np.int32), np.empty(len(room), np.int32)
         rate = _kernels.choose(self._probability, weight, supply, room, curve, seats, lengths)
         return rate, seats, lengths
+
+    def _verify_curve(self, rows: int) -> np.ndarray:
+        """Seconds of the step with 0, 1, ... draft tokens in all; where everything is verified, none costs anything."""
+        curve = self.cost.curve(rows, rows * self.table.window)
+        return np.ones_like(curve) if self._config.verify is VerifyPolicy.all else curve
 
     def _supply(self, rows: np.ndarray) -> np.ndarray:
         table = self.table

@@ -169,7 +169,7 @@ class TestWrongTypes:
             ("mode=fast", "mode", "'fast'", "one of plain, coupled, decoupled"),
             ("mode=null", "mode", "None", "one of plain, coupled, decoupled"),
             ("speculation.verify=off", "speculation.verify", "False", "one of auto, all"),
-            ("speculation.candidates=all", "speculation.candidates", "'all'", "one of best_tail, tree"),
+            ("speculation.race=all", "speculation.race", "'all'", "one of off, tail, always"),
             ("speculation.race=on", "speculation.race", "True", "one of off, tail, always"),
             ("target=3", "target", "3", "a section with the keys model, backend"),
             ("drafters={method: ngram}", "drafters", "ngram", "drafters: [{method: ...}]"),
@@ -375,18 +375,10 @@ class TestRangesAndContradictions:
             ["mode=plain", "target.backend=vllm", "target.compiled=false"],
             ["drafters=[{method: ngram}, {method: draft_model, model: m, gpus: 1, dtype: bfloat16}]"],
             ["mode=plain", "sampling.temperature=0", "sampling.seed=18446744073709551615"],
-            [NGRAM, "speculation.candidates=tree"],
         ],
     )
     def test_allowed(self, items: list[str]) -> None:
         load_config(None, items)
-
-    def test_trees_need_a_backend_that_verifies_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("specactor_ray.config.validate.BACKENDS", ("hf", "treeless"))
-        load_config(None, [NGRAM, "target.backend=treeless"])
-        error = error_of(NGRAM, "target.backend=treeless", "speculation.candidates=tree")
-        assert error.key == "speculation.candidates" and "treeless" in str(error)
-        assert "best_tail" in error.fix and "target.backend=hf" in error.fix
 
     def test_the_error_survives_pickling(self) -> None:
         error = error_of("target.cores=0")
