@@ -1,7 +1,7 @@
 """The proposer: a plain class that keeps guessing ahead of the last commit it knows.
 
 A proposer holds one mirror per request. It knows no Ray, no clock and no network; the draft loop
-(`loops/draft_loop.py`) feeds it messages and sends off its tails. Nothing it does can change a sampled token:
+(`draft/loop.py`) feeds it messages and sends off its tails. Nothing it does can change a sampled token:
 the target checks every draft token.
 """
 

@@ -20,7 +20,7 @@ from specactor_ray.speculation.survival import Survival
 logger = logging.getLogger(__name__)
 
 MESSAGE_ROUND_TRIP_S = 0.003
-"""What a commit and its answer take over Ray, 2 to 4 ms (docs/design/waiting.md). The paper's equations have no
+"""What a commit and its answer take over Ray, 2 to 4 ms on two cores. The paper's equations have no
 messages; without this, decoupled steps that wait for drafts would be promised time they do not have."""
 
 

@@ -5,8 +5,8 @@ Everything maximises one quotient, expected committed tokens per second of the s
     (rows + sum of expected accepted tokens) / (seconds of waiting + V(positions))
 
 Acceptance comes from `acceptance.py`, V from `cost.py`, D from the drafters. There is one rule of exploration: what was
-not tried for long is forgotten, and of the unknown the best is hoped for. The algorithms of SpecActor (arXiv
-2511.16193) are functions of their own: `reconfigure` (2) here, `assign_race` (3) and the ladder in `assign.py`.
+not tried for long is forgotten, and of the unknown the best is hoped for. Of the algorithms of SpecActor (arXiv
+2511.16193) the race (3) and the ladder are in `assign.py`; why there is no Algorithm 2: docs/design/policy.md.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ _FIRST_ROUNDS = 3
 """The same of a drafter whose pace is not known."""
 _SLACK = 1.3
 """A wait is given up after this many times what it should take."""
-LEAST_USE = 0.05
-"""Chance of being reached from which a draft token is worth drafting ahead."""
 
 
 @dataclass(slots=True)
@@ -220,28 +218,6 @@ class Policy:
         return np.maximum(table.limit[rows] - table.committed[rows] - 1, 0)
 
 
-def reconfigure(
-    probability: np.ndarray, average: float, window: int, draft_s: float, verify_s: np.ndarray
-) -> np.ndarray:
-    """Algorithm 2 (SpecActor, arXiv 2511.16193): a request whose drafts are worse than average gets the window with the
-    most predicted tokens per second, decoupled or coupled, or 0 where plain decoding promises more; the others keep
-    theirs.
-
-    Args:
-        probability: `(rows,)` p_r.
-        average: Of all requests.
-        window: The base plan's, and the largest.
-        draft_s: D.
-        verify_s: `verify_s[w]` is V(w).
-
-    Returns:
-        `(rows,)` windows.
-    """
-    rates = window_rates(probability, window, draft_s, verify_s)
-    best = np.where(rates.max(axis=1) > 1.0 / max(verify_s[0], 1e-9), rates.argmax(axis=1) + 1, 0)
-    return np.where(probability < average, best, window).astype(np.int32)
-
-
 def window_rates(probability: np.ndarray, window: int, draft_s: float, verify_s: np.ndarray) -> np.ndarray:
     """`(rows, window)` TGS at windows 1, 2, ...: the better of coupled and decoupled speculation (the paper, section 4,
     the sums telescoped; see `speculation/tgs.py`)."""
@@ -253,9 +229,3 @@ def window_rates(probability: np.ndarray, window: int, draft_s: float, verify_s:
     coupled = sums[:, 1:] / (widths * draft_s + seconds)
     decoupled = (sums[:, :-1] + widths * powers[:, 1:]) / (2.0 * np.maximum(widths * draft_s, seconds))
     return np.maximum(coupled, decoupled)
-
-
-def useful_windows(probability: np.ndarray, most: int) -> np.ndarray:
-    """How far it is worth running ahead: to the last token that is reached with a chance of `LEAST_USE`."""
-    p = np.clip(probability, 1e-6, 1.0 - 1e-6)
-    return np.clip(np.ceil(np.log(LEAST_USE) / np.log(p)), 1, most).astype(np.int32)
