@@ -160,9 +160,7 @@ def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
             f"{1e3 * token_s:.2f}" if token_s else "-",
             f"{standing['tgs']:.1f}",
         )
-    table.caption = (
-        "acceptance: of a draft token after right ones. predicted tokens/s: of one request"
-    )
+    table.caption = "acceptance: of a draft token after right ones. predicted tokens/s: of one request"
     return table
 
 

@@ -22,6 +22,7 @@ from specactor_ray.spec import _kernels
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.table import RequestTable
+from specactor_ray.spec.tgs import window_rates
 
 _MOST_ROUNDS = 4
 """Draft tokens per request that a step may wait for, where drafters run ahead anyway."""
@@ -216,16 +217,3 @@ class Policy:
         """Most draft tokens of each row: behind them comes one token of the target's own."""
         table = self.table
         return np.maximum(table.limit[rows] - table.committed[rows] - 1, 0)
-
-
-def window_rates(probability: np.ndarray, window: int, draft_s: float, verify_s: np.ndarray) -> np.ndarray:
-    """`(rows, window)` TGS at windows 1, 2, ...: the better of coupled and decoupled speculation (the paper, section 4,
-    the sums telescoped; see `speculation/tgs.py`)."""
-    p = np.clip(probability, 0.0, 1.0)[:, None]
-    widths = np.arange(1, window + 1)
-    powers = p ** np.arange(window + 1)
-    sums = np.cumsum(powers, axis=1)
-    seconds = np.maximum(verify_s[1 : window + 1], 1e-9)
-    coupled = sums[:, 1:] / (widths * draft_s + seconds)
-    decoupled = (sums[:, :-1] + widths * powers[:, 1:]) / (2.0 * np.maximum(widths * draft_s, seconds))
-    return np.maximum(coupled, decoupled)
