@@ -127,6 +127,7 @@ def test_a_defect_is_found(mutant: Patch, kinds: tuple[str, ...], monkeypatch: p
         FaultScenario(seed, requests=24, verifiers=2, drafters=1, faults=FaultPlan(kinds, 30, 0.4))
         for seed in range(RUNS)
     ]
+    monkeypatch.setattr("specactor_ray.simulation.fault_run._STANDSTILL_S", 50.0)  # some defects only spin from then on
     with monkeypatch.context() as patch:
         mutant(patch)
         found = next((report for one in scenarios if (report := simulate(one)).violations), None)
