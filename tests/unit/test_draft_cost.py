@@ -1,4 +1,4 @@
-"""What a draft token costs: per request, at the present load, and unmoved by outliers; tails say it, and their state."""
+"""What a draft token costs: per request, at the present load, unmoved by outliers; and that tails say it."""
 
 from __future__ import annotations
 
