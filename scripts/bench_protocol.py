@@ -66,7 +66,7 @@ ASKED: Mapping[str, float] = {
 class InstantEngine:
     """A target whose outputs are known. What it takes is told as the forward's time, so it is not counted as ours."""
 
-    vocab_size, max_model_len, weight_version, supports_trees = 1000, 1 << 20, 0, True
+    vocab_size, max_model_len, weight_version = 1000, 1 << 20, 0
 
     def __init__(self) -> None:
         self._outputs: dict[str, list[int]] = {}

@@ -75,7 +75,6 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     from specactor_ray.config import load_config
     from specactor_ray.observability.console import log_through, make_console, say
     from specactor_ray.observability.report import (
-        breaker_lines,
         failed_prompts_line,
         ladder_table,
         reason_lines,
@@ -96,7 +95,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
         console.print(ladder)
     counts = outcome.summary["trajectories"]
     reasons = [*reason_lines(counts["failures"]), *failed_prompts_line(counts["failed_prompts"])]
-    for line in [*reasons, *breaker_lines(outcome.summary["actors"])]:
+    for line in reasons:
         say(console, line)
     if outcome.trajectories.exists():
         say(console, f"trajectories: {outcome.trajectories.resolve()}")
@@ -244,7 +243,6 @@ def bench_rollout(
 def _show_bench(report: dict) -> None:
     from specactor_ray.observability.console import make_console, say
     from specactor_ray.observability.report import (
-        breaker_lines,
         difference_lines,
         reason_lines,
         speed_table,
@@ -261,7 +259,7 @@ def _show_bench(report: dict) -> None:
     if report["status"] == "interrupted":
         say(console, f"interrupted: the {len(results)} variants above were measured")
     for result in results:
-        for line in [*reason_lines(result["failures"]), *breaker_lines(result["actors"])]:
+        for line in reason_lines(result["failures"]):
             say(console, f"{result['variant']}, batch {result['batch']}, {result['workload']}:{line}")
     for line in difference_lines(results):
         say(console, line)

@@ -73,7 +73,7 @@ class ActorHost:
             engine.vocab_size,
             self.clock,
             max_batch=spec.target.max_batch,
-            priors={method: prior.probability for method, prior in spec.priors.items()},
+            priors=spec.priors,
         )
 
     def build_proposer(self, drafter: DrafterConfig, target: TargetConfig, device: str) -> Proposer:

@@ -37,15 +37,6 @@ class VerifyPolicy(str, Enum):
     """All of them, up to the window."""
 
 
-class Candidates(str, Enum):
-    """Which of a request's draft tails a step verifies."""
-
-    best_tail = "best_tail"
-    """The one with the most expected accepted tokens."""
-    tree = "tree"
-    """All of them, as one tree; the longest right branch counts."""
-
-
 class PlanPolicy(str, Enum):
     """Who decides mode, layout, draft method and window."""
 
@@ -215,20 +206,6 @@ def learns_from_outputs(drafter: DrafterConfig) -> bool:
 
 
 @dataclass
-class BreakerConfig:
-    """Circuit breaker per (verifier, drafter): stops asking a drafter that does not help."""
-
-    min_drafted: int = 64
-    """Draft tokens to judge by before the breaker may open."""
-    min_acceptance: float = 0.02
-    """Opens when the moving acceptance rate falls below this."""
-    max_silent_waits: int = 8
-    """Opens when the verifier waited this often in a row without an answer."""
-    cooldown_s: float = 5.0
-    """Seconds until one probe is allowed again (half open); doubles with each failed probe, up to 16-fold."""
-
-
-@dataclass
 class SpeculationConfig:
     """How far drafters run ahead and how long a verifier may wait for them."""
 
@@ -236,9 +213,6 @@ class SpeculationConfig:
     """Draft window: most tokens a drafter runs past the last commit it knows."""
     verify: VerifyPolicy = VerifyPolicy.auto
     """How many supplied draft tokens a step verifies: `auto` or `all`."""
-    candidates: Candidates = Candidates.best_tail
-    """What is verified when several drafters have guesses for a request: `best_tail`, or `tree` (all guesses in one
-    forward; `verify: auto` chooses which of their tokens pay)."""
     draft_wait_s: float | None = None
     """`decoupled`: longest wait per step for a tail drafted from the newest commit. Default: a fraction of the
     measured step time that the expected gain pays for, at most 20 ms."""
@@ -253,8 +227,6 @@ class SpeculationConfig:
     race_below: int | None = None
     """`tail`: the race begins when a verifier has at most this many requests and none of them waits. Default: a quarter
     of target.max_batch, at least 1."""
-    breaker: BreakerConfig = field(default_factory=BreakerConfig)
-    """When to stop asking a drafter that does not help."""
 
 
 @dataclass

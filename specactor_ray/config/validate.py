@@ -19,7 +19,6 @@ from specactor_ray.config.online import (
 )
 from specactor_ray.config.schema import (
     HISTORY_METHODS,
-    Candidates,
     Config,
     DrafterConfig,
     ModeName,
@@ -35,7 +34,6 @@ from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 
 BACKENDS = ("hf", "vllm")
-TREE_BACKENDS = ("hf",)
 DRAFT_METHODS = ("ngram", "suffix", "draft_model", "eagle")
 DTYPES = ("float32", "bfloat16", "float16")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -55,8 +53,6 @@ SMALLEST = {
     "target.max_batch": 1,
     "target.max_step_tokens": 1,
     "speculation.race_below": 1,
-    "speculation.breaker.min_drafted": 1,
-    "speculation.breaker.max_silent_waits": 1,
     "data.n": 1,
     "data.limit": 1,
     "plan_devices": 1,
@@ -77,7 +73,6 @@ POSITIVE_NUMBERS = (
     "cluster.stall_timeout_s",
     "target.kv_cache_gb",
     "speculation.coupled_wait_s",
-    "speculation.breaker.cooldown_s",
 )
 
 
@@ -109,13 +104,6 @@ def reject_wait_below_zero(config: Config) -> None:
     if wait is not None and not 0.0 <= wait < math.inf:
         fix = "use 0 (never wait), a number of seconds, or null to derive it from the measured step time."
         raise ConfigError("speculation.draft_wait_s", f"{wait!r} is not a time of 0 or more.", fix)
-
-
-def reject_acceptance_outside_unit(config: Config) -> None:
-    rate = config.speculation.breaker.min_acceptance
-    if not 0.0 <= rate < 1.0:
-        problem = f"{rate!r} is not a rate; it must be 0 or more and below 1."
-        raise ConfigError("speculation.breaker.min_acceptance", problem, "0.02 is the default; 0 never opens on it.")
 
 
 def reject_unknown_names(config: Config) -> None:
@@ -216,14 +204,6 @@ def reject_lending_that_cannot_be(config: Config) -> None:
         target = config.target
         problem = f"true, but no drafter fits a verifier's {target.cores} cores and {target.gpus} GPUs."
         raise ConfigError("speculation.lend", problem, "lower drafters.N.cores or drafters.N.gpus, or leave it out.")
-
-
-def reject_trees_the_backend_cannot_verify(config: Config) -> None:
-    backend = config.target.backend
-    if config.speculation.candidates is Candidates.tree and backend not in TREE_BACKENDS:
-        problem = f"'tree' is not possible with target.backend={backend}."
-        fix = f"use best_tail, or target.backend={TREE_BACKENDS[0]}."
-        raise ConfigError("speculation.candidates", problem, fix)
 
 
 def reject_compiled_off_for_others(config: Config) -> None:
@@ -340,7 +320,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_too_small_counts,
     reject_numbers_not_positive,
     reject_wait_below_zero,
-    reject_acceptance_outside_unit,
     reject_window_out_of_range,
     reject_sampling_out_of_range,
     reject_bad_hidden_layers,
@@ -357,7 +336,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_lending_that_cannot_be,
     reject_learning_on_a_verifiers_cores,
     reject_inline_outside_coupled,
-    reject_trees_the_backend_cannot_verify,
     reject_compiled_off_for_others,
     reject_method_twice,
     reject_plan_without_profile,

@@ -47,7 +47,6 @@ from specactor_ray.controller.state import (
 from specactor_ray.controller.weights import WeightNews
 from specactor_ray.errors import ActorLostError, ClusterError, SpecActorError
 from specactor_ray.messages import WeightSet
-from specactor_ray.speculation.ladder import MethodPrior
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class Controller:
         run: Name of the run.
         classes: What to run as verifiers and draft actors.
         policy: Limits; default: from `config.cluster`.
-        priors: Draft method → what a profile says about it, for the verifiers' ladders.
+        priors: Draft method → chance that a draft token is right, as a profile says; for the verifiers' ladders.
         backend: Where actors live; default: the Ray cluster this process is connected to.
     """
 
@@ -81,7 +80,7 @@ class Controller:
         run: str,
         classes: ActorClasses | None = None,
         policy: Policy | None = None,
-        priors: Mapping[str, MethodPrior] | None = None,
+        priors: Mapping[str, float] | None = None,
         backend: Backend | None = None,
     ) -> None:
         logging.basicConfig(level=config.run.log_level, format=f"%(asctime)s %(levelname)s {run} %(name)s: %(message)s")

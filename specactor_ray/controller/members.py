@@ -24,7 +24,6 @@ from specactor_ray.controller.state import (
 )
 from specactor_ray.errors import SpecActorError
 from specactor_ray.messages import Mode
-from specactor_ray.speculation.ladder import MethodPrior
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def window_of(config: Config, method: str) -> int:
     return drafter.window if drafter.window is not None else config.speculation.window
 
 
-def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, MethodPrior]) -> VerifierSpec | DraftSpec:
+def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, float]) -> VerifierSpec | DraftSpec:
     """What the actor of this member is told to be."""
     mode, level, cores = Mode(config.mode.value), config.run.log_level, member.seat.cores
     if member.key == VERIFIER:

@@ -17,14 +17,13 @@ from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.seats import refuse_coupled_gpu_without_host
 from specactor_ray.controller.state import Policy
 from specactor_ray.errors import CallError, ClusterError, ConfigError
-from specactor_ray.speculation.ladder import MethodPrior
 
 
 def start_controller(
     config: Config,
     classes: ActorClasses | None = None,
     policy: Policy | None = None,
-    priors: Mapping[str, MethodPrior] | None = None,
+    priors: Mapping[str, float] | None = None,
 ) -> tuple[Any, str]:
     """Make the controller of a new run, as a named actor that ends with this process, and start the run. The arguments
     are those of `Controller`.

@@ -13,7 +13,6 @@ from specactor_ray.errors import ConfigError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.speculation.apply_plan import apply_plan, devices_of, requests_of
 from specactor_ray.speculation.candidates import Plan, Rejected
-from specactor_ray.speculation.ladder import MethodPrior
 from specactor_ray.speculation.plan import ALL_MODES, search_plan
 from specactor_ray.speculation.profile import Profile, load_profile, reject_foreign_profile
 from specactor_ray.speculation.survival import Survival
@@ -21,7 +20,7 @@ from specactor_ray.speculation.survival import Survival
 logger = logging.getLogger(__name__)
 
 MESSAGE_ROUND_TRIP_S = 0.003
-"""What a commit and its answer take over Ray, 2 to 4 ms (docs/design/waiting.md). The paper's equations have no
+"""What a commit and its answer take over Ray, 2 to 4 ms on two cores. The paper's equations have no
 messages; without this, decoupled steps that wait for drafts would be promised time they do not have."""
 
 
@@ -68,8 +67,9 @@ def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
     return profile, reject_foreign_profile(profile, config.profile, model, here, versions(), force)
 
 
-def ladder_priors(config: Config) -> dict[str, MethodPrior]:
-    """What the configured profile says about each draft method, for the verifiers' ladders; nothing without a profile.
+def ladder_priors(config: Config) -> dict[str, float]:
+    """Draft method → chance that a draft token is right given that those before it are, as the configured profile says;
+    nothing without a profile.
 
     Raises:
         ConfigError, InputError: The profile cannot be used here.
@@ -79,13 +79,9 @@ def ladder_priors(config: Config) -> dict[str, MethodPrior]:
     profile, _ = usable_profile(config, config.plan_force)
     priors = {}
     for drafter in config.drafters:
-        costs, survival = profile.drafting.get(drafter.method), profile.acceptance.get(drafter.method)
-        if costs is not None and survival is not None:
-            table = costs.table
-            devices = table.devices[0]
-            token_s = table.seconds(devices, 1, table.contexts(devices)[0])
-            window = drafter.window or config.speculation.window
-            priors[drafter.method] = MethodPrior(survival.probability(window), token_s)
+        survival = profile.acceptance.get(drafter.method)
+        if survival is not None:
+            priors[drafter.method] = survival.probability(drafter.window or config.speculation.window)
     return priors
 
 

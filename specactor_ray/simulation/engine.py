@@ -12,7 +12,6 @@ from specactor_ray.errors import InputError
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import Network, VirtualActor
 from specactor_ray.simulation.world import World
-from specactor_ray.spec.tree import DraftTree
 from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetRequest
 
 
@@ -45,8 +44,6 @@ class SimulatedEngine:
         max_step_tokens: Most positions of a step.
         cache_tokens: Most tokens of all contexts together.
     """
-
-    supports_trees = False
 
     def __init__(
         self,
@@ -147,7 +144,6 @@ class SimulatedEngine:
             self._waiting = {name: row, **self._waiting}
 
     def _verify(self, row: _Row, tail: Tail) -> RowOutput:
-        assert not isinstance(tail, DraftTree)  # it does not support them
         truth, start = row.truth, row.committed
         accepted = common_prefix(tail, truth[start : start + len(tail)])
         tokens = truth[start : start + accepted + 1]

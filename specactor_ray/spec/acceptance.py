@@ -68,8 +68,12 @@ class Acceptance:
 
     def guessing(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
         """`(methods, rows)` chance that there is a guess at all."""
-        average = self._drawn(self.guesses, self.answers, np.ones(len(self.prior)))
-        return _draw(table.guesses[:, rows], table.answers[:, rows], average[:, bucket_of(table.committed[rows])])
+        average = self.guessing_of_method()[:, bucket_of(table.committed[rows])]
+        return _draw(table.guesses[:, rows], table.answers[:, rows], average)
+
+    def guessing_of_method(self) -> np.ndarray:
+        """`(methods, BUCKETS)` the same over all requests."""
+        return self._drawn(self.guesses, self.answers, np.ones(len(self.prior)))
 
     @staticmethod
     def _drawn(hits: np.ndarray, tries: np.ndarray, prior: np.ndarray) -> np.ndarray:

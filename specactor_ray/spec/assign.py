@@ -302,6 +302,7 @@ class Assigner:
 
     def _publish(self) -> None:
         acceptance, rates = self._policy.acceptance, self._rates()
+        chances, guessing = acceptance.of_method(), acceptance.guessing_of_method()
         loads = self._loads()
         drafters = [(seat, one) for seat, one in enumerate(self._policy.drafters) if one is not None]
         methods = {}
@@ -310,7 +311,8 @@ class Assigner:
             buckets = {
                 BUCKET_NAMES[bucket]: {
                     "drafted": round(float(acceptance.tries[number, bucket]), 1),
-                    "acceptance": float(acceptance.of_method()[number, bucket]),
+                    "acceptance": float(chances[number, bucket]),
+                    "guessing": float(guessing[number, bucket]),
                     "tgs": float(rates[number, bucket]),
                 }
                 for bucket in range(BUCKETS)

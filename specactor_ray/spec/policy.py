@@ -5,8 +5,8 @@ Everything maximises one quotient, expected committed tokens per second of the s
     (rows + sum of expected accepted tokens) / (seconds of waiting + V(positions))
 
 Acceptance comes from `acceptance.py`, V from `cost.py`, D from the drafters. There is one rule of exploration: what was
-not tried for long is forgotten, and of the unknown the best is hoped for. The algorithms of SpecActor (arXiv
-2511.16193) are functions of their own: `reconfigure` (2) here, `assign_race` (3) and the ladder in `assign.py`.
+not tried for long is forgotten, and of the unknown the best is hoped for. Of the algorithms of SpecActor (arXiv
+2511.16193) the race (3) and the ladder are in `assign.py`; why there is no Algorithm 2: docs/design/policy.md.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from specactor_ray.spec import _kernels
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.table import RequestTable
+from specactor_ray.spec.tgs import window_rates
 
 _MOST_ROUNDS = 4
 """Draft tokens per request that a step may wait for, where drafters run ahead anyway."""
@@ -29,8 +30,6 @@ _FIRST_ROUNDS = 3
 """The same of a drafter whose pace is not known."""
 _SLACK = 1.3
 """A wait is given up after this many times what it should take."""
-LEAST_USE = 0.05
-"""Chance of being reached from which a draft token is worth drafting ahead."""
 
 
 @dataclass(slots=True)
@@ -168,9 +167,7 @@ class Policy:
             `(rows,)` the seat whose tail it is, -1 for none, and how many of its tokens.
         """
         supply, room = self._supply(rows), self._room(rows)
-        curve = self.cost.curve(len(rows), len(rows) * self.table.window)
-        if self._config.verify is VerifyPolicy.all:
-            curve = np.full_like(curve, 1.0)
+        curve = self._verify_curve(len(rows))
         _, seats, lengths = self._choose(supply, np.ones_like(self._probability), room, curve)
         return seats, lengths
 
@@ -198,6 +195,11 @@ class Policy:
         rate = _kernels.choose(self._probability, weight, supply, room, curve, seats, lengths)
         return rate, seats, lengths
 
+    def _verify_curve(self, rows: int) -> np.ndarray:
+        """Seconds of the step with 0, 1, ... draft tokens in all; where everything is verified, none costs anything."""
+        curve = self.cost.curve(rows, rows * self.table.window)
+        return np.ones_like(curve) if self._config.verify is VerifyPolicy.all else curve
+
     def _supply(self, rows: np.ndarray) -> np.ndarray:
         table = self.table
         return np.where(table.assigned[:, rows], table.length[:, rows], 0)
@@ -215,44 +217,3 @@ class Policy:
         """Most draft tokens of each row: behind them comes one token of the target's own."""
         table = self.table
         return np.maximum(table.limit[rows] - table.committed[rows] - 1, 0)
-
-
-def reconfigure(
-    probability: np.ndarray, average: float, window: int, draft_s: float, verify_s: np.ndarray
-) -> np.ndarray:
-    """Algorithm 2 (SpecActor, arXiv 2511.16193): a request whose drafts are worse than average gets the window with the
-    most predicted tokens per second, decoupled or coupled, or 0 where plain decoding promises more; the others keep
-    theirs.
-
-    Args:
-        probability: `(rows,)` p_r.
-        average: Of all requests.
-        window: The base plan's, and the largest.
-        draft_s: D.
-        verify_s: `verify_s[w]` is V(w).
-
-    Returns:
-        `(rows,)` windows.
-    """
-    rates = window_rates(probability, window, draft_s, verify_s)
-    best = np.where(rates.max(axis=1) > 1.0 / max(verify_s[0], 1e-9), rates.argmax(axis=1) + 1, 0)
-    return np.where(probability < average, best, window).astype(np.int32)
-
-
-def window_rates(probability: np.ndarray, window: int, draft_s: float, verify_s: np.ndarray) -> np.ndarray:
-    """`(rows, window)` TGS at windows 1, 2, ...: the better of coupled and decoupled speculation (the paper, section 4,
-    the sums telescoped; see `speculation/tgs.py`)."""
-    p = np.clip(probability, 0.0, 1.0)[:, None]
-    widths = np.arange(1, window + 1)
-    powers = p ** np.arange(window + 1)
-    sums = np.cumsum(powers, axis=1)
-    seconds = np.maximum(verify_s[1 : window + 1], 1e-9)
-    coupled = sums[:, 1:] / (widths * draft_s + seconds)
-    decoupled = (sums[:, :-1] + widths * powers[:, 1:]) / (2.0 * np.maximum(widths * draft_s, seconds))
-    return np.maximum(coupled, decoupled)
-
-
-def useful_windows(probability: np.ndarray, most: int) -> np.ndarray:
-    """How far it is worth running ahead: to the last token that is reached with a chance of `LEAST_USE`."""
-    p = np.clip(probability, 1e-6, 1.0 - 1e-6)
-    return np.clip(np.ceil(np.log(LEAST_USE) / np.log(p)), 1, most).astype(np.int32)

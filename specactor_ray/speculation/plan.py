@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from specactor_ray.config.schema import ModeName
 from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import InputError
+from specactor_ray.spec.tgs import tau_coupled, tau_decoupled
 from specactor_ray.speculation.candidates import Candidate, Plan, Rejected
 from specactor_ray.speculation.costs import CostTable
 from specactor_ray.speculation.survival import Survival
-from specactor_ray.speculation.tgs import tau_coupled, tau_decoupled
 
 _MOST_WAIT_S = 0.020
 """Longest wait of a decoupled step."""

@@ -41,7 +41,7 @@ class StepCounters:
     """Median of the protocol time over recent steps; over several verifiers the largest of theirs."""
     failed_requests: int = 0
     by_drafter: dict[str, list[int]] = field(default_factory=dict)
-    """Drafter id → [drafted, accepted]. A token of a draft tree counts for each drafter that proposed it."""
+    """Drafter id → [drafted, accepted]."""
     by_version: dict[str, dict[int, list[int]]] = field(default_factory=dict)
     """Draft method → version of its weights → [drafted, accepted], counted like `by_drafter`."""
     drafted_by_position: list[int] = field(default_factory=list)

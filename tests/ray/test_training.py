@@ -172,7 +172,7 @@ def test_a_head_learns_while_training_goes_on_and_changes_nothing_that_is_learnt
 ) -> None:
     online = f"{{where: {where}, steps_per_version: 2, learning_rate: 0.001, batch_tokens: 128, depths: 2}}"
     head = f"drafters=[{{method: eagle, model: {tiny.tiny_eagle()}, kv_cache_gb: 0.02, online: {online}}}]"
-    always = ("speculation.verify=all", "speculation.draft_wait_s=0.5", "speculation.breaker.min_acceptance=0")
+    always = ("speculation.verify=all", "speculation.draft_wait_s=0.5")
     outcome = run(settings(tasks, tmp_path, where, head, "trainer.steps=2", *always))
     done = records(outcome.folder)
     figures = [record["drafter"]["eagle"] for record in done]

@@ -17,7 +17,6 @@ from specactor_ray.config.describe import attribute_docstrings, describe
 from specactor_ray.config.load import from_mapping, load_config, save_config, to_yaml
 from specactor_ray.config.online import OnlineConfig, OnlineWhere
 from specactor_ray.config.schema import (
-    BreakerConfig,
     ClusterConfig,
     Config,
     DataConfig,
@@ -44,7 +43,6 @@ SECTIONS = (
     TargetConfig,
     DrafterConfig,
     OnlineConfig,
-    BreakerConfig,
     SpeculationConfig,
     SamplingConfig,
     DataConfig,
@@ -89,12 +87,8 @@ class TestMerging:
         assert config.target.hidden_layers == [1, 2]
 
     def test_a_mapping_is_merged_into_its_section(self) -> None:
-        config = load_config(
-            None, [NGRAM, "speculation.window=3", "speculation={verify: all, breaker: {cooldown_s: 1}}"]
-        )
-        assert config.speculation == SpeculationConfig(
-            window=3, verify=VerifyPolicy.all, breaker=BreakerConfig(cooldown_s=1.0)
-        )
+        config = load_config(None, [NGRAM, "speculation.window=3", "speculation={verify: all}"])
+        assert config.speculation == SpeculationConfig(window=3, verify=VerifyPolicy.all)
 
     @pytest.mark.parametrize(
         ("item", "expected"),
@@ -138,12 +132,7 @@ class TestUnknownKeys:
         [
             ("target.max_bacth=8", "target.max_bacth", "target.max_batch", "max_step_tokens"),
             ("tarhet.max_batch=8", "tarhet", "target", "speculation"),
-            (
-                "speculation.breaker.cooldown=8",
-                "speculation.breaker.cooldown",
-                "speculation.breaker.cooldown_s",
-                "min_drafted",
-            ),
+            ("drafters=[{online: {depth: 2}}]", "drafters.0.online.depth", "drafters.0.online.depths", "where"),
             ("drafters=[{method: ngram}, {replcas: 1}]", "drafters.1.replcas", "drafters.1.replicas", "max_match"),
         ],
     )
@@ -180,7 +169,7 @@ class TestWrongTypes:
             ("mode=fast", "mode", "'fast'", "one of plain, coupled, decoupled"),
             ("mode=null", "mode", "None", "one of plain, coupled, decoupled"),
             ("speculation.verify=off", "speculation.verify", "False", "one of auto, all"),
-            ("speculation.candidates=all", "speculation.candidates", "'all'", "one of best_tail, tree"),
+            ("speculation.race=all", "speculation.race", "'all'", "one of off, tail, always"),
             ("speculation.race=on", "speculation.race", "True", "one of off, tail, always"),
             ("target=3", "target", "3", "a section with the keys model, backend"),
             ("drafters={method: ngram}", "drafters", "ngram", "drafters: [{method: ...}]"),
@@ -300,8 +289,6 @@ class TestRangesAndContradictions:
             (["speculation.race_below=0"], "speculation.race_below", "1 or more"),
             (["speculation.race=always", "speculation.race_below=4"], "speculation.race_below", "race=tail"),
             (["speculation.coupled_wait_s=0"], "speculation.coupled_wait_s", "above 0"),
-            (["speculation.breaker.min_acceptance=1.5"], "speculation.breaker.min_acceptance", "0.02"),
-            (["speculation.breaker.min_drafted=0"], "speculation.breaker.min_drafted", "1 or more"),
             (["sampling.temperature=-1"], "sampling.temperature", ""),
             (["sampling.top_p=0"], "sampling.top_p", ""),
             (["sampling.top_k=-1"], "sampling.top_k", ""),
@@ -388,18 +375,10 @@ class TestRangesAndContradictions:
             ["mode=plain", "target.backend=vllm", "target.compiled=false"],
             ["drafters=[{method: ngram}, {method: draft_model, model: m, gpus: 1, dtype: bfloat16}]"],
             ["mode=plain", "sampling.temperature=0", "sampling.seed=18446744073709551615"],
-            [NGRAM, "speculation.candidates=tree"],
         ],
     )
     def test_allowed(self, items: list[str]) -> None:
         load_config(None, items)
-
-    def test_trees_need_a_backend_that_verifies_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("specactor_ray.config.validate.BACKENDS", ("hf", "treeless"))
-        load_config(None, [NGRAM, "target.backend=treeless"])
-        error = error_of(NGRAM, "target.backend=treeless", "speculation.candidates=tree")
-        assert error.key == "speculation.candidates" and "treeless" in str(error)
-        assert "best_tail" in error.fix and "target.backend=hf" in error.fix
 
     def test_the_error_survives_pickling(self) -> None:
         error = error_of("target.cores=0")
@@ -506,7 +485,7 @@ class TestDescriptions:
         assert docs["mode"].type == "one of plain, coupled, decoupled"
         assert docs["target.max_model_len"].type == "an integer, or null"
         assert docs["drafters.N.max_match"].default == 8
-        assert docs["speculation.breaker.cooldown_s"].doc.startswith("Seconds until one probe")
+        assert docs["drafters.N.online.where"].doc
         assert docs["drafters"].default == []
         assert all(doc.doc for doc in docs.values())
         assert "target" not in docs
