@@ -332,9 +332,8 @@ class Network:
 
 
 _MESSAGE_BYTES, _TOKEN_BYTES = 120, 4
-_FIELDS = {
-    kind: [field.name for field in fields(kind)] for kind in (CommitBatch, TailBatch, DraftOpen, Features, TargetRequest)
-}
+_KINDS = (CommitBatch, TailBatch, DraftOpen, Features, TargetRequest)
+_FIELDS = {kind: [field.name for field in fields(kind)] for kind in _KINDS}
 
 
 def payload_bytes(arguments: Sequence[Any]) -> int:
