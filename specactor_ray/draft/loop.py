@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
-from specactor_ray.drafters.base import KeepsHistory, Proposer, ReadsFeatures
+from specactor_ray.drafters.base import Commits, KeepsHistory, Proposer, ReadsFeatures
 from specactor_ray.loops.heartbeat import Heartbeat
 from specactor_ray.loops.idle_learning import IdleLearning
 from specactor_ray.messages import CommitBatch, DraftOpen, TailBatch
@@ -55,13 +55,21 @@ class _Verifier:
 
     link: Link[TailBatch] | None = None
     """None: it is not listed (yet, or any more)."""
-    mirrors: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """Row → generation and request."""
-    changed: dict[int, None] = field(default_factory=dict)
-    """Rows whose tails it has yet to be told."""
+    mirrors: dict[int, str] = field(default_factory=dict)
+    """Row → request."""
+    changed: dict[str, None] = field(default_factory=dict)
+    """Requests whose tails it has yet to be told."""
     lost: dict[int, int] = field(default_factory=dict)
     """Rows that have to be opened again → generation."""
     unlisted_since: float | None = None
+
+
+class _Place(NamedTuple):
+    """Where a request runs."""
+
+    verifier: _Verifier
+    row: int
+    generation: int
 
 
 class DraftLoop:
@@ -78,6 +86,7 @@ class DraftLoop:
         self.proposer = proposer
         self.counters = DraftCounters()
         self._clock = clock
+        self._looks_up = isinstance(proposer, KeepsHistory)
         self._heartbeat = Heartbeat(clock.now)
         self._cost = DraftCost()
         self._inbox = inbox.for_drafter(proposer.vocab_size, on_cut=self._leave)
@@ -87,8 +96,7 @@ class DraftLoop:
         self._links: Mapping[str, Link[TailBatch]] = {}
         self._left: set[str] = set()
         self._verifiers: dict[str, _Verifier] = {}
-        self._places: dict[str, tuple[_Verifier, int]] = {}
-        """Request → its verifier and row."""
+        self._places: dict[str, _Place] = {}
         self._failures_in_a_row = 0
         self._orphans_at = 0.0
         self._learning: IdleLearning | None = None
@@ -197,9 +205,8 @@ class DraftLoop:
             self.counters.extends += 1
             self._failures_in_a_row = 0
             for request_id in changed:
-                place = self._places.get(request_id)
-                if place is not None:
-                    place[0].changed[place[1]] = None
+                if (place := self._places.get(request_id)) is not None:
+                    place.verifier.changed[request_id] = None
         for verifier in self._verifiers.values():
             if verifier.link is not None and (verifier.changed or verifier.lost):
                 verifier.link.offer(functools.partial(self._tails, verifier))
@@ -207,9 +214,7 @@ class DraftLoop:
 
     def _note_cost(self, seconds: float, changed: Sequence[str]) -> None:
         """Models add a token to each request, lookups whole tails."""
-        tokens = len(changed)
-        if isinstance(self.proposer, KeepsHistory):
-            tokens = sum(len(self.proposer.tail(request_id)[1]) for request_id in changed)
+        tokens = len(self.proposer.tails(changed).tokens) if self._looks_up else len(changed)
         self._cost.record(seconds, len(changed), tokens)
 
     def _call(self, command: Callable[[], None]) -> Future[None]:
@@ -255,39 +260,36 @@ class DraftLoop:
             verifier = self._verifiers[message.verifier_id] = _Verifier()
         verifier.link = self._links.get(message.verifier_id)
         for row, generation, finished in message.closed:
-            known = verifier.mirrors.get(row)
-            if known is not None and known[0] == generation:
-                self._guarded(known[1], functools.partial(self._close, known[1], finished))
+            if (closed := self._find(verifier, row, generation)) is not None:
+                self._guarded(closed, functools.partial(self._close, closed, finished))
         for opened in message.opened:
             self._guarded(opened.request_id, functools.partial(self._open, verifier, opened))
-        features = dict(message.features)
-        tokens, end = message.tokens.tolist(), 0
-        arrays = (message.rows, message.generations, message.starts, message.lengths, message.windows)
-        for row, generation, start, length, window in zip(*(array.tolist() for array in arrays), strict=True):
-            begin, end = end, end + length
-            known = verifier.mirrors.get(row)
-            if known is None or known[0] != generation:
-                self._ask_again(verifier, row, generation)
-                continue
-            commit = functools.partial(self._commit, verifier, row, known, start, tokens[begin:end], window)
-            self._guarded(known[1], functools.partial(commit, features.get(row, ())))
+        self._commit(verifier, message)
+
+    def _find(self, verifier: _Verifier, row: int, generation: int) -> str | None:
+        request_id = verifier.mirrors.get(row)
+        return request_id if request_id is not None and self._places[request_id].generation == generation else None
 
     def _guarded(self, request_id: str, follow: Callable[[], None]) -> None:
         try:
             follow()
-        except Exception:
-            self.counters.failures += 1
-            logger.exception("%s: request %s is dropped, until it is opened again", self.drafter_id, request_id)
-            self._lose(request_id)
+        except Exception as error:  # noqa: BLE001 - it is logged
+            self._give_up(request_id, error)
+
+    def _give_up(self, request_id: str, error: Exception) -> None:
+        self.counters.failures += 1
+        text = "%s: request %s is dropped, until it is opened again"
+        logger.error(text, self.drafter_id, request_id, exc_info=error)
+        self._lose(request_id)
 
     def _open(self, verifier: _Verifier, opened: DraftOpen) -> None:
         self.counters.opens += 1
         self._let_go(verifier, opened.row)
         if opened.request_id in self._places:  # it has moved here from another verifier, or from another row
             self._forget(opened.request_id)
-        verifier.mirrors[opened.row] = (opened.generation, opened.request_id)
+        verifier.mirrors[opened.row] = opened.request_id
         verifier.lost.pop(opened.row, None)
-        self._places[opened.request_id] = (verifier, opened.row)
+        self._places[opened.request_id] = _Place(verifier, opened.row, opened.generation)
         self.proposer.open(
             opened.request_id, opened.prompt_token_ids, opened.committed_token_ids, opened.sampling, opened.window
         )
@@ -295,31 +297,54 @@ class DraftLoop:
             self.proposer.add_features(opened.request_id, opened.features)
         self._with_learning(lambda learning: learning.open(opened))
 
-    def _commit(
-        self,
-        verifier: _Verifier,
-        row: int,
-        known: tuple[int, str],
-        start: int,
-        tokens: Sequence[int],
-        window: int,
-        features: Sequence[Any],
-    ) -> None:
-        self.counters.commits += 1
-        generation, request_id = known
-        if not self.proposer.commit(request_id, start, tokens, window):
-            self._ask_again(verifier, row, generation)
-            return
-        if features and isinstance(self.proposer, ReadsFeatures):
-            self.proposer.add_features(request_id, features)
-        self._with_learning(lambda learning: learning.commit(request_id, start, tokens, features))
+    def _commit(self, verifier: _Verifier, message: CommitBatch) -> None:
+        handles = list(zip(message.rows.tolist(), message.generations.tolist(), strict=True))
+        requests = [self._find(verifier, *handle) for handle in handles]
+        followed = np.array([request_id is not None for request_id in requests], np.bool_)
+        commits = Commits(
+            [request_id for request_id in requests if request_id is not None],
+            message.starts[followed],
+            message.lengths[followed],
+            message.windows[followed],
+            message.tokens[np.repeat(followed, message.lengths)],
+        )
+        self.counters.commits += len(commits.request_ids)
+        followed[followed] = taken = self._follow(commits)
+        for index in np.flatnonzero(~followed).tolist():
+            self._ask_again(verifier, *handles[index])
+        if message.features or self._learning is not None:
+            features = dict(message.features)
+            for (request_id, start, tokens, _), is_taken in zip(commits.rows(), taken.tolist(), strict=True):
+                place = self._places.get(request_id)
+                if is_taken and place is not None:
+                    news = (request_id, start, tokens, features.get(place.row, ()))
+                    self._guarded(request_id, functools.partial(self._learn_from, *news))
+
+    def _follow(self, commits: Commits) -> np.ndarray:
+        """`Proposer.commit_batch`. Where it fails each request is tried alone (commits may be repeated), and only those
+        that it fails for are lost."""
+        try:
+            return self.proposer.commit_batch(commits)
+        except Exception as error:  # noqa: BLE001 - it is logged with the request that it is about
+            if len(commits.request_ids) > 1:
+                return np.concatenate([self._follow(one) for one in commits.split()])
+            self._give_up(commits.request_ids[0], error)
+            return np.ones(1, np.bool_)
+
+    def _learn_from(self, request_id: str, start: int, tokens: Sequence[int], states: Sequence[Any]) -> None:
+        if states and isinstance(self.proposer, ReadsFeatures):
+            self.proposer.add_features(request_id, states)
+        self._with_learning(lambda learning: learning.commit(request_id, start, tokens, states))
 
     def _close(self, request_id: str, finished: bool) -> None:
-        verifier, row = self._places.pop(request_id)
-        del verifier.mirrors[row]
-        verifier.changed.pop(row, None)
+        self._leave_place(request_id)
         self.proposer.close(request_id, finished)
         self._with_learning(lambda learning: learning.close(request_id, finished))
+
+    def _leave_place(self, request_id: str) -> None:
+        place = self._places.pop(request_id)
+        del place.verifier.mirrors[place.row]
+        place.verifier.changed.pop(request_id, None)
 
     def _ask_again(self, verifier: _Verifier, row: int, generation: int) -> None:
         self.counters.resyncs += 1
@@ -331,28 +356,14 @@ class DraftLoop:
         """Whole tails of all requests that have changed."""
         changed, verifier.changed = verifier.changed, {}
         lost, verifier.lost = verifier.lost, {}
-        rows, generations, bases, lengths, complete = [], [], [], [], []
-        tokens: list[int] = []
-        for row in changed:
-            known = verifier.mirrors.get(row)
-            if known is None:
-                continue
-            base, tail = self.proposer.tail(known[1])
-            rows.append(row)
-            generations.append(known[0])
-            bases.append(base)
-            lengths.append(len(tail))
-            complete.append(not self.proposer.pending(known[1]))
-            tokens += tail
-        self.counters.tails += len(rows)
+        request_ids = list(changed)
+        places = [self._places[request_id] for request_id in request_ids]
+        self.counters.tails += len(places)
         return TailBatch(
             self.drafter_id,
-            np.array(rows, np.int32),
-            np.array(generations, np.int32),
-            np.array(bases, np.int32),
-            np.array(lengths, np.int32),
-            np.array(complete, np.bool_),
-            np.array(tokens, np.int32),
+            np.array([place.row for place in places], np.int32),
+            np.array([place.generation for place in places], np.int32),
+            *self.proposer.tails(request_ids),
             self.proposer.weight_version,
             self._cost.token_s,
             tuple(lost.items()),
@@ -377,31 +388,24 @@ class DraftLoop:
                 verifier.unlisted_since = now
             if verifier_id in left or now - verifier.unlisted_since >= _ORPHAN_S:
                 del self._verifiers[verifier_id]
-                self._forget_all(known[1] for known in list(verifier.mirrors.values()))
-
-    def _forget_all(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            self._forget(request_id)
+                for request_id in list(verifier.mirrors.values()):
+                    self._forget(request_id)
 
     def _lose(self, request_id: str) -> None:
         """Drop a request, and ask for it again."""
         place = self._places.get(request_id)
         if place is not None:
-            verifier, row = place
-            generation = verifier.mirrors[row][0]
             self._forget(request_id)
-            self._ask_again(verifier, row, generation)
+            self._ask_again(*place)
 
     def _let_go(self, verifier: _Verifier, row: int) -> None:
         """The row is used again: whatever was there is over, without a word of how it ended."""
         if row in verifier.mirrors:
-            self._forget(verifier.mirrors[row][1])
+            self._forget(verifier.mirrors[row])
 
     def _forget(self, request_id: str) -> None:
         """Drop a request that did not end."""
-        verifier, row = self._places.pop(request_id)
-        del verifier.mirrors[row]
-        verifier.changed.pop(row, None)
+        self._leave_place(request_id)
         try:
             self.proposer.close(request_id, finished=False)
         except Exception:

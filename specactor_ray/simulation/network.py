@@ -332,6 +332,8 @@ class Network:
 
 
 _MESSAGE_BYTES, _TOKEN_BYTES = 120, 4
+_KINDS = (CommitBatch, TailBatch, DraftOpen, Features, TargetRequest)
+_FIELDS = {kind: [field.name for field in fields(kind)] for kind in _KINDS}
 
 
 def payload_bytes(arguments: Sequence[Any]) -> int:
@@ -341,11 +343,13 @@ def payload_bytes(arguments: Sequence[Any]) -> int:
 
 def _message_bytes(message: Any) -> int:
     if isinstance(message, list | tuple):
+        if set(map(type, message)) == {int}:
+            return _TOKEN_BYTES * len(message)
         return sum(map(_message_bytes, message))
     if isinstance(message, np.ndarray):
         return _MESSAGE_BYTES + message.nbytes
-    if isinstance(message, CommitBatch | TailBatch | DraftOpen | Features | TargetRequest):
-        return _MESSAGE_BYTES + sum(_message_bytes(getattr(message, one.name)) for one in fields(message))
+    if (names := _FIELDS.get(type(message))) is not None:
+        return _MESSAGE_BYTES + sum(_message_bytes(getattr(message, name)) for name in names)
     return _TOKEN_BYTES
 
 

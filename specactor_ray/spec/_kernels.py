@@ -107,48 +107,42 @@ def commit(
     length: Any,
     tail: Any,
     method: Any,
-    hits: Any,
-    tries: Any,
-    guesses: Any,
-    answers: Any,
+    evidence: Any,
     bucket: Any,
-    all_hits: Any,
-    all_tries: Any,
-    all_guesses: Any,
-    all_answers: Any,
+    all_evidence: Any,
 ) -> int:
-    """Append `tokens[i, :counts[i]]` to the output of `rows[i]`, and judge every tail that was there by them.
+    """Append the next `counts[i]` tokens to the output of `rows[i]`, and judge every tail that was there by them.
 
-    Evidence goes to (method, row), and to (method, range of output positions `bucket[i]`): `hits` of `tries` draft
-    tokens whose predecessors were right, and `guesses` in `answers` steps at which the drafter knew the whole prefix.
-    Tails that agree keep the rest, the others go. Returns how many were refuted.
+    Evidence goes to (method, row), and to (method, range of output positions `bucket[i]`): hits in tries of draft
+    tokens whose predecessors were right, and guesses in steps at which the drafter knew the whole prefix. Tails that
+    agree keep the rest, the others go. Returns how many were refuted.
     """
-    refuted = 0
+    refuted, first = 0, 0
     for i in range(len(rows)):
         row, fresh, part = rows[i], counts[i], bucket[i]
         start = committed[row]
         for k in range(fresh):
-            output[row, start + k] = tokens[i, k]
+            output[row, start + k] = tokens[first + k]
         for seat in range(len(method)):
             if not assigned[seat, row]:
                 continue
             have, kind = length[seat, row], method[seat]
             if have > 0 or base[seat, row] == start:
                 guessed = 1.0 if have > 0 else 0.0
-                answers[kind, row] += 1.0
-                guesses[kind, row] += guessed
-                all_answers[kind, part] += 1.0
-                all_guesses[kind, part] += guessed
+                evidence[2, kind, row] += guessed
+                evidence[3, kind, row] += 1.0
+                all_evidence[2, kind, part] += guessed
+                all_evidence[3, kind, part] += 1.0
             if have == 0:
                 continue
             tested, right = min(have, fresh), 0
-            while right < tested and tail[seat, row, right] == tokens[i, right]:
+            while right < tested and tail[seat, row, right] == tokens[first + right]:
                 right += 1
             tried = min(right + 1, tested)
-            hits[kind, row] += right
-            tries[kind, row] += tried
-            all_hits[kind, part] += right
-            all_tries[kind, part] += tried
+            evidence[0, kind, row] += right
+            evidence[1, kind, row] += tried
+            all_evidence[0, kind, part] += right
+            all_evidence[1, kind, part] += tried
             if right < tested:
                 refuted += 1
                 length[seat, row] = 0
@@ -158,6 +152,7 @@ def commit(
                     tail[seat, row, k] = tail[seat, row, fresh + k]
                 length[seat, row] = max(rest, 0)
         committed[row] = start + fresh
+        first += fresh
     return refuted
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 BUCKETS = 8
 """Ranges of output positions: 0-63, 64-127, 128-255, ..."""
-_FIRST_BUCKET_BITS = 6
+_BUCKET_BEGINS = 64 << np.arange(BUCKETS - 1)
 DEFAULT_PRIOR = 0.6
 PRIOR_TRIES = 8.0
 """Weight of what is known of many against what is known of one: about one window."""
@@ -24,8 +24,7 @@ _FADE = 0.5 ** (1.0 / HALF_LIFE_STEPS)
 
 def bucket_of(positions: np.ndarray) -> np.ndarray:
     """The range of each output position."""
-    exponents = np.frexp(positions)[1] - _FIRST_BUCKET_BITS
-    return np.clip(exponents, 0, BUCKETS - 1)
+    return _BUCKET_BEGINS.searchsorted(positions, side="right")
 
 
 class Acceptance:
@@ -40,8 +39,8 @@ class Acceptance:
         self._given = dict(priors or {})
         self.methods: list[str] = []
         self.prior = np.full(methods, DEFAULT_PRIOR)
-        self.hits, self.tries = np.zeros((methods, BUCKETS)), np.zeros((methods, BUCKETS))
-        self.guesses, self.answers = np.zeros((methods, BUCKETS)), np.zeros((methods, BUCKETS))
+        self.evidence = np.zeros((4, methods, BUCKETS))
+        """As `RequestTable.evidence`, by range of output positions."""
 
     def number(self, method: str) -> int:
         """Row of the arrays that stands for a method."""
@@ -52,34 +51,32 @@ class Acceptance:
 
     def fade(self, table: RequestTable) -> None:
         """A step is over: everything that is known counts a little less."""
-        for evidence in (self.hits, self.tries, self.guesses, self.answers):
-            evidence *= _FADE
-        for own in (table.hits, table.tries, table.guesses, table.answers):
-            own *= _FADE
+        self.evidence *= _FADE
+        table.evidence *= _FADE
 
     def of_method(self) -> np.ndarray:
         """`(methods, BUCKETS)` chance that a token is right given that those before it are."""
-        return self._drawn(self.hits, self.tries, self.prior)
+        return self._drawn(self.evidence[:2], self.prior)
 
     def probability(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
         """`(methods, rows)` the same for single requests, at their output positions."""
         average = self.of_method()[:, bucket_of(table.committed[rows])]
-        return _draw(table.hits[:, rows], table.tries[:, rows], average)
+        return _draw(table.evidence[:2, :, rows], average)
 
     def guessing(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
         """`(methods, rows)` chance that there is a guess at all."""
         average = self.guessing_of_method()[:, bucket_of(table.committed[rows])]
-        return _draw(table.guesses[:, rows], table.answers[:, rows], average)
+        return _draw(table.evidence[2:, :, rows], average)
 
     def guessing_of_method(self) -> np.ndarray:
         """`(methods, BUCKETS)` the same over all requests."""
-        return self._drawn(self.guesses, self.answers, np.ones(len(self.prior)))
+        return self._drawn(self.evidence[2:], np.ones(len(self.prior)))
 
     @staticmethod
-    def _drawn(hits: np.ndarray, tries: np.ndarray, prior: np.ndarray) -> np.ndarray:
-        overall = _draw(hits.sum(1), tries.sum(1), prior)
-        return _draw(hits, tries, overall[:, None])
+    def _drawn(evidence: np.ndarray, prior: np.ndarray) -> np.ndarray:
+        return _draw(evidence, _draw(evidence.sum(axis=2), prior)[:, None])
 
 
-def _draw(hits: np.ndarray, tries: np.ndarray, prior: np.ndarray) -> np.ndarray:
+def _draw(evidence: np.ndarray, prior: np.ndarray) -> np.ndarray:
+    hits, tries = evidence
     return (hits + PRIOR_TRIES * prior) / (tries + PRIOR_TRIES)

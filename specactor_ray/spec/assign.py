@@ -310,13 +310,13 @@ class Assigner:
             number = acceptance.number(drafter.method)
             buckets = {
                 BUCKET_NAMES[bucket]: {
-                    "drafted": round(float(acceptance.tries[number, bucket]), 1),
+                    "drafted": round(float(acceptance.evidence[1, number, bucket]), 1),
                     "acceptance": float(chances[number, bucket]),
                     "guessing": float(guessing[number, bucket]),
                     "tgs": float(rates[number, bucket]),
                 }
                 for bucket in range(BUCKETS)
-                if acceptance.tries[number, bucket] >= 1.0
+                if acceptance.evidence[1, number, bucket] >= 1.0
             }
             methods[drafter.method] = {"token_s": drafter.token_s, "buckets": buckets}
         self.standings = {

@@ -66,8 +66,8 @@ class RequestTable:
         self.method = np.zeros(seats, np.int32)
         """Draft method of each seat."""
         # Per method and row.
-        self.hits, self.tries = np.zeros((methods, rows)), np.zeros((methods, rows))
-        self.guesses, self.answers = np.zeros((methods, rows)), np.zeros((methods, rows))
+        self.evidence = np.zeros((4, methods, rows))
+        """Hits and tries of draft tokens; steps at which there was a guess, and at which there could have been one."""
         self._generations = 0
         self._free = list(range(rows))[::-1]
 
@@ -94,8 +94,7 @@ class RequestTable:
         for plane in (self.assigned, self.told, self.windows, self.length, self.seat_drafted, self.seat_accepted):
             plane[:, row] = 0
         self.base[:, row] = -1
-        for evidence in (self.hits, self.tries, self.guesses, self.answers):
-            evidence[:, row] = 0.0
+        self.evidence[:, :, row] = 0.0
         return row
 
     def close(self, row: int) -> None:
@@ -160,9 +159,10 @@ class RequestTable:
         return counts
 
     def commit(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, acceptance: Acceptance) -> int:
-        """Append what a step committed, `(rows, most)` tokens of which `counts` count, and judge the tails that were
-        there by it. Returns how many tails were refuted."""
-        self._fit(int(self.committed[rows].max(initial=0)) + tokens.shape[1] + self.window + 1)
+        """Append what a step committed, `counts` tokens of each row, and judge the tails that were there by it. Returns
+        how many tails were refuted."""
+        start = self.committed[rows]
+        self._fit(int((start + counts).max(initial=0)) + self.window + 1)
         refuted: int = _kernels.commit(
             rows,
             counts,
@@ -174,15 +174,9 @@ class RequestTable:
             self.length,
             self.tail,
             self.method,
-            self.hits,
-            self.tries,
-            self.guesses,
-            self.answers,
-            bucket_of(self.committed[rows]),
-            acceptance.hits,
-            acceptance.tries,
-            acceptance.guesses,
-            acceptance.answers,
+            self.evidence,
+            bucket_of(start),
+            acceptance.evidence,
         )
         self.recent[:] = False
         self.recent[rows] = True
@@ -217,8 +211,9 @@ class RequestTable:
 
     def _grow_rows(self) -> None:
         old = len(self.requests)
-        for name, array in (*self._planes(skip="method"), *self._evidence()):
+        for name, array in self._planes(skip="method"):
             setattr(self, name, _enlarged(array, 1, 2 * old))
+        self.evidence = _enlarged(self.evidence, 2, 2 * old)
         for name in (
             "generation",
             "committed",
@@ -239,10 +234,6 @@ class RequestTable:
         for name in (*names, "seat_drafted", "seat_accepted"):
             if name != skip:
                 yield name, getattr(self, name)
-
-    def _evidence(self) -> Iterator[tuple[str, np.ndarray]]:
-        for name in ("hits", "tries", "guesses", "answers"):
-            yield name, getattr(self, name)
 
 
 def _enlarged(array: np.ndarray, axis: int, size: int) -> np.ndarray:

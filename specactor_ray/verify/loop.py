@@ -281,8 +281,6 @@ class VerifyLoop:
         drafted = np.array([output.num_drafted for output in outputs], np.int32)
         accepted = np.array([output.num_accepted for output in outputs], np.int32)
         flat = np.array([token for output in outputs for token in output.token_ids], np.int32)
-        tokens = np.zeros((len(outputs), int(counts.max())), np.int32)
-        tokens[np.arange(tokens.shape[1]) < counts[:, None]] = flat
         starts = table.committed[rows]
         supplied = np.zeros(len(rows), np.int32)
         if len(self._drafting):
@@ -292,7 +290,7 @@ class VerifyLoop:
             supplied = np.where(chosen >= 0, table.length[chosen, rows], 0)
             self._credit(rows, chosen, drafted, accepted)
         table.count(rows, drafted, accepted, supplied)
-        self._drafting.commit(rows, counts, tokens)
+        self._drafting.commit(rows, counts, flat)
         self.metrics.record_rows(counts, supplied, drafted, accepted)
         for row, output in zip(rows.tolist(), outputs, strict=True):
             if output.hidden_states is not None:
@@ -316,18 +314,19 @@ class VerifyLoop:
         """Count what was verified for those who drafted it."""
         table, metrics = self._table, self.metrics
         mine = np.flatnonzero(drafted)
-        table.seat_drafted[seats[mine], rows[mine]] += drafted[mine]
-        table.seat_accepted[seats[mine], rows[mine]] += accepted[mine]
-        for seat in np.unique(seats[mine]).tolist():
-            drafter = self._drafting.policy.drafters[seat]
-            if drafter is None:
-                continue
-            of_seat = mine[seats[mine] == seat]
-            metrics.record_drafter(drafter.drafter_id, int(drafted[of_seat].sum()), int(accepted[of_seat].sum()))
-            versions = table.version[seat, rows[of_seat]]
-            for version in np.unique(versions).tolist():
-                same = of_seat[versions == version]
-                metrics.record_version(drafter.method, version, int(drafted[same].sum()), int(accepted[same].sum()))
+        seats, rows, drafted, accepted = (array[mine] for array in (seats, rows, drafted, accepted))
+        table.seat_drafted[seats, rows] += drafted
+        table.seat_accepted[seats, rows] += accepted
+        drafters = self._drafting.policy.drafters
+        keys, inverse = np.unique(
+            table.version[seats, rows].astype(np.int64) * len(drafters) + seats, return_inverse=True
+        )
+        sums = (np.bincount(inverse, drafted), np.bincount(inverse, accepted))
+        for key, *numbers in zip(keys.tolist(), *(one.astype(int).tolist() for one in sums), strict=True):
+            version, seat = divmod(key, len(drafters))
+            if (drafter := drafters[seat]) is not None:
+                metrics.record_drafter(drafter.drafter_id, *numbers)
+                metrics.record_version(drafter.method, version, *numbers)
 
     def _end(self, output: RowOutput) -> None:
         row, table = self._row_of[output.request_id], self._table
