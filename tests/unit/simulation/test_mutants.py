@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
-from specactor_ray.verify.loop import VerifyLoop
 
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.supervised import SupervisedActor
@@ -18,6 +17,7 @@ from specactor_ray.rollout.quarantine import Quarantine
 from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
 from specactor_ray.simulation.fault_run import FaultScenario, simulate
 from specactor_ray.simulation.faults import FaultPlan
+from specactor_ray.verify.loop import VerifyLoop
 
 RUNS = 8
 Patch = Callable[[pytest.MonkeyPatch], None]
