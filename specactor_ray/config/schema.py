@@ -253,6 +253,9 @@ class SpeculationConfig:
     race_below: int | None = None
     """`tail`: the race begins when a verifier has at most this many requests and none of them waits. Default: a quarter
     of target.max_batch, at least 1."""
+    verifiers_per_group: int = 0
+    """Most verifiers that share draft actors: those of a method are spread over groups of neighbouring verifiers. 0: all
+    verifiers up to 8, groups of at most 8 beyond."""
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     """When to stop asking a drafter that does not help."""
 

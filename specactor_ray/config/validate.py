@@ -55,6 +55,7 @@ SMALLEST = {
     "target.max_batch": 1,
     "target.max_step_tokens": 1,
     "speculation.race_below": 1,
+    "speculation.verifiers_per_group": 0,
     "speculation.breaker.min_drafted": 1,
     "speculation.breaker.max_silent_waits": 1,
     "data.n": 1,

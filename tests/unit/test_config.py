@@ -299,6 +299,7 @@ class TestRangesAndContradictions:
             (["speculation.draft_wait_s=-0.1"], "speculation.draft_wait_s", "null"),
             (["speculation.race_below=0"], "speculation.race_below", "1 or more"),
             (["speculation.race=always", "speculation.race_below=4"], "speculation.race_below", "race=tail"),
+            (["speculation.verifiers_per_group=-1"], "speculation.verifiers_per_group", "0 or more"),
             (["speculation.coupled_wait_s=0"], "speculation.coupled_wait_s", "above 0"),
             (["speculation.breaker.min_acceptance=1.5"], "speculation.breaker.min_acceptance", "0.02"),
             (["speculation.breaker.min_drafted=0"], "speculation.breaker.min_drafted", "1 or more"),
