@@ -254,8 +254,8 @@ class SpeculationConfig:
     """`tail`: the race begins when a verifier has at most this many requests and none of them waits. Default: a quarter
     of target.max_batch, at least 1."""
     verifiers_per_group: int = 0
-    """Most verifiers that share draft actors: those of a method are spread over groups of neighbouring verifiers. 0: all
-    verifiers up to 8, groups of at most 8 beyond."""
+    """Most verifiers that share draft actors: those of a method are spread over groups of neighbouring verifiers. 0: 8,
+    so that up to 8 verifiers have all draft actors."""
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     """When to stop asking a drafter that does not help."""
 
