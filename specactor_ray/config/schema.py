@@ -227,6 +227,9 @@ class SpeculationConfig:
     race_below: int | None = None
     """`tail`: the race begins when a verifier has at most this many requests and none of them waits. Default: a quarter
     of target.max_batch, at least 1."""
+    verifiers_per_group: int = 0
+    """Most verifiers that share draft actors: those of a method are spread over groups of neighbouring verifiers. 0: 8,
+    so that up to 8 verifiers have all draft actors."""
 
 
 @dataclass

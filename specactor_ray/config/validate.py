@@ -53,6 +53,7 @@ SMALLEST = {
     "target.max_batch": 1,
     "target.max_step_tokens": 1,
     "speculation.race_below": 1,
+    "speculation.verifiers_per_group": 0,
     "data.n": 1,
     "data.limit": 1,
     "plan_devices": 1,

@@ -98,7 +98,7 @@ class Controller:
         self._calls, self._clock = self._backend.calls, self._backend.calls.clock
         self._seating = Seating(run, config, self._backend)
         self._reaper = self._backend.reaper
-        self._news = PeerNews(config.cluster.health_interval_s)
+        self._news = PeerNews(config)
         self._weights = WeightNews(config)
         self._in_place = self._clock.condition()
         """Guards the policy's weights; notified when every verifier has the current ones."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.cluster.supervised import SupervisedActor
 from specactor_ray.config.inline import inline_drafters
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, learns_from_outputs, reads_features
+from specactor_ray.controller.groups import Service, assign_drafters, group_of
 from specactor_ray.controller.seats import Seat
 from specactor_ray.controller.state import (
     VERIFIER,
@@ -231,31 +232,53 @@ _NEWS_TIMEOUT_S = 30.0
 
 
 class PeerNews:
-    """Tells every ready member who its peers are: verifiers the draft actors, draft actors the verifiers.
+    """Tells every ready member who its peers are: verifiers the draft actors of their group, and those the verifiers.
 
     One call per member in flight; a member that is stuck holds up nobody, and one that failed is told again.
     """
 
-    def __init__(self, retry_s: float) -> None:
-        self._retry_s = retry_s
+    def __init__(self, config: Config) -> None:
+        self._retry_s = config.cluster.health_interval_s
+        self._replicas, self._most = config.target.replicas, config.speculation.verifiers_per_group
         self._peers: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._version = 0
+        self._served: dict[str, Service] = {}
+        """Method → its draft actors and the groups they serve."""
 
     def tell(self, members: Iterable[Member], view: ClusterView, now: float) -> None:
         """Send the current lists to those who have not taken them. Never blocks."""
+        members = list(members)
         endpoints = [endpoint for endpoint in view.drafters if endpoint.phase is Phase.READY]
-        verifiers = dict(view.verifiers)
-        peers = (tuple(verifiers), tuple(endpoint.actor_id for endpoint in endpoints))
+        peers = (tuple(view.verifiers), tuple(endpoint.actor_id for endpoint in endpoints))
+        group = {m.actor_id: group_of(m.seat.index, self._replicas, self._most) for m in members if m.key == VERIFIER}
         if peers != self._peers:
             self._peers, self._version = peers, self._version + 1
+            self._assign(endpoints, {group[name] for name in view.verifiers})
         for member in members:
             actor = member.actor
-            if member.phase is Phase.READY and actor is not None and self._is_due(member, actor, now):
-                member.sent_peers = self._version
-                method, peers_of = (
-                    ("set_drafters", endpoints) if member.key == VERIFIER else ("set_verifiers", verifiers)
-                )
-                actor.news.send(actor.call(method, self._version, peers_of, deadline_s=_NEWS_TIMEOUT_S))
+            if member.phase is not Phase.READY or actor is None or not self._is_due(member, actor, now):
+                continue
+            member.sent_peers = self._version
+            if member.key == VERIFIER:
+                mine = group[member.actor_id]
+                drafters = [one for one in endpoints if (one.actor_id, mine) in self._served[one.method]]
+                call = actor.call("set_drafters", self._version, drafters, deadline_s=_NEWS_TIMEOUT_S)
+            else:
+                served = self._served.get(member.key, ())
+                verifiers = {
+                    name: handle for name, handle in view.verifiers.items() if (member.actor_id, group[name]) in served
+                }
+                call = actor.call("set_verifiers", self._version, verifiers, deadline_s=_NEWS_TIMEOUT_S)
+            actor.news.send(call)
+
+    def _assign(self, endpoints: Sequence[DraftEndpoint], groups: Collection[int]) -> None:
+        of_method: dict[str, list[str]] = {}
+        for one in endpoints:
+            of_method.setdefault(one.method, []).append(one.actor_id)
+        self._served = {
+            method: assign_drafters(drafters, groups, self._served.get(method, frozenset()))
+            for method, drafters in of_method.items()
+        }
 
     def _is_due(self, member: Member, actor: SupervisedActor, now: float) -> bool:
         state = actor.news.state()

@@ -288,6 +288,7 @@ class TestRangesAndContradictions:
             (["speculation.draft_wait_s=-0.1"], "speculation.draft_wait_s", "null"),
             (["speculation.race_below=0"], "speculation.race_below", "1 or more"),
             (["speculation.race=always", "speculation.race_below=4"], "speculation.race_below", "race=tail"),
+            (["speculation.verifiers_per_group=-1"], "speculation.verifiers_per_group", "0 or more"),
             (["speculation.coupled_wait_s=0"], "speculation.coupled_wait_s", "above 0"),
             (["sampling.temperature=-1"], "sampling.temperature", ""),
             (["sampling.top_p=0"], "sampling.top_p", ""),
