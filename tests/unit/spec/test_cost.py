@@ -36,10 +36,10 @@ def test_predictions_are_positive_and_never_fall(observations: list[tuple[int, f
 
 
 def test_a_straight_line_is_learned_between_what_was_seen() -> None:
-    cost = trained(*((count, 0.01 + 0.002 * count) for count in (1, 4, 16, 64)))
-    known = (1, 4, 10, 16, 30, 64)
+    cost = trained(*((count, 0.01 + 0.002 * count) for count in (1, 4, 11, 40)))
+    known = (1, 4, 8, 11, 30, 40)
     assert seconds(cost, *known) == pytest.approx([0.01 + 0.002 * count for count in known])
-    assert cost.curve(4, 12)[[0, 6, 12]] == pytest.approx(seconds(cost, 4, 10, 16))
+    assert cost.curve(4, 7)[[0, 4, 7]] == pytest.approx(seconds(cost, 4, 8, 11))
 
 
 def test_of_the_unknown_the_best_is_hoped_for() -> None:
