@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from specactor_ray.speculation.tgs import tokens_per_s
 
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.messages import Mode
@@ -20,7 +21,6 @@ from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.policy import LEAST_USE, Drafter, Policy, Wait, reconfigure, useful_windows, window_rates
 from specactor_ray.spec.table import RequestTable
-from specactor_ray.speculation.tgs import tokens_per_s
 from tests.unit.spec.tables import ints, request, say
 
 WINDOW = 8
