@@ -19,13 +19,13 @@ from typing import Any
 import ray
 from rich.console import Console
 from rich.table import Table
+
+from specactor_ray.cluster.calls import Calls
+from specactor_ray.messages import DraftTail, ToVerifier
 from specactor_ray.queues.conflation import for_verifier
 from specactor_ray.queues.mailbox import Mailbox
 from specactor_ray.queues.outbox import Outbox
 from specactor_ray.queues.screening import verifier_screen
-
-from specactor_ray.cluster.calls import Calls
-from specactor_ray.messages import DraftTail, ToVerifier
 
 
 class Consumer:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from specactor_ray.loops.assignment import AssignmentChange, DrafterAssignment, DraftSeat, Wish
 from specactor_ray.speculation.race import Straggler
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from specactor_ray.loops.draft_loop import DraftLoop
-from specactor_ray.queues.conflation import for_verifier
-from specactor_ray.queues.outbox import Outbox
-from specactor_ray.speculation.wait_cost import WaitCost
 
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.messages import Commit, DraftOpen, DraftTail, Mode, SamplingParams
 from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.queues.conflation import for_verifier
+from specactor_ray.queues.outbox import Outbox
 from specactor_ray.speculation.draft_cost import DraftCost
+from specactor_ray.speculation.wait_cost import WaitCost
 from tests.clocks import HandClock
 from tests.tiny import tiny_draft
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from specactor_ray.loops.draft_loop import DraftLoop
 
 from specactor_ray.config.online import OnlineConfig
 from specactor_ray.config.schema import BreakerConfig
@@ -21,6 +20,7 @@ from specactor_ray.drafter_training.recording import RolloutRecorder
 from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.loops import planner
+from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.idle_learning import IdleLearning
 from specactor_ray.messages import Commit, DraftClose, DraftOpen, Mode, SamplingParams
 from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights

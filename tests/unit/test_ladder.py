@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from specactor_ray.speculation.track_record import TrackRecord
 
 from specactor_ray.messages import Mode
 from specactor_ray.speculation.acceptance import expected_accepted
 from specactor_ray.speculation.ladder import BUCKET_NAMES, DraftLadder, Estimate, MethodPrior, bucket_of
 from specactor_ray.speculation.tgs import best_window
+from specactor_ray.speculation.track_record import TrackRecord
 
 VERIFY_S = [0.05 + 0.002 * window for window in range(9)]
 METHODS = ("ngram", "draft_model", "eagle")

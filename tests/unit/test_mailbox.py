@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from specactor_ray.queues.conflation import ConflatingBuffer, for_drafter, for_verifier
-from specactor_ray.queues.mailbox import Mailbox
-from specactor_ray.queues.screening import drafter_screen, verifier_screen
 
 from specactor_ray.drafters.mirror import RequestMirror
 from specactor_ray.messages import (
@@ -26,7 +23,10 @@ from specactor_ray.messages import (
     ToDrafter,
     ToVerifier,
 )
+from specactor_ray.queues.conflation import ConflatingBuffer, for_drafter, for_verifier
 from specactor_ray.queues.events import EventQueue
+from specactor_ray.queues.mailbox import Mailbox
+from specactor_ray.queues.screening import drafter_screen, verifier_screen
 
 TRUTH = tuple(range(100, 140))
 SAMPLING = SamplingParams()

@@ -8,13 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+
+from specactor_ray.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, RemoteError
+from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftTail, SamplingParams
 from specactor_ray.queues.conflation import for_drafter, for_verifier
 from specactor_ray.queues.mailbox import Mailbox
 from specactor_ray.queues.outbox import Outbox
 from specactor_ray.queues.screening import verifier_screen
-
-from specactor_ray.errors import ActorLostError, ActorUnavailableError, CallTimeoutError, RemoteError
-from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftTail, SamplingParams
 from tests.clocks import HandClock
 
 

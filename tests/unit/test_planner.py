@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from specactor_ray.loops.draft_loop import DraftLoop
-from specactor_ray.loops.drafter_table import DrafterLink
-from specactor_ray.loops.speculator import Speculator
-from specactor_ray.queues.conflation import for_drafter, for_verifier
-from specactor_ray.queues.outbox import Outbox
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.drafters.base import Proposer
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.loops.draft_loop import DraftLoop
+from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.speculator import Speculator
 from specactor_ray.messages import DraftTail, Mode
 from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.queues.conflation import for_drafter, for_verifier
+from specactor_ray.queues.outbox import Outbox
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests.clocks import HandClock

@@ -6,6 +6,7 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from specactor_ray.speculation.race import Straggler, Worker, assign_race
 
 METHODS = ("ngram", "draft_model", "eagle", "suffix")

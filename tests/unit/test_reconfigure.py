@@ -8,6 +8,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from specactor_ray.messages import Mode
 from specactor_ray.speculation.reconfigure import (
     PLAIN,
     Reconfigurator,
@@ -18,8 +20,6 @@ from specactor_ray.speculation.reconfigure import (
     reconfigure,
     useful_window,
 )
-
-from specactor_ray.messages import Mode
 
 BOTH = (Mode.DECOUPLED, Mode.COUPLED)
 BASE = RequestPlan(8, Mode.DECOUPLED)

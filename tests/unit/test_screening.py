@@ -12,17 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from specactor_ray.loops.draft_loop import DraftLoop
-from specactor_ray.loops.drafter_table import DrafterLink
-from specactor_ray.loops.speculator import Speculator
-from specactor_ray.loops.verify_loop import VerifyLoop
-from specactor_ray.queues.conflation import for_drafter, for_verifier
-from specactor_ray.queues.outbox import Outbox, direct_sender
-from specactor_ray.queues.screening import MOST_MALFORMED, UNKNOWN, drafter_screen, verifier_screen
 
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.errors import ActorUnavailableError
+from specactor_ray.loops.draft_loop import DraftLoop
+from specactor_ray.loops.drafter_table import DrafterLink
+from specactor_ray.loops.speculator import Speculator
+from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import (
     Commit,
     DraftClose,
@@ -34,6 +31,9 @@ from specactor_ray.messages import (
     Progress,
     SamplingParams,
 )
+from specactor_ray.queues.conflation import for_drafter, for_verifier
+from specactor_ray.queues.outbox import Outbox, direct_sender
+from specactor_ray.queues.screening import MOST_MALFORMED, UNKNOWN, drafter_screen, verifier_screen
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests.clocks import HandClock

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specactor_ray.speculation.tails import TailBook, TailCounters
 
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.messages import Commit, DraftClose, DraftOpen, DraftResync, DraftTail, SamplingParams
+from specactor_ray.speculation.tails import TailBook, TailCounters
 
 SAMPLING = SamplingParams()
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from specactor_ray.loops.draft_loop import DraftLoop
-from specactor_ray.loops.speculator import Speculator
-from specactor_ray.loops.verify_loop import VerifyLoop
 
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.loops.attempts import EndedAttempts
+from specactor_ray.loops.draft_loop import DraftLoop
+from specactor_ray.loops.speculator import Speculator
+from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import DraftOpen, Finished, Mode, Progress, Refused, SamplingParams, ToRollout
 from specactor_ray.targets.base import TargetRequest
 from tests.clocks import HandClock

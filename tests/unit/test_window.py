@@ -8,10 +8,10 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specactor_ray.speculation.step_cost import StepCostModel, isotonic
-from specactor_ray.speculation.window import VerifyCandidate, choose_verify_lengths, choose_wait_s
 
 from specactor_ray.speculation.acceptance import expected_accepted
+from specactor_ray.speculation.step_cost import StepCostModel, isotonic
+from specactor_ray.speculation.window import VerifyCandidate, choose_verify_lengths, choose_wait_s
 
 candidates = st.lists(st.tuples(st.floats(0.01, 1), st.integers(0, 4)), min_size=1, max_size=4)
 costs = st.lists(st.floats(0.01, 10.0), min_size=21, max_size=21)

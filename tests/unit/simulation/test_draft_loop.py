@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from specactor_ray.loops.draft_loop import DraftLoop
-
 from specactor_ray.messages import DraftOpen, SamplingParams
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.proposers import SimulatedProposer
