@@ -190,7 +190,7 @@ class FakeCluster:
 
     # ---- what a controller is asked ----
 
-    def view(self) -> ClusterView:
+    def view(self, known: int | None = None) -> ClusterView:
         serving = {name: handle for name, handle in self.handles.items() if name not in self.lent}
         return ClusterView(0, serving, (), (), dict(self.departed))
 

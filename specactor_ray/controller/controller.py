@@ -156,9 +156,10 @@ class Controller:
         self._thread = self._clock.spawn(self._reconcile, "reconcile")
         return self._view
 
-    def view(self) -> ClusterView:
-        """Who is there now; as old as the last step at most."""
-        return self._view
+    def view(self, known: int | None = None) -> ClusterView | None:
+        """Who is there now; as old as the last step at most. None if that is the version that is `known`."""
+        view = self._view
+        return None if view.version == known else view
 
     def status(self) -> list[dict[str, Any]]:
         """One row per actor: id, kind, method, phase, node, pid, cores, gpus, silent_s, note, counters."""

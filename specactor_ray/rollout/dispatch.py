@@ -36,7 +36,7 @@ _REFUSED_S = 1.0
 _TAIL_INTERVAL_S = 0.1
 """Time between two looks at the loads when no request waits."""
 _PASS_INTERVAL_S_PER_REQUEST = 1e-4
-"""Time between two passes over the requests, for each of them; one takes microseconds per request."""
+"""Time between two passes over the requests, for each of them; a pass takes up to 8 microseconds per request."""
 
 
 class Dispatcher:

@@ -37,7 +37,8 @@ class JournalEntry:
     stalls: int = 0
     """How often it stopped making progress at a verifier that answered."""
     progress_at: float = _NEVER
-    """When the present attempt made progress last, in seconds; infinite before it has."""
+    """Since when it stands still, in seconds: its last progress, or when it was handed out after a stall. Infinite if
+    it has not begun since it was taken off a verifier."""
     begin: tuple[float, int] | None = None
     """When the present attempt made its first progress, and the output tokens after it."""
     finished: Finished | None = None

@@ -80,6 +80,8 @@ class Verifiers:
         self._controller, self._calls, self._clock, self._timeout_s = controller, calls, calls.clock, timeout_s
         self._view: Call | None = None
         self._view_asked = float("-inf")
+        self._known: int | None = None
+        """Version of the view that was taken last."""
         self._notices: list[Call] = []
         """Calls whose answers nobody waits for."""
         self.begin()
@@ -92,7 +94,7 @@ class Verifiers:
 
     def ask_view(self) -> None:
         """Ask for a view that is newer than whatever happened up to now."""
-        self._view = self._calls.start(self._controller, "view", deadline_s=_VIEW_TIMEOUT_S)
+        self._view = self._calls.start(self._controller, "view", self._known, deadline_s=_VIEW_TIMEOUT_S)
         self._view_asked = self._clock.now()
 
     def await_view(self) -> None:
@@ -122,7 +124,9 @@ class Verifiers:
             call, self._view = self._view, None
             if call.error is None:
                 self._controller_seen = now
-                gone = self._take_view(call.result())
+                view = call.result()
+                if view is not None:  # else nothing has changed
+                    gone, self._known = self._take_view(view), view.version
             elif isinstance(call.error, ActorLostError):
                 _give_up(f"the controller of the run is gone ({call.error})", unfinished)
         if self.links:
