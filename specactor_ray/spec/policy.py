@@ -104,7 +104,7 @@ class Policy:
             return Wait(0, 0.0)
         inline = all(drafter.inline for drafter in drafters)
         if config.verify is VerifyPolicy.all and self._coupled:
-            self.wanted = np.where(growing, windows, 0).max(axis=0).astype(np.int32)
+            self.wanted = np.minimum(np.where(growing, windows, 0).max(axis=0), self._room(rows)).astype(np.int32)
             rounds = int(self.wanted.max())
         else:
             rounds = self._worthwhile_rounds(rows, drafters, growing, windows)
@@ -169,9 +169,10 @@ class Policy:
         """
         supply, room = self._supply(rows), self._room(rows)
         curve = self.cost.curve(len(rows), len(rows) * self.table.window)
-        if self._config.verify is VerifyPolicy.all:
-            curve = np.full_like(curve, 1.0)
         _, seats, lengths = self._choose(supply, np.ones_like(self._probability), room, curve)
+        if self._config.verify is VerifyPolicy.all:
+            there = supply[seats, np.arange(len(rows))]
+            lengths = np.where(seats >= 0, np.minimum(there, room), 0).astype(np.int32)
         return seats, lengths
 
     def set_windows(self, rows: np.ndarray) -> None:
