@@ -168,12 +168,18 @@ def for_drafter(vocab_size: int | None, on_cut: Callable[[str], None]) -> Inbox[
             _check_open(one, limit)
         _require(
             type(message.closed) is tuple
-            and all(len(one) == 3 and _is_handle(one[:2]) and type(one[2]) is bool for one in message.closed),
+            and all(
+                type(one) is tuple and len(one) == 3 and _is_handle(one[:2]) and type(one[2]) is bool
+                for one in message.closed
+            ),
             "closed holds something else than handles and whether they finished",
         )
         _require(
             type(message.features) is tuple
-            and all(len(one) == 2 and _is_count(one[0]) and _are_features(one[1]) for one in message.features),
+            and all(
+                type(one) is tuple and len(one) == 2 and _is_count(one[0]) and _are_features(one[1])
+                for one in message.features
+            ),
             "features are not in order",
         )
 

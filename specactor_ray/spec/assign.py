@@ -107,7 +107,8 @@ class Assigner:
     def remove(self, row: int) -> None:
         """A request leaves; its place is given away at the next step, if somebody waits for one."""
         self._base.pop(row, None)
-        self._due = self._begun.pop(row, False) is None and len(self._base) < len(self._begun)
+        if self._begun.pop(row, False) is None:
+            self._due |= len(self._base) < len(self._begun)
 
     def step(self, decoding: np.ndarray) -> list[Change]:
         """A step over these rows begins. Requests that still wait for their turn have no drafters."""
@@ -162,6 +163,9 @@ class Assigner:
             base = self._base.get(row)
             if base is None or not self._is_able(base):
                 seat = next((s for m in rankings[bucket] if (s := self._roomiest(m, loads)) is not None), None)
+                if seat is None:
+                    seat, closed = self._oust(row, rankings[bucket], loads)
+                    changes += closed
                 if seat is not None and seat != base:
                     changes += self._move(row, base, seat, loads)
             for method in lookups:
@@ -232,6 +236,21 @@ class Assigner:
             if drafter is not None and not drafter.looks_up and self._base.get(row) != seat:
                 changes.append(self._shut(seat, row))
         return changes
+
+    def _oust(self, row: int, methods: Sequence[str], loads: list[int]) -> tuple[int | None, list[Change]]:
+        """A base drafter where none has room: one that races for the request already, or one whose racer gives way,
+        that of the fastest request."""
+        table, acceptance = self._table, self._policy.acceptance
+        for method in methods:
+            for seat in filter(self._is_able, self._seats_of(method)):
+                if table.assigned[seat, row]:
+                    return seat, []
+                rows = np.flatnonzero(table.assigned[seat]).tolist()
+                racing = [one for one in rows if (base := self._base.get(one, seat)) != seat and self._is_able(base)]
+                if racing:
+                    chances = acceptance.probability(table, np.array(racing, np.int32))[acceptance.number(method)]
+                    return seat, [self._shut(seat, racing[int(chances.argmax())], loads)]
+        return None, []
 
     # ---- parts ----
 

@@ -103,7 +103,7 @@ class Policy:
             return Wait(0, 0.0)
         inline = all(drafter.inline for drafter in drafters)
         if config.verify is VerifyPolicy.all and self._coupled:
-            self.wanted = np.where(growing, windows, 0).max(axis=0).astype(np.int32)
+            self.wanted = np.minimum(np.where(growing, windows, 0).max(axis=0), self._room(rows)).astype(np.int32)
             rounds = int(self.wanted.max())
         else:
             rounds = self._worthwhile_rounds(rows, drafters, growing, windows)
@@ -167,8 +167,11 @@ class Policy:
             `(rows,)` the seat whose tail it is, -1 for none, and how many of its tokens.
         """
         supply, room = self._supply(rows), self._room(rows)
-        curve = self._verify_curve(len(rows))
+        curve = self.cost.curve(len(rows), len(rows) * self.table.window)
         _, seats, lengths = self._choose(supply, np.ones_like(self._probability), room, curve)
+        if self._config.verify is VerifyPolicy.all:
+            there = supply[seats, np.arange(len(rows))]
+            lengths = np.where(seats >= 0, np.minimum(there, room), 0).astype(np.int32)
         return seats, lengths
 
     def set_windows(self, rows: np.ndarray) -> None:
@@ -194,11 +197,6 @@ class Policy:
         seats, lengths = np.empty(len(room), np.int32), np.empty(len(room), np.int32)
         rate = _kernels.choose(self._probability, weight, supply, room, curve, seats, lengths)
         return rate, seats, lengths
-
-    def _verify_curve(self, rows: int) -> np.ndarray:
-        """Seconds of the step with 0, 1, ... draft tokens in all; where everything is verified, none costs anything."""
-        curve = self.cost.curve(rows, rows * self.table.window)
-        return np.ones_like(curve) if self._config.verify is VerifyPolicy.all else curve
 
     def _supply(self, rows: np.ndarray) -> np.ndarray:
         table = self.table
