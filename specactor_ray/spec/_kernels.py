@@ -100,12 +100,19 @@ def commit(
     rows: Any,
     counts: Any,
     tokens: Any,
+    seats: Any,
+    drafted: Any,
+    accepted: Any,
+    supplied: Any,
     committed: Any,
     output: Any,
+    totals: Any,
     assigned: Any,
     base: Any,
     length: Any,
     tail: Any,
+    seat_drafted: Any,
+    seat_accepted: Any,
     method: Any,
     evidence: Any,
     bucket: Any,
@@ -116,10 +123,21 @@ def commit(
     Evidence goes to (method, row), and to (method, range of output positions `bucket[i]`): hits in tries of draft
     tokens whose predecessors were right, and guesses in steps at which the drafter knew the whole prefix. Tails that
     agree keep the rest, the others go. Returns how many were refuted.
+
+    Counts what was verified of the tail of `seats[i]` (-1: nobody's), in `totals` by row too, and fills `supplied[i]`
+    with how many of its tokens were there.
     """
     refuted, first = 0, 0
     for i in range(len(rows)):
         row, fresh, part = rows[i], counts[i], bucket[i]
+        supplied[i] = length[seats[i], row] if seats[i] >= 0 else 0
+        totals[0, row] += 1
+        totals[1, row] += drafted[i]
+        totals[2, row] += accepted[i]
+        totals[3, row] += supplied[i] > 0
+        if drafted[i] > 0:
+            seat_drafted[seats[i], row] += drafted[i]
+            seat_accepted[seats[i], row] += accepted[i]
         start = committed[row]
         for k in range(fresh):
             output[row, start + k] = tokens[first + k]
