@@ -252,3 +252,47 @@ def choose(probability: Any, weight: Any, supply: Any, room: Any, curve: Any, se
             lengths[row] += 1
             place += step
     return best_rate
+
+
+@_jit
+def worthwhile_rounds(
+    probability: Any,
+    hoped: Any,
+    supply: Any,
+    most_of_row: Any,
+    late: Any,
+    room: Any,
+    curve: Any,
+    token_s: float,
+    most: int,
+    wanted: Any,
+) -> int:
+    """Compare `choose` now with `choose` after 1, 2, ..., `most` rounds of drafting, each of which takes `token_s`.
+
+    Args:
+        probability, supply, room, curve: As of `choose`, now.
+        hoped: `(seats, rows)` chance that what is drafted is a guess at all.
+        most_of_row: `(seats, rows)` how long the tail may become.
+        late: `(seats, rows)` rounds that pass before it grows.
+        wanted: `(rows,)`, filled: what would be verified after the best number of rounds; 0 where that is none.
+
+    Returns:
+        The number.
+    """
+    best_rate, rounds = 0.0, 0
+    weight, grown = np.ones(supply.shape), supply.copy()
+    seats, lengths = np.empty(len(room), np.int32), np.empty(len(room), np.int32)
+    for number in range(most + 1):
+        if number > 0:
+            weight[:] = hoped
+            for seat in range(len(supply)):
+                for row in range(len(room)):
+                    more = supply[seat, row] + max(number - late[seat, row], 0.0)
+                    grown[seat, row] = int(min(more, float(most_of_row[seat, row])))
+        rate = choose(probability, weight, grown, room, curve + number * token_s, seats, lengths)
+        if rate > best_rate:
+            best_rate, rounds = rate, number
+            wanted[:] = lengths
+    if rounds == 0:
+        wanted[:] = 0
+    return rounds

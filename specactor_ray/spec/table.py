@@ -70,6 +70,7 @@ class RequestTable:
         self.tail = np.zeros((seats, rows, window), np.int32)
         """The part of that tail that lies past the committed prefix."""
         self.length = np.zeros((seats, rows), np.int32)
+        """Its tokens; 0 where the drafter does not draft for the request."""
         self.complete = np.zeros((seats, rows), np.bool_)
         """It will add nothing before the next commit."""
         self.version = np.zeros((seats, rows), np.int32)
