@@ -116,7 +116,8 @@ class SimulatedProposer:
         for slot, base in zip(slots, self._base[slots].tolist(), strict=True):
             guesses = self._guesses[slot][base : base + width]
             self._ahead[slot, : len(guesses)] = guesses
-            self._ahead[slot, len(guesses) :] = 0  # past the end: nobody will compare it
+            if len(guesses) < width:
+                self._ahead[slot, len(guesses) :] = 0  # past the end: nobody will compare it
 
     def _widen(self, width: int) -> None:
         if width > self._ahead.shape[1]:
