@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from specactor_ray.spec import _kernels
 from specactor_ray.spec.acceptance import Acceptance, bucket_of
-from specactor_ray.targets.base import TargetRequest
+
+if TYPE_CHECKING:
+    from specactor_ray.targets.base import TargetRequest
 
 _FIRST_ROWS, _FIRST_SEATS, _FIRST_TOKENS = 32, 2, 256
 

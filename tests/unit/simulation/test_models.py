@@ -10,11 +10,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.errors import InputError
-from specactor_ray.messages import DraftTail, SamplingParams
+from specactor_ray.messages import SamplingParams, TailBatch
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.network import Network, Node, VirtualActor, payload_bytes
@@ -304,7 +305,7 @@ class TestNetwork:
             def __init__(self, name: str, kernel: Kernel) -> None:
                 self.name, self.kernel = name, kernel
 
-            def deliver(self, messages: list[Any]) -> None:
+            def deliver(self, message: Any) -> None:
                 arrived[self.name] = self.kernel.now
 
         kernel = Kernel(0)
@@ -313,9 +314,11 @@ class TestNetwork:
         here, there = Node("a", 1.0), Node("b", 1.0)
         caller = VirtualActor("caller", here, Process("caller"))
         actors = [network.start_actor(n.name, n, lambda actor: Inbox(actor.name, kernel), 0.0) for n in (here, there)]
-        batch = [DraftTail("1", "d", 0, tuple(range(1000)))]
+        one, tokens = np.zeros(1, np.int32), np.arange(1000, dtype=np.int32)
+        batch = TailBatch("d", one, one, one, one, one.astype(np.bool_), tokens)
         for actor in actors:
             network.send(caller, actor, "deliver", [batch])
         kernel.run()
-        assert payload_bytes([batch]) == 4120
-        assert arrived["a"] == pytest.approx(0.001) and arrived["b"] == pytest.approx(0.001 + 4120 / 1e5)
+        size = payload_bytes([batch])
+        assert 4000 < size < 5500 and payload_bytes([batch, batch]) == 2 * size
+        assert arrived["a"] == pytest.approx(0.001) and arrived["b"] == pytest.approx(0.001 + size / 1e5)

@@ -11,13 +11,13 @@ import pytest
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.supervised import SupervisedActor
 from specactor_ray.controller.weights import WeightNews
-from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import WeightSet
 from specactor_ray.queues.events import EventQueue
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.quarantine import Quarantine
 from specactor_ray.simulation.fault_run import FaultScenario, simulate
 from specactor_ray.simulation.faults import FaultPlan
+from specactor_ray.verify.loop import VerifyLoop
 
 RUNS = 8
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -127,6 +127,7 @@ def test_a_defect_is_found(mutant: Patch, kinds: tuple[str, ...], monkeypatch: p
         FaultScenario(seed, requests=24, verifiers=2, drafters=1, faults=FaultPlan(kinds, 30, 0.4))
         for seed in range(RUNS)
     ]
+    monkeypatch.setattr("specactor_ray.simulation.fault_run._STANDSTILL_S", 50.0)  # some defects only spin from then on
     with monkeypatch.context() as patch:
         mutant(patch)
         found = next((report for one in scenarios if (report := simulate(one)).violations), None)
