@@ -57,7 +57,7 @@ class _Verifier:
     """None: it is not listed (yet, or any more)."""
     mirrors: dict[int, str] = field(default_factory=dict)
     """Row → request."""
-    changed: dict[str, None] = field(default_factory=dict)
+    changed: dict[str, _Place] = field(default_factory=dict)
     """Requests whose tails it has yet to be told."""
     lost: dict[int, int] = field(default_factory=dict)
     """Rows that have to be opened again → generation."""
@@ -206,7 +206,7 @@ class DraftLoop:
             self._failures_in_a_row = 0
             for request_id in changed:
                 if (place := self._places.get(request_id)) is not None:
-                    place.verifier.changed[request_id] = None
+                    place.verifier.changed[request_id] = place
         for verifier in self._verifiers.values():
             if verifier.link is not None and (verifier.changed or verifier.lost):
                 verifier.link.offer(functools.partial(self._tails, verifier))
@@ -356,14 +356,13 @@ class DraftLoop:
         """Whole tails of all requests that have changed."""
         changed, verifier.changed = verifier.changed, {}
         lost, verifier.lost = verifier.lost, {}
-        request_ids = list(changed)
-        places = [self._places[request_id] for request_id in request_ids]
-        self.counters.tails += len(places)
+        _, rows, generations = zip(*changed.values(), strict=True) if changed else ((), (), ())
+        self.counters.tails += len(rows)
         return TailBatch(
             self.drafter_id,
-            np.array([place.row for place in places], np.int32),
-            np.array([place.generation for place in places], np.int32),
-            *self.proposer.tails(request_ids),
+            np.array(rows, np.int32),
+            np.array(generations, np.int32),
+            *self.proposer.tails(list(changed)),
             self.proposer.weight_version,
             self._cost.token_s,
             tuple(lost.items()),

@@ -7,7 +7,9 @@ is counted for its sender and dropped, and who keeps sending them is not listene
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -208,7 +210,8 @@ def _check_arrays(rows: Any, *others: Any) -> int:
             type(array) is np.ndarray and array.dtype == np.int32 and array.ndim == 1 and len(array) == len(rows),
             "rows and what belongs to them are no int32 arrays of one length",
         )
-        _require(not len(array) or int(array.min()) >= 0, "a row, a position or a length is negative")
+    signs = functools.reduce(operator.or_, (rows, *others))  # negative where one of them is
+    _require(not len(rows) or int(signs.min()) >= 0, "a row, a position or a length is negative")
     _require(len(rows) <= _MAX_ROWS and (not len(rows) or int(rows.max()) < _MAX_ROWS), f"a row above {_MAX_ROWS}")
     return len(rows)
 

@@ -7,6 +7,7 @@ actor is gone for good, or unavailable, and then nobody knows whether the call w
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import zlib
 from collections import deque
@@ -333,7 +334,7 @@ class Network:
 
 _MESSAGE_BYTES, _TOKEN_BYTES = 120, 4
 _KINDS = (CommitBatch, TailBatch, DraftOpen, Features, TargetRequest)
-_FIELDS = {kind: [field.name for field in fields(kind)] for kind in _KINDS}
+_FIELDS = {kind: operator.attrgetter(*(field.name for field in fields(kind))) for kind in _KINDS}
 
 
 def payload_bytes(arguments: Sequence[Any]) -> int:
@@ -342,15 +343,15 @@ def payload_bytes(arguments: Sequence[Any]) -> int:
 
 
 def _message_bytes(message: Any) -> int:
-    if isinstance(message, list | tuple):
-        if set(map(type, message)) == {int}:
-            return _TOKEN_BYTES * len(message)
-        return sum(map(_message_bytes, message))
-    if isinstance(message, np.ndarray):
-        return _MESSAGE_BYTES + message.nbytes
-    if (names := _FIELDS.get(type(message))) is not None:
-        return _MESSAGE_BYTES + sum(_message_bytes(getattr(message, name)) for name in names)
-    return _TOKEN_BYTES
+    kind = type(message)
+    if kind is np.ndarray:
+        return _MESSAGE_BYTES + int(message.nbytes)
+    if kind in _FIELDS:
+        return _MESSAGE_BYTES + sum(map(_message_bytes, _FIELDS[kind](message)))
+    if kind not in (list, tuple):
+        return _TOKEN_BYTES
+    are_tokens = set(map(type, message)) == {int}
+    return _TOKEN_BYTES * len(message) if are_tokens else sum(map(_message_bytes, message))
 
 
 def facts_of(actor: VirtualActor) -> ProcessFacts:

@@ -116,7 +116,8 @@ class SimulatedProposer:
         for slot, base in zip(slots, self._base[slots].tolist(), strict=True):
             guesses = self._guesses[slot][base : base + width]
             self._ahead[slot, : len(guesses)] = guesses
-            self._ahead[slot, len(guesses) :] = 0  # past the end: nobody will compare it
+            if len(guesses) < width:
+                self._ahead[slot, len(guesses) :] = 0  # past the end: nobody will compare it
 
     def _widen(self, width: int) -> None:
         if width > self._ahead.shape[1]:
@@ -166,7 +167,7 @@ class SimulatedProposer:
         world.python.begin(clock.process)
 
     def tails(self, request_ids: Sequence[str]) -> Tails:
-        slots = np.array([self._slots[request_id] for request_id in request_ids], np.int32)
+        slots = np.fromiter(map(self._slots.__getitem__, request_ids), np.int32, len(request_ids))
         lengths, ahead = self._length[slots], self._ahead[slots]
         tokens = ahead[np.arange(ahead.shape[1]) < lengths[:, None]]
         if self._name in self._world.corrupt:

@@ -167,7 +167,7 @@ class GeneratedText:
             right = position < np.repeat(threshold, STRETCH)[:length]
             said = np.where(right, tokens, (tokens + 1) % self.vocab_size)
             covered = np.repeat(rng.random(stretches) < skill.coverage, STRETCH)[:length]
-            guesses[method] = np.where(covered, said, NO_GUESS).astype(np.int16)
+            guesses[method] = np.where(covered, said.astype(np.int16), np.int16(NO_GUESS))
             thresholds[method] = threshold
         return _Request(tokens.tobytes(), guesses, thresholds)
 

@@ -100,12 +100,19 @@ def commit(
     rows: Any,
     counts: Any,
     tokens: Any,
+    seats: Any,
+    drafted: Any,
+    accepted: Any,
+    supplied: Any,
     committed: Any,
     output: Any,
+    totals: Any,
     assigned: Any,
     base: Any,
     length: Any,
     tail: Any,
+    seat_drafted: Any,
+    seat_accepted: Any,
     method: Any,
     evidence: Any,
     bucket: Any,
@@ -116,10 +123,21 @@ def commit(
     Evidence goes to (method, row), and to (method, range of output positions `bucket[i]`): hits in tries of draft
     tokens whose predecessors were right, and guesses in steps at which the drafter knew the whole prefix. Tails that
     agree keep the rest, the others go. Returns how many were refuted.
+
+    Counts what was verified of the tail of `seats[i]` (-1: nobody's), in `totals` by row too, and fills `supplied[i]`
+    with how many of its tokens were there.
     """
     refuted, first = 0, 0
     for i in range(len(rows)):
         row, fresh, part = rows[i], counts[i], bucket[i]
+        supplied[i] = length[seats[i], row] if seats[i] >= 0 else 0
+        totals[0, row] += 1
+        totals[1, row] += drafted[i]
+        totals[2, row] += accepted[i]
+        totals[3, row] += supplied[i] > 0
+        if drafted[i] > 0:
+            seat_drafted[seats[i], row] += drafted[i]
+            seat_accepted[seats[i], row] += accepted[i]
         start = committed[row]
         for k in range(fresh):
             output[row, start + k] = tokens[first + k]
@@ -234,3 +252,47 @@ def choose(probability: Any, weight: Any, supply: Any, room: Any, curve: Any, se
             lengths[row] += 1
             place += step
     return best_rate
+
+
+@_jit
+def worthwhile_rounds(
+    probability: Any,
+    hoped: Any,
+    supply: Any,
+    most_of_row: Any,
+    late: Any,
+    room: Any,
+    curve: Any,
+    token_s: float,
+    most: int,
+    wanted: Any,
+) -> int:
+    """Compare `choose` now with `choose` after 1, 2, ..., `most` rounds of drafting, each of which takes `token_s`.
+
+    Args:
+        probability, supply, room, curve: As of `choose`, now.
+        hoped: `(seats, rows)` chance that what is drafted is a guess at all.
+        most_of_row: `(seats, rows)` how long the tail may become.
+        late: `(seats, rows)` rounds that pass before it grows.
+        wanted: `(rows,)`, filled: what would be verified after the best number of rounds; 0 where that is none.
+
+    Returns:
+        The number.
+    """
+    best_rate, rounds = 0.0, 0
+    weight, grown = np.ones(supply.shape), supply.copy()
+    seats, lengths = np.empty(len(room), np.int32), np.empty(len(room), np.int32)
+    for number in range(most + 1):
+        if number > 0:
+            weight[:] = hoped
+            for seat in range(len(supply)):
+                for row in range(len(room)):
+                    more = supply[seat, row] + max(number - late[seat, row], 0.0)
+                    grown[seat, row] = int(min(more, float(most_of_row[seat, row])))
+        rate = choose(probability, weight, grown, room, curve + number * token_s, seats, lengths)
+        if rate > best_rate:
+            best_rate, rounds = rate, number
+            wanted[:] = lengths
+    if rounds == 0:
+        wanted[:] = 0
+    return rounds

@@ -120,26 +120,18 @@ class Policy:
         """Compare taking the step now with waiting for one more draft token of each request, two, ..."""
         table, supply = self.table, self._supply(rows)
         if not drafters[0].inline:
-            growing = growing & (
-                supply == 0
-            )  # a row that has something loses nothing: what comes later is for its next step
+            growing = growing & (supply == 0)  # who has something loses nothing: what comes is for its next step
         most = max(one.window for one in drafters) if drafters[0].inline else _MOST_ROUNDS
-        there = np.ones_like(self._probability)
         hoped = np.where(growing, self.acceptance.guessing(table, rows)[table.method], 1.0)
         room, curve = self._room(rows), self.cost.curve(len(rows), len(rows) * table.window)
         token_s, answer_s = self._pace(drafters)
         if token_s <= 0.0:
             most = min(most, _FIRST_ROUNDS)  # what a token costs shows when it has been drafted
         late = np.where((supply > 0) | (table.base[:, rows] >= table.committed[rows]), 0, answer_s / max(token_s, 1e-6))
-        best_rate, rounds = 0.0, 0
-        for number in range(most + 1):
-            grown = np.clip(supply + number - np.ceil(late), supply, np.maximum(windows, supply)).astype(np.int32)
-            longer = np.where(growing, grown, supply)
-            rate, _, lengths = self._choose(longer, hoped if number else there, room, curve + number * token_s)
-            if rate > best_rate:
-                best_rate, rounds, self.wanted = rate, number, lengths
-        if not rounds:
-            self.wanted = np.zeros(len(rows), np.int32)
+        most_of_row = np.where(growing, np.maximum(windows, supply), supply)
+        rounds: int = _kernels.worthwhile_rounds(
+            self._probability, hoped, supply, most_of_row, np.ceil(late), room, curve, token_s, most, self.wanted
+        )
         return rounds
 
     def _pace(self, drafters: Sequence[Drafter]) -> tuple[float, float]:
@@ -199,8 +191,8 @@ class Policy:
         return rate, seats, lengths
 
     def _supply(self, rows: np.ndarray) -> np.ndarray:
-        table = self.table
-        return np.where(table.assigned[:, rows], table.length[:, rows], 0)
+        supply: np.ndarray = self.table.length[:, rows]
+        return supply
 
     def _growing(self, rows: np.ndarray, windows: np.ndarray) -> np.ndarray:
         """`(seats, rows)`: the drafter may still lengthen the tail of the row before its next commit."""

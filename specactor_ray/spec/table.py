@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,22 @@ if TYPE_CHECKING:
     from specactor_ray.targets.base import TargetRequest
 
 _FIRST_ROWS, _FIRST_SEATS, _FIRST_TOKENS = 32, 2, 256
+
+
+class Committed(NamedTuple):
+    """What a step did to `n` requests."""
+
+    rows: np.ndarray
+    """int32 `(n,)`, as all but `tokens`."""
+    counts: np.ndarray
+    """Tokens committed."""
+    tokens: np.ndarray
+    """int32, those of all rows one after the other."""
+    seats: np.ndarray
+    """Whose tail was verified; -1: nobody's."""
+    drafted: np.ndarray
+    """How many of its tokens were verified, and right."""
+    accepted: np.ndarray
 
 
 class RequestTable:
@@ -42,8 +58,7 @@ class RequestTable:
         """Most of them."""
         self.output = np.zeros((rows, _FIRST_TOKENS), np.int32)
         """They themselves."""
-        self.steps, self.drafted = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        self.accepted, self.supplied = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        self.totals = np.zeros((4, rows), np.int32)
         """Decode steps; draft tokens verified, and right; steps at which a draft token was there."""
         # Per seat and row.
         self.assigned = np.zeros((seats, rows), np.bool_)
@@ -57,6 +72,7 @@ class RequestTable:
         self.tail = np.zeros((seats, rows, window), np.int32)
         """The part of that tail that lies past the committed prefix."""
         self.length = np.zeros((seats, rows), np.int32)
+        """Its tokens; 0 where the drafter does not draft for the request."""
         self.complete = np.zeros((seats, rows), np.bool_)
         """It will add nothing before the next commit."""
         self.version = np.zeros((seats, rows), np.int32)
@@ -89,8 +105,7 @@ class RequestTable:
         self.committed[row], self.limit[row] = known, request.sampling.max_tokens
         self.output[row, :known] = request.committed_token_ids
         self.recent[row] = False
-        for counter in (self.steps, self.drafted, self.accepted, self.supplied):
-            counter[row] = 0
+        self.totals[:, row] = 0
         for plane in (self.assigned, self.told, self.windows, self.length, self.seat_drafted, self.seat_accepted):
             plane[:, row] = 0
         self.base[:, row] = -1
@@ -158,21 +173,27 @@ class RequestTable:
         )
         return counts
 
-    def commit(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, acceptance: Acceptance) -> int:
-        """Append what a step committed, `counts` tokens of each row, and judge the tails that were there by it. Returns
-        how many tails were refuted."""
-        start = self.committed[rows]
-        self._fit(int((start + counts).max(initial=0)) + self.window + 1)
+    def commit(self, step: Committed, acceptance: Acceptance) -> tuple[int, np.ndarray]:
+        """Append what a step committed, and judge the tails that were there by it.
+
+        Returns:
+            How many tails were refuted, and int32 `(n,)` how many tokens there were of those that were verified.
+        """
+        rows = step.rows
+        start, supplied = self.committed[rows], np.empty(len(rows), np.int32)
+        self._fit(int((start + step.counts).max(initial=0)) + self.window + 1)
         refuted: int = _kernels.commit(
-            rows,
-            counts,
-            tokens,
+            *step,
+            supplied,
             self.committed,
             self.output,
+            self.totals,
             self.assigned,
             self.base,
             self.length,
             self.tail,
+            self.seat_drafted,
+            self.seat_accepted,
             self.method,
             self.evidence,
             bucket_of(start),
@@ -180,14 +201,7 @@ class RequestTable:
         )
         self.recent[:] = False
         self.recent[rows] = True
-        return refuted
-
-    def count(self, rows: np.ndarray, drafted: np.ndarray, accepted: np.ndarray, supplied: np.ndarray) -> None:
-        """Counters of a step for each row: draft tokens verified, right, and there."""
-        self.steps[rows] += 1
-        self.drafted[rows] += drafted
-        self.accepted[rows] += accepted
-        self.supplied[rows] += supplied > 0
+        return refuted, supplied
 
     def untold(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What was committed since the drafter was told last: lengths per row, and all tokens one after the other.
@@ -214,18 +228,9 @@ class RequestTable:
         for name, array in self._planes(skip="method"):
             setattr(self, name, _enlarged(array, 1, 2 * old))
         self.evidence = _enlarged(self.evidence, 2, 2 * old)
-        for name in (
-            "generation",
-            "committed",
-            "recent",
-            "limit",
-            "output",
-            "steps",
-            "drafted",
-            "accepted",
-            "supplied",
-        ):
+        for name in ("generation", "committed", "recent", "limit", "output"):
             setattr(self, name, _enlarged(getattr(self, name), 0, 2 * old))
+        self.totals = _enlarged(self.totals, 1, 2 * old)
         self.requests += [None] * old
         self._free = list(range(old, 2 * old))[::-1]
 

@@ -24,7 +24,7 @@ from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.assign import Assigner
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.policy import Drafter, Policy
-from specactor_ray.spec.table import RequestTable
+from specactor_ray.spec.table import Committed, RequestTable
 
 _KEPT_POSITIONS = 2048
 """Hidden states kept per request, at least those of so many of the newest positions, for drafters that join later."""
@@ -222,15 +222,19 @@ class Drafting:
         """A step over these rows begins: look at who drafts for what, if it is time."""
         self._tell(self.assigner.step(rows))
 
-    def commit(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:
-        """A step committed tokens: judge the tails that were there by it, and decide how far drafters run ahead."""
+    def commit(self, step: Committed) -> np.ndarray:
+        """A step committed tokens: judge the tails that were there by it, and decide how far drafters run ahead.
+
+        Returns int32 `(n,)` how many tokens there were of the tails that were verified."""
         acceptance = self.policy.acceptance
-        self.counters.refuted += self.table.commit(rows, counts, tokens, acceptance)
+        refuted, supplied = self.table.commit(step, acceptance)
+        self.counters.refuted += refuted
         if len(self):
             acceptance.fade(self.table)
             self._steps += 1
             if self._steps % WINDOWS_EVERY == 0:
-                self.policy.set_windows(rows)
+                self.policy.set_windows(step.rows)
+        return supplied
 
     # ---- what drafters are told ----
 

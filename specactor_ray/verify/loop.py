@@ -22,6 +22,7 @@ from specactor_ray.loops.attempts import EndedAttempts
 from specactor_ray.loops.heartbeat import Heartbeat
 from specactor_ray.messages import Features, Finished, Progress, Refused, RequestStats, TailBatch, ToRollout
 from specactor_ray.queues.events import EventQueue
+from specactor_ray.spec.table import Committed
 from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetEngine, TargetRequest
 from specactor_ray.verify.drafting import DrafterLink, Drafting
 from specactor_ray.verify.inline import InlineDrafter, InlineDrafters
@@ -276,21 +277,15 @@ class VerifyLoop:
 
     def _record(self, outputs: Sequence[RowOutput], decoding: np.ndarray, seats: np.ndarray) -> None:
         table, row_of = self._table, self._row_of
-        rows = np.array([row_of[output.request_id] for output in outputs], np.int32)
-        counts = np.array([len(output.token_ids) for output in outputs], np.int32)
-        drafted = np.array([output.num_drafted for output in outputs], np.int32)
-        accepted = np.array([output.num_accepted for output in outputs], np.int32)
-        flat = np.array([token for output in outputs for token in output.token_ids], np.int32)
+        numbers = [(row_of[one.request_id], len(one.token_ids), one.num_drafted, one.num_accepted) for one in outputs]
+        rows, counts, drafted, accepted = np.ascontiguousarray(np.array(numbers, np.int32).T)
+        tokens = np.array([token for output in outputs for token in output.token_ids], np.int32)
         starts = table.committed[rows]
-        supplied = np.zeros(len(rows), np.int32)
-        if len(self._drafting):
-            seat_of = np.full(len(table.generation), -1, np.int32)
-            seat_of[decoding] = seats
-            chosen = seat_of[rows]
-            supplied = np.where(chosen >= 0, table.length[chosen, rows], 0)
-            self._credit(rows, chosen, drafted, accepted)
-        table.count(rows, drafted, accepted, supplied)
-        self._drafting.commit(rows, counts, flat)
+        seat_of = np.full(len(table.generation), -1, np.int32)
+        seat_of[decoding] = seats
+        step = Committed(rows, counts, tokens, seat_of[rows], drafted, accepted)
+        supplied = self._drafting.commit(step)
+        self._credit(step)
         self.metrics.record_rows(counts, supplied, drafted, accepted)
         for row, output in zip(rows.tolist(), outputs, strict=True):
             if output.hidden_states is not None:
@@ -302,7 +297,7 @@ class VerifyLoop:
                 tuple((one.request_id, one.attempt) for one in requests if one is not None),
                 starts,
                 counts,
-                flat,
+                tokens,
                 np.array([value for output in outputs for value in output.logprobs], np.float32),
                 np.array([value for one in margins for value in one or ()], np.float32)
                 if margins[0] is not None
@@ -310,17 +305,14 @@ class VerifyLoop:
             )
         )
 
-    def _credit(self, rows: np.ndarray, seats: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
+    def _credit(self, step: Committed) -> None:
         """Count what was verified for those who drafted it."""
-        table, metrics = self._table, self.metrics
-        mine = np.flatnonzero(drafted)
-        seats, rows, drafted, accepted = (array[mine] for array in (seats, rows, drafted, accepted))
-        table.seat_drafted[seats, rows] += drafted
-        table.seat_accepted[seats, rows] += accepted
-        drafters = self._drafting.policy.drafters
-        keys, inverse = np.unique(
-            table.version[seats, rows].astype(np.int64) * len(drafters) + seats, return_inverse=True
-        )
+        metrics, drafters, mine = self.metrics, self._drafting.policy.drafters, np.flatnonzero(step.drafted)
+        if not len(mine):
+            return
+        rows, seats, drafted, accepted = (one[mine] for one in (step.rows, step.seats, step.drafted, step.accepted))
+        keys = self._table.version[seats, rows].astype(np.int64) * len(drafters) + seats
+        keys, inverse = np.unique(keys, return_inverse=True)
         sums = (np.bincount(inverse, drafted), np.bincount(inverse, accepted))
         for key, *numbers in zip(keys.tolist(), *(one.astype(int).tolist() for one in sums), strict=True):
             version, seat = divmod(key, len(drafters))
@@ -338,9 +330,8 @@ class VerifyLoop:
             for seat, drafter in enumerate(self._drafting.policy.drafters)
             if drafter is not None and table.seat_drafted[seat, row]
         }
-        stats = RequestStats(
-            int(table.steps[row]), int(table.drafted[row]), int(table.accepted[row]), int(table.supplied[row]), seats
-        )
+        steps, drafted, accepted, supplied = table.totals[:, row].tolist()
+        stats = RequestStats(steps, drafted, accepted, supplied, seats)
         total, attempt = int(table.committed[row]), request.attempt
         reason = str(output.finish_reason)
         self._fresh.append(Finished(output.request_id, reason, stats, output.error, total, attempt))

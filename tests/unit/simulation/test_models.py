@@ -34,8 +34,9 @@ def generated(correlation: float = 0.0, **skills: Skill) -> GeneratedText:
 
 
 def rights(text: GeneratedText, method: str, seed: int) -> list[bool]:
-    tokens = text.output(SamplingParams(max_tokens=LENGTH, seed=seed), 0)
-    return [text.guess(method, seed, 0, position) == tokens[position] for position in range(LENGTH)]
+    sampling = SamplingParams(max_tokens=LENGTH, seed=seed)
+    guesses = text.guesses(method, sampling, 0).tolist()
+    return [guess == token for guess, token in zip(guesses, text.output(sampling, 0), strict=True)]
 
 
 class TestText:
@@ -66,11 +67,9 @@ class TestText:
 
     def test_a_lookup_has_guesses_in_some_stretches_only(self) -> None:
         text = generated(m=Skill(0.9, coverage=0.3))
-        found = [
-            text.guess("m", seed, 0, position) != NO_GUESS for seed in range(100) for position in range(0, LENGTH, 32)
-        ]
-        assert fmean(found) == pytest.approx(0.3, abs=0.04)
-        assert [text.guess("m", 3, 0, p) == NO_GUESS for p in range(64, 96)] in ([True] * 32, [False] * 32)
+        guesses = [text.guesses("m", SamplingParams(max_tokens=LENGTH, seed=seed), 0) for seed in range(100)]
+        assert fmean(guess != NO_GUESS for one in guesses for guess in one[::32]) == pytest.approx(0.3, abs=0.04)
+        assert (guesses[3][64:96] == NO_GUESS).tolist() in ([True] * 32, [False] * 32)
 
     def test_the_clairvoyant_knows_probabilities_and_not_outcomes(self) -> None:
         text = generated(m=Skill(0.6, spread=0.5, burst=0.5))
@@ -192,7 +191,8 @@ class TestDrafters:
         def script() -> None:
             for _ in range(rounds):
                 proposer.extend()
-                tails.append(proposer.tail("1"))
+                bases, _, _, tokens = proposer.tails(["1"])
+                tails.append((int(bases[0]), tuple(tokens.tolist())))
 
         clock.spawn(script, "script")
         clock.kernel.run()
@@ -210,7 +210,7 @@ class TestDrafters:
             took, tails = self.draft(proposer, clock, 4)
             assert (took, [len(tail) for _, tail in tails]) == (seconds, lengths)
             assert tails[-1] == (0, tokens[:4])
-            assert not proposer.pending("1")
+            assert proposer.tails(["1"]).complete.all()
 
     def test_real_lookups_search_recorded_text_and_take_time(self) -> None:
         clock = VirtualClock(Kernel(0), Process("d"))
