@@ -138,21 +138,23 @@ class TargetConfig:
 
 @dataclass
 class DrafterConfig:
-    """One draft method and the draft actors that serve it."""
+    """One draft method: in mode `decoupled` with draft actors of its own, in mode `coupled` inside every verifier."""
 
     method: str = "ngram"
     """`ngram` (copies what followed the last tokens in prompt, output and earlier outputs of the prompt), `suffix`
     (counts it, also in the samples under way and in other prompts' outputs), `draft_model` (a smaller model), `eagle`
     (a head on the target's hidden states), or a proposer of your own as `package.module:Class`; the class is made with
-    this section as its only argument."""
+    this section as its only argument. In mode `coupled` one that hangs holds its verifier up until
+    `cluster.stall_timeout_s` replaces that."""
     replicas: int = 1
-    """Number of draft actors of this method; may be changed during the run. 0: none, or only at the tail of a
-    rollout, on the seat of a verifier that has no requests left (`speculation.lend`)."""
+    """`decoupled`: number of draft actors of this method; may be changed during the run. 0: none, or only at the tail
+    of a rollout, on the seat of a verifier that has no requests left (`speculation.lend`). `coupled`: every verifier
+    drafts by it; 0: none does."""
     cores: float = 1.0
-    """CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that it shares with
-    other draft actors of the run, never with a verifier."""
+    """`decoupled`: CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that
+    other draft actors of the run share, never a verifier. `coupled`: unused, the verifier's cores draft."""
     gpus: int = 0
-    """GPUs of each draft actor; 0 runs on the CPU."""
+    """`decoupled`: GPUs of each draft actor; 0 runs on the CPU. `coupled`: unused, the verifier's device drafts."""
     window: int | None = None
     """Draft window of this method. Default: `speculation.window`."""
     model: str | None = None
@@ -172,10 +174,6 @@ class DrafterConfig:
     target's own)."""
     max_batch: int = 64
     """Most requests one draft actor mirrors at once; requests beyond it are not drafted for."""
-    inline: bool | None = None
-    """`coupled`: every verifier drafts in its own process and no draft actor is made, which saves the messages; false
-    makes draft actors on the verifiers' cores, which can be scaled. Default: yes, but for proposers of your own and
-    those that learn online."""
     min_match: int = 2
     """For `ngram` and `suffix`: shortest suffix that counts as a match."""
     max_match: int = 8

@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.config import Config, to_yaml
-from specactor_ray.config.inline import draft_actors
+from specactor_ray.config.lending import draft_actors
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import ConfigError
 from specactor_ray.observability.console import say
