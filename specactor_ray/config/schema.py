@@ -23,6 +23,8 @@ from specactor_ray.config.training_schema import (
 class ModeName(str, Enum):
     """How requests are drafted for; see `messages.Mode`."""
 
+    auto = "auto"
+    """Coupled or decoupled, by the devices there are; see `rollout.planning.resolve_mode`."""
     plain = "plain"
     coupled = "coupled"
     decoupled = "decoupled"
@@ -280,9 +282,11 @@ class DataConfig:
 class Config:
     """The whole configuration of a rollout or a training run."""
 
-    mode: ModeName = ModeName.decoupled
-    """`plain` (no drafters), `coupled` (drafting and verification take turns on the same cores) or `decoupled`
-    (drafters run ahead on cores or GPUs of their own)."""
+    mode: ModeName = ModeName.auto
+    """`plain` (no drafters), `coupled` (every verifier drafts itself: drafting and verification take turns on its
+    device), `decoupled` (draft actors run ahead on cores or GPUs of their own), or `auto`, one of the latter two,
+    chosen before anything starts: for a target on CPUs `coupled`, and the verifiers get the draft actors' cores; on
+    GPUs `decoupled` where draft actors find room, else `coupled`. Both stop drafting where it does not pay."""
     plan: PlanPolicy = PlanPolicy.fixed
     """`fixed`: as written here. `auto`: mode, target.replicas, target.cores, target.max_batch, the draft method with
     its replicas and cores, and speculation.window are chosen by the profile before anything starts."""
@@ -300,7 +304,7 @@ class Config:
     target: TargetConfig = field(default_factory=TargetConfig)
     """The target model and its verifiers."""
     drafters: list[DrafterConfig] = field(default_factory=list)
-    """Draft methods, one element each; `mode: plain` uses none of them."""
+    """Draft methods, one element each; `mode: plain` uses none of them. `mode: auto` adds `suffix` to an empty list."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """How far drafters run ahead and how long a verifier waits."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -187,9 +187,9 @@ def reject_sampling_out_of_range(config: Config) -> None:
 
 
 def reject_speculation_without_drafters(config: Config) -> None:
-    if config.mode is not ModeName.plain and not config.drafters:
+    if config.mode in (ModeName.coupled, ModeName.decoupled) and not config.drafters:
         problem = f"{config.mode.value!r} needs at least one drafter, and `drafters` is empty."
-        raise ConfigError("mode", problem, "use mode=plain, or add one: 'drafters=[{method: ngram}]'.")
+        raise ConfigError("mode", problem, "use mode=auto or mode=plain, or add one: 'drafters=[{method: ngram}]'.")
 
 
 def reject_lending_that_cannot_be(config: Config) -> None:
@@ -209,6 +209,8 @@ def reject_half_precision_of_drafters_on_a_cpu(config: Config) -> None:
         host, gpus = f"drafters.{index}", drafter.gpus
         if config.mode is ModeName.coupled:
             host, gpus = "target", config.target.gpus
+        elif config.mode is ModeName.auto:  # whatever it becomes
+            gpus += config.target.gpus
         _reject_half_precision_on_a_cpu(f"drafters.{index}.dtype", drafter.dtype, host, gpus)
 
 

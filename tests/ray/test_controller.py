@@ -68,7 +68,7 @@ def make_config(verifiers: int = 1, ngram: int = 1, **cluster: Any) -> Config:
     for name, value in cluster.items():
         setattr(quick, name, value)
     drafters = [DrafterConfig(method="ngram", replicas=ngram), DrafterConfig(method="draft_model", replicas=0)]
-    return Config(cluster=quick, target=TargetConfig(replicas=verifiers), drafters=drafters)
+    return Config(mode=ModeName.decoupled, cluster=quick, target=TargetConfig(replicas=verifiers), drafters=drafters)
 
 
 def alive(pid: int) -> bool:

@@ -42,6 +42,7 @@ def write_tasks(folder: Path) -> Path:
 
 def settings(tasks: Path, folder: Path, name: str, *more: str) -> list[str]:
     return [
+        "mode=decoupled",
         f"run.dir={folder}",
         f"run.name={name}",
         f"data.path={tasks}",
