@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from specactor_ray.cli_options import ConfigFile, Overrides, resolve_and_say
+from specactor_ray.cli_options import ConfigFile, Overrides, planned_side_by_side
 from specactor_ray.cli_plan import plan, profile
 from specactor_ray.cli_simulate import simulate
 from specactor_ray.cluster.module_path import put_current_folder_last
@@ -53,7 +53,7 @@ def config(
     overrides: Overrides = None,
     help_keys: Annotated[bool, typer.Option("--help-keys", help="Explain every key instead.")] = False,
 ) -> None:
-    """Print the resolved configuration as YAML."""
+    """Print the whole configuration, defaults included, as YAML."""
     from specactor_ray.config import load_config, to_yaml
     from specactor_ray.config.describe import describe
     from specactor_ray.observability.console import make_console
@@ -84,7 +84,6 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     settings = load_config(config_file, overrides or ())
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
-    settings = resolve_and_say(settings, progress)
     from specactor_ray.rollout.run import run_rollout
 
     outcome = run_rollout(settings, progress)
@@ -112,7 +111,6 @@ def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
     settings = load_config(config_file, overrides or ())
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
-    settings = resolve_and_say(settings, progress)
     from specactor_ray.observability.training_report import REPORT_FILE
     from specactor_ray.training.loop import train as run_training
 
@@ -229,7 +227,7 @@ def bench_rollout(
     chosen, batches = parse_modes(modes), parse_batches(batch, settings.target.max_batch)
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
-    settings = resolve_and_say(settings, progress, side_by_side=True)
+    settings = planned_side_by_side(settings, progress)
     from specactor_ray.benchmarks.rollout_modes import all_identical, plan_workloads, run_bench
 
     workloads = plan_workloads(settings, prompts or (), parse_temperatures(temperatures), long_tail)

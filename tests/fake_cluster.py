@@ -250,6 +250,7 @@ class FakeCluster:
 def make_config(verifiers: int, lend: bool, max_batch: int) -> Config:
     return from_mapping(
         {
+            "mode": "decoupled",
             "cluster": {"start_timeout_s": 30.0, "placement_timeout_s": 60.0, "stall_timeout_s": 20.0},
             "target": {"replicas": verifiers, "max_batch": max_batch},
             "speculation": {"lend": lend},

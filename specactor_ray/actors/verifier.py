@@ -47,7 +47,7 @@ class VerifierActor:
     def _inline(self, hosted: InlineSpec) -> InlineDrafter:
         drafter, spec, clock = hosted.drafter, self._spec, self._host.clock
         drafter_id = spec.actor_id.replace(VERIFIER, drafter.method, 1)  # ngram-0#3f2a in verifier-0#3f2a
-        device = "cuda" if spec.gpus and drafter.gpus else "cpu"
+        device = "cuda" if spec.gpus else "cpu"
         loop = DraftLoop(drafter_id, self._host.build_proposer(drafter, spec.target, device), clock)
         link = DrafterLink(
             drafter.method,
@@ -115,6 +115,10 @@ class VerifierActor:
     def load_weights(self, weights: WeightSet) -> None:
         """Take over a version of the policy's weights; requests of older versions end. Harmless when repeated."""
         self._do(self._running().load_weights(weights.version, self._host.fetch_weights(weights)))
+
+    def teach(self, method: str, weights: WeightSet) -> None:
+        """Take over weights that a drafter of this process was taught. Harmless when repeated."""
+        self._do(self._running().teach(method, weights.version, self._host.fetch_weights(weights)))
 
     def sleep(self) -> None:
         """Give up the cache's memory until `wake`."""

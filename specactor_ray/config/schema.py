@@ -23,6 +23,8 @@ from specactor_ray.config.training_schema import (
 class ModeName(str, Enum):
     """How requests are drafted for; see `messages.Mode`."""
 
+    auto = "auto"
+    """Coupled or decoupled, by the devices there are; see `rollout.planning.resolve_mode`."""
     plain = "plain"
     coupled = "coupled"
     decoupled = "decoupled"
@@ -138,21 +140,23 @@ class TargetConfig:
 
 @dataclass
 class DrafterConfig:
-    """One draft method and the draft actors that serve it."""
+    """One draft method: in mode `decoupled` with draft actors of its own, in mode `coupled` inside every verifier."""
 
     method: str = "ngram"
     """`ngram` (copies what followed the last tokens in prompt, output and earlier outputs of the prompt), `suffix`
     (counts it, also in the samples under way and in other prompts' outputs), `draft_model` (a smaller model), `eagle`
     (a head on the target's hidden states), or a proposer of your own as `package.module:Class`; the class is made with
-    this section as its only argument."""
+    this section as its only argument. In mode `coupled` one that hangs holds its verifier up until
+    `cluster.stall_timeout_s` replaces that."""
     replicas: int = 1
-    """Number of draft actors of this method; may be changed during the run. 0: none, or only at the tail of a
-    rollout, on the seat of a verifier that has no requests left (`speculation.lend`)."""
+    """`decoupled`: number of draft actors of this method; may be changed during the run. 0: none, or only at the tail
+    of a rollout, on the seat of a verifier that has no requests left (`speculation.lend`). `coupled`: every verifier
+    drafts by it; 0: none does."""
     cores: float = 1.0
-    """CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that it shares with
-    other draft actors of the run, never with a verifier."""
+    """`decoupled`: CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that
+    other draft actors of the run share, never a verifier. `coupled`: unused, the verifier's cores draft."""
     gpus: int = 0
-    """GPUs of each draft actor; 0 runs on the CPU."""
+    """`decoupled`: GPUs of each draft actor; 0 runs on the CPU. `coupled`: unused, the verifier's device drafts."""
     window: int | None = None
     """Draft window of this method. Default: `speculation.window`."""
     model: str | None = None
@@ -172,10 +176,6 @@ class DrafterConfig:
     target's own)."""
     max_batch: int = 64
     """Most requests one draft actor mirrors at once; requests beyond it are not drafted for."""
-    inline: bool | None = None
-    """`coupled`: every verifier drafts in its own process and no draft actor is made, which saves the messages; false
-    makes draft actors on the verifiers' cores, which can be scaled. Default: yes, but for proposers of your own and
-    those that learn online."""
     min_match: int = 2
     """For `ngram` and `suffix`: shortest suffix that counts as a match."""
     max_match: int = 8
@@ -285,9 +285,11 @@ class DataConfig:
 class Config:
     """The whole configuration of a rollout or a training run."""
 
-    mode: ModeName = ModeName.decoupled
-    """`plain` (no drafters), `coupled` (drafting and verification take turns on the same cores) or `decoupled`
-    (drafters run ahead on cores or GPUs of their own)."""
+    mode: ModeName = ModeName.auto
+    """`plain` (no drafters), `coupled` (every verifier drafts itself: drafting and verification take turns on its
+    device), `decoupled` (draft actors run ahead on cores or GPUs of their own), or `auto`, one of the latter two,
+    chosen before anything starts: for a target on CPUs `coupled`, and the verifiers get the draft actors' cores; on
+    GPUs `decoupled` where draft actors find room, else `coupled`. Both stop drafting where it does not pay."""
     plan: PlanPolicy = PlanPolicy.fixed
     """`fixed`: as written here. `auto`: mode, target.replicas, target.cores, target.max_batch, the draft method with
     its replicas and cores, and speculation.window are chosen by the profile before anything starts."""
@@ -305,7 +307,7 @@ class Config:
     target: TargetConfig = field(default_factory=TargetConfig)
     """The target model and its verifiers."""
     drafters: list[DrafterConfig] = field(default_factory=list)
-    """Draft methods, one element each; `mode: plain` uses none of them."""
+    """Draft methods, one element each; `mode: plain` uses none of them. `mode: auto` adds `suffix` to an empty list."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """How far drafters run ahead and how long a verifier waits."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

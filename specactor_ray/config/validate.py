@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from specactor_ray.config.inline import reject_inline_outside_coupled, reject_inline_with_online
 from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.online import (
     reject_batch_above_buffer,
-    reject_learning_on_a_verifiers_cores,
+    reject_learning_without_draft_actors,
     reject_online_for_others,
     reject_online_values_out_of_range,
     reject_two_sources_of_weights,
@@ -27,7 +26,6 @@ from specactor_ray.config.schema import (
 )
 from specactor_ray.config.tensor_parallel import (
     reject_devices_that_do_not_fit_the_ranks,
-    reject_draft_actors_on_the_gpus_of_ranks,
     reject_ranks_the_backend_has_not,
 )
 from specactor_ray.errors import ConfigError, InputError
@@ -160,7 +158,7 @@ def reject_size_of_a_foreign_cluster(config: Config) -> None:
 
 
 def reject_device_the_target_cannot_use(config: Config) -> None:
-    _reject_half_precision_on_a_cpu("target", config.target.gpus, config.target.dtype)
+    _reject_half_precision_on_a_cpu("target.dtype", config.target.dtype, "target", config.target.gpus)
 
 
 def reject_race_threshold_without_a_tail(config: Config) -> None:
@@ -190,9 +188,9 @@ def reject_sampling_out_of_range(config: Config) -> None:
 
 
 def reject_speculation_without_drafters(config: Config) -> None:
-    if config.mode is not ModeName.plain and not config.drafters:
+    if config.mode in (ModeName.coupled, ModeName.decoupled) and not config.drafters:
         problem = f"{config.mode.value!r} needs at least one drafter, and `drafters` is empty."
-        raise ConfigError("mode", problem, "use mode=plain, or add one: 'drafters=[{method: ngram}]'.")
+        raise ConfigError("mode", problem, "use mode=auto or mode=plain, or add one: 'drafters=[{method: ngram}]'.")
 
 
 def reject_lending_that_cannot_be(config: Config) -> None:
@@ -205,6 +203,16 @@ def reject_lending_that_cannot_be(config: Config) -> None:
         target = config.target
         problem = f"true, but no drafter fits a verifier's {target.cores} cores and {target.gpus} GPUs."
         raise ConfigError("speculation.lend", problem, "lower drafters.N.cores or drafters.N.gpus, or leave it out.")
+
+
+def reject_half_precision_of_drafters_on_a_cpu(config: Config) -> None:
+    for index, drafter in enumerate(config.drafters):
+        host, gpus = f"drafters.{index}", drafter.gpus
+        if config.mode is ModeName.coupled:
+            host, gpus = "target", config.target.gpus
+        elif config.mode is ModeName.auto:  # whatever it becomes
+            gpus += config.target.gpus
+        _reject_half_precision_on_a_cpu(f"drafters.{index}.dtype", drafter.dtype, host, gpus)
 
 
 def reject_compiled_off_for_others(config: Config) -> None:
@@ -241,7 +249,7 @@ def reject_drafter_cores_between_whole_numbers(drafter: DrafterConfig, key: str)
 
 
 def reject_unknown_drafter_names(drafter: DrafterConfig, key: str) -> None:
-    if not re.fullmatch(r"[\w.]+:\w+", drafter.method):  # else a class of the user's, imported by the draft actor
+    if not re.fullmatch(r"[\w.]+:\w+", drafter.method):  # else a class of the user's, imported where it drafts
         _reject_unlisted(f"{key}.method", drafter.method, DRAFT_METHODS)
     _reject_unlisted(f"{key}.dtype", drafter.dtype, DTYPES)
 
@@ -305,7 +313,6 @@ def reject_device_the_drafter_cannot_use(drafter: DrafterConfig, key: str) -> No
     if drafter.gpus > 1:
         problem = f"{drafter.gpus} GPUs, but the model runs on one device."
         raise ConfigError(f"{key}.gpus", problem, f"use 1 and raise {key}.replicas.")
-    _reject_half_precision_on_a_cpu(key, drafter.gpus, drafter.dtype)
 
 
 def reject_match_range_upside_down(drafter: DrafterConfig, key: str) -> None:
@@ -330,13 +337,12 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_device_the_target_cannot_use,
     reject_ranks_the_backend_has_not,
     reject_devices_that_do_not_fit_the_ranks,
-    reject_draft_actors_on_the_gpus_of_ranks,
     reject_output_over_input,
     reject_race_threshold_without_a_tail,
     reject_speculation_without_drafters,
     reject_lending_that_cannot_be,
-    reject_learning_on_a_verifiers_cores,
-    reject_inline_outside_coupled,
+    reject_learning_without_draft_actors,
+    reject_half_precision_of_drafters_on_a_cpu,
     reject_compiled_off_for_others,
     reject_method_twice,
     reject_plan_without_profile,
@@ -360,7 +366,6 @@ DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
     reject_online_values_out_of_range,
     reject_batch_above_buffer,
     reject_two_sources_of_weights,
-    reject_inline_with_online,
 )
 
 
@@ -393,7 +398,7 @@ def _reject_window(key: str, window: int) -> None:
         raise ConfigError(key, f"{window} is not a draft window.", fix)
 
 
-def _reject_half_precision_on_a_cpu(key: str, gpus: int, dtype: str) -> None:
+def _reject_half_precision_on_a_cpu(key: str, dtype: str, host: str, gpus: int) -> None:
     if gpus == 0 and dtype == "float16":
         problem = "float16 needs a GPU: on a CPU it is slow and loses range."
-        raise ConfigError(f"{key}.dtype", problem, f"use float32, or {key}.gpus=1.")
+        raise ConfigError(key, problem, f"use float32, or {host}.gpus=1.")

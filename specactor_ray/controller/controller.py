@@ -19,8 +19,8 @@ from specactor_ray.cluster import placement as placing
 from specactor_ray.cluster.backend import Backend, RayBackend
 from specactor_ray.cluster.names import actor_name, new_actor_id
 from specactor_ray.cluster.supervised import SupervisedActor, stop_in_order
-from specactor_ray.config.inline import draft_actors
-from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.config.lending import draft_actors
+from specactor_ray.config.schema import Config
 from specactor_ray.controller.decide import decide, has_lasted, record_failure
 from specactor_ray.controller.lender import Lender
 from specactor_ray.controller.members import ActorClasses, Member, PeerNews, build_spec, next_view
@@ -356,8 +356,6 @@ class Controller:
         return ObservedState(tuple(actors), dict(self._failures))
 
     def _refuse_shared_gpus(self, member: Member) -> None:
-        if self._config.mode is ModeName.coupled:
-            return
         awake = [m for m in self._members.values() if m.phase is not Phase.ASLEEP]
         facts = {m.actor_id: m.actor.facts for m in awake if m.actor and m.actor.facts}
         mine = facts.pop(member.actor_id)

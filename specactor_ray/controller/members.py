@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.cluster.supervised import SupervisedActor
-from specactor_ray.config.inline import inline_drafters
+from specactor_ray.config.lending import inline_drafters
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, learns_from_outputs, reads_features
 from specactor_ray.controller.groups import Service, assign_drafters, group_of
 from specactor_ray.controller.seats import Seat
@@ -68,6 +68,8 @@ class Member:
     """Version that it has of the weights it follows: the policy's, or those its method learns."""
     sent_version: int = 0
     """Version that it has or that is on its way to it."""
+    taught_version: int = 0
+    """For a verifier: version that it was sent of the weights its own drafter is taught."""
     weight_failures: int = 0
     """Attempts to give it its weights that failed since the last success."""
     weights_at: float = 0.0
@@ -180,7 +182,7 @@ def window_of(config: Config, method: str) -> int:
 
 def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, float]) -> VerifierSpec | DraftSpec:
     """What the actor of this member is told to be."""
-    mode, level, cores = Mode(config.mode.value), config.run.log_level, member.seat.cores
+    level, cores = config.run.log_level, member.seat.cores
     if member.key == VERIFIER:
         target = config.target
         inline = tuple(InlineSpec(drafter, window_of(config, drafter.method)) for drafter in inline_drafters(config))
@@ -191,7 +193,7 @@ def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, fl
             member.actor_id,
             target,
             config.speculation,
-            mode,
+            Mode(config.mode.value),
             cores,
             target.gpus,
             level,
@@ -200,7 +202,7 @@ def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, fl
             inline,
         )
     drafter, window = drafter_of(config, member.key), window_of(config, member.key)
-    return DraftSpec(run, member.actor_id, drafter, config.target, window, mode, cores, drafter.gpus, level)
+    return DraftSpec(run, member.actor_id, drafter, config.target, window, cores, drafter.gpus, level)
 
 
 def next_view(

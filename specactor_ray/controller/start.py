@@ -14,7 +14,6 @@ from specactor_ray.cluster.names import NAMESPACE, controller_name, new_run_name
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.controller import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Controller
 from specactor_ray.controller.members import ActorClasses
-from specactor_ray.controller.seats import refuse_coupled_gpu_without_host
 from specactor_ray.controller.state import Policy
 from specactor_ray.errors import CallError, ClusterError, ConfigError
 
@@ -34,7 +33,6 @@ def start_controller(
     Raises:
         ClusterError, ConfigError, ModelLoadError, SpecActorError: As `Controller.start`; nothing is left running.
     """
-    refuse_coupled_gpu_without_host(config)
     run = config.run.name or new_run_name()
     if run in list_runs():
         raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")

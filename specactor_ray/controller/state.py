@@ -90,7 +90,6 @@ class DraftSpec:
     target: TargetConfig
     """What it drafts for."""
     window: int
-    mode: Mode
     cores: tuple[int, ...] = ()
     """CPU core ids it may use; empty: do not bind."""
     gpus: int = 0

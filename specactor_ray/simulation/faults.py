@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specactor_ray.config.inline import draft_actors
+from specactor_ray.config.lending import draft_actors
 from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
 

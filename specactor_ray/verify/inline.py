@@ -33,7 +33,7 @@ class InlineDrafters:
     """All drafters in the process of one verifier. Every method but `snapshot` is for the verifier's thread.
 
     A drafter that fails is logged and loses its requests, as in a process of its own; one that hangs holds the verifier
-    up, which is why methods that are not ours run here only where the configuration says so.
+    up, until the controller replaces that (`cluster.stall_timeout_s`).
 
     Args:
         verifier_id: Whose requests they draft for.
@@ -71,6 +71,12 @@ class InlineDrafters:
         """New weights of the policy, for those that follow it."""
         for drafter in self._drafters:
             if drafter.follows_policy:
+                drafter.loop.proposer.load_weights(version, state_dict)
+
+    def teach(self, method: str, version: int, state_dict: Mapping[str, Any]) -> None:
+        """New weights of a method, learned elsewhere."""
+        for drafter in self._drafters:
+            if drafter.link.method == method:
                 drafter.loop.proposer.load_weights(version, state_dict)
 
     def forget_history(self) -> None:

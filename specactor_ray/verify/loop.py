@@ -123,6 +123,10 @@ class VerifyLoop:
         those loaded are ignored: the message came twice, or late."""
         return self._call(functools.partial(self._load_weights, version, state_dict))
 
+    def teach(self, method: str, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
+        """Replace the weights of a drafter of this process between two steps."""
+        return self._call(functools.partial(self._inline.teach, method, version, state_dict))
+
     def forget_history(self) -> Future[None]:
         """Let the drafters of this process forget earlier outputs."""
         return self._call(self._inline.forget_history)

@@ -34,6 +34,7 @@ ALL = [BenchMode.plain, BenchMode.coupled, BenchMode.decoupled]
 def config(replicas: int = 1, cores: int = 1, drafters: int = 1, **target: Any) -> Config:
     return from_mapping(
         {
+            "mode": "decoupled",
             "target": {"replicas": replicas, "cores": cores, **target},
             "drafters": [{"method": "ngram", "replicas": drafters}],
         }
