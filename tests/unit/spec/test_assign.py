@@ -257,7 +257,8 @@ def test_when_methods_race(race: RaceName, coupled: bool) -> None:
     always, tail = race is RaceName.always, race is RaceName.tail and not coupled
 
     def racing() -> bool:
-        bench.step()
+        changes = bench.step()
+        assert len({change[:2] for change in changes}) == len(changes), "closed and opened again"
         both = [len(set(bench.seats(row)) - {2}) for row in bench.rows if bench.seats(row)]
         assert all(2 in bench.seats(row) for row in bench.rows if bench.seats(row)), "lookups stay"
         assert set(both) in ({1}, {2}) and bench.assigner.standings.get("racing", False) == (both[0] == 2)
@@ -289,11 +290,11 @@ def test_the_slowest_race_first() -> None:
 def test_racers_give_way_to_base_drafters() -> None:
     bench = Bench(drafter("eagle", 2), drafter("draft_model", 2), requests=2, race=RaceName.always)
     bench.good("draft_model", 0.5)
-    for row, p in zip(bench.rows, (0.9, 0.7), strict=True):
+    for row, p in zip(bench.rows, (0.7, 0.9), strict=True):
         bench.good("eagle", p, [row])
     bench.step()
     assert bench.loads == [2, 2]
-    fast, slow = bench.rows
+    slow, fast = bench.rows
     third = bench.add("third")
     bench.step()
     assert bench.seats(third) and bench.seats(fast) and len(bench.seats(slow)) == 2 and sum(bench.loads) == 4
@@ -302,6 +303,47 @@ def test_racers_give_way_to_base_drafters() -> None:
     assert all(len(bench.seats(row)) == 1 for row in (fast, slow, third, fourth))
     fifth = bench.add("fifth")
     assert not bench.seats(fifth) and bench.step(2 * REVISE_EVERY) == []
+
+
+def test_no_base_drafter_is_taken_away() -> None:
+    bench = Bench(drafter("eagle", 1), drafter("draft_model", 1), requests=1, race=RaceName.always)
+    bench.good("eagle", 0.9)
+    bench.step()
+    assert bench.seats(bench.rows[0]) == [0, 1]
+    bench.policy.drafters[0].able = False  # type: ignore[union-attr]
+    new = bench.add("new")
+    bench.step()
+    assert bench.seats(bench.rows[0]) == [0, 1] and not bench.seats(new), "the racer is all it has"
+    bench.step(2 * REVISE_EVERY)
+    assert bench.seats(bench.rows[0]) == [1] and not bench.seats(new), "and is its base from now on"
+    bench.join(drafter("ngram"))
+    bench.policy.drafters[2].able = False  # type: ignore[union-attr]
+    assert bench.step(REVISE_EVERY) == [] and bench.loads == [0, 1, 2]
+    bench.leave(2)
+    bench.join(replace(drafter("suffix"), able=False))
+    assert bench.step(REVISE_EVERY) == [], "nobody who is out of reach races"
+
+
+def test_base_and_racer_change_places_without_being_opened_again() -> None:
+    bench = Bench(drafter("eagle"), drafter("draft_model"), requests=2, race=RaceName.tail)
+    bench.good("draft_model", 0.3)
+    bench.good("eagle", 0.9)
+    bench.step()
+    assert bench.loads == [2, 2]
+    bench.join(drafter("eagle", number=1))
+    assert bench.loads == [1, 2, 1]
+    bench.good("eagle", 0.1)
+    assert bench.step(4 * REVISE_EVERY) == []
+    for _ in range(3):
+        bench.add()
+    bench.step(REVISE_EVERY)
+    assert bench.loads == [0, 5, 0], "the bases have changed"
+    bench.good("eagle", 0.99)
+    for row in bench.rows[2:]:
+        bench.remove(row)
+    bench.step()
+    bench.step(4 * REVISE_EVERY)
+    assert bench.loads == [1, 2, 1], "a method once for each"
 
 
 def test_the_ladder_is_shown_as_plain_data() -> None:
