@@ -124,9 +124,9 @@ class Assigner:
         self._due, self._racing = False, racing
         rows = list(self._begun)
         changes += self._serve(rows)
-        changes += self._switch(rows)
         if racing:
             changes += self._start_race(rows)
+        changes += self._switch(rows)
         self._publish()
         return changes
 
