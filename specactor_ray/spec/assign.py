@@ -124,9 +124,9 @@ class Assigner:
         self._due, self._racing = False, racing
         rows = list(self._begun)
         changes += self._serve(rows)
-        changes += self._switch(rows)
         if racing:
             changes += self._start_race(rows)
+        changes += self._switch(rows)
         self._publish()
         return changes
 
@@ -162,9 +162,9 @@ class Assigner:
                 rankings[bucket] = [method for method in self.rank(bucket) if method not in lookups]
             base = self._base.get(row)
             if base is None or not self._is_able(base):
-                seat = next((s for m in rankings[bucket] if (s := self._roomiest(m, loads)) is not None), None)
+                seat = next((s for m in rankings[bucket] if (s := self._seat_for(row, m, loads)) is not None), None)
                 if seat is None:
-                    seat, closed = self._oust(row, rankings[bucket], loads)
+                    seat, closed = self._oust(rankings[bucket], loads)
                     changes += closed
                 if seat is not None and seat != base:
                     changes += self._move(row, base, seat, loads)
@@ -193,7 +193,8 @@ class Assigner:
         for index in np.argsort(-gain)[: max(1, len(mine) // SWITCH_SHARE)]:
             if gain[index] <= 1.0 + SWITCH_GAIN:
                 break
-            row, seat = int(mine[index]), self._roomiest(names[best[index]], loads)
+            row = int(mine[index])
+            seat = self._seat_for(row, names[best[index]], loads)
             if seat is not None:
                 changes += self._move(row, self._base[row], seat, loads)
         return changes
@@ -237,19 +238,18 @@ class Assigner:
                 changes.append(self._shut(seat, row))
         return changes
 
-    def _oust(self, row: int, methods: Sequence[str], loads: list[int]) -> tuple[int | None, list[Change]]:
-        """A base drafter where none has room: one that races for the request already, or one whose racer gives way,
-        that of the fastest request."""
-        table, acceptance = self._table, self._policy.acceptance
+    def _oust(self, methods: Sequence[str], loads: list[int]) -> tuple[int | None, list[Change]]:
+        """Where no drafter has room, a racer gives way to a base drafter: that of the request that does best without
+        it."""
+        table = self._table
         for method in methods:
             for seat in filter(self._is_able, self._seats_of(method)):
-                if table.assigned[seat, row]:
-                    return seat, []
                 rows = np.flatnonzero(table.assigned[seat]).tolist()
-                racing = [one for one in rows if (base := self._base.get(one, seat)) != seat and self._is_able(base)]
-                if racing:
-                    chances = acceptance.probability(table, np.array(racing, np.int32))[acceptance.number(method)]
-                    return seat, [self._shut(seat, racing[int(chances.argmax())], loads)]
+                rows = [row for row in rows if (base := self._base.get(row, seat)) != seat and self._is_able(base)]
+                if rows:
+                    chances = self._policy.acceptance.probability(table, np.array(rows, np.int32))
+                    left = chances[table.method[[self._base[row] for row in rows]], np.arange(len(rows))]
+                    return seat, [self._shut(seat, rows[int(left.argmax())], loads)]
         return None, []
 
     # ---- parts ----
@@ -275,8 +275,10 @@ class Assigner:
         return changes
 
     def _move(self, row: int, base: int | None, seat: int, loads: list[int]) -> list[Change]:
-        changes = [self._shut(base, row, loads)] if base is not None and self._table.assigned[base, row] else []
         self._base[row] = seat
+        if base is not None and self._racing and self._table.assigned[seat, row] and self._is_able(base):
+            return []  # they change places in the race
+        changes = [self._shut(base, row, loads)] if base is not None and self._table.assigned[base, row] else []
         return changes if self._table.assigned[seat, row] else [*changes, self._open(seat, row, loads)]
 
     def _open(self, seat: int, row: int, loads: list[int]) -> Change:
@@ -304,6 +306,11 @@ class Assigner:
             if self._is_able(seat) and loads[seat] < self._policy.drafters[seat].max_batch  # type: ignore[union-attr]
         ]
         return min(free)[1] if free else None
+
+    def _seat_for(self, row: int, method: str, loads: Sequence[int]) -> int | None:
+        """The drafter of this method that drafts for the request already, or the least loaded one that has room."""
+        mine = [seat for seat in self._seats_of(method) if self._table.assigned[seat, row] and self._is_able(seat)]
+        return mine[0] if mine else self._roomiest(method, loads)
 
     def _seats_of(self, method: str) -> list[int]:
         return [seat for seat, one in enumerate(self._policy.drafters) if one is not None and one.method == method]

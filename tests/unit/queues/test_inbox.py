@@ -191,6 +191,13 @@ def test_a_drafter_drops_what_is_malformed_and_keeps_the_rest(message: object) -
     assert list(box.snapshot()["malformed"].values()) == [1]
 
 
+def test_lengths_that_overflow_do_not_add_up() -> None:
+    box, most = inbox.for_verifier(VOCAB), 2**31 - 1
+    three, lengths = ints([0, 1, 2]), ints([most, most, 5])  # 3 in 32 bits
+    box.put(TailBatch("d", three, three, three, lengths, np.zeros(3, np.bool_), ints([1, 2, 3])))
+    assert messages(box) == [] and box.snapshot()["malformed"] == {"d": 1}
+
+
 def test_where_the_vocabulary_is_unknown_any_token_goes() -> None:
     large = dataclasses.replace(COMMIT, tokens=ints([1, 2, 2**31 - 1]))
     for vocab_size, kept in ((VOCAB, []), (None, [large])):

@@ -119,6 +119,7 @@ class Bench:
         self.told(self.assigner.set_drafters())
 
     def told(self, changes: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
+        assert len({change[:2] for change in changes}) == len(changes), "closed and opened again at once"
         for seat, row, opened in changes:
             assert ((seat, row) in self.open) != opened, "opened twice, or closed what was not open"
             self.open ^= {(seat, row)}
@@ -126,9 +127,8 @@ class Bench:
         return changes
 
     def step(self, times: int = 1, rows: Sequence[int] | None = None) -> list[tuple[int, int, bool]]:
-        return [
-            c for _ in range(times) for c in self.told(self.assigner.step(ints(self.rows if rows is None else rows)))
-        ]
+        decoding = ints(self.rows if rows is None else rows)
+        return [change for _ in range(times) for change in self.told(self.assigner.step(decoding))]
 
     def good(self, method: str, p: float, rows: Sequence[int] | None = None) -> None:
         """The method is right so often, everywhere or for these requests."""
@@ -289,11 +289,11 @@ def test_the_slowest_race_first() -> None:
 def test_racers_give_way_to_base_drafters() -> None:
     bench = Bench(drafter("eagle", 2), drafter("draft_model", 2), requests=2, race=RaceName.always)
     bench.good("draft_model", 0.5)
-    for row, p in zip(bench.rows, (0.9, 0.7), strict=True):
+    for row, p in zip(bench.rows, (0.7, 0.9), strict=True):
         bench.good("eagle", p, [row])
     bench.step()
     assert bench.loads == [2, 2]
-    fast, slow = bench.rows
+    slow, fast = bench.rows
     third = bench.add("third")
     bench.step()
     assert bench.seats(third) and bench.seats(fast) and len(bench.seats(slow)) == 2 and sum(bench.loads) == 4
@@ -302,6 +302,47 @@ def test_racers_give_way_to_base_drafters() -> None:
     assert all(len(bench.seats(row)) == 1 for row in (fast, slow, third, fourth))
     fifth = bench.add("fifth")
     assert not bench.seats(fifth) and bench.step(2 * REVISE_EVERY) == []
+
+
+def test_no_base_drafter_is_taken_away() -> None:
+    bench = Bench(drafter("eagle", 1), drafter("draft_model", 1), requests=1, race=RaceName.always)
+    bench.good("eagle", 0.9)
+    bench.step()
+    assert bench.seats(bench.rows[0]) == [0, 1]
+    bench.policy.drafters[0].able = False  # type: ignore[union-attr]
+    new = bench.add("new")
+    bench.step()
+    assert bench.seats(bench.rows[0]) == [0, 1] and not bench.seats(new), "the racer is all it has"
+    bench.step(2 * REVISE_EVERY)
+    assert bench.seats(bench.rows[0]) == [1] and not bench.seats(new), "and is its base from now on"
+    bench.join(drafter("ngram"))
+    bench.policy.drafters[2].able = False  # type: ignore[union-attr]
+    assert bench.step(REVISE_EVERY) == [] and bench.loads == [0, 1, 2]
+    bench.leave(2)
+    bench.join(replace(drafter("suffix"), able=False))
+    assert bench.step(REVISE_EVERY) == [], "nobody who is out of reach races"
+
+
+def test_base_and_racer_change_places_without_being_opened_again() -> None:
+    bench = Bench(drafter("eagle"), drafter("draft_model"), requests=2, race=RaceName.tail)
+    bench.good("draft_model", 0.3)
+    bench.good("eagle", 0.9)
+    bench.step()
+    assert bench.loads == [2, 2]
+    bench.join(drafter("eagle", number=1))
+    assert bench.loads == [1, 2, 1]
+    bench.good("eagle", 0.1)
+    assert bench.step(4 * REVISE_EVERY) == []
+    for _ in range(3):
+        bench.add()
+    bench.step(REVISE_EVERY)
+    assert bench.loads == [0, 5, 0], "the bases have changed"
+    bench.good("eagle", 0.99)
+    for row in bench.rows[2:]:
+        bench.remove(row)
+    bench.step()
+    bench.step(4 * REVISE_EVERY)
+    assert bench.loads == [1, 2, 1], "a method once for each"
 
 
 def test_the_ladder_is_shown_as_plain_data() -> None:

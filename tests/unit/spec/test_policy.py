@@ -52,7 +52,7 @@ def test_hardly_any_other_choice_commits_more_per_second(seed: int) -> None:
     p, weight = rng.uniform(0.02, 1.0, rows), rng.uniform(0.1, 1.0, rows)
     supply, room = rng.integers(0, 5, rows), rng.integers(0, 6, rows)
     drafts = np.arange(4 * rows + 1)
-    curve = 0.05 + rng.uniform(0.0, 0.1) * drafts ** rng.uniform(1.0, 1.5)
+    curve = 0.05 + 10 ** rng.uniform(-4, -1) * drafts ** rng.uniform(1.0, 1.5)
     rate, _, lengths = chosen(p, supply, room, curve, weight)
 
     def rate_of(choice: Sequence[int]) -> float:
@@ -283,6 +283,8 @@ def test_requests_without_room_get_nothing(drafter: Drafter, verify: VerifyPolic
     assert wanted[:2] == [0, 1] and wanted[2] <= 2 <= wanted[3]
     bench.say([4] * 4)
     assert bench.policy.choose(bench.rows)[1].tolist() == [0, 1, 2, 4]
+    last = Bench(replace(drafter, token_s=0.0), coupled=drafter.inline, verify=verify, room=0)
+    assert last.plan().rounds == 0
 
 
 def test_drafters_of_this_thread_are_ordered_what_is_wanted_and_no_more() -> None:
@@ -301,10 +303,14 @@ def test_drafters_of_this_thread_are_ordered_what_is_wanted_and_no_more() -> Non
     bench.table.limit[bench.rows] = 100
     bench.plan()
     assert bench.ordered == wanted, "an order of nothing does not last"
+    dear = Bench(replace(INLINE, token_s=1.0), coupled=True)
+    dear.say([3] * 4)
+    dear.plan()
+    assert dear.ordered == [0] * 4, "what is there need not be ordered"
 
 
 def test_drafters_that_run_at_once_run_as_far_as_they_may() -> None:
-    bench = Bench(replace(REMOTE, window=5), LOOKUP, None or replace(REMOTE, drafter_id="e"))
+    bench = Bench(replace(REMOTE, window=5), LOOKUP, replace(REMOTE, drafter_id="e"))
     bench.table.windows[:] = 1
     bench.policy.set_windows(bench.rows)
     assert bench.table.windows[:3, bench.rows].tolist() == [[5] * 4, [WINDOW] * 4, [WINDOW] * 4]
