@@ -222,7 +222,8 @@ def _check_tokens(lengths: np.ndarray, tokens: Any, limit: int) -> None:
         len(tokens) <= _MAX_SEQUENCE and int(lengths.sum(dtype=np.int64)) == len(tokens),
         "lengths and tokens do not fit",
     )
-    _require(not len(tokens) or (int(tokens.min()) >= 0 and int(tokens.max()) < limit), f"a token is not below {limit}")
+    unsigned = tokens.view(np.uint32)  # negative ones are above any limit
+    _require(not len(tokens) or int(unsigned.max()) < limit, f"a token is not below {limit}")
 
 
 def _is_id(value: Any) -> bool:
