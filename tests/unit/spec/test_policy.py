@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from specactor_ray.speculation.tgs import tokens_per_s
 
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
-from specactor_ray.messages import Mode
 from specactor_ray.spec import _kernels
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import LEAST_USE, Drafter, Policy, Wait, reconfigure, useful_windows, window_rates
+from specactor_ray.spec.policy import Drafter, Policy, Wait
 from specactor_ray.spec.table import RequestTable
+from specactor_ray.spec.tgs import tau_coupled, tau_decoupled
 from tests.unit.spec.tables import ints, request, say
 
 WINDOW = 8
@@ -321,53 +320,10 @@ def test_a_method_is_predicted_in_its_best_window_or_none() -> None:
     bench.plan()
     verify_s = [0.05 + 0.001 * 4 * (1 + window) for window in range(WINDOW + 1)]
     for p in (0.0, 0.3, 0.8, 1.0):
-        modes = product((Mode.COUPLED, Mode.DECOUPLED), range(1, WINDOW + 1))
-        rates = [tokens_per_s(mode, p, window, 0.004, verify_s[window]) for mode, window in modes]
-        expected = max(*rates, 1 / verify_s[0])
+        coupled = [tau_coupled(p, w) / (w * 0.004 + verify_s[w]) for w in range(1, WINDOW + 1)]
+        decoupled = [tau_decoupled(p, w) / max(w * 0.004, verify_s[w]) for w in range(1, WINDOW + 1)]
+        expected = max(*coupled, *decoupled, 1 / verify_s[0])
         assert bench.policy.predict("eagle", np.array([p, 0.5]))[0] == pytest.approx(expected, rel=1e-3)
-
-
-# ---- Algorithm 2 ----
-
-chances, costs = st.floats(0, 1), st.floats(0, 0.1)
-rising_costs = st.lists(st.floats(1e-4, 0.1), min_size=17, max_size=17).map(sorted)
-
-
-@given(chances, costs, rising_costs, st.integers(1, 16))
-def test_rates_are_those_of_the_written_formulas(p: float, draft_s: float, verify_s: list[float], window: int) -> None:
-    found = window_rates(np.array([p, 0.5]), window, draft_s, np.array(verify_s))
-    assert found.shape == (2, window)
-    for width in range(1, window + 1):
-        rates = [tokens_per_s(mode, p, width, draft_s, verify_s[width]) for mode in (Mode.COUPLED, Mode.DECOUPLED)]
-        assert found[0, width - 1] == pytest.approx(max(rates), rel=1e-6)
-
-
-@given(chances, costs, rising_costs, st.integers(1, 16))
-def test_a_poor_request_gets_the_best_window_of_all(
-    p: float, draft_s: float, verify_s: list[float], window: int
-) -> None:
-    rates = [tokens_per_s(Mode.PLAIN, p, 0, draft_s, verify_s[0])]
-    rates += window_rates(np.array([p]), window, draft_s, np.array(verify_s))[0].tolist()
-    found = reconfigure(np.array([p]), 1.5, window, draft_s, np.array(verify_s))
-    assert rates[int(found[0])] == pytest.approx(max(rates))
-
-
-def test_only_requests_below_the_average_change() -> None:
-    verify_s = np.array([0.050 + 0.004 * window for window in range(9)])
-    p = np.array([0.95, 0.85, 0.7, 0.5, 0.01])
-    assert reconfigure(p, 0.7, 8, 0.01, verify_s)[:3].tolist() == [8, 8, 8], "not below it"
-    assert 0 < reconfigure(p, 0.7, 8, 0.01, verify_s)[3] < 8 and reconfigure(p, 0.7, 8, 0.01, verify_s)[4] == 0
-    assert reconfigure(p, 2.0, 8, 1.0, verify_s).tolist() == [0] * 5, "dear drafts are not worth it"
-    windows = reconfigure(np.linspace(0, 0.99, 40), 2.0, 8, 0.01, verify_s).tolist()
-    assert windows == sorted(windows)
-
-
-@given(chances, st.integers(1, 64))
-def test_a_drafter_runs_ahead_as_far_as_it_is_likely_to_be_followed(p: float, most: int) -> None:
-    window = int(useful_windows(np.array([p]), most)[0])
-    assert 1 <= window <= most
-    assert window == 1 or p ** (window - 1) >= LEAST_USE * (1 - 1e-6), "its last token is hardly ever reached"
-    assert window == most or p**window <= LEAST_USE * (1 + 1e-6), "the next one would be worth drafting"
 
 
 def test_nothing_is_chosen_but_what_is_there() -> None:
