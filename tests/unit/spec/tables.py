@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from specactor_ray.messages import SamplingParams, TailBatch
 from specactor_ray.spec.acceptance import Acceptance
-from specactor_ray.spec.table import RequestTable
+from specactor_ray.spec.table import Committed, RequestTable
 from specactor_ray.targets.base import TargetRequest
 
 
@@ -51,9 +51,20 @@ def say(table: RequestTable, seat: int, row: int, *tokens: int, base: int | None
     return int(table.take(seat, batch([claim]), 100)[:7].argmax())
 
 
-def commit(table: RequestTable, acceptance: Acceptance, fresh: dict[int, Sequence[int]]) -> int:
-    """Commit row → tokens."""
-    tokens = np.zeros((len(fresh), max(map(len, fresh.values()))), np.int32)
-    for i, new in enumerate(fresh.values()):
-        tokens[i, : len(new)] = new
-    return table.commit(ints(list(fresh)), ints(list(map(len, fresh.values()))), tokens, acceptance)
+EVIDENCE = ("hits", "tries", "guesses", "answers")
+"""What `RequestTable.evidence` and `Acceptance.evidence` hold."""
+
+
+def commit(
+    table: RequestTable,
+    acceptance: Acceptance,
+    fresh: Mapping[int, Sequence[int]],
+    verified: Mapping[int, tuple[int, int, int]] | None = None,
+) -> int:
+    """Commit row → tokens; `verified`: row → seat, and how many of its tokens were verified and right. Returns how many
+    tails were refuted."""
+    seats, drafted, accepted = zip(*((verified or {}).get(row, (-1, 0, 0)) for row in fresh), strict=True)
+    tokens = ints([token for new in fresh.values() for token in new])
+    counts = ints(list(map(len, fresh.values())))
+    step = Committed(ints(list(fresh)), counts, tokens, ints(seats), ints(drafted), ints(accepted))
+    return table.commit(step, acceptance)[0]

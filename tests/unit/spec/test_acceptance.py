@@ -93,7 +93,7 @@ def test_an_observation_counts_half_after_its_half_life_whatever_happens_since()
     low = acceptance.probability(table, rows)[0]
     for _ in range(int(HALF_LIFE_STEPS)):
         acceptance.fade(table)
-    for evidence in (acceptance.tries[0, 0], table.tries[0, rows[0]], acceptance.answers[0, 0]):
+    for evidence in (acceptance.evidence[1, 0, 0], table.evidence[1, 0, rows[0]], acceptance.evidence[3, 0, 0]):
         assert evidence == pytest.approx(32.0)
     half = drawn(0, 32, drawn(0, 32, drawn(0, 32, DEFAULT_PRIOR)))
     assert acceptance.probability(table, rows)[0, 0] == pytest.approx(half)

@@ -134,9 +134,9 @@ class Bench:
         """The method is right so often, everywhere or for these requests."""
         number = self.acceptance.number(method)
         if rows is None:
-            self.acceptance.tries[number], self.acceptance.hits[number] = 1e4, 1e4 * p
+            self.acceptance.evidence[1, number], self.acceptance.evidence[0, number] = 1e4, 1e4 * p
         else:
-            self.table.tries[number, rows], self.table.hits[number, rows] = 1e4, 1e4 * p
+            self.table.evidence[1, number, rows], self.table.evidence[0, number, rows] = 1e4, 1e4 * p
 
     def seats(self, row: int) -> list[int]:
         return sorted(seat for seat, one in self.open if one == row)
@@ -181,11 +181,11 @@ def test_the_ladder_ranks_by_promised_speed_at_each_place() -> None:
     bench = Bench(drafter("draft_model", token_s=0.001), drafter("eagle", token_s=0.001), drafter("ngram"))
     early, late = 0, 5
     for method, at, p in (("eagle", early, 0.9), ("draft_model", early, 0.6), ("ngram", early, 0.2)):
-        bench.acceptance.tries[bench.acceptance.number(method), at] = 1e5
-        bench.acceptance.hits[bench.acceptance.number(method), at] = 1e5 * p
+        bench.acceptance.evidence[1, bench.acceptance.number(method), at] = 1e5
+        bench.acceptance.evidence[0, bench.acceptance.number(method), at] = 1e5 * p
     for method, p in (("eagle", 0.2), ("draft_model", 0.6), ("ngram", 0.95)):
-        bench.acceptance.tries[bench.acceptance.number(method), late] = 1e5
-        bench.acceptance.hits[bench.acceptance.number(method), late] = 1e5 * p
+        bench.acceptance.evidence[1, bench.acceptance.number(method), late] = 1e5
+        bench.acceptance.evidence[0, bench.acceptance.number(method), late] = 1e5 * p
     assert bench.assigner.rank(early) == ["eagle", "draft_model", "ngram"]
     assert bench.assigner.rank(late) == ["ngram", "draft_model", "eagle"]
     rows = [bench.add("early"), bench.add("late", 1500)]
@@ -347,7 +347,7 @@ def test_base_and_racer_change_places_without_being_opened_again() -> None:
 
 def test_the_ladder_is_shown_as_plain_data() -> None:
     bench = Bench(drafter("eagle", token_s=0.003), drafter("ngram"), requests=2, race=RaceName.always)
-    bench.acceptance.tries[0, 0], bench.acceptance.hits[0, 0] = 50.0, 40.0
+    bench.acceptance.evidence[1, 0, 0], bench.acceptance.evidence[0, 0, 0] = 50.0, 40.0
     bench.step()
     shown = bench.assigner.standings
     assert shown["racing"] is True and shown["loads"] == {"eagle-0": 2, "ngram-0": 2}

@@ -223,7 +223,7 @@ def test_who_runs_ahead_is_waited_for_only_by_requests_that_have_nothing() -> No
 @pytest.mark.parametrize("guesses", [True, False])
 def test_lookups_that_hardly_ever_find_anything_are_not_waited_for(guesses: bool) -> None:
     bench = Bench(replace(LOOKUP, token_s=0.01), coupled=True)
-    bench.table.answers[0, bench.rows], bench.table.guesses[0, bench.rows] = 200.0, 200.0 * guesses
+    bench.table.evidence[3, 0, bench.rows], bench.table.evidence[2, 0, bench.rows] = 200.0, 200.0 * guesses
     assert (bench.plan().rounds > 0) == guesses
 
 
@@ -288,8 +288,8 @@ def test_requests_without_room_get_nothing(drafter: Drafter, verify: VerifyPolic
 
 def test_drafters_of_this_thread_are_ordered_what_is_wanted_and_no_more() -> None:
     bench = Bench(INLINE, LOOKUP, coupled=True)
-    bench.table.hits[0, bench.rows], bench.table.tries[0, bench.rows] = [200, 160, 60, 1], 200
-    bench.table.answers[1, bench.rows] = 200  # lookups find nothing
+    bench.table.evidence[0, 0, bench.rows], bench.table.evidence[1, 0, bench.rows] = [200, 160, 60, 1], 200
+    bench.table.evidence[3, 1, bench.rows] = 200  # lookups find nothing
     bench.plan()
     wanted = bench.policy.wanted.tolist()
     assert bench.ordered == wanted == sorted(wanted, reverse=True) and wanted[0] > wanted[2] and wanted[3] == 0

@@ -23,7 +23,7 @@ from specactor_ray.spec._kernels import (
 )
 from specactor_ray.spec.acceptance import Acceptance, bucket_of
 from specactor_ray.spec.table import RequestTable
-from tests.unit.spec.tables import Claim, batch, commit, ints, request, say
+from tests.unit.spec.tables import EVIDENCE, Claim, batch, commit, request, say
 
 WINDOW, VOCAB, METHODS = 4, 3, 3
 
@@ -216,11 +216,11 @@ class Pair:
                     found = replace(found, complete=table.complete[seat, row], version=table.version[seat, row])
                 assert found == held
             for method in range(METHODS):
-                for name in ("hits", "tries", "guesses", "answers"):
-                    assert getattr(table, name)[method, row] == known.evidence[method][name]
+                for place, name in enumerate(EVIDENCE):
+                    assert table.evidence[place, method, row] == known.evidence[method][name]
         for (method, bucket), counts in naive.overall.items():
             for name, count in counts.items():
-                assert getattr(self.acceptance, name)[method, bucket] == count
+                assert self.acceptance.evidence[EVIDENCE.index(name), method, bucket] == count
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -260,14 +260,13 @@ def test_a_row_that_is_used_again_knows_nothing_of_the_request_before() -> None:
     table.seat_row(0, row, 4)
     old = Claim(row, int(table.generation[row]), 1, (6, 7))
     table.take(0, batch([old]), 100)
-    commit(table, acceptance, {row: [6]})
-    table.count(ints([row]), ints([2]), ints([1]), ints([2]))
-    table.seat_drafted[0, row] = 2
+    commit(table, acceptance, {row: [6]}, {row: (0, 2, 1)})
+    assert table.totals[:, row].tolist() == [1, 2, 1, 1] and table.seat_drafted[0, row] == 2
     table.close(row)
     assert table.open(request("new", [5], max_tokens=9)) == row and table.requests[row].request_id == "new"  # type: ignore[union-attr]
     assert table.take(0, batch([old]), 100)[UNKNOWN] == 1
     assert not table.assigned[:, row].any() and table.limit[row] == 9
-    for array in (table.steps, table.drafted, table.accepted, table.supplied, table.seat_drafted[0], table.tries[1]):
+    for array in (*table.totals, *table.evidence[:, 1], table.seat_drafted[0], table.seat_accepted[0]):
         assert array[row] == 0
     table.seat_row(0, row, 4)
     assert table.take(0, batch([old]), 100)[UNKNOWN] == 1, "the handle is another one"
@@ -275,12 +274,21 @@ def test_a_row_that_is_used_again_knows_nothing_of_the_request_before() -> None:
 
 
 def test_steps_are_counted_by_row() -> None:
-    table = RequestTable(WINDOW)
-    rows = ints([table.open(request(str(number))) for number in range(3)])
-    table.count(rows, ints([4, 2, 0]), ints([1, 2, 0]), ints([4, 3, 0]))
-    table.count(rows[:1], ints([0]), ints([0]), ints([1]))
-    counters = (table.steps, table.drafted, table.accepted, table.supplied)
-    assert [counter[rows].tolist() for counter in counters] == [[2, 1, 1], [4, 2, 0], [1, 2, 0], [2, 1, 0]]
+    """Steps, draft tokens verified and right, steps with a supply; and the drafter's share."""
+    table, acceptance = RequestTable(WINDOW), Acceptance()
+    a, b, c = (table.open(request(name)) for name in "abc")
+    for seat in (0, 1):
+        table.clear_seat(seat, seat)
+        for row in (a, b, c):
+            table.seat_row(seat, row, 4)
+    say(table, 1, a, 1, 2, 3, 4)
+    say(table, 0, b, 1, 2, 3)
+    commit(table, acceptance, {a: [1, 9], b: [1, 2, 3], c: [5]}, {a: (1, 4, 1), b: (0, 2, 2)})
+    say(table, 0, a, 7)
+    commit(table, acceptance, {a: [8]}, {a: (0, 0, 0)})
+    assert table.totals[:, [a, b, c]].tolist() == [[2, 1, 1], [4, 2, 0], [1, 2, 0], [2, 1, 0]]
+    assert table.seat_drafted[:2, [a, b, c]].tolist() == [[0, 2, 0], [4, 0, 0]]
+    assert table.seat_accepted[:2, [a, b, c]].tolist() == [[0, 2, 0], [1, 0, 0]]
 
 
 def test_ranges_of_positions() -> None:
