@@ -60,13 +60,13 @@ class Acceptance:
 
     def probability(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
         """`(methods, rows)` the same for single requests, at their output positions."""
-        average = self.of_method()[:, bucket_of(table.committed[rows])]
-        return _draw(table.evidence[:2, :, rows], average)
+        average = self.of_method().take(bucket_of(table.committed[rows]), axis=1)
+        return _draw(table.evidence[:2].take(rows, axis=2), average)
 
     def guessing(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
         """`(methods, rows)` chance that there is a guess at all."""
-        average = self.guessing_of_method()[:, bucket_of(table.committed[rows])]
-        return _draw(table.evidence[2:, :, rows], average)
+        average = self.guessing_of_method().take(bucket_of(table.committed[rows]), axis=1)
+        return _draw(table.evidence[2:].take(rows, axis=2), average)
 
     def guessing_of_method(self) -> np.ndarray:
         """`(methods, BUCKETS)` the same over all requests."""

@@ -93,7 +93,7 @@ class Policy:
         self.rows = len(rows)
         self._probability = self.acceptance.probability(table, rows)[table.method]
         self.wanted = np.zeros(len(rows), np.int32)
-        windows = table.windows[:, rows]
+        windows = table.windows.take(rows, axis=1)
         for seat, drafter in enumerate(self.drafters):
             if drafter is not None and drafter.inline:
                 windows[seat] = drafter.window
@@ -127,7 +127,9 @@ class Policy:
         token_s, answer_s = self._pace(drafters)
         if token_s <= 0.0:
             most = min(most, _FIRST_ROUNDS)  # what a token costs shows when it has been drafted
-        late = np.where((supply > 0) | (table.base[:, rows] >= table.committed[rows]), 0, answer_s / max(token_s, 1e-6))
+        late = np.where(
+            (supply > 0) | (table.base.take(rows, axis=1) >= table.committed[rows]), 0, answer_s / max(token_s, 1e-6)
+        )
         most_of_row = np.where(growing, np.maximum(windows, supply), supply)
         rounds: int = _kernels.worthwhile_rounds(
             self._probability, hoped, supply, most_of_row, np.ceil(late), room, curve, token_s, most, self.wanted
@@ -150,7 +152,7 @@ class Policy:
     def is_served(self, rows: np.ndarray) -> bool:
         """Whether no wait would bring anything: each row has what is wanted of it, or all its drafters are done."""
         missing = self._supply(rows).max(axis=0, initial=0) < self.wanted
-        return not missing.any() or not self._growing(rows, self.table.windows[:, rows])[:, missing].any()
+        return not missing.any() or not self._growing(rows, self.table.windows.take(rows, axis=1))[:, missing].any()
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What is verified of the tails that are there.
@@ -191,17 +193,17 @@ class Policy:
         return rate, seats, lengths
 
     def _supply(self, rows: np.ndarray) -> np.ndarray:
-        supply: np.ndarray = self.table.length[:, rows]
-        return supply
+        """`(seats, rows)`, as everything of `take`, in C order: kernels are compiled for that."""
+        return self.table.length.take(rows, axis=1)
 
     def _growing(self, rows: np.ndarray, windows: np.ndarray) -> np.ndarray:
         """`(seats, rows)`: the drafter may still lengthen the tail of the row before its next commit."""
         table = self.table
-        done = table.complete[:, rows] & (table.base[:, rows] == table.committed[rows])
+        done = table.complete.take(rows, axis=1) & (table.base.take(rows, axis=1) == table.committed[rows])
         able = np.zeros(len(table.method), np.bool_)
         for seat, drafter in enumerate(self.drafters):
             able[seat] = drafter is not None and drafter.able
-        return table.assigned[:, rows] & able[:, None] & ~done & (windows > table.length[:, rows])
+        return table.assigned.take(rows, axis=1) & able[:, None] & ~done & (windows > table.length.take(rows, axis=1))
 
     def _room(self, rows: np.ndarray) -> np.ndarray:
         """Most draft tokens of each row: behind them comes one token of the target's own."""

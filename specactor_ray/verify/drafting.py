@@ -16,7 +16,7 @@ import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.config.schema import SpeculationConfig
-from specactor_ray.messages import CommitBatch, DraftOpen, Features, TailBatch
+from specactor_ray.messages import CommitBatch, DraftOpen, Features, SamplingParams, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.queues.link import Link
 from specactor_ray.spec import _kernels
@@ -25,6 +25,7 @@ from specactor_ray.spec.assign import Assigner
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.policy import Drafter, Policy
 from specactor_ray.spec.table import Committed, RequestTable
+from specactor_ray.targets.base import TargetRequest
 
 _KEPT_POSITIONS = 2048
 """Hidden states kept per request, at least those of so many of the newest positions, for drafters that join later."""
@@ -107,6 +108,7 @@ class Drafting:
         max_batch: int = 16,
         priors: Mapping[str, float] | None = None,
     ) -> None:
+        warm_up()
         self.verifier_id = verifier_id
         self.inbox = inbox.for_verifier(vocab_size, clock)
         self.table = RequestTable(config.window)
@@ -328,3 +330,21 @@ class Drafting:
             **self.inbox.snapshot(),
             "ladder": self.assigner.standings,
         }
+
+
+@functools.cache
+def warm_up() -> None:
+    """Compile the kernels of `spec/` for the types they are called with: seconds where numba's cache is cold, which a
+    running step should not wait for."""
+    table, acceptance, cost = RequestTable(1), Acceptance(), StepCost()
+    policy = Policy(SpeculationConfig(window=1), table, acceptance, cost, coupled=False)
+    policy.drafters.append(Drafter("", "", 1, 1))
+    cost.record(1, 1.0)
+    rows = np.array([table.open(TargetRequest(str(i), (0,), SamplingParams())) for i in range(2)], np.int32)
+    zero = np.zeros(2, np.int32)
+    table.assigned[0], table.windows[0] = True, 1
+    policy.plan_wait(rows)
+    table.take(0, TailBatch("", rows, table.generation[rows], zero, zero + 1, zero > 0, zero), 1)
+    seats, lengths = policy.choose(rows)
+    table.commit(Committed(rows, zero + 1, zero, seats, lengths, zero), acceptance)
+    table.untold(0, rows)
