@@ -148,7 +148,7 @@ def scale(
     run: Run = None,
     address: Address = "auto",
 ) -> None:
-    """Add or remove draft actors while a rollout runs."""
+    """Add or remove draft actors while a rollout runs (mode decoupled)."""
     wanted = parse_scale(drafters)
     from specactor_ray.observability.console import make_console, say
     from specactor_ray.observability.report import status_table

@@ -75,6 +75,10 @@ POSITIVE_NUMBERS = (
 )
 
 
+MAX_METHODS = 8
+"""Draft methods that a verifier keeps evidence of (`spec/table.py`)."""
+
+
 def validate(config: Config) -> None:
     """Check a configuration of the right types.
 
@@ -234,6 +238,8 @@ def reject_method_twice(config: Config) -> None:
         if earlier != index:
             fix = f"keep one and raise drafters.{earlier}.replicas."
             raise ConfigError(f"drafters.{index}.method", f"{drafter.method!r} is already element {earlier}.", fix)
+    if len(first) > MAX_METHODS:
+        raise ConfigError("drafters", f"{len(first)} methods; at most {MAX_METHODS} are compared.", "take some out.")
 
 
 def reject_too_small_drafter_counts(drafter: DrafterConfig, key: str) -> None:

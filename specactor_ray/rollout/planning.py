@@ -8,23 +8,18 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from specactor_ray.cluster.cores import cores_needed
 from specactor_ray.config.online import OnlineWhere
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError
-from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.speculation.apply_plan import apply_plan, devices_of, requests_of
 from specactor_ray.speculation.candidates import Plan, Rejected
 from specactor_ray.speculation.plan import ALL_MODES, search_plan
 from specactor_ray.speculation.profile import Profile, load_profile, reject_foreign_profile
 from specactor_ray.speculation.survival import Survival
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +51,6 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
     devices = existing_devices(config) if config.mode is ModeName.auto else None
     config, more = resolve_mode(config, devices)
     return config, [*lines, *more]
-
-
-def resolve_and_say(config: Config, console: Console) -> Config:
-    """As `resolve`; the lines are shown."""
-    config, lines = resolve(config)
-    for line in lines:
-        say(console, line)
-    return config
 
 
 def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[str]]:

@@ -123,9 +123,10 @@ def test_fastest_of_n_is_token_for_token_plain(plain: Any) -> None:
     assert drafted == {"ngram", "suffix", "draft_model", "eagle"} and metrics["accepted_tokens"] > 0
 
 
-def test_misbehaving_drafters_change_nothing(plain: Any) -> None:
+@pytest.mark.parametrize("mode", ["decoupled", "coupled"])
+def test_misbehaving_drafters_change_nothing(mode: str, plain: Any) -> None:
     drafters = [{"method": f"tests.misbehaving:{name}"} for name in ("Liar", "Crasher", "Flooder")]
-    with running(config("decoupled", [*drafters, NGRAM], verifiers=1)) as rollout:
+    with running(config(mode, [*drafters, NGRAM], verifiers=1)) as rollout:
         assert tokens_of(generate(rollout, 1.0)) == plain[1.0]
 
 

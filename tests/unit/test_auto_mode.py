@@ -171,24 +171,29 @@ def test_a_simulated_run_is_resolved_by_its_own_machines(tmp_path: Path) -> None
     assert load_scenario(path, ["config.mode=plain"]).config.mode is ModeName.plain
 
 
-@pytest.mark.parametrize("where", ["run", "train"])
-def test_a_run_is_resolved_before_it_does_anything(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written to the run's folder is the resolved configuration."""
+@pytest.mark.parametrize("where", ["rollout", "train"])
+def test_a_run_is_resolved_before_anything_is_written(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from specactor_ray.rollout import run
     from specactor_ray.training import loop
 
     seen: list[Config] = []
 
-    def take(config: Config, *_: Any) -> None:
+    def stop(config: Config, *_: Any) -> None:
         seen.append(config)
         raise InterruptedError
 
-    monkeypatch.setattr(run, "claim_run_folder", take)
-    monkeypatch.setattr(loop, "prepare", take)
+    monkeypatch.setattr(run, "_run", stop)
+    monkeypatch.setattr(loop, "prepare", stop)
     (tmp_path / "prompts.txt").write_text("Hello.\n")
-    config = load_config(None, [f"data.path={tmp_path / 'prompts.txt'}", "cluster.num_cpus=2"])
-    out = io.StringIO()
+    saved = []
+    monkeypatch.setattr(run, "discard_run_folder", lambda folder: saved.append(load_config(folder / "config.yaml")))
+    items = [f"data.path={tmp_path / 'prompts.txt'}", f"run.dir={tmp_path / 'runs'}", "cluster.num_cpus=2"]
+    config, out = load_config(None, items), io.StringIO()
     with pytest.raises(InterruptedError):
-        (run.run_rollout if where == "run" else loop.train)(config, Console(file=out, width=300))
+        (run.run_rollout if where == "rollout" else loop.train)(config, Console(file=out, width=300))
     assert [(one.mode, one.target.cores) for one in seen] == [(ModeName.coupled, 2)]
-    assert out.getvalue().count("\n") == 1 and out.getvalue().startswith("mode: coupled (")
+    assert config.mode is ModeName.auto
+    if where == "rollout":
+        assert saved == seen and out.getvalue().startswith("mode: coupled (") and out.getvalue().count("\n") == 1

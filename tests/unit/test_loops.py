@@ -22,7 +22,7 @@ from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.drafters.suffix import SuffixProposer
 from specactor_ray.messages import Finished, Progress, SamplingParams
-from specactor_ray.modeling.eagle_checkpoint import load_head
+from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
 from specactor_ray.modeling.eagle_runner import EagleRunner
 from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.queues.link import Link
@@ -322,6 +322,21 @@ def test_inline_drafters_close_what_has_ended(kind: str, verify: VerifyPolicy) -
         assert inline.keys() == bench.drafts.keys() and any(counters["tails"] for counters in inline.values())
     finally:
         bench.close()
+
+
+def test_a_hosted_head_is_taught_between_two_steps_and_changes_no_token() -> None:
+    batch, head = requests(6, 1.0), eagle()
+    bench = Bench({"eagle-0": head}, True, inline=True)
+    weights = trained_weights(load_head(str(tiny_eagle()), str(tiny_target())))
+    try:
+        taught = bench.verifier.teach("eagle", 5, weights)
+        other = bench.verifier.teach("draft_model", 6, weights)  # of a method that it does not host
+        assert bench.run(batch) == truth_of(batch)
+        assert taught.result(30) is other.result(30) is None and head.weight_version == 5
+        versions = bench.verifier.snapshot()["by_version"]
+    finally:
+        bench.close()
+    assert versions["eagle"].keys() == {5}
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])

@@ -1,4 +1,4 @@
-"""Kernels are compiled before the first request: one that is compiled in a running step keeps it waiting for seconds."""
+"""Kernels are compiled before the first request: compiling in a running step takes seconds."""
 
 from __future__ import annotations
 
