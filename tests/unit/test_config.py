@@ -288,6 +288,7 @@ class TestRangesAndContradictions:
             (["speculation.window=0"], "speculation.window", "1 to 128"),
             (["speculation.window=129"], "speculation.window", "1 to 128"),
             (["speculation.draft_wait_s=-0.1"], "speculation.draft_wait_s", "null"),
+            (["drafters=[" + ",".join(f"{{method: 'm:C{i}'}}" for i in range(9)) + "]"], "drafters", "take some out"),
             (["speculation.race_below=0"], "speculation.race_below", "1 or more"),
             (["speculation.race=always", "speculation.race_below=4"], "speculation.race_below", "race=tail"),
             (["speculation.verifiers_per_group=-1"], "speculation.verifiers_per_group", "0 or more"),
