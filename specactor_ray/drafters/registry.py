@@ -41,6 +41,12 @@ def _build_custom(config: DrafterConfig) -> RowProposer:
         proposer_class = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError("drafters.method", f"{config.method} cannot be imported ({error}).") from error
+    missing = [
+        name for name in ("open", "commit_batch", "extend", "tails", "close") if not hasattr(proposer_class, name)
+    ]
+    if missing:
+        problem = f"{config.method} is no proposer: it lacks {', '.join(missing)}."
+        raise ConfigError("drafters.method", problem, "derive it from specactor_ray.drafters.base.RowProposer.")
     proposer: RowProposer = proposer_class(config)
     return proposer
 
