@@ -146,8 +146,8 @@ class DrafterConfig:
     """`ngram` (copies what followed the last tokens in prompt, output and earlier outputs of the prompt), `suffix`
     (counts it, also in the samples under way and in other prompts' outputs), `draft_model` (a smaller model), `eagle`
     (a head on the target's hidden states), or a proposer of your own as `package.module:Class`, derived from
-    `specactor_ray.drafters.base.RowProposer` and made with this section as its only argument. In mode `coupled` one that hangs holds its verifier up until
-    `cluster.stall_timeout_s` replaces that."""
+    `specactor_ray.drafters.base.RowProposer` and made with this section as its only argument. In mode
+    `coupled` one that hangs holds its verifier up until `cluster.stall_timeout_s` replaces that."""
     replicas: int = 1
     """`decoupled`: number of draft actors of this method; may be changed during the run. 0: none, or only at the tail
     of a rollout, on the seat of a verifier that has no requests left (`speculation.lend`). `coupled`: every verifier
