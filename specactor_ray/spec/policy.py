@@ -102,8 +102,9 @@ class Policy:
         if not drafters or not self.cost.is_known:
             return Wait(0, 0.0)
         inline = all(drafter.inline for drafter in drafters)
-        if config.verify is VerifyPolicy.all and self._coupled:
-            self.wanted = np.minimum(np.where(growing, windows, 0).max(axis=0), self._room(rows)).astype(np.int32)
+        if config.verify is VerifyPolicy.all and (self._coupled or config.draft_wait_s):
+            most = windows if self._coupled else np.minimum(windows, 1)
+            self.wanted = np.minimum(np.where(growing, most, 0).max(axis=0), self._room(rows)).astype(np.int32)
             rounds = int(self.wanted.max())
         else:
             rounds = self._worthwhile_rounds(rows, drafters, growing, windows)

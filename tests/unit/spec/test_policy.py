@@ -271,6 +271,15 @@ def test_a_coupled_step_that_verifies_all_waits_for_whole_windows() -> None:
     assert bench.policy.wanted.tolist() == [8, 8, 0, 0] and bench.ordered == [8, 8, 0, 0]
 
 
+@pytest.mark.parametrize("wait_s", [None, 0.0, 0.5])
+def test_a_decoupled_step_that_verifies_all_waits_for_a_first_token_if_told_how_long(wait_s: float | None) -> None:
+    bench = Bench(REMOTE, prior=0.0, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all, draft_wait_s=wait_s)
+    bench.say([0, 3, 8, 1])
+    assert bench.plan() == (Wait(1, 0.5) if wait_s else Wait(0, 0.0))
+    assert bench.policy.wanted.tolist() == ([1, 1, 0, 1] if wait_s else [0] * 4)
+    assert bench.policy.is_served(bench.rows) == (not wait_s)
+
+
 @pytest.mark.parametrize("verify", list(VerifyPolicy))
 @pytest.mark.parametrize("drafter", [REMOTE, INLINE], ids=["remote", "inline"])
 def test_requests_without_room_get_nothing(drafter: Drafter, verify: VerifyPolicy) -> None:
