@@ -212,8 +212,8 @@ class SpeculationConfig:
     window: int = 8
     """Draft window: most tokens a drafter runs past the last commit it knows."""
     verify: VerifyPolicy = VerifyPolicy.auto
-    """How many supplied draft tokens a step verifies: `auto` or `all`. With `all` every step waits, too: in `coupled` for
-    whole windows, in `decoupled` for a first token where `draft_wait_s` is set."""
+    """How many supplied draft tokens a step verifies: `auto` or `all`. With `all` every step waits, too: in `coupled`
+    for whole windows, in `decoupled` for a first token where `draft_wait_s` is set."""
     draft_wait_s: float | None = None
     """`decoupled`: longest wait per step for a tail drafted from the newest commit. Default: as long as
     it pays, by what drafting and answers take."""
