@@ -74,15 +74,15 @@ class SkillConfig:
 
 @dataclass
 class PythonConfig:
-    """What our own Python takes."""
+    """What our own Python takes; the defaults were measured by `scripts/bench_protocol.py` at 128 rows on two cores."""
 
     measured: bool = False
     """Charge what it really takes on this machine, in place of the figures below. Runs then differ a little."""
-    verify_row_us: float = 105.0
+    verify_row_us: float = 6.0
     """Microseconds per row of a verify step where drafts are used."""
-    plain_row_us: float = 25.0
+    plain_row_us: float = 2.0
     """The same where they are not."""
-    draft_row_us: float = 20.0
+    draft_row_us: float = 15.0
     """Microseconds per row of a draft step."""
 
 
