@@ -26,9 +26,7 @@ from rich.table import Table
 
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.loading import load_model
-from specactor_ray.modeling.ragged_cache import RaggedCache
 from specactor_ray.modeling.ragged_model import RaggedModel
-from specactor_ray.speculation.tree import merge_tails
 from specactor_ray.targets.base import Tail, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 
@@ -81,29 +79,6 @@ def step_ms(engine: HfEngine, prompts: Sequence[Sequence[int]], tails: Sequence[
     return [statistics.median(column) * 1e3 for column in times]
 
 
-def bushy(nodes: int, branches: int) -> Tail:
-    """A tree of `nodes` tokens: a first token in common, then branches of equal length that share nothing."""
-    branches = min(branches, nodes - 1)
-    tails = {
-        str(b): [1, *range(10 + 100 * b, 10 + 100 * b + len(range(b, nodes - 1, branches)))] for b in range(branches)
-    }
-    return merge_tails(tails)[0]
-
-
-def compaction_ms(cache: RaggedCache, batch: int, accepted: int) -> float:
-    """Median milliseconds for moving an accepted path of `accepted` tokens together in each of `batch` rows."""
-    rows = [row for row in (cache.open(128) for _ in range(batch)) if row is not None]
-    kept = [(row, 64, range(1, 2 * accepted, 2)) for row in rows]
-    times = []
-    for _ in range(50):
-        begin = time.perf_counter()
-        cache.compact(kept)
-        times.append(time.perf_counter() - begin)
-    for row in rows:
-        row.free()
-    return statistics.median(times) * 1e3
-
-
 def decode_table(model_name: str, args: argparse.Namespace) -> Table:
     table = Table(title="plain decoding, tokens/s")
     for column in ("batch", "T", "transformers.generate", "hf engine", "ratio"):
@@ -139,21 +114,6 @@ def verify_table(model_name: str, args: argparse.Namespace) -> Table:
     return table
 
 
-def tree_table(model_name: str, args: argparse.Namespace) -> Table:
-    table = Table(title="verify step, ms: a tree (4 branches) against a chain of as many tokens")
-    for column in ("batch", "tokens", "chain", "tree", "ratio", "compaction of 4 tokens a row"):
-        table.add_column(column, justify="right")
-    model = RaggedModel(load_model(model_name), 1 << 30)
-    engine = HfEngine(model, max_step_tokens=2048)
-    for batch in track(args.batches, description="trees"):
-        prompts = make_prompts(batch, args.prompt_tokens, engine.vocab_size)
-        for nodes in (drafts for drafts in args.drafts if drafts > 2):
-            chain, tree = step_ms(engine, prompts, [[1] * nodes, bushy(nodes, 4)], args.steps)
-            compaction = f"{compaction_ms(model.cache, batch, 4):.2f}"
-            table.add_row(str(batch), str(nodes), f"{chain:.1f}", f"{tree:.1f}", f"{tree / chain:.2f}", compaction)
-    return table
-
-
 def main() -> None:
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -165,15 +125,11 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=15, help="steps per verify figure (default 15)")
     parser.add_argument("--repeats", type=int, default=3, help="paired runs per decode figure (default 3)")
-    parser.add_argument("--trees", action="store_true", help="only compare verifying trees with verifying chains")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     console = Console()
     machine = platform.processor() or platform.machine()
     console.print(f"{args.model}, fp32, {args.threads} thread(s), torch {torch.__version__}, {machine}")
-    if args.trees:
-        console.print(tree_table(args.model, args))
-        return
     console.print(verify_table(args.model, args))
     console.print(decode_table(args.model, args))
 

@@ -33,28 +33,15 @@ from rich.table import Table
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.schema import RaceName, SpeculationConfig
 from specactor_ray.controller.state import ClusterView
+from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.drafters.ngram import NgramProposer
-from specactor_ray.loops.draft_loop import DraftLoop
-from specactor_ray.loops.drafter_table import DrafterLink
-from specactor_ray.loops.speculator import Speculator
-from specactor_ray.loops.verify_loop import VerifyLoop
-from specactor_ray.messages import (
-    Commit,
-    DraftClose,
-    DraftOpen,
-    DraftTail,
-    Mode,
-    Progress,
-    SamplingParams,
-    ToDrafter,
-    ToRollout,
-    ToVerifier,
-)
-from specactor_ray.queues.conflation import for_drafter, for_verifier
-from specactor_ray.queues.outbox import Outbox, direct_sender
+from specactor_ray.messages import CommitBatch, DraftOpen, Progress, SamplingParams, TailBatch, ToRollout
+from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
+from specactor_ray.verify.drafting import DrafterLink, Drafting
+from specactor_ray.verify.loop import VerifyLoop
 
 ROOT = Path(__file__).parents[1]
 WARM_UP, STEPS = 24, 120
@@ -79,7 +66,7 @@ ASKED: Mapping[str, float] = {
 class InstantEngine:
     """A target whose outputs are known. What it takes is told as the forward's time, so it is not counted as ours."""
 
-    vocab_size, max_model_len, weight_version, supports_trees = 1000, 1 << 20, 0, True
+    vocab_size, max_model_len, weight_version = 1000, 1 << 20, 0
 
     def __init__(self) -> None:
         self._outputs: dict[str, list[int]] = {}
@@ -124,25 +111,36 @@ class Oracle:
         for request_id, seed in seeds.items():
             truth = np.array(output_of(seed))
             wrong = np.random.default_rng([seed, len(drafter_id)]).random(LENGTH) > ACCURACY
-            self._guesses[request_id] = np.where(wrong, (truth + 1) % 1000, truth).tolist()
-        self._heard: list[ToDrafter] = []
-        self.outbox: Outbox[ToDrafter] = Outbox(direct_sender(self._heard.extend), for_drafter())
+            self._guesses[request_id] = np.where(wrong, (truth + 1) % 1000, truth).astype(np.int32)
+        self._heard: list[CommitBatch] = []
+        self._rows: dict[int, tuple[int, str]] = {}
+        self.link: Link[CommitBatch] = Link(direct_sender(self._heard.append))
 
-    def answer(self) -> list[ToVerifier]:
+    def answer(self) -> TailBatch | None:
         """Whole windows after the newest commits."""
-        ends = {}
+        ends: dict[int, tuple[int, int]] = {}
         for message in self._heard:
-            if isinstance(message, DraftOpen):
-                ends[message.request_id] = (len(message.committed_token_ids), message.window)
-            elif isinstance(message, Commit):
-                ends[message.request_id] = (message.end, message.window)
-            elif isinstance(message, DraftClose):
-                ends.pop(message.request_id, None)
+            for one in message.opened:
+                self._rows[one.row] = (one.generation, one.request_id)
+                ends[one.row] = (len(one.committed_token_ids), one.window)
+            news = (message.rows, message.starts + message.lengths, message.windows)
+            for row, end, window in zip(*(array.tolist() for array in news), strict=True):
+                ends[row] = (end, window)
         self._heard.clear()
-        return [
-            DraftTail(name, self.drafter_id, end, tuple(self._guesses[name][end : end + window]), 0, True, 1e-4)
-            for name, (end, window) in ends.items()
-        ]
+        if not ends:
+            return None
+        tails = [self._guesses[self._rows[row][1]][end : end + window] for row, (end, window) in ends.items()]
+        return TailBatch(
+            self.drafter_id,
+            np.array(list(ends), np.int32),
+            np.array([self._rows[row][0] for row in ends], np.int32),
+            np.array([end for end, _ in ends.values()], np.int32),
+            np.array(list(map(len, tails)), np.int32),
+            np.ones(len(ends), np.bool_),
+            np.concatenate(tails),
+            0,
+            1e-4,
+        )
 
 
 def verifier_ms(rows: int, drafters: int) -> float:
@@ -151,17 +149,17 @@ def verifier_ms(rows: int, drafters: int) -> float:
     oracles = [Oracle(f"oracle{number}-0#1", seeds) for number in range(drafters)]
     engine = InstantEngine()
     config = SpeculationConfig(window=WINDOW, race=RaceName.always)
-    speculator = Speculator("verifier-0#1", Mode.DECOUPLED, config, engine.vocab_size, max_batch=rows)
-    loop = VerifyLoop(engine, speculator)  # type: ignore[arg-type]  # the methods that the loop does not call here
+    drafting = Drafting("verifier-0#1", False, config, engine.vocab_size, max_batch=rows)
+    loop = VerifyLoop(engine, drafting)  # type: ignore[arg-type]  # the methods that the loop does not call here
     loop.submit(
         [TargetRequest(name, (1, 2, 3), SamplingParams(seed=seed, max_tokens=LENGTH)) for name, seed in seeds.items()]
     )
     loop.set_drafters(
-        {one.drafter_id: DrafterLink(one.drafter_id.split("-")[0], WINDOW, one.outbox, rows) for one in oracles}
+        {one.drafter_id: DrafterLink(one.drafter_id.split("-")[0], WINDOW, one.link, rows) for one in oracles}
     )
     spent, read = [], 0
     for _ in range(WARM_UP + STEPS):
-        answers = [one.answer() for one in oracles]
+        answers = [answer for one in oracles if (answer := one.answer()) is not None]
         before = loop.metrics.forward_s
         begin = time.perf_counter()
         for answer in answers:
@@ -170,6 +168,7 @@ def verifier_ms(rows: int, drafters: int) -> float:
         spent.append(time.perf_counter() - begin - (loop.metrics.forward_s - before))
         first, events = loop.poll(read, 0.0)
         read = first + len(events)
+    print(f"{loop.metrics.committed_tokens / loop.metrics.row_steps:.2f} tokens a row and step", file=sys.stderr)
     return 1e3 * median(spent[WARM_UP:])
 
 
@@ -180,28 +179,27 @@ def draft_loop_ms(rows: int) -> float:
     """Milliseconds of one draft step of n-gram: taking commits in, looking up, publishing."""
     rng = np.random.default_rng(0)
     phrases = rng.integers(0, 1000, (32, 24))
-    outputs = [phrases[rng.integers(0, 32, 200)].reshape(-1).tolist() for _ in range(rows)]
+    outputs = [phrases[rng.integers(0, 32, 200)].reshape(-1).astype(np.int32) for _ in range(rows)]
     loop = DraftLoop("ngram-0#1", NgramProposer(max_batch=rows))
-    heard: list[ToVerifier] = []
-    loop.set_verifiers({"verifier-0#1": Outbox(direct_sender(heard.extend), for_verifier())})
-    ends = [400] * rows
-    loop.deliver(
-        [
-            DraftOpen(f"request-{n}", "verifier-0#1", (1, 2, 3), tuple(outputs[n][:400]), SamplingParams(), WINDOW)
-            for n in range(rows)
-        ]
+    heard: list[TailBatch] = []
+    loop.set_verifiers({"verifier-0#1": Link(direct_sender(heard.append))})
+    numbers, ends = np.arange(rows, dtype=np.int32), np.full(rows, 400, np.int32)
+    nothing = np.zeros(0, np.int32)
+    opened = tuple(
+        DraftOpen(n, 1 + n, f"request-{n}", (1, 2, 3), tuple(outputs[n][:400].tolist()), SamplingParams(), WINDOW)
+        for n in range(rows)
     )
+    loop.deliver(CommitBatch("verifier-0#1", *[nothing] * 6, opened))
     loop.run_once()
     spent = []
     for _ in range(WARM_UP + STEPS):
-        commits: list[ToDrafter] = []
-        for n, count in enumerate(rng.integers(1, 5, rows).tolist()):
-            commits.append(
-                Commit(f"request-{n}", "verifier-0#1", ends[n], tuple(outputs[n][ends[n] : ends[n] + count]), WINDOW)
-            )
-            ends[n] += count
+        counts = rng.integers(1, 5, rows).astype(np.int32)
+        tokens = np.concatenate([outputs[n][ends[n] : ends[n] + counts[n]] for n in range(rows)])
+        windows = np.full(rows, WINDOW, np.int32)
+        message = CommitBatch("verifier-0#1", numbers, 1 + numbers, ends.copy(), counts, windows, tokens)
+        ends += counts
         begin = time.perf_counter()
-        loop.deliver(commits)
+        loop.deliver(message)
         loop.run_once()
         spent.append(time.perf_counter() - begin)
         heard.clear()
@@ -281,12 +279,18 @@ class InstantCluster:
         self._begin = time.perf_counter()
 
     def _progress(self, actor: str) -> tuple[int, list[ToRollout], dict[str, Any]]:
-        events: list[ToRollout] = []
-        for request in self._running[actor][: self._rows]:
-            start = self._ends.get(request.request_id, 0)
-            tokens, logprobs = tuple(range(start, start + 3)), (-1.0, -2.0, -3.0)
-            events.append(Progress(request.request_id, start, tokens, logprobs, None, request.attempt))
-            self._ends[request.request_id] = start + 3
+        running = self._running[actor][: self._rows]
+        start, count = self._ends.get(actor, 0), len(running)
+        self._ends[actor] = start + 3
+        events: list[ToRollout] = [
+            Progress(
+                tuple((request.request_id, request.attempt) for request in running),
+                np.full(count, start, np.int32),
+                np.full(count, 3, np.int32),
+                np.arange(3 * count, dtype=np.int32),
+                np.zeros(3 * count, np.float32),
+            )
+        ]
         first = self._numbers[actor]
         self._numbers[actor] += len(events)
         return first, events, {}
@@ -327,11 +331,11 @@ def measure_journal() -> float:
     for n in range(count):
         journal.add(JournalEntry(f"request-{n}", (1,), SamplingParams(max_tokens=LENGTH)))
         journal.hand_to(f"request-{n}", "v")
-    before = resident()
+    before, requests = resident(), tuple((f"request-{n}", 1) for n in range(count))
     for start in range(0, tokens_each, 4):
-        for n in range(count):
-            tokens, logprobs = tuple(rng.integers(0, 150_000, 4).tolist()), tuple(rng.random(4).tolist())
-            journal.progress(Progress(f"request-{n}", start, tokens, logprobs, None, 1))
+        tokens, logprobs = rng.integers(0, 150_000, 4 * count), rng.random(4 * count)
+        starts, lengths = np.full(count, start, np.int32), np.full(count, 4, np.int32)
+        journal.progress(Progress(requests, starts, lengths, tokens.astype(np.int32), logprobs.astype(np.float32)))
     gc.collect()
     return (resident() - before) / (tokens_each * count)
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""What a message between two actors costs: latency, batch size and conflation of outbox → mailbox over Ray.
+"""What a message between two actors costs: latency of link → inbox over Ray, and how much a delivery carries.
 
-A producer posts one tail per request and round, as a drafter does, at several paces. Latency is from posting to
-arrival in the consumer's mailbox (both clocks are of this machine).
+A producer has news of each request every round, as a drafter has, at several paces. What comes while a delivery is
+under way goes with the next. Latency is from a round's beginning to its arrival in the consumer's inbox (both clocks
+are of this machine).
 
     python scripts/bench_queues.py --requests 1,16,64
 """
@@ -16,75 +17,83 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import ray
 from rich.console import Console
 from rich.table import Table
 
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.messages import DraftTail, ToVerifier
-from specactor_ray.queues.conflation import for_verifier
-from specactor_ray.queues.mailbox import Mailbox
-from specactor_ray.queues.outbox import Outbox
-from specactor_ray.queues.screening import verifier_screen
+from specactor_ray.messages import TailBatch
+from specactor_ray.queues.inbox import MOST_WAITING, for_verifier
+from specactor_ray.queues.link import Link
+
+WINDOW = 8
 
 
 class Consumer:
-    """A mailbox that notes when each batch arrived; `base_len` carries the number of the round."""
+    """An inbox that notes when each batch arrived; `bases` carry the number of the round."""
 
     def __init__(self) -> None:
-        self._inbox: Mailbox[ToVerifier] = Mailbox(for_verifier(), verifier_screen(1 << 20))
-        self._arrivals: list[tuple[float, int, int]] = []
-        self._lock = threading.Lock()
+        self._inbox = for_verifier(1 << 20)
+        self._arrivals: list[tuple[float, int]] = []
 
-    def deliver(self, batch: list[DraftTail]) -> None:
-        now = time.time()
+    def deliver(self, batch: TailBatch) -> None:
         self._inbox.put(batch)
-        with self._lock:
-            self._arrivals.append((now, len(batch), max(tail.base_len for tail in batch)))
+        self._arrivals.append((time.time(), int(batch.bases.max())))
 
-    def take(self) -> tuple[list[tuple[float, int, int]], int]:
-        """Arrivals (time, messages, newest round) since the last call, and how many messages conflated here."""
-        with self._lock:
-            arrivals, self._arrivals = self._arrivals, []
-        conflated = self._inbox.conflated
-        self._inbox.drain()
-        return arrivals, conflated
+    def take(self) -> list[tuple[float, int]]:
+        """Arrivals (time, round) since the last call."""
+        arrivals, self._arrivals = self._arrivals, []
+        assert len(self._inbox.drain()) == min(len(arrivals), MOST_WAITING), "a batch was taken for malformed"
+        return arrivals
 
 
 class Producer:
-    """Posts rounds of tails at a pace."""
+    """Has news at a pace, and tells it whenever the link is free."""
 
     def __init__(self, consumer: Any) -> None:
-        self._outbox: Outbox[ToVerifier] = Outbox(Calls().sender(consumer, "deliver"), for_verifier())
+        self._free = threading.Event()
+        self._link: Link[TailBatch] = Link(Calls().sender(consumer, "deliver"), self._free.set)
 
-    def run(self, requests: int, rounds: int, pace_s: float) -> tuple[list[float], int]:
-        """Times at which each round was posted, and the messages that conflated before leaving."""
-        before = self._outbox.conflated
-        posted = []
-        for number in range(rounds):
-            tails = [DraftTail(f"r{i}", "d", number, tuple(range(8))) for i in range(requests)]
-            posted.append(time.time())
-            self._outbox.post(tails)
-            time.sleep(pace_s)
-        while self._outbox.in_flight or len(self._outbox):
-            time.sleep(0.001)
-        return posted, self._outbox.conflated - before
+    def run(self, requests: int, rounds: int, pace_s: float) -> list[float]:
+        """Times at which each round began."""
+        begun, told = list[float](), -1
+
+        def news() -> TailBatch | None:
+            if told == len(begun) - 1:
+                return None
+            rows = np.arange(requests, dtype=np.int32)
+            lengths, tokens = np.full_like(rows, WINDOW), np.tile(np.arange(WINDOW, dtype=np.int32), requests)
+            bases = np.full_like(rows, len(begun) - 1)
+            return TailBatch("d", rows, np.ones_like(rows), bases, lengths, np.ones(requests, np.bool_), tokens)
+
+        due = time.time()
+        while told < rounds - 1:
+            now = time.time()
+            if len(begun) < rounds and now >= due:
+                begun.append(now)
+                due = now + pace_s
+            self._free.clear()
+            if self._link.offer(news):
+                told = len(begun) - 1
+            else:
+                self._free.wait(max(due - time.time(), 0.0) if len(begun) < rounds else 0.1)
+        while not self._link.is_free:
+            self._free.wait(0.1)
+        return begun
 
 
 def measure(requests: int, rounds: int, pace_s: float, producer: Any, consumer: Any) -> tuple[str, ...]:
     ray.get(consumer.take.remote())
-    posted, conflated = ray.get(producer.run.remote(requests, rounds, pace_s))
-    arrivals, _ = ray.get(consumer.take.remote())
-    latencies = sorted((when - posted[newest]) * 1e3 for when, _, newest in arrivals)
-    messages = [count for _, count, _ in arrivals]
+    begun = ray.get(producer.run.remote(requests, rounds, pace_s))
+    arrivals = ray.get(consumer.take.remote())
+    latencies = sorted((when - begun[newest]) * 1e3 for when, newest in arrivals)
     return (
         str(requests),
         f"{pace_s * 1e3:g}",
         f"{statistics.median(latencies):.2f}",
         f"{latencies[int(0.95 * (len(latencies) - 1))]:.2f}",
         f"{len(arrivals) / rounds:.2f}",
-        f"{statistics.fmean(messages):.1f}",
-        f"{conflated / (requests * rounds):.0%}",
     )
 
 
@@ -98,12 +107,12 @@ def main() -> None:
     try:
         consumer = ray.remote(Consumer).options(max_concurrency=4).remote()
         producer = ray.remote(Producer).remote(consumer)
-        table = Table(title="outbox → mailbox over Ray, newest message of each delivery")
-        for column in ("requests", "pace ms", "p50 ms", "p95 ms", "deliveries/round", "messages/delivery", "conflated"):
+        table = Table(title="link → inbox over Ray, newest round of each delivery")
+        for column in ("requests", "pace ms", "p50 ms", "p95 ms", "deliveries/round"):
             table.add_column(column, justify="right")
         measure(1, 20, 0.001, producer, consumer)
         for requests in args.requests:
-            for pace_s in (0.0, 0.005, 0.04):
+            for pace_s in (0.0005, 0.005, 0.04):
                 table.add_row(*measure(requests, args.rounds, pace_s, producer, consumer))
         Console().print(table)
     finally:

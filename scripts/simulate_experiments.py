@@ -17,12 +17,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs" / "figures"
-FAST = ["python.verify_row_us=10", "python.plain_row_us=5", "python.draft_row_us=5"]
 PAIR = ["--config", "conf/simulation/qwen32b_5xh100.yaml"]
 WHOLE = ["--config", "conf/simulation/qwen32b_256xh100.yaml"]
 
 EXPERIMENTS: Mapping[str, list[str]] = {
-    "paper": [*WHOLE, "--oracle", *FAST],
+    "paper": [*WHOLE, "--oracle"],
     "equal": ["--config", "conf/simulation/equal_drafters_6xh100.yaml", "--sweep", "correlation=0,0.5,1"],
     "batch": [
         *(*PAIR, "--oracle", "--sweep", "config.target.max_batch=16,64,128,256,512,1024,2048"),
@@ -44,9 +43,9 @@ EXPERIMENTS: Mapping[str, list[str]] = {
             "workload.max_tokens=16384",
             "workload.sigma=1.3",
         ),
-        *("steps.load_s=2", *FAST),
+        "steps.load_s=2",
     ],
-    "python": [*PAIR, "--oracle", "--sweep", "python.verify_row_us=0,10,50,110"],
+    "python": [*PAIR, "--oracle", "--sweep", "python.verify_row_us=0,6,25,110"],
 }
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from specactor_ray.cli_options import ConfigFile, Overrides, resolve_and_say
+from specactor_ray.cli_options import ConfigFile, Overrides, planned_side_by_side
 from specactor_ray.cli_plan import plan, profile
 from specactor_ray.cli_simulate import simulate
 from specactor_ray.cluster.module_path import put_current_folder_last
@@ -53,7 +53,7 @@ def config(
     overrides: Overrides = None,
     help_keys: Annotated[bool, typer.Option("--help-keys", help="Explain every key instead.")] = False,
 ) -> None:
-    """Print the resolved configuration as YAML."""
+    """Print the whole configuration, defaults included, as YAML."""
     from specactor_ray.config import load_config, to_yaml
     from specactor_ray.config.describe import describe
     from specactor_ray.observability.console import make_console
@@ -75,7 +75,6 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     from specactor_ray.config import load_config
     from specactor_ray.observability.console import log_through, make_console, say
     from specactor_ray.observability.report import (
-        breaker_lines,
         failed_prompts_line,
         ladder_table,
         reason_lines,
@@ -85,7 +84,6 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     settings = load_config(config_file, overrides or ())
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
-    settings = resolve_and_say(settings, progress)
     from specactor_ray.rollout.run import run_rollout
 
     outcome = run_rollout(settings, progress)
@@ -96,7 +94,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
         console.print(ladder)
     counts = outcome.summary["trajectories"]
     reasons = [*reason_lines(counts["failures"]), *failed_prompts_line(counts["failed_prompts"])]
-    for line in [*reasons, *breaker_lines(outcome.summary["actors"])]:
+    for line in reasons:
         say(console, line)
     if outcome.trajectories.exists():
         say(console, f"trajectories: {outcome.trajectories.resolve()}")
@@ -113,7 +111,6 @@ def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
     settings = load_config(config_file, overrides or ())
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
-    settings = resolve_and_say(settings, progress)
     from specactor_ray.observability.training_report import REPORT_FILE
     from specactor_ray.training.loop import train as run_training
 
@@ -151,7 +148,7 @@ def scale(
     run: Run = None,
     address: Address = "auto",
 ) -> None:
-    """Add or remove draft actors while a rollout runs."""
+    """Add or remove draft actors while a rollout runs (mode decoupled)."""
     wanted = parse_scale(drafters)
     from specactor_ray.observability.console import make_console, say
     from specactor_ray.observability.report import status_table
@@ -230,7 +227,7 @@ def bench_rollout(
     chosen, batches = parse_modes(modes), parse_batches(batch, settings.target.max_batch)
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
-    settings = resolve_and_say(settings, progress, side_by_side=True)
+    settings = planned_side_by_side(settings, progress)
     from specactor_ray.benchmarks.rollout_modes import all_identical, plan_workloads, run_bench
 
     workloads = plan_workloads(settings, prompts or (), parse_temperatures(temperatures), long_tail)
@@ -244,7 +241,6 @@ def bench_rollout(
 def _show_bench(report: dict) -> None:
     from specactor_ray.observability.console import make_console, say
     from specactor_ray.observability.report import (
-        breaker_lines,
         difference_lines,
         reason_lines,
         speed_table,
@@ -261,7 +257,7 @@ def _show_bench(report: dict) -> None:
     if report["status"] == "interrupted":
         say(console, f"interrupted: the {len(results)} variants above were measured")
     for result in results:
-        for line in [*reason_lines(result["failures"]), *breaker_lines(result["actors"])]:
+        for line in reason_lines(result["failures"]):
             say(console, f"{result['variant']}, batch {result['batch']}, {result['workload']}:{line}")
     for line in difference_lines(results):
         say(console, line)

@@ -1,4 +1,4 @@
-"""What several commands share: options, numbers in a row, the resolution of `plan: auto`."""
+"""What several commands share: options, numbers in a row, what a comparison of modes starts from."""
 
 from __future__ import annotations
 
@@ -36,26 +36,18 @@ def parse_numbers(option: str, text: str) -> list[int]:
     return list(dict.fromkeys(int(item) for item in items))
 
 
-def resolve_and_say(settings: Config, console: Console, *, side_by_side: bool = False) -> Config:
-    """Carry out `plan: auto`, and say in one line what was chosen.
-
-    Args:
-        settings: The loaded configuration.
-        console: Where to say it.
-        side_by_side: The modes will be compared on the same cores, so the plan is for the decoupled one of them.
+def planned_side_by_side(settings: Config, console: Console) -> Config:
+    """What a comparison of modes on the same cores starts from: `plan: auto` is made for decoupled, and said so;
+    `mode: auto` is the layout as it is written.
 
     Raises:
         ConfigError, InputError: See `rollout.planning.resolve_plan`.
     """
-    from specactor_ray.config.schema import ModeName, PlanPolicy
-
-    if settings.plan is PlanPolicy.fixed:
-        return settings
+    from specactor_ray.config.schema import ModeName
     from specactor_ray.observability.console import say
-    from specactor_ray.rollout.planning import resolve_plan
-    from specactor_ray.speculation.plan import ALL_MODES
+    from specactor_ray.rollout.planning import as_decoupled, resolve_plan
 
-    resolved, lines = resolve_plan(settings, [ModeName.decoupled] if side_by_side else ALL_MODES)
+    resolved, lines = resolve_plan(as_decoupled(settings), [ModeName.decoupled])
     for line in lines:
         say(console, line)
     return resolved

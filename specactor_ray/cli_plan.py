@@ -82,10 +82,10 @@ def plan(
     """Choose mode, layout, draft method and window by a profile, and say what was rejected and why."""
     from specactor_ray.config import load_config
     from specactor_ray.observability.console import log_through, make_console
-    from specactor_ray.rollout.planning import checked_devices, make_plan, usable_profile
+    from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, usable_profile
     from specactor_ray.speculation.apply_plan import requests_of
 
-    settings = load_config(config_file, overrides or ())
+    settings = as_decoupled(load_config(config_file, overrides or ()))
     if profile_file is not None:
         settings.profile = str(profile_file)
     if acceptance is not None and not 0.0 <= acceptance <= 1.0:

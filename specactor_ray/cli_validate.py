@@ -77,10 +77,11 @@ def run_validation(config: Path | None, overrides: Sequence[str], batch: str, ou
 def _load(config: Path | None, overrides: Sequence[str]) -> Config:
     from specactor_ray.config.load import from_mapping, load_config
     from specactor_ray.observability.environment import hardware
+    from specactor_ray.rollout.planning import as_decoupled
 
     if config is not None:
         try:
-            return load_config(config, overrides)
+            return as_decoupled(load_config(config, overrides))
         except ConfigError as error:
             if error.key not in _OF_SCENARIOS:
                 raise
@@ -89,7 +90,7 @@ def _load(config: Path | None, overrides: Sequence[str]) -> Config:
                 str(config), problem, "leave --config out, or name one such as conf/local_cpu.yaml."
             ) from None
     dtype = "bfloat16" if "avx512_bf16" in hardware()["vector"] else "float32"
-    return from_mapping({**DEFAULTS, "target": {**DEFAULTS["target"], "dtype": dtype}}, overrides)
+    return as_decoupled(from_mapping({**DEFAULTS, "target": {**DEFAULTS["target"], "dtype": dtype}}, overrides))
 
 
 def _backends(config: Config, overrides: Sequence[str]) -> list[str]:

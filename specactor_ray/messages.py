@@ -2,14 +2,17 @@
 
 Drafts are claims about absolute output positions. Output position 0 is the first generated token of a
 request; "committed length" counts output tokens, never prompt tokens. Every message may be lost, repeated,
-reordered or late; the receiver checks it against what it knows (`speculation/tails.py`, `drafters/mirror.py`).
+reordered or late; the receiver checks it against what it knows (`spec/table.py`, `drafters/mirror.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+import numpy as np
 
 from specactor_ray.errors import InputError
 
@@ -77,87 +80,94 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class DraftOpen:
-    """Verifier → drafter: start (or start again) a mirror of this request."""
+    """Start (or start again) a mirror of this request."""
 
+    row: int
+    generation: int
     request_id: str
-    verifier_id: str
     prompt_token_ids: tuple[int, ...]
     committed_token_ids: tuple[int, ...]
     sampling: SamplingParams
     window: int
     """Most draft tokens past the last commit that the drafter knows of."""
-    mode: Mode = Mode.DECOUPLED
     features: tuple[Features, ...] = ()
     """What the verifier still has of the positions so far; only for drafters that ask for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Verifier → drafter: output tokens `[start, start + len(token_ids))` are final."""
+@dataclass(frozen=True, slots=True, eq=False)
+class CommitBatch:
+    """Verifier → drafter: what has become final of all requests since the last batch.
 
-    request_id: str
-    verifier_id: str
-    start: int
-    token_ids: tuple[int, ...]
-    window: int
-    mode: Mode = Mode.DECOUPLED
-    features: tuple[Features, ...] = ()
-    """States of the positions that became known since the last commit (with the first one, of the prompt), up to the
-    one that predicted the last of `token_ids`; only for drafters that ask for it."""
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftClose:
-    """Verifier → drafter: forget this request."""
-
-    request_id: str
-    verifier_id: str
-    finished: bool = True
-    """The output ended by itself; False when the request moved away or was cancelled."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftTail:
-    """Drafter → verifier: after the committed prefix of length `base_len` I guess all of `token_ids`.
-
-    Always the whole unverified tail, so a newer one replaces an older one of the same (request, drafter).
-    An empty tail says "I know the prefix up to `base_len` and have no guess".
+    A request is told by its handle: `rows[i]`, its place in the verifier's table, and `generations[i]`, which tells it
+    from those that had the place before. Closes come before opens, and opens before commits.
     """
 
-    request_id: str
+    verifier_id: str
+    rows: np.ndarray
+    """int32 `(n,)`, as `generations`, `starts`, `lengths` and `windows`."""
+    generations: np.ndarray
+    starts: np.ndarray
+    """Output position of the first token."""
+    lengths: np.ndarray
+    """Tokens; 0 where only the window has changed."""
+    windows: np.ndarray
+    """Most draft tokens past this commit."""
+    tokens: np.ndarray
+    """int32, those of all rows one after the other."""
+    opened: tuple[DraftOpen, ...] = ()
+    closed: tuple[tuple[int, int, bool], ...] = ()
+    """Row, generation, and whether the output ended by itself (it may be learned from) or moved away."""
+    features: tuple[tuple[int, tuple[Features, ...]], ...] = ()
+    """Row and the states of its positions that became known since the last commit, up to the one that predicted the
+    last of its tokens; only for drafters that ask for it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TailBatch:
+    """Drafter → verifier: after the committed prefix of length `bases[i]` I guess all of these for request `rows[i]`.
+
+    Always the whole unverified tail, so what is said later replaces what was said before. An empty tail says "I know
+    the prefix up to its base and have no guess".
+    """
+
     drafter_id: str
-    base_len: int
-    token_ids: tuple[int, ...]
+    rows: np.ndarray
+    """int32 `(n,)`, as `generations`, `bases` and `lengths`."""
+    generations: np.ndarray
+    bases: np.ndarray
+    lengths: np.ndarray
+    complete: np.ndarray
+    """bool: no more will come before the next commit. The window is full, or there is no better guess."""
+    tokens: np.ndarray
+    """int32, those of all tails one after the other."""
     weight_version: int = 0
-    complete: bool = False
-    """No more will come before the next commit: the window is full, or there is no better guess."""
     token_s: float = 0.0
     """The drafter's moving seconds per drafted token for one request, at the load it has now; 0 if unknown."""
+    lost: tuple[tuple[int, int], ...] = ()
+    """Handles of requests that it does not know, or of which it missed a commit: they have to be opened again."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftResync:
-    """Drafter → verifier: I do not know this request or missed a commit of it; open it again."""
-
-    request_id: str
-    drafter_id: str
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Progress:
-    """Verifier → rollout: these output tokens were committed (the journal)."""
+    """Verifier → rollout: what one step committed (the journal)."""
 
-    request_id: str
-    start: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    margins: tuple[float, ...] | None = None
-    attempt: int = 0
-    """Of the request, as `TargetRequest.attempt`."""
+    requests: tuple[tuple[str, int], ...]
+    """Request and attempt, as `TargetRequest.attempt`."""
+    starts: np.ndarray
+    """int32 `(n,)`: output position of the first token."""
+    lengths: np.ndarray
+    tokens: np.ndarray
+    """int32, those of all requests one after the other; `logprobs` (float32) and `margins` likewise."""
+    logprobs: np.ndarray
+    margins: np.ndarray | None = None
+
+    def rows(self) -> Iterator[tuple[str, list[int], list[float], list[float]]]:
+        """Request, tokens, log-probabilities and margins (empty without any), one request after the other."""
+        end, tokens, logprobs = 0, self.tokens.tolist(), self.logprobs.tolist()
+        margins = self.margins.tolist() if self.margins is not None else []
+        for (request_id, _), length in zip(self.requests, self.lengths.tolist(), strict=True):
+            begin, end = end, end + length
+            yield request_id, tokens[begin:end], logprobs[begin:end], margins[begin:end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +221,4 @@ class WeightSet:
     num_bytes: int = 0
 
 
-ToDrafter = DraftOpen | Commit | DraftClose
-ToVerifier = DraftTail | DraftResync
 ToRollout = Progress | Finished | Refused

@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.state import ClusterView, Departure, Offer
@@ -21,6 +23,12 @@ from specactor_ray.targets.base import TargetRequest
 from tests.virtual import Bench
 
 STEP_S = 0.05
+
+
+def one_token(request_id: str, attempt: int, position: int, token: int) -> Progress:
+    """A step that committed one token of one request."""
+    start, length, tokens = (np.array([number], np.int32) for number in (position, 1, token))
+    return Progress(((request_id, attempt),), start, length, tokens, np.full(1, -1.0, np.float32))
 
 
 class FakeVerifier:
@@ -97,10 +105,10 @@ class FakeVerifier:
         sampling, attempt = request.sampling, request.attempt
         if self.noise:
             for other in (attempt - 1, attempt + 1):
-                self._events.append(Progress(request_id, position, (-1,), (0.0,), None, other))
+                self._events.append(one_token(request_id, other, position, -1))
                 self._events.append(Finished(request_id, "error", RequestStats(), "noise", position, other))
         token = true_token(sampling.seed, self.version, position)
-        self._events.append(Progress(request_id, position, (token,), (-1.0,), None, attempt))
+        self._events.append(one_token(request_id, attempt, position, token))
         self.running[request_id] = (request, position + 1)
         if position + 1 == sampling.max_tokens:
             del self.running[request_id]
@@ -182,7 +190,7 @@ class FakeCluster:
 
     # ---- what a controller is asked ----
 
-    def view(self) -> ClusterView:
+    def view(self, known: int | None = None) -> ClusterView:
         serving = {name: handle for name, handle in self.handles.items() if name not in self.lent}
         return ClusterView(0, serving, (), (), dict(self.departed))
 
@@ -242,6 +250,7 @@ class FakeCluster:
 def make_config(verifiers: int, lend: bool, max_batch: int) -> Config:
     return from_mapping(
         {
+            "mode": "decoupled",
             "cluster": {"start_timeout_s": 30.0, "placement_timeout_s": 60.0, "stall_timeout_s": 20.0},
             "target": {"replicas": verifiers, "max_batch": max_batch},
             "speculation": {"lend": lend},

@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from specactor_ray.drafters.base import RowProposer
 from specactor_ray.messages import SamplingParams
 
 
-class Liar:
+class Liar(RowProposer):
     """A proposer that lies: random tokens, tokens out of range, far too long tails, wrong positions."""
 
     method = "liar"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,11 +12,10 @@ from specactor_ray.cluster.calls import Call
 from specactor_ray.cluster.cores import DRAFTER_SPINS
 from specactor_ray.cluster.lookup import find_controller
 from specactor_ray.controller.state import DraftSpec
-from specactor_ray.loops.draft_loop import DraftLoop
+from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.loops.idle_learning import IdleLearning
-from specactor_ray.messages import ToDrafter, WeightSet
-from specactor_ray.queues.conflation import for_verifier
-from specactor_ray.queues.outbox import Outbox
+from specactor_ray.messages import CommitBatch, TailBatch, WeightSet
+from specactor_ray.queues.link import Link
 
 
 class DraftActor:
@@ -25,7 +24,7 @@ class DraftActor:
     def __init__(self, spec: DraftSpec, host: ActorHost | None = None) -> None:
         self._spec, self._host = spec, host or ActorHost()
         self._thread: LoopThread[DraftLoop] | None = None
-        self._outboxes: dict[str, Outbox[Any]] = {}
+        self._links: dict[str, Link[TailBatch]] = {}
         self._lock = threading.Lock()
         """Guards the start, and the list of verifiers against older ones that come late."""
         self._peers_version = -1
@@ -52,9 +51,9 @@ class DraftActor:
             raise RuntimeError("the draft loop has ended")
         return loop.snapshot()
 
-    def deliver(self, messages: Sequence[ToDrafter]) -> None:
+    def deliver(self, message: CommitBatch) -> None:
         """Opens, commits and closes of verifiers."""
-        self._running().deliver(messages)
+        self._running().deliver(message)
 
     def set_verifiers(self, version: int, handles: Mapping[str, Any]) -> None:
         """The complete list of verifiers, id → actor handle; one that is older than the last is ignored."""
@@ -63,11 +62,11 @@ class DraftActor:
             if version < self._peers_version:
                 return
             self._peers_version = version
-            self._outboxes = {name: self._outboxes.get(name) or self._outbox(handles[name]) for name in handles}
-            loop.set_verifiers(self._outboxes)
+            self._links = {name: self._links.get(name) or self._link(handles[name]) for name in handles}
+            loop.set_verifiers(self._links)
 
-    def _outbox(self, verifier: Any) -> Outbox[Any]:
-        return Outbox(self._host.calls.sender(verifier, "deliver"), for_verifier(), clock=self._host.clock)
+    def _link(self, verifier: Any) -> Link[TailBatch]:
+        return Link(self._host.calls.sender(verifier, "deliver"), clock=self._host.clock)
 
     def load_weights(self, weights: WeightSet) -> None:
         """Take over a version of the weights it follows: the policy's, or those its method learns."""

@@ -14,13 +14,13 @@ from specactor_ray.cluster.cores import VERIFIER_SPINS, bind_to_cores
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.controller.state import VerifierSpec
 from specactor_ray.drafters.base import Proposer
-from specactor_ray.messages import WeightSet
+from specactor_ray.messages import Mode, WeightSet
 from specactor_ray.targets.base import TargetEngine
 
 if TYPE_CHECKING:
     import torch
 
-    from specactor_ray.loops.speculator import Speculator
+    from specactor_ray.verify.drafting import Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +62,18 @@ class ActorHost:
 
         return build_engine(spec.target, "cuda" if spec.gpus else "cpu", spec.max_drafts)
 
-    def build_speculator(self, spec: VerifierSpec, engine: TargetEngine) -> Speculator:
+    def build_drafting(self, spec: VerifierSpec, engine: TargetEngine) -> Drafting:
         """The drafts' side of a verifier."""
-        from specactor_ray.loops.speculator import Speculator
+        from specactor_ray.verify.drafting import Drafting
 
-        return Speculator(
+        return Drafting(
             spec.actor_id,
-            spec.mode,
+            spec.mode is Mode.COUPLED,
             spec.speculation,
             engine.vocab_size,
             self.clock,
             max_batch=spec.target.max_batch,
             priors=spec.priors,
-            trees=engine.supports_trees,
         )
 
     def build_proposer(self, drafter: DrafterConfig, target: TargetConfig, device: str) -> Proposer:

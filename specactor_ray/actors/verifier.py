@@ -10,14 +10,13 @@ from typing import Any
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost, LoopThread
 from specactor_ray.config.schema import learns_from_outputs, reads_features
 from specactor_ray.controller.state import VERIFIER, DraftEndpoint, InlineSpec, VerifierSpec
-from specactor_ray.loops.draft_loop import DraftLoop
-from specactor_ray.loops.drafter_table import DrafterLink
-from specactor_ray.loops.inline_drafters import InlineDrafter, outbox_to
-from specactor_ray.loops.verify_loop import VerifyLoop
-from specactor_ray.messages import ToDrafter, ToRollout, ToVerifier, WeightSet
-from specactor_ray.queues.conflation import for_drafter
-from specactor_ray.queues.outbox import Outbox
+from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.messages import CommitBatch, TailBatch, ToRollout, WeightSet
+from specactor_ray.queues.link import Link
 from specactor_ray.targets.base import TargetRequest
+from specactor_ray.verify.drafting import DrafterLink
+from specactor_ray.verify.inline import InlineDrafter, link_to
+from specactor_ray.verify.loop import VerifyLoop
 
 
 class VerifierActor:
@@ -42,22 +41,22 @@ class VerifierActor:
     def _make_loop(self) -> VerifyLoop:
         spec, clock = self._spec, self._host.clock
         engine = self._host.build_engine(spec)
-        speculator = self._host.build_speculator(spec, engine)
-        return VerifyLoop(engine, speculator, [self._inline(hosted) for hosted in spec.inline], clock)
+        drafting = self._host.build_drafting(spec, engine)
+        return VerifyLoop(engine, drafting, [self._inline(hosted) for hosted in spec.inline], clock)
 
     def _inline(self, hosted: InlineSpec) -> InlineDrafter:
         drafter, spec, clock = hosted.drafter, self._spec, self._host.clock
         drafter_id = spec.actor_id.replace(VERIFIER, drafter.method, 1)  # ngram-0#3f2a in verifier-0#3f2a
-        device = "cuda" if spec.gpus and drafter.gpus else "cpu"
+        device = "cuda" if spec.gpus else "cpu"
         loop = DraftLoop(drafter_id, self._host.build_proposer(drafter, spec.target, device), clock)
         link = DrafterLink(
             drafter.method,
             hosted.window,
-            outbox_to(loop, clock),
+            link_to(loop, clock),
             drafter.max_batch,
             reads_features=reads_features(drafter),
-            remembers=learns_from_outputs(drafter),
-            on_demand=True,
+            looks_up=learns_from_outputs(drafter),
+            inline=True,
         )
         return InlineDrafter(loop, link, drafter.follow_policy)
 
@@ -75,9 +74,9 @@ class VerifierActor:
         """Drop these attempts, (request, attempt), now or when they arrive."""
         self._running().cancel(attempts)
 
-    def deliver(self, messages: Sequence[ToVerifier]) -> None:
+    def deliver(self, message: TailBatch) -> None:
         """Draft tails and resync requests of drafters."""
-        self._running().deliver(messages)
+        self._running().deliver(message)
 
     def poll(self, after: int, timeout_s: float, linger_s: float) -> tuple[int, list[ToRollout], dict[str, Any]]:
         """Number of the first event, events, counters. Those below `after` are acknowledged; for the waits see
@@ -103,19 +102,23 @@ class VerifierActor:
 
     def _link(self, endpoint: DraftEndpoint) -> DrafterLink:
         send = self._host.calls.sender(endpoint.handle, "deliver")
-        outbox: Outbox[ToDrafter] = Outbox(send, for_drafter(), clock=self._host.clock)
+        link: Link[CommitBatch] = Link(send, clock=self._host.clock)
         return DrafterLink(
             endpoint.method,
             endpoint.window,
-            outbox,
+            link,
             endpoint.max_batch,
             reads_features=endpoint.reads_features,
-            remembers=endpoint.remembers,
+            looks_up=endpoint.remembers,
         )
 
     def load_weights(self, weights: WeightSet) -> None:
         """Take over a version of the policy's weights; requests of older versions end. Harmless when repeated."""
         self._do(self._running().load_weights(weights.version, self._host.fetch_weights(weights)))
+
+    def teach(self, method: str, weights: WeightSet) -> None:
+        """Take over weights that a drafter of this process was taught. Harmless when repeated."""
+        self._do(self._running().teach(method, weights.version, self._host.fetch_weights(weights)))
 
     def sleep(self) -> None:
         """Give up the cache's memory until `wake`."""

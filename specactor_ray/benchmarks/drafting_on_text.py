@@ -16,7 +16,7 @@ import numpy as np
 
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.evaluation import replay
-from specactor_ray.drafters.base import Proposer, ReadsFeatures
+from specactor_ray.drafters.base import ReadsFeatures, RowProposer
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import Features, SamplingParams
@@ -55,7 +55,7 @@ class TextStream:
 
 
 def hand_over(
-    proposer: Proposer,
+    proposer: RowProposer,
     request_id: str,
     start: int,
     tokens: Sequence[int],
@@ -68,20 +68,20 @@ def hand_over(
     add_features(proposer, request_id, features)
 
 
-def add_features(proposer: Proposer, request_id: str, features: Sequence[Features]) -> None:
+def add_features(proposer: RowProposer, request_id: str, features: Sequence[Features]) -> None:
     """Nothing for proposers that read no states."""
     if features and isinstance(proposer, ReadsFeatures):
         proposer.add_features(request_id, features)
 
 
-def draft_all(proposer: Proposer) -> None:
+def draft_all(proposer: RowProposer) -> None:
     """Extend until there is nothing left to extend."""
     while proposer.extend():
         pass
 
 
 def seconds_per_token(
-    proposer: Proposer,
+    proposer: RowProposer,
     text: TextStream,
     sampling: SamplingParams,
     *,
@@ -132,7 +132,7 @@ def seconds_per_token(
     return seconds
 
 
-def _reject_silent(proposer: Proposer, ids: Sequence[str], context: int) -> None:
+def _reject_silent(proposer: RowProposer, ids: Sequence[str], context: int) -> None:
     if proposer.vocab_size is None:  # methods that look up may well find nothing
         return
     silent = sum(not proposer.tail(request_id)[1] for request_id in ids)
@@ -162,7 +162,7 @@ class Acceptance:
         }
 
 
-def measure_acceptance(proposer: Proposer, recorded: Sequence[Recorded], window: int, batch: int) -> Acceptance:
+def measure_acceptance(proposer: RowProposer, recorded: Sequence[Recorded], window: int, batch: int) -> Acceptance:
     """Draft for the recorded requests, `batch` at a time, in order: a later one may learn from those that ended.
 
     A step near the end of an output tells nothing about depths beyond it, and is not counted there.

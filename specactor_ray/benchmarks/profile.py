@@ -20,6 +20,7 @@ from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.phase_progress import PhaseProgress, show_steps
 from specactor_ray.rollout.compatibility import export_what_drafters_read
+from specactor_ray.rollout.planning import as_decoupled
 from specactor_ray.rollout.prompts import read_prompts
 from specactor_ray.rollout.target_checks import check_target
 from specactor_ray.signals import sigterm_interrupts
@@ -61,7 +62,7 @@ def run_profile(
     device = "cuda" if config.target.gpus else "cpu"
     _reject_devices(config, devices, len(os.sched_getaffinity(0)))
     _reject_output(output)
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(as_decoupled(config))
     if config.drafters:
         config.mode = ModeName.decoupled  # whatever it will be run in, everything is measured
     check_target(config)

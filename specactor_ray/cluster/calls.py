@@ -195,17 +195,17 @@ class Calls:
             else:
                 self.clock.sleep(max(0.0, until - now))
 
-    def sender(self, actor: Any, method: str) -> Callable[[list[Any]], Delivery]:
-        """A `send` for `Outbox`: the method takes a batch of messages; what it returns is ignored."""
+    def sender(self, actor: Any, method: str) -> Callable[[Any], Delivery]:
+        """A `send` for `Link`: the method takes a message; what it returns is ignored."""
 
-        def send(batch: list[Any]) -> Delivery:
-            return Delivery(self.transport, self.transport.send(actor, method, [batch]))
+        def send(message: Any) -> Delivery:
+            return Delivery(self.transport, self.transport.send(actor, method, [message]))
 
         return send
 
 
 class Delivery:
-    """One delivery of an outbox on its way; the part of a future that `Outbox` uses."""
+    """One delivery of a link on its way; the part of a future that `Link` uses."""
 
     __slots__ = ("_future", "_transport")
 

@@ -18,7 +18,7 @@ _ROUNDING = 1e-6
 VERIFIER_SPINS = 30_000
 """Bridges the gaps between the operations of a forward (about 0.3 ms) and no more."""
 DRAFTER_SPINS = 1_000
-"""Drafters may share their cores with a verifier, which wants them as soon as a draft is done."""
+"""Draft actors may share a core with others, which want it as soon as a draft is done."""
 
 
 class CoreLedger:

@@ -89,11 +89,11 @@ def reject_two_sources_of_weights(drafter: DrafterConfig, key: str) -> None:
         raise ConfigError(f"{key}.follow_policy", problem, f"use false, or {key}.online.where=off.")
 
 
-def reject_learning_on_a_verifiers_cores(config: Config) -> None:
-    """A coupled draft actor sits on its verifier's cores: what it does while it has no request slows the verifier."""
+def reject_learning_without_draft_actors(config: Config) -> None:
+    """A coupled verifier drafts itself, and has no time to learn while it has no draft to make."""
     if config.mode.value != "coupled":
         return
     for index, drafter in enumerate(config.drafters):
         if drafter.online.where is OnlineWhere.drafter:
-            problem = "'drafter', but in mode coupled the draft actor shares its cores with the verifier."
-            raise ConfigError(f"drafters.{index}.online.where", problem, "use trainer, or mode=decoupled.")
+            problem = "'drafter', but in mode coupled there are no draft actors that could learn."
+            raise ConfigError(f"drafters.{index}.online.where", problem, "use trainer or off, or mode=decoupled.")

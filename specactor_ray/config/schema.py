@@ -23,6 +23,8 @@ from specactor_ray.config.training_schema import (
 class ModeName(str, Enum):
     """How requests are drafted for; see `messages.Mode`."""
 
+    auto = "auto"
+    """Coupled or decoupled, by the devices there are; see `rollout.planning.resolve_mode`."""
     plain = "plain"
     coupled = "coupled"
     decoupled = "decoupled"
@@ -35,15 +37,6 @@ class VerifyPolicy(str, Enum):
     """As many as pay, by the measured cost of a step and each request's acceptance."""
     all = "all"
     """All of them, up to the window."""
-
-
-class Candidates(str, Enum):
-    """Which of a request's draft tails a step verifies."""
-
-    best_tail = "best_tail"
-    """The one with the most expected accepted tokens."""
-    tree = "tree"
-    """All of them, as one tree; the longest right branch counts."""
 
 
 class PlanPolicy(str, Enum):
@@ -147,21 +140,23 @@ class TargetConfig:
 
 @dataclass
 class DrafterConfig:
-    """One draft method and the draft actors that serve it."""
+    """One draft method: in mode `decoupled` with draft actors of its own, in mode `coupled` inside every verifier."""
 
     method: str = "ngram"
     """`ngram` (copies what followed the last tokens in prompt, output and earlier outputs of the prompt), `suffix`
     (counts it, also in the samples under way and in other prompts' outputs), `draft_model` (a smaller model), `eagle`
-    (a head on the target's hidden states), or a proposer of your own as `package.module:Class`; the class is made with
-    this section as its only argument."""
+    (a head on the target's hidden states), or a proposer of your own as `package.module:Class`, derived from
+    `specactor_ray.drafters.base.RowProposer` and made with this section as its only argument. In mode
+    `coupled` one that hangs holds its verifier up until `cluster.stall_timeout_s` replaces that."""
     replicas: int = 1
-    """Number of draft actors of this method; may be changed during the run. 0: none, or only at the tail of a
-    rollout, on the seat of a verifier that has no requests left (`speculation.lend`)."""
+    """`decoupled`: number of draft actors of this method; may be changed during the run. 0: none, or only at the tail
+    of a rollout, on the seat of a verifier that has no requests left (`speculation.lend`). `coupled`: every verifier
+    drafts by it; 0: none does."""
     cores: float = 1.0
-    """CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that it shares with
-    other draft actors of the run, never with a verifier."""
+    """`decoupled`: CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that
+    other draft actors of the run share, never a verifier. `coupled`: unused, the verifier's cores draft."""
     gpus: int = 0
-    """GPUs of each draft actor; 0 runs on the CPU."""
+    """`decoupled`: GPUs of each draft actor; 0 runs on the CPU. `coupled`: unused, the verifier's device drafts."""
     window: int | None = None
     """Draft window of this method. Default: `speculation.window`."""
     model: str | None = None
@@ -181,10 +176,6 @@ class DrafterConfig:
     target's own)."""
     max_batch: int = 64
     """Most requests one draft actor mirrors at once; requests beyond it are not drafted for."""
-    inline: bool | None = None
-    """`coupled`: every verifier drafts in its own process and no draft actor is made, which saves the messages; false
-    makes draft actors on the verifiers' cores, which can be scaled. Default: yes, but for proposers of your own and
-    those that learn online."""
     min_match: int = 2
     """For `ngram` and `suffix`: shortest suffix that counts as a match."""
     max_match: int = 8
@@ -215,33 +206,17 @@ def learns_from_outputs(drafter: DrafterConfig) -> bool:
 
 
 @dataclass
-class BreakerConfig:
-    """Circuit breaker per (verifier, drafter): stops asking a drafter that does not help."""
-
-    min_drafted: int = 64
-    """Draft tokens to judge by before the breaker may open."""
-    min_acceptance: float = 0.02
-    """Opens when the moving acceptance rate falls below this."""
-    max_silent_waits: int = 8
-    """Opens when the verifier waited this often in a row without an answer."""
-    cooldown_s: float = 5.0
-    """Seconds until one probe is allowed again (half open); doubles with each failed probe, up to 16-fold."""
-
-
-@dataclass
 class SpeculationConfig:
     """How far drafters run ahead and how long a verifier may wait for them."""
 
     window: int = 8
     """Draft window: most tokens a drafter runs past the last commit it knows."""
     verify: VerifyPolicy = VerifyPolicy.auto
-    """How many supplied draft tokens a step verifies: `auto` or `all`."""
-    candidates: Candidates = Candidates.best_tail
-    """What is verified when several drafters have guesses for a request: `best_tail`, or `tree` (all guesses in one
-    forward; `verify: auto` chooses which of their tokens pay)."""
+    """How many supplied draft tokens a step verifies: `auto` or `all`. With `all` every step waits, too: in `coupled`
+    for whole windows, in `decoupled` for a first token where `draft_wait_s` is set."""
     draft_wait_s: float | None = None
-    """`decoupled`: longest wait per step for a tail drafted from the newest commit. Default: a fraction of the
-    measured step time that the expected gain pays for, at most 20 ms."""
+    """`decoupled`: longest wait per step for a tail drafted from the newest commit. Default: as long as
+    it pays, by what drafting and answers take."""
     coupled_wait_s: float = 1.0
     """`coupled`: longest wait per step for the tails of the newest commit, where waiting pays at all."""
     lend: bool | None = None
@@ -253,8 +228,9 @@ class SpeculationConfig:
     race_below: int | None = None
     """`tail`: the race begins when a verifier has at most this many requests and none of them waits. Default: a quarter
     of target.max_batch, at least 1."""
-    breaker: BreakerConfig = field(default_factory=BreakerConfig)
-    """When to stop asking a drafter that does not help."""
+    verifiers_per_group: int = 0
+    """Most verifiers that share draft actors: those of a method are spread over groups of neighbouring verifiers. 0: 8,
+    so that up to 8 verifiers have all draft actors."""
 
 
 @dataclass
@@ -310,9 +286,11 @@ class DataConfig:
 class Config:
     """The whole configuration of a rollout or a training run."""
 
-    mode: ModeName = ModeName.decoupled
-    """`plain` (no drafters), `coupled` (drafting and verification take turns on the same cores) or `decoupled`
-    (drafters run ahead on cores or GPUs of their own)."""
+    mode: ModeName = ModeName.auto
+    """`plain` (no drafters), `coupled` (every verifier drafts itself: drafting and verification take turns on its
+    device), `decoupled` (draft actors run ahead on cores or GPUs of their own), or `auto`, one of the latter two,
+    chosen before anything starts: for a target on CPUs `coupled`, and the verifiers get the draft actors' cores; on
+    GPUs `decoupled` where draft actors find room, else `coupled`. Both stop drafting where it does not pay."""
     plan: PlanPolicy = PlanPolicy.fixed
     """`fixed`: as written here. `auto`: mode, target.replicas, target.cores, target.max_batch, the draft method with
     its replicas and cores, and speculation.window are chosen by the profile before anything starts."""
@@ -330,7 +308,7 @@ class Config:
     target: TargetConfig = field(default_factory=TargetConfig)
     """The target model and its verifiers."""
     drafters: list[DrafterConfig] = field(default_factory=list)
-    """Draft methods, one element each; `mode: plain` uses none of them."""
+    """Draft methods, one element each; `mode: plain` uses none of them. `mode: auto` adds `suffix` to an empty list."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """How far drafters run ahead and how long a verifier waits."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from specactor_ray.config.inline import draft_actors
-from specactor_ray.config.schema import Config, ModeName, PlanPolicy
+from specactor_ray.config.schema import Config, PlanPolicy
 from specactor_ray.errors import ConfigError
 
 
@@ -28,15 +27,3 @@ def reject_devices_that_do_not_fit_the_ranks(config: Config) -> None:
     if not target.gpus and target.cores % ranks:
         problem = f"{target.cores} core(s) cannot be shared out evenly among {ranks} ranks (target.tensor_parallel)."
         raise ConfigError("target.cores", problem, f"use a multiple of {ranks}.")
-
-
-def reject_draft_actors_on_the_gpus_of_ranks(config: Config) -> None:
-    """Ray gives out parts of one GPU, not of several."""
-    if config.mode is not ModeName.coupled or config.target.gpus < 2:
-        return
-    actors = draft_actors(config)
-    for index, drafter in enumerate(config.drafters):
-        if drafter.gpus and drafter.method in actors:
-            problem = f"draft actors cannot share the GPUs of a verifier with {config.target.gpus} ranks."
-            fix = f"use 0, leave drafters.{index}.inline out (the verifier then drafts itself), or mode=decoupled."
-            raise ConfigError(f"drafters.{index}.gpus", problem, fix)

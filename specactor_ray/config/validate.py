@@ -8,18 +8,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from specactor_ray.config.inline import reject_inline_outside_coupled, reject_inline_with_online
 from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.online import (
     reject_batch_above_buffer,
-    reject_learning_on_a_verifiers_cores,
+    reject_learning_without_draft_actors,
     reject_online_for_others,
     reject_online_values_out_of_range,
     reject_two_sources_of_weights,
 )
 from specactor_ray.config.schema import (
     HISTORY_METHODS,
-    Candidates,
     Config,
     DrafterConfig,
     ModeName,
@@ -28,14 +26,12 @@ from specactor_ray.config.schema import (
 )
 from specactor_ray.config.tensor_parallel import (
     reject_devices_that_do_not_fit_the_ranks,
-    reject_draft_actors_on_the_gpus_of_ranks,
     reject_ranks_the_backend_has_not,
 )
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 
 BACKENDS = ("hf", "vllm")
-TREE_BACKENDS = ("hf",)
 DRAFT_METHODS = ("ngram", "suffix", "draft_model", "eagle")
 DTYPES = ("float32", "bfloat16", "float16")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -55,8 +51,7 @@ SMALLEST = {
     "target.max_batch": 1,
     "target.max_step_tokens": 1,
     "speculation.race_below": 1,
-    "speculation.breaker.min_drafted": 1,
-    "speculation.breaker.max_silent_waits": 1,
+    "speculation.verifiers_per_group": 0,
     "data.n": 1,
     "data.limit": 1,
     "plan_devices": 1,
@@ -77,8 +72,11 @@ POSITIVE_NUMBERS = (
     "cluster.stall_timeout_s",
     "target.kv_cache_gb",
     "speculation.coupled_wait_s",
-    "speculation.breaker.cooldown_s",
 )
+
+
+MAX_METHODS = 8
+"""Draft methods that a verifier keeps evidence of (`spec/table.py`)."""
 
 
 def validate(config: Config) -> None:
@@ -109,13 +107,6 @@ def reject_wait_below_zero(config: Config) -> None:
     if wait is not None and not 0.0 <= wait < math.inf:
         fix = "use 0 (never wait), a number of seconds, or null to derive it from the measured step time."
         raise ConfigError("speculation.draft_wait_s", f"{wait!r} is not a time of 0 or more.", fix)
-
-
-def reject_acceptance_outside_unit(config: Config) -> None:
-    rate = config.speculation.breaker.min_acceptance
-    if not 0.0 <= rate < 1.0:
-        problem = f"{rate!r} is not a rate; it must be 0 or more and below 1."
-        raise ConfigError("speculation.breaker.min_acceptance", problem, "0.02 is the default; 0 never opens on it.")
 
 
 def reject_unknown_names(config: Config) -> None:
@@ -171,7 +162,7 @@ def reject_size_of_a_foreign_cluster(config: Config) -> None:
 
 
 def reject_device_the_target_cannot_use(config: Config) -> None:
-    _reject_half_precision_on_a_cpu("target", config.target.gpus, config.target.dtype)
+    _reject_half_precision_on_a_cpu("target.dtype", config.target.dtype, "target", config.target.gpus)
 
 
 def reject_race_threshold_without_a_tail(config: Config) -> None:
@@ -201,9 +192,9 @@ def reject_sampling_out_of_range(config: Config) -> None:
 
 
 def reject_speculation_without_drafters(config: Config) -> None:
-    if config.mode is not ModeName.plain and not config.drafters:
+    if config.mode in (ModeName.coupled, ModeName.decoupled) and not config.drafters:
         problem = f"{config.mode.value!r} needs at least one drafter, and `drafters` is empty."
-        raise ConfigError("mode", problem, "use mode=plain, or add one: 'drafters=[{method: ngram}]'.")
+        raise ConfigError("mode", problem, "use mode=auto or mode=plain, or add one: 'drafters=[{method: ngram}]'.")
 
 
 def reject_lending_that_cannot_be(config: Config) -> None:
@@ -218,12 +209,14 @@ def reject_lending_that_cannot_be(config: Config) -> None:
         raise ConfigError("speculation.lend", problem, "lower drafters.N.cores or drafters.N.gpus, or leave it out.")
 
 
-def reject_trees_the_backend_cannot_verify(config: Config) -> None:
-    backend = config.target.backend
-    if config.speculation.candidates is Candidates.tree and backend not in TREE_BACKENDS:
-        problem = f"'tree' is not possible with target.backend={backend}."
-        fix = f"use best_tail, or target.backend={TREE_BACKENDS[0]}."
-        raise ConfigError("speculation.candidates", problem, fix)
+def reject_half_precision_of_drafters_on_a_cpu(config: Config) -> None:
+    for index, drafter in enumerate(config.drafters):
+        host, gpus = f"drafters.{index}", drafter.gpus
+        if config.mode is ModeName.coupled:
+            host, gpus = "target", config.target.gpus
+        elif config.mode is ModeName.auto:  # whatever it becomes
+            gpus += config.target.gpus
+        _reject_half_precision_on_a_cpu(f"drafters.{index}.dtype", drafter.dtype, host, gpus)
 
 
 def reject_compiled_off_for_others(config: Config) -> None:
@@ -245,6 +238,8 @@ def reject_method_twice(config: Config) -> None:
         if earlier != index:
             fix = f"keep one and raise drafters.{earlier}.replicas."
             raise ConfigError(f"drafters.{index}.method", f"{drafter.method!r} is already element {earlier}.", fix)
+    if len(first) > MAX_METHODS:
+        raise ConfigError("drafters", f"{len(first)} methods; at most {MAX_METHODS} are compared.", "take some out.")
 
 
 def reject_too_small_drafter_counts(drafter: DrafterConfig, key: str) -> None:
@@ -260,7 +255,7 @@ def reject_drafter_cores_between_whole_numbers(drafter: DrafterConfig, key: str)
 
 
 def reject_unknown_drafter_names(drafter: DrafterConfig, key: str) -> None:
-    if not re.fullmatch(r"[\w.]+:\w+", drafter.method):  # else a class of the user's, imported by the draft actor
+    if not re.fullmatch(r"[\w.]+:\w+", drafter.method):  # else a class of the user's, imported where it drafts
         _reject_unlisted(f"{key}.method", drafter.method, DRAFT_METHODS)
     _reject_unlisted(f"{key}.dtype", drafter.dtype, DTYPES)
 
@@ -324,7 +319,6 @@ def reject_device_the_drafter_cannot_use(drafter: DrafterConfig, key: str) -> No
     if drafter.gpus > 1:
         problem = f"{drafter.gpus} GPUs, but the model runs on one device."
         raise ConfigError(f"{key}.gpus", problem, f"use 1 and raise {key}.replicas.")
-    _reject_half_precision_on_a_cpu(key, drafter.gpus, drafter.dtype)
 
 
 def reject_match_range_upside_down(drafter: DrafterConfig, key: str) -> None:
@@ -340,7 +334,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_too_small_counts,
     reject_numbers_not_positive,
     reject_wait_below_zero,
-    reject_acceptance_outside_unit,
     reject_window_out_of_range,
     reject_sampling_out_of_range,
     reject_bad_hidden_layers,
@@ -350,14 +343,12 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_device_the_target_cannot_use,
     reject_ranks_the_backend_has_not,
     reject_devices_that_do_not_fit_the_ranks,
-    reject_draft_actors_on_the_gpus_of_ranks,
     reject_output_over_input,
     reject_race_threshold_without_a_tail,
     reject_speculation_without_drafters,
     reject_lending_that_cannot_be,
-    reject_learning_on_a_verifiers_cores,
-    reject_inline_outside_coupled,
-    reject_trees_the_backend_cannot_verify,
+    reject_learning_without_draft_actors,
+    reject_half_precision_of_drafters_on_a_cpu,
     reject_compiled_off_for_others,
     reject_method_twice,
     reject_plan_without_profile,
@@ -381,7 +372,6 @@ DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
     reject_online_values_out_of_range,
     reject_batch_above_buffer,
     reject_two_sources_of_weights,
-    reject_inline_with_online,
 )
 
 
@@ -414,7 +404,7 @@ def _reject_window(key: str, window: int) -> None:
         raise ConfigError(key, f"{window} is not a draft window.", fix)
 
 
-def _reject_half_precision_on_a_cpu(key: str, gpus: int, dtype: str) -> None:
+def _reject_half_precision_on_a_cpu(key: str, dtype: str, host: str, gpus: int) -> None:
     if gpus == 0 and dtype == "float16":
         problem = "float16 needs a GPU: on a CPU it is slow and loses range."
-        raise ConfigError(f"{key}.dtype", problem, f"use float32, or {key}.gpus=1.")
+        raise ConfigError(key, problem, f"use float32, or {host}.gpus=1.")

@@ -19,8 +19,8 @@ from specactor_ray.cluster import placement as placing
 from specactor_ray.cluster.backend import Backend, RayBackend
 from specactor_ray.cluster.names import actor_name, new_actor_id
 from specactor_ray.cluster.supervised import SupervisedActor, stop_in_order
-from specactor_ray.config.inline import draft_actors
-from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.config.lending import draft_actors
+from specactor_ray.config.schema import Config
 from specactor_ray.controller.decide import decide, has_lasted, record_failure
 from specactor_ray.controller.lender import Lender
 from specactor_ray.controller.members import ActorClasses, Member, PeerNews, build_spec, next_view
@@ -47,7 +47,6 @@ from specactor_ray.controller.state import (
 from specactor_ray.controller.weights import WeightNews
 from specactor_ray.errors import ActorLostError, ClusterError, SpecActorError
 from specactor_ray.messages import WeightSet
-from specactor_ray.speculation.ladder import MethodPrior
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class Controller:
         run: Name of the run.
         classes: What to run as verifiers and draft actors.
         policy: Limits; default: from `config.cluster`.
-        priors: Draft method → what a profile says about it, for the verifiers' ladders.
+        priors: Draft method → chance that a draft token is right, as a profile says; for the verifiers' ladders.
         backend: Where actors live; default: the Ray cluster this process is connected to.
     """
 
@@ -81,7 +80,7 @@ class Controller:
         run: str,
         classes: ActorClasses | None = None,
         policy: Policy | None = None,
-        priors: Mapping[str, MethodPrior] | None = None,
+        priors: Mapping[str, float] | None = None,
         backend: Backend | None = None,
     ) -> None:
         logging.basicConfig(level=config.run.log_level, format=f"%(asctime)s %(levelname)s {run} %(name)s: %(message)s")
@@ -99,7 +98,7 @@ class Controller:
         self._calls, self._clock = self._backend.calls, self._backend.calls.clock
         self._seating = Seating(run, config, self._backend)
         self._reaper = self._backend.reaper
-        self._news = PeerNews(config.cluster.health_interval_s)
+        self._news = PeerNews(config)
         self._weights = WeightNews(config)
         self._in_place = self._clock.condition()
         """Guards the policy's weights; notified when every verifier has the current ones."""
@@ -157,9 +156,10 @@ class Controller:
         self._thread = self._clock.spawn(self._reconcile, "reconcile")
         return self._view
 
-    def view(self) -> ClusterView:
-        """Who is there now; as old as the last step at most."""
-        return self._view
+    def view(self, known: int | None = None) -> ClusterView | None:
+        """Who is there now; as old as the last step at most. None if that is the version that is `known`."""
+        view = self._view
+        return None if view.version == known else view
 
     def status(self) -> list[dict[str, Any]]:
         """One row per actor: id, kind, method, phase, node, pid, cores, gpus, silent_s, note, counters."""
@@ -356,8 +356,6 @@ class Controller:
         return ObservedState(tuple(actors), dict(self._failures))
 
     def _refuse_shared_gpus(self, member: Member) -> None:
-        if self._config.mode is ModeName.coupled:
-            return
         awake = [m for m in self._members.values() if m.phase is not Phase.ASLEEP]
         facts = {m.actor_id: m.actor.facts for m in awake if m.actor and m.actor.facts}
         mine = facts.pop(member.actor_id)

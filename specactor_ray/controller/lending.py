@@ -135,7 +135,7 @@ def ladder_order(methods: Sequence[str], counters: Sequence[Mapping[str, Any]]) 
 
     Args:
         methods: In the order of the configuration.
-        counters: Of the verifiers. `ladder` in them (`speculation/ladder.py`) gives predicted tokens per second of a
+        counters: Of the verifiers. `ladder` in them (`spec/assign.py`) gives predicted tokens per second of a
             method, per range of output positions. The best figure of any verifier and range counts, of those where the
             method was tried.
 

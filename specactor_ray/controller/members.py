@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.cluster.supervised import SupervisedActor
-from specactor_ray.config.inline import inline_drafters
+from specactor_ray.config.lending import inline_drafters
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, learns_from_outputs, reads_features
+from specactor_ray.controller.groups import Service, assign_drafters, group_of
 from specactor_ray.controller.seats import Seat
 from specactor_ray.controller.state import (
     VERIFIER,
@@ -24,7 +25,6 @@ from specactor_ray.controller.state import (
 )
 from specactor_ray.errors import SpecActorError
 from specactor_ray.messages import Mode
-from specactor_ray.speculation.ladder import MethodPrior
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class Member:
     """Version that it has of the weights it follows: the policy's, or those its method learns."""
     sent_version: int = 0
     """Version that it has or that is on its way to it."""
+    taught_version: int = 0
+    """For a verifier: version that it was sent of the weights its own drafter is taught."""
     weight_failures: int = 0
     """Attempts to give it its weights that failed since the last success."""
     weights_at: float = 0.0
@@ -178,9 +180,9 @@ def window_of(config: Config, method: str) -> int:
     return drafter.window if drafter.window is not None else config.speculation.window
 
 
-def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, MethodPrior]) -> VerifierSpec | DraftSpec:
+def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, float]) -> VerifierSpec | DraftSpec:
     """What the actor of this member is told to be."""
-    mode, level, cores = Mode(config.mode.value), config.run.log_level, member.seat.cores
+    level, cores = config.run.log_level, member.seat.cores
     if member.key == VERIFIER:
         target = config.target
         inline = tuple(InlineSpec(drafter, window_of(config, drafter.method)) for drafter in inline_drafters(config))
@@ -191,7 +193,7 @@ def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, Me
             member.actor_id,
             target,
             config.speculation,
-            mode,
+            Mode(config.mode.value),
             cores,
             target.gpus,
             level,
@@ -200,7 +202,7 @@ def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, Me
             inline,
         )
     drafter, window = drafter_of(config, member.key), window_of(config, member.key)
-    return DraftSpec(run, member.actor_id, drafter, config.target, window, mode, cores, drafter.gpus, level)
+    return DraftSpec(run, member.actor_id, drafter, config.target, window, cores, drafter.gpus, level)
 
 
 def next_view(
@@ -232,31 +234,53 @@ _NEWS_TIMEOUT_S = 30.0
 
 
 class PeerNews:
-    """Tells every ready member who its peers are: verifiers the draft actors, draft actors the verifiers.
+    """Tells every ready member who its peers are: verifiers the draft actors of their group, and those the verifiers.
 
     One call per member in flight; a member that is stuck holds up nobody, and one that failed is told again.
     """
 
-    def __init__(self, retry_s: float) -> None:
-        self._retry_s = retry_s
+    def __init__(self, config: Config) -> None:
+        self._retry_s = config.cluster.health_interval_s
+        self._replicas, self._most = config.target.replicas, config.speculation.verifiers_per_group
         self._peers: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._version = 0
+        self._served: dict[str, Service] = {}
+        """Method → its draft actors and the groups they serve."""
 
     def tell(self, members: Iterable[Member], view: ClusterView, now: float) -> None:
         """Send the current lists to those who have not taken them. Never blocks."""
+        members = list(members)
         endpoints = [endpoint for endpoint in view.drafters if endpoint.phase is Phase.READY]
-        verifiers = dict(view.verifiers)
-        peers = (tuple(verifiers), tuple(endpoint.actor_id for endpoint in endpoints))
+        peers = (tuple(view.verifiers), tuple(endpoint.actor_id for endpoint in endpoints))
+        group = {m.actor_id: group_of(m.seat.index, self._replicas, self._most) for m in members if m.key == VERIFIER}
         if peers != self._peers:
             self._peers, self._version = peers, self._version + 1
+            self._assign(endpoints, {group[name] for name in view.verifiers})
         for member in members:
             actor = member.actor
-            if member.phase is Phase.READY and actor is not None and self._is_due(member, actor, now):
-                member.sent_peers = self._version
-                method, peers_of = (
-                    ("set_drafters", endpoints) if member.key == VERIFIER else ("set_verifiers", verifiers)
-                )
-                actor.news.send(actor.call(method, self._version, peers_of, deadline_s=_NEWS_TIMEOUT_S))
+            if member.phase is not Phase.READY or actor is None or not self._is_due(member, actor, now):
+                continue
+            member.sent_peers = self._version
+            if member.key == VERIFIER:
+                mine = group[member.actor_id]
+                drafters = [one for one in endpoints if (one.actor_id, mine) in self._served[one.method]]
+                call = actor.call("set_drafters", self._version, drafters, deadline_s=_NEWS_TIMEOUT_S)
+            else:
+                served = self._served.get(member.key, ())
+                verifiers = {
+                    name: handle for name, handle in view.verifiers.items() if (member.actor_id, group[name]) in served
+                }
+                call = actor.call("set_verifiers", self._version, verifiers, deadline_s=_NEWS_TIMEOUT_S)
+            actor.news.send(call)
+
+    def _assign(self, endpoints: Sequence[DraftEndpoint], groups: Collection[int]) -> None:
+        of_method: dict[str, list[str]] = {}
+        for one in endpoints:
+            of_method.setdefault(one.method, []).append(one.actor_id)
+        self._served = {
+            method: assign_drafters(drafters, groups, self._served.get(method, frozenset()))
+            for method, drafters in of_method.items()
+        }
 
     def _is_due(self, member: Member, actor: SupervisedActor, now: float) -> bool:
         state = actor.news.state()

@@ -15,9 +15,8 @@ from specactor_ray.cluster.backend import Backend
 from specactor_ray.cluster.cores import CoreLedger
 from specactor_ray.cluster.names import actor_name
 from specactor_ray.cluster.placement import Demand, Placement, Share
-from specactor_ray.config.inline import draft_actors, is_inline
 from specactor_ray.config.lending import lendable_methods
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.controller.state import VERIFIER
 from specactor_ray.errors import ClusterError, ConfigError
 
@@ -25,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 _SHARED_DRAFTER_GPU = 0.01
 _SHARED_VERIFIER_GPU = 0.5
-"""Where a verifier and its drafters take turns on one GPU (coupled mode, lending), Ray then gives them the same one.
-Their group still holds the whole of it."""
+"""Where a verifier may lend its GPU to a draft actor, Ray then gives both the same one. Their group still holds the
+whole of it."""
 
 
 @dataclass(eq=False)
@@ -39,16 +38,19 @@ class Seat:
     index: int
     share: Share
     demand: Demand | None
-    """None in a seat that shares the group of `host`."""
+    """None in a seat that is lent."""
     host: Seat | None = None
-    """The verifier's seat whose group and cores this one shares: in coupled mode, or while that verifier sleeps."""
+    """Of a seat that is lent: that of the verifier which sleeps, whose group and cores this one shares."""
     group: Any = None
     placement: Placement | None = None
     cores: tuple[int, ...] = ()
     occupant: str | None = None
     """Actor id."""
-    lent: bool = False
-    """Here only while the verifier of `host` sleeps."""
+
+    @property
+    def lent(self) -> bool:
+        """Here only while the verifier of `host` sleeps."""
+        return self.host is not None
 
 
 class Seating:
@@ -56,14 +58,13 @@ class Seating:
 
     Args:
         run: Name of the run; names the placement groups.
-        config: Sizes of the actors, mode, and whether cores are pinned.
+        config: Sizes of the actors, and whether cores are pinned.
         backend: Where the room is.
     """
 
     def __init__(self, run: str, config: Config, backend: Backend) -> None:
         self._run, self._config, self._backend = run, config, backend
         self._drafters = {drafter.method: drafter for drafter in config.drafters}
-        self._coupled = config.mode is ModeName.coupled
         self._ledger = CoreLedger()
         self.seats: list[Seat] = []
 
@@ -81,7 +82,7 @@ class Seating:
         """A seat for a draft actor of `key` on the group and cores of a verifier that sleeps."""
         index = self._free_index(key)
         gpus = _SHARED_DRAFTER_GPU if self._drafters[key].gpus else 0.0
-        seat = Seat(f"{key}-{index}", key, index, Share(0.0, gpus), None, host=host, lent=True)
+        seat = Seat(f"{key}-{index}", key, index, Share(0.0, gpus), None, host=host)
         self.seats.append(seat)
         return seat
 
@@ -95,8 +96,6 @@ class Seating:
             ClusterError: The node has too few free cores.
         """
         if seat.host is not None:
-            if seat.host not in self.seats and not seat.lent:
-                seat.host = self._host(seat.index)
             if seat.host.placement is None:
                 return False
             seat.placement, seat.cores = seat.host.placement, seat.host.cores
@@ -134,25 +133,18 @@ class Seating:
         index = self._free_index(key)
         stem = f"{key}-{index}"
         size = self._config.target if key == VERIFIER else self._drafters[key]
-        if self._coupled and isinstance(size, DrafterConfig):
-            share = Share(0.0, _SHARED_DRAFTER_GPU if size.gpus else 0.0)
-            return Seat(stem, key, index, share, None, host=self._host(index))
         demand = Demand(stem, size.cores, size.gpus)
         group = self._backend.request(actor_name(self._run, stem), demand)
         gpus = self._whole_or_shared(size.gpus) if key == VERIFIER else float(size.gpus)
         return Seat(stem, key, index, Share(size.cores, gpus), demand, group=group)
 
     def _whole_or_shared(self, gpus: int) -> float:
-        shared = draft_actors(self._config) if self._coupled else lendable_methods(self._config)
-        return _SHARED_VERIFIER_GPU if gpus and any(self._drafters[key].gpus for key in shared) else float(gpus)
+        lendable = lendable_methods(self._config)
+        return _SHARED_VERIFIER_GPU if gpus and any(self._drafters[key].gpus for key in lendable) else float(gpus)
 
     def _free_index(self, key: str) -> int:
         taken = {seat.index for seat in self.seats if seat.key == key}
         return next(number for number in range(len(taken) + 1) if number not in taken)
-
-    def _host(self, index: int) -> Seat:
-        hosts = sorted((seat for seat in self.seats if seat.key == VERIFIER), key=lambda seat: seat.index)
-        return hosts[index % len(hosts)]
 
     def _take_cores(self, seat: Seat, node_id: str) -> bool:
         if not self._ledger.knows(node_id):
@@ -175,30 +167,17 @@ class Seating:
         self._ledger.release(seat.stem)
 
 
-def refuse_coupled_gpu_without_host(config: Config) -> None:
-    """Check that coupled drafters with GPUs have a verifier with one.
-
-    Raises:
-        ConfigError: They have not.
-    """
-    for index, drafter in enumerate(config.drafters):
-        if config.mode is ModeName.coupled and drafter.gpus and not config.target.gpus:
-            problem = "in coupled mode drafting and verification share one device, and the target has no GPU."
-            raise ConfigError(f"drafters.{index}.gpus", problem, "set target.gpus=1, or use mode=decoupled.")
-
-
 def scale_refusal(config: Config, method: str, number: int) -> ConfigError | ClusterError | None:
     """Why there cannot be `number` draft actors of `method`; None when there can."""
     known = [drafter.method for drafter in config.drafters]
     if config.mode is ModeName.plain:
-        return ConfigError("mode", "'plain' uses no drafters.", "start the run with mode=decoupled or mode=coupled.")
+        return ConfigError("mode", "'plain' uses no drafters.", "start the run with mode=decoupled.")
+    if config.mode is ModeName.coupled:
+        problem = "'coupled' has no draft actors to scale: the verifiers draft themselves."
+        return ConfigError("mode", problem, "start the run with mode=decoupled.")
     if method not in known:
         fix = f"use one of {', '.join(known)}."
         return ConfigError("drafters", f"method {method!r} is not configured for this run.", fix)
-    index = known.index(method)
-    if is_inline(config, config.drafters[index]):
-        problem = f"the verifiers draft by {method} themselves, so there are no draft actors of it to scale."
-        return ConfigError(f"drafters.{index}.inline", problem, f"start the run with drafters.{index}.inline=false.")
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         return ConfigError(f"drafters.{method}", f"{number!r} is not a number of draft actors.", "use 0 or more.")
     return None

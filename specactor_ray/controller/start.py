@@ -14,17 +14,15 @@ from specactor_ray.cluster.names import NAMESPACE, controller_name, new_run_name
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.controller import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Controller
 from specactor_ray.controller.members import ActorClasses
-from specactor_ray.controller.seats import refuse_coupled_gpu_without_host
 from specactor_ray.controller.state import Policy
 from specactor_ray.errors import CallError, ClusterError, ConfigError
-from specactor_ray.speculation.ladder import MethodPrior
 
 
 def start_controller(
     config: Config,
     classes: ActorClasses | None = None,
     policy: Policy | None = None,
-    priors: Mapping[str, MethodPrior] | None = None,
+    priors: Mapping[str, float] | None = None,
 ) -> tuple[Any, str]:
     """Make the controller of a new run, as a named actor that ends with this process, and start the run. The arguments
     are those of `Controller`.
@@ -35,7 +33,6 @@ def start_controller(
     Raises:
         ClusterError, ConfigError, ModelLoadError, SpecActorError: As `Controller.start`; nothing is left running.
     """
-    refuse_coupled_gpu_without_host(config)
     run = config.run.name or new_run_name()
     if run in list_runs():
         raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")

@@ -12,7 +12,6 @@ from typing import Any
 
 from specactor_ray.config.schema import ClusterConfig, DrafterConfig, SpeculationConfig, TargetConfig
 from specactor_ray.messages import Mode
-from specactor_ray.speculation.ladder import MethodPrior
 
 VERIFIER = "verifier"
 """Key of the verifiers wherever drafters are keyed by their method."""
@@ -72,7 +71,7 @@ class VerifierSpec:
     """CPU core ids it may use; empty: do not bind."""
     gpus: int = 0
     log_level: str = "WARNING"
-    priors: Mapping[str, MethodPrior] = field(default_factory=dict)
+    priors: Mapping[str, float] = field(default_factory=dict)
     """Draft method → what a profile says about it."""
     max_drafts: int = 0
     """Most draft tokens of a request in one step."""
@@ -91,7 +90,6 @@ class DraftSpec:
     target: TargetConfig
     """What it drafts for."""
     window: int
-    mode: Mode
     cores: tuple[int, ...] = ()
     """CPU core ids it may use; empty: do not bind."""
     gpus: int = 0

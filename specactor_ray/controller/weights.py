@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
+from specactor_ray.config.lending import inline_drafters
 from specactor_ray.config.online import OnlineWhere
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member
@@ -43,6 +44,8 @@ class WeightNews:
         where = {drafter.method: drafter.online.where for drafter in config.drafters}
         self._teachers = {method: TRAINER for method in where if where[method] is OnlineWhere.trainer}
         """Method → who may offer weights for it."""
+        self._hosted = [one.method for one in inline_drafters(config) if one.method in self._teachers]
+        """Methods that verifiers draft by themselves, and that are taught."""
         self._learning = [method for method in where if where[method] is OnlineWhere.drafter]
         self._offers: deque[tuple[str, str, WeightSet]] = deque()
 
@@ -77,6 +80,8 @@ class WeightNews:
                 self._send(member)
         for method in self._learning:
             self._choose_teacher(method, [member for member in members if member.key == method])
+        for method in self._hosted:
+            self._teach(method, [member for member in members if member.key == VERIFIER])
 
     def set_current(self, weights: WeightSet) -> None:
         """New weights of the policy.
@@ -116,6 +121,16 @@ class WeightNews:
                 self._learnt[method] = weights
             else:
                 logger.info("weights %d of %s from %s are not wanted", weights.version, method, teacher)
+
+    def _teach(self, method: str, verifiers: Iterable[Member]) -> None:
+        """Send verifiers that draft by the method its newest weights; what fails is made up for by the next version."""
+        newest = self._learnt.get(method)
+        for member in verifiers:
+            if newest is None or member.phase is not Phase.READY or member.actor is None:
+                continue
+            if member.actor.learning.state() != "in flight" and member.taught_version != newest.version:
+                member.taught_version = newest.version
+                member.actor.learning.send(member.actor.call("teach", method, newest))
 
     def _choose_teacher(self, method: str, members: Iterable[Member]) -> None:
         """Those on lent seats go when the tail ends; they do not learn."""

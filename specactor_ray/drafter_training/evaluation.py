@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specactor_ray.drafter_training.corpus import Record
-from specactor_ray.drafters.base import Proposer, ReadsFeatures
+from specactor_ray.drafters.base import ReadsFeatures, RowProposer
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.messages import Features
 
@@ -91,7 +91,7 @@ class _Replay:
     """One record on its way through a proposer."""
 
     def __init__(
-        self, record: Record, proposer: Proposer, window: int, counts: AcceptanceCounts, states: Any = None
+        self, record: Record, proposer: RowProposer, window: int, counts: AcceptanceCounts, states: Any = None
     ) -> None:
         self._states, self._handed_out = states, 0
         self._record, self._proposer, self._window, self._counts = record, proposer, window, counts
@@ -134,7 +134,7 @@ class _Replay:
 
 
 def replay(
-    proposer: Proposer,
+    proposer: RowProposer,
     records: Iterable[Record],
     window: int,
     batch: int = 16,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from specactor_ray.drafter_training.eagle import EagleExample
-from specactor_ray.messages import Commit, DraftOpen, Features
+from specactor_ray.messages import DraftOpen, Features
 from specactor_ray.modeling.wire import from_wire
 
 
@@ -66,18 +66,18 @@ class RolloutRecorder:
         self._recordings[message.request_id] = _Recording(tokens, len(message.prompt_token_ids))
         self._take(message.request_id, message.features)
 
-    def commit(self, message: Commit) -> None:
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int], features: Sequence[Features]) -> None:
         """Further output tokens, and the states that came with them. After a gap in the tokens nothing is recorded
         until the request is opened again."""
-        recording = self._recordings.get(message.request_id)
+        recording = self._recordings.get(request_id)
         if recording is None:
             return
         known = len(recording.token_ids) - recording.num_prompt
-        if message.start > known:
-            self.forget(message.request_id)
+        if start > known:
+            self.forget(request_id)
             return
-        recording.token_ids.extend(message.token_ids[known - message.start :])
-        self._take(message.request_id, message.features)
+        recording.token_ids.extend(token_ids[known - start :])
+        self._take(request_id, features)
 
     def close(self, request_id: str) -> EagleExample | None:
         """The request has ended: what there is to learn from it, if anything."""

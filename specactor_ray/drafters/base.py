@@ -1,16 +1,61 @@
 """The proposer: a plain class that keeps guessing ahead of the last commit it knows.
 
 A proposer holds one mirror per request. It knows no Ray, no clock and no network; the draft loop
-(`loops/draft_loop.py`) feeds it messages and sends off its tails. Nothing it does can change a sampled token:
+(`draft/loop.py`) feeds it messages and sends off its tails. Nothing it does can change a sampled token:
 the target checks every draft token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+import abc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
 
 from specactor_ray.messages import Features, SamplingParams
+
+
+class Commits(NamedTuple):
+    """Output tokens of `n` requests that are final."""
+
+    request_ids: Sequence[str]
+    starts: np.ndarray
+    """int32 `(n,)`, as `lengths` and `windows`: output position of the first token."""
+    lengths: np.ndarray
+    windows: np.ndarray
+    """Most tokens of the tail from now on."""
+    tokens: np.ndarray
+    """int32, those of all requests one after the other."""
+
+    def rows(self) -> Iterator[tuple[str, int, list[int], int]]:
+        """Request, start, tokens and window, one request after the other."""
+        end, tokens = 0, self.tokens.tolist()
+        arrays = (self.starts.tolist(), self.lengths.tolist(), self.windows.tolist())
+        for request_id, start, length, window in zip(self.request_ids, *arrays, strict=True):
+            begin, end = end, end + length
+            yield request_id, start, tokens[begin:end], window
+
+    def split(self) -> Iterator[Commits]:
+        """Each request alone."""
+        for n, (request_id, _, tokens, _) in enumerate(self.rows()):
+            one = slice(n, n + 1)
+            yield Commits(
+                [request_id], self.starts[one], self.lengths[one], self.windows[one], np.array(tokens, np.int32)
+            )
+
+
+class Tails(NamedTuple):
+    """What is guessed of `n` requests."""
+
+    bases: np.ndarray
+    """int32 `(n,)`: the committed length that the mirror knows."""
+    lengths: np.ndarray
+    """int32 `(n,)`: tokens guessed after it."""
+    complete: np.ndarray
+    """bool `(n,)`: a further `extend` would not lengthen the tail."""
+    tokens: np.ndarray
+    """int32, those of all requests one after the other."""
 
 
 class Proposer(Protocol):
@@ -33,12 +78,12 @@ class Proposer(Protocol):
     ) -> None:
         """Start a mirror of this request, replacing one of the same id."""
 
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
-        """Output tokens `[start, start + n)` are final: keep the part of the tail that agrees, drop the rest.
+    def commit_batch(self, commits: Commits) -> np.ndarray:
+        """Keep the parts of the tails that agree, drop the rest. Repeated and late commits are harmless.
 
         Returns:
-            False when the request is unknown or tokens before `start` are missing (a gap): the caller
-            then asks for a fresh `open`. Repeated and late commits are harmless.
+            bool `(n,)`: False where the request is unknown or tokens before `start` are missing (a gap): the caller
+            then asks for a fresh `open`.
         """
 
     def extend(self) -> list[str]:
@@ -50,6 +95,28 @@ class Proposer(Protocol):
             is no guess. Empty when there was nothing to do: the caller may then sleep until a message comes.
         """
 
+    def tails(self, request_ids: Sequence[str]) -> Tails:
+        """The guesses as they are now.
+
+        Raises:
+            KeyError: A request is not open.
+        """
+
+    def close(self, request_id: str, finished: bool = True) -> None:
+        """Forget the request; unknown ids are ignored. `finished`: its output is complete and may be learned from."""
+
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+        """Take new weights (name → tensor); methods without weights only note the version."""
+
+
+class RowProposer(Proposer, Protocol):
+    """A proposer that goes from request to request; the base class of most."""
+
+    @abc.abstractmethod
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
+        """`commit_batch` for one request."""
+
+    @abc.abstractmethod
     def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
         """`(base_len, token_ids)`: the committed length the mirror knows, and the guess after it.
 
@@ -57,14 +124,21 @@ class Proposer(Protocol):
             KeyError: The request is not open.
         """
 
+    @abc.abstractmethod
     def pending(self, request_id: str) -> bool:
         """True while a further `extend` would still lengthen this request's tail."""
 
-    def close(self, request_id: str, finished: bool = True) -> None:
-        """Forget the request; unknown ids are ignored. `finished`: its output is complete and may be learned from."""
+    def commit_batch(self, commits: Commits) -> np.ndarray:
+        return np.array([self.commit(*row) for row in commits.rows()], np.bool_)
 
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        """Take new weights (name → tensor); methods without weights only note the version."""
+    def tails(self, request_ids: Sequence[str]) -> Tails:
+        bases, tails = zip(*map(self.tail, request_ids), strict=True) if request_ids else ((), ())
+        return Tails(
+            np.array(bases, np.int32),
+            np.array(list(map(len, tails)), np.int32),
+            ~np.array(list(map(self.pending, request_ids)), np.bool_),
+            np.array([token for tail in tails for token in tail], np.int32),
+        )
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from specactor_ray.drafters.base import RowProposer
 from specactor_ray.drafters.mirror import CommitOutcome, RequestMirror
 from specactor_ray.messages import SamplingParams
 
@@ -26,7 +27,7 @@ class Mirrored(Protocol):
 RequestT = TypeVar("RequestT", bound=Mirrored)
 
 
-class CopyingProposer(abc.ABC, Generic[RequestT]):
+class CopyingProposer(RowProposer, Generic[RequestT]):
     """Implements `drafters.base.Proposer` but for the guessing itself; works on token ids of any vocabulary.
 
     `extend` fills the windows of all requests that were opened or advanced since the last call, and reports each of

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specactor_ray.drafters.base import RowProposer
 from specactor_ray.drafters.mirror import RequestMirror
 from specactor_ray.drafters.sound_rows import sample_sound_rows
 from specactor_ray.messages import SamplingParams
@@ -48,7 +49,7 @@ class _Mirrored:
         return result
 
 
-class DraftModelProposer:
+class DraftModelProposer(RowProposer):
     """`Proposer` over a `RaggedModel`.
 
     Args:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from specactor_ray.drafters.base import RowProposer
 from specactor_ray.drafters.mirror import RequestMirror
 from specactor_ray.drafters.sound_rows import sample_sound_rows
 from specactor_ray.messages import Features, SamplingParams
@@ -93,7 +94,7 @@ class _Entry:
         return not again
 
 
-class EagleProposer:
+class EagleProposer(RowProposer):
     """`Proposer` over an `EagleRunner`; it needs `add_features` after each `open` and `commit`.
 
     Args:

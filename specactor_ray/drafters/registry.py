@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.drafters.base import Proposer
+from specactor_ray.drafters.base import RowProposer
 from specactor_ray.errors import ConfigError
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle")
 
 
-def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
+def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> RowProposer:
     """Make the configured proposer for this target on `device` (`cpu` or `cuda`).
 
     Raises:
@@ -34,18 +34,24 @@ def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> 
     raise ConfigError("drafters.method", f"unknown method {config.method!r}; known: {', '.join(METHODS)}.")
 
 
-def _build_custom(config: DrafterConfig) -> Proposer:
+def _build_custom(config: DrafterConfig) -> RowProposer:
     """A user's own proposer, `package.module:Class`, made with its configuration section."""
     module_name, _, class_name = config.method.partition(":")
     try:
         proposer_class = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError("drafters.method", f"{config.method} cannot be imported ({error}).") from error
-    proposer: Proposer = proposer_class(config)
+    missing = [
+        name for name in ("open", "commit_batch", "extend", "tails", "close") if not hasattr(proposer_class, name)
+    ]
+    if missing:
+        problem = f"{config.method} is no proposer: it lacks {', '.join(missing)}."
+        raise ConfigError("drafters.method", problem, "derive it from specactor_ray.drafters.base.RowProposer.")
+    proposer: RowProposer = proposer_class(config)
     return proposer
 
 
-def _build_suffix(config: DrafterConfig) -> Proposer:
+def _build_suffix(config: DrafterConfig) -> RowProposer:
     from specactor_ray.drafters import suffix
 
     return suffix.SuffixProposer(
@@ -59,7 +65,7 @@ def _build_suffix(config: DrafterConfig) -> Proposer:
     )
 
 
-def _build_draft_model(config: DrafterConfig, device: str) -> Proposer:
+def _build_draft_model(config: DrafterConfig, device: str) -> RowProposer:
     from specactor_ray.drafters.draft_model import DraftModelProposer
     from specactor_ray.modeling.loading import load_model
     from specactor_ray.modeling.ragged_model import RaggedModel
@@ -71,7 +77,7 @@ def _build_draft_model(config: DrafterConfig, device: str) -> Proposer:
     return DraftModelProposer(ragged, config.max_batch, config.shared_noise)
 
 
-def _build_eagle(config: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
+def _build_eagle(config: DrafterConfig, target: TargetConfig, device: str) -> RowProposer:
     from specactor_ray.drafters.eagle import EagleProposer
     from specactor_ray.modeling.eagle_checkpoint import load_head
     from specactor_ray.modeling.eagle_runner import EagleRunner

@@ -7,10 +7,10 @@ keeps the draft actors together brings them back under their version; so one ver
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from specactor_ray.messages import Commit, DraftClose, DraftOpen, ToDrafter
+from specactor_ray.messages import DraftOpen, Features
 
 
 class Learner(Protocol):
@@ -39,7 +39,7 @@ class Recorder(Protocol):
 
     def open(self, message: DraftOpen) -> None: ...
 
-    def commit(self, message: Commit) -> None: ...
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int], features: Sequence[Features]) -> None: ...
 
     def close(self, request_id: str) -> Any | None:
         """The example of a request that has ended, if there is one."""
@@ -62,19 +62,21 @@ class IdleLearning:
         self._learner, self._recorder, self._announce = learner, recorder, announce
         self._last: Mapping[str, float] = {}
 
-    def follow(self, message: ToDrafter) -> None:
-        """A message that the proposer has taken."""
-        match message:
-            case DraftOpen():
-                self._recorder.open(message)
-            case Commit():
-                self._recorder.commit(message)
-            case DraftClose(finished=True):
-                example = self._recorder.close(message.request_id)
-                if example is not None:
-                    self._learner.add(example)
-            case _:
-                self._recorder.forget(message.request_id)
+    def open(self, message: DraftOpen) -> None:
+        """The proposer mirrors a request."""
+        self._recorder.open(message)
+
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int], features: Sequence[Features]) -> None:
+        """It has taken a commit."""
+        self._recorder.commit(request_id, start, token_ids, features)
+
+    def close(self, request_id: str, finished: bool) -> None:
+        """The request has ended, or moved away."""
+        example = self._recorder.close(request_id) if finished else None
+        if example is not None:
+            self._learner.add(example)
+        elif not finished:
+            self._recorder.forget(request_id)
 
     def forget(self, request_id: str) -> None:
         """The request is mirrored no more, and did not end."""

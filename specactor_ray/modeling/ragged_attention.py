@@ -7,7 +7,7 @@ which transformers hands through to this function in every layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.modeling.ragged_cache import CacheRow, LayerShape, RaggedCache
-from specactor_ray.modeling.tree_layout import TreeLayout, set_hidden, set_positions
 
 ATTENTION_NAME = "specactor_ragged"
 _BATCHED_MAX_QUERY = 64
@@ -32,7 +31,6 @@ class RaggedBatch:
         counts: New positions of each row, in packed order.
         padding: Packed positions at the end that belong to no row.
         batched: Attend to all short rows in one padded call (few launches, for GPUs) instead of one call per row.
-        parents: Index of a row → parents of the tree that its last new positions form; rows without are chains.
     """
 
     def __init__(
@@ -43,10 +41,8 @@ class RaggedBatch:
         padding: int,
         device: torch.device,
         batched: bool,
-        parents: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.cache, self.rows, self.counts, self.padding = cache, rows, counts, padding
-        self.trees = {i: TreeLayout(rows[i].length, counts[i], tree) for i, tree in (parents or {}).items()}
         self.device = device
         self.batched = batched
         self.seen_shapes: dict[int, LayerShape] = {}
@@ -66,15 +62,13 @@ class RaggedBatch:
 
     def positions(self, index: int) -> Sequence[int]:
         """Position ids of a row's new tokens."""
-        tree, begin = self.trees.get(index), self.rows[index].length
-        return range(begin, begin + self.counts[index]) if tree is None else tree.positions
+        begin = self.rows[index].length
+        return range(begin, begin + self.counts[index])
 
     def mask(self, index: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         """Additive mask `(count, length)` of one row, None where causality alone says it; made once per forward."""
         key = (index, window)
-        if key not in self._masks and index in self.trees:
-            self._masks[key] = self.trees[index].mask(window, dtype, self.device)
-        elif key not in self._masks:
+        if key not in self._masks:
             count, total = self.counts[index], self.rows[index].length + self.counts[index]
             self._masks[key] = _causal_mask(count, total, window, dtype, self.device)
         return self._masks[key]
@@ -119,16 +113,10 @@ class _Gather:
         query = torch.arange(queries, device=device).unsqueeze(0)
         self.queries = starts + torch.minimum(query, counts - 1)
         self.valid = query < counts
-        position = total - counts + query
-        trees = [(place, batch.trees[i]) for place, i in enumerate(self.indices) if i in batch.trees]
-        if trees:
-            set_positions(position, trees)
-        position = position.unsqueeze(2)
+        position = (total - counts + query).unsqueeze(2)
         hidden = (key.unsqueeze(1) > position) | (key.unsqueeze(1) >= total.unsqueeze(2))
         if window is not None:
             hidden |= key.unsqueeze(1) <= position - window
-        if trees:
-            set_hidden(hidden, trees, window)
         hidden &= self.valid.unsqueeze(2)
         self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
         self.targets = self.queries[self.valid]

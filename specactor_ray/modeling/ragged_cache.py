@@ -2,8 +2,7 @@
 
 All rows share one pool per layer; a row owns a contiguous region of token slots in it (the same slots in every
 layer). Writing the new positions of all rows is one indexed copy per layer, reading a row is a view. Rolling back
-is setting the row's length: what lies behind it is overwritten later. After a tree was verified the accepted path is
-moved together first.
+is setting the row's length: what lies behind it is overwritten later.
 """
 
 from __future__ import annotations
@@ -114,25 +113,6 @@ class RaggedCache:
         """Copy `count` slots in all layers; the ranges must not overlap."""
         for pool in self._pools:
             pool[:, :, target : target + count] = pool[:, :, source : source + count]
-
-    def compact(self, kept: Sequence[tuple[CacheRow, int, Sequence[int]]]) -> None:
-        """Close the gaps between tokens that stay, for all rows at once.
-
-        Args:
-            kept: (row, begin, places): of the row's tokens from `begin` on, those at `begin + place` stay and come to
-                lie at `begin`, `begin + 1`, ... `places` ascend. The row is to be truncated behind them.
-        """
-        moves = [
-            (row.offset + begin + place, row.offset + begin + i)
-            for row, begin, places in kept
-            for i, place in enumerate(places)
-            if place != i
-        ]
-        if not moves:
-            return
-        source, target = torch.tensor(moves, dtype=torch.long, device=self._device).unbind(1)
-        for pool in self._pools:
-            pool.index_copy_(2, target, pool.index_select(2, source))
 
     @property
     def slots(self) -> int:

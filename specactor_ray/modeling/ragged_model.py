@@ -35,8 +35,6 @@ class RowChunk:
     row: CacheRow
     token_ids: Sequence[int]
     num_logits: int
-    parents: Sequence[int] = ()
-    """If the last tokens form a tree: each one's parent as an index in the tree (-1: the token before the tree)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class RaggedModel:
         """Append each chunk to its row and run all of them as one packed sequence.
 
         Every row must have room (`CacheRow.reserve`) for its tokens. Afterwards `row.length` counts them; the
-        caller truncates what it rejects (of a tree: after `RaggedCache.compact`).
+        caller truncates what it rejects.
 
         Raises:
             ValueError: A chunk asks for more logits than it has tokens; nothing was appended.
@@ -105,9 +103,8 @@ class RaggedModel:
             raise ValueError("a chunk asks for more logits than it has tokens; they would be those of another row")
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         padding = self._padding(len(tokens))
-        trees = {i: chunk.parents for i, chunk in enumerate(chunks) if chunk.parents}
         rows = [chunk.row for chunk in chunks]
-        batch = RaggedBatch(self.cache, rows, counts, padding, self.device, self.batched, trees)
+        batch = RaggedBatch(self.cache, rows, counts, padding, self.device, self.batched)
         positions = [position for i in range(len(chunks)) for position in batch.positions(i)]
         wanted = [
             start + count - chunk.num_logits + i

@@ -149,31 +149,19 @@ def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
     table = Table(title="draft ladder", box=SIMPLE_HEAD)
     for name in ("method", "output positions"):
         table.add_column(name)
-    for name in ("acc. rate", "has a guess", "ms per draft token", "predicted tokens/s"):
+    for name in ("acceptance", "has a guess", "ms per draft token", "predicted tokens/s"):
         table.add_column(name, justify="right")
     for (method, bucket), (_, standing, token_s) in seen.items():
-        rate = standing["acceptance"]
         table.add_row(
             method,
             bucket,
-            "-" if rate is None else f"{rate:.1%}",
+            f"{standing['acceptance']:.1%}",
             f"{standing['guessing']:.0%}",
             f"{1e3 * token_s:.2f}" if token_s else "-",
             f"{standing['tgs']:.1f}",
         )
-    table.caption = "predicted tokens/s: of one request alone, drafted by this method in its best window and mode"
+    table.caption = "acceptance: of a draft token after right ones. predicted tokens/s: of one request"
     return table
-
-
-def breaker_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The drafters that a verifier stopped asking because they did not help, one line each."""
-    return [
-        f"  {row['id']} stopped asking {drafter} {breaker['openings']} times, "
-        f"now {breaker['state']}: {breaker['reason']}"
-        for row in rows
-        for drafter, breaker in (row.get("counters") or {}).get("breakers", {}).items()
-        if breaker["openings"]
-    ]
 
 
 def _work(row: Mapping[str, Any]) -> str:

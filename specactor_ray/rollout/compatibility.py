@@ -70,16 +70,16 @@ def _check_card(head: str, key: str, config: Config) -> None:
 def warn_without_drafters(config: Config) -> None:
     """Say so when a mode with drafts starts with none, and none can come by lending.
 
-    Not an error: drafters are elastic, and they may be added while the run goes on (`specactor scale`).
+    Not an error: draft actors may be added while the run goes on (`specactor scale`), and a verifier does without.
     """
     if config.mode is ModeName.plain or any(drafter.replicas for drafter in config.drafters):
         return
     if not lendable_methods(config):
-        method = config.drafters[0].method
+        until = f" until `specactor scale {config.drafters[0].method}=1`"
         logger.warning(
-            "drafters.*.replicas are all 0: the run decodes without drafts until `specactor scale %s=1`. Fix: "
+            "drafters.*.replicas are all 0: the run decodes without drafts%s. Fix: "
             "drafters.0.replicas=1, or mode=plain if that is what you want.",
-            method,
+            until if config.mode is ModeName.decoupled else "",
         )
 
 

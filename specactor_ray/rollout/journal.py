@@ -7,11 +7,16 @@ request ends exactly once.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from specactor_ray.messages import Finished, Progress, SamplingParams
 from specactor_ray.targets.base import TargetRequest
+
+RECORD = np.dtype([("token", np.int32), ("logprob", np.float32)])
+"""What the journal keeps of a token: 8 bytes."""
+_NEVER = float("inf")
 
 
 @dataclass(slots=True)
@@ -31,10 +36,47 @@ class JournalEntry:
     """How often it was moved from one healthy verifier to another."""
     stalls: int = 0
     """How often it stopped making progress at a verifier that answered."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    margins: list[float] | None = None
+    progress_at: float = _NEVER
+    """Since when it stands still, in seconds: its last progress, or when it was handed out after a stall. Infinite if
+    it has not begun since it was taken off a verifier."""
+    begin: tuple[float, int] | None = None
+    """When the present attempt made its first progress, and the output tokens after it."""
     finished: Finished | None = None
+    records: bytearray = field(default_factory=bytearray, repr=False)
+    """The committed tokens: `RECORD`s. An array that grows by an eighth when it is full."""
+    margin_bytes: bytearray | None = field(default=None, repr=False)
+    """float32, one per token; None where they are not recorded."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens committed."""
+        return len(self.records) // RECORD.itemsize
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The output tokens; a copy, as `logprobs` and `margins`."""
+        ids: list[int] = np.frombuffer(self.records, RECORD)["token"].tolist()
+        return ids
+
+    @property
+    def logprobs(self) -> list[float]:
+        values: list[float] = np.frombuffer(self.records, RECORD)["logprob"].tolist()
+        return values
+
+    @property
+    def margins(self) -> list[float] | None:
+        if self.margin_bytes is None:
+            return None
+        values: list[float] = np.frombuffer(self.margin_bytes, np.float32).tolist()
+        return values
+
+    def rate(self) -> float | None:
+        """Output tokens per second of the present attempt, between its first progress and its last; None if unknown."""
+        if self.begin is None:
+            return None
+        since, first = self.begin
+        seconds, tokens = self.progress_at - since, self.num_tokens - first
+        return tokens / seconds if seconds > 0 and tokens > 0 else None
 
 
 class Journal:
@@ -44,7 +86,8 @@ class Journal:
         self.entries: dict[str, JournalEntry] = {}
         self.committed_tokens = 0
         """Tokens journaled since the start, over all requests."""
-        self._loads: Counter[str] = Counter()
+        self._owned: dict[str, dict[str, JournalEntry]] = {}
+        """Verifier → its requests by id."""
 
     def add(self, entry: JournalEntry) -> None:
         if entry.request_id in self.entries:
@@ -73,36 +116,56 @@ class Journal:
         """Take a request off its verifier; it continues elsewhere from the journaled tokens."""
         entry = self.entries[request_id]
         self._set_owner(entry, None)
+        entry.progress_at = _NEVER
         return entry
 
     def owned_by(self, verifier_id: str) -> list[JournalEntry]:
         """The requests of this verifier."""
-        return [entry for entry in self.entries.values() if entry.owner == verifier_id]
+        return list(self._owned.get(verifier_id, {}).values())
 
     def is_current(self, request_id: str, attempt: int) -> bool:
         """Whether this attempt at a request is under way."""
         entry = self.entries.get(request_id)
         return entry is not None and entry.owner is not None and entry.attempt == attempt
 
-    def progress(self, message: Progress) -> bool:
-        """Append committed tokens. False, and nothing changes, for a repeated or gapped message or an old attempt's."""
-        if not self.is_current(message.request_id, message.attempt):
-            return False
-        entry = self.entries[message.request_id]
-        if message.start != len(entry.token_ids):
-            return False
-        entry.token_ids.extend(message.token_ids)
-        entry.logprobs.extend(message.logprobs)
+    def progress(self, message: Progress, now: float = 0.0) -> list[str]:
+        """Append committed tokens. Nothing changes for what is repeated or another attempt's; returns the requests of
+        which tokens in between are missing.
+
+        Args:
+            message: What one step committed.
+            now: Seconds of the clock that `JournalEntry.progress_at` is read against.
+        """
+        packed = np.empty(len(message.tokens), RECORD)
+        packed["token"], packed["logprob"] = message.tokens, message.logprobs
+        records, margins = packed.tobytes(), None
         if message.margins is not None:
-            entry.margins = [*(entry.margins or ()), *message.margins]
-        self.committed_tokens += len(message.token_ids)
-        return True
+            margins = message.margins.astype(np.float32).tobytes()
+        entries, size, end, gapped = self.entries, RECORD.itemsize, 0, []
+        starts, lengths = message.starts.tolist(), message.lengths.tolist()
+        for (request_id, attempt), start, length in zip(message.requests, starts, lengths, strict=True):
+            begin, end = end, end + length
+            entry = entries.get(request_id)
+            if entry is None or entry.attempt != attempt or entry.owner is None:
+                continue
+            if size * start != len(entry.records):
+                gapped.append(request_id)
+                continue
+            entry.records += records[size * begin : size * end]
+            if margins is not None:
+                entry.margin_bytes = bytearray() if entry.margin_bytes is None else entry.margin_bytes
+                entry.margin_bytes += margins[4 * begin : 4 * end]
+            if entry.begin is None:
+                entry.begin = (now, start + length)
+            entry.progress_at = now
+            self.committed_tokens += length
+        return gapped
 
     def finish(self, message: Finished) -> JournalEntry | None:
         """End a request. None when the message is another attempt's or repeated, or tokens before it are missing."""
         if not self.is_current(message.request_id, message.attempt):
             return None
-        if not message.error and message.num_tokens != len(self.entries[message.request_id].token_ids):
+        if not message.error and message.num_tokens != self.entries[message.request_id].num_tokens:
             return None
         return self.end(message)
 
@@ -115,18 +178,20 @@ class Journal:
 
     def load(self, verifier_id: str) -> int:
         """Requests this verifier owns."""
-        return self._loads[verifier_id]
+        return len(self._owned.get(verifier_id, ()))
 
     def clear(self) -> None:
         """Forget all requests."""
         self.entries.clear()
-        self._loads.clear()
+        self._owned.clear()
 
     def _set_owner(self, entry: JournalEntry, owner: str | None) -> None:
+        """Every change of owner ends an attempt, so that the pace is measured anew."""
         if entry.owner is not None:
-            self._loads[entry.owner] -= 1
-            if not self._loads[entry.owner]:
-                del self._loads[entry.owner]
+            mine = self._owned[entry.owner]
+            del mine[entry.request_id]
+            if not mine:
+                del self._owned[entry.owner]
         if owner is not None:
-            self._loads[owner] += 1
-        entry.owner = owner
+            self._owned.setdefault(owner, {})[entry.request_id] = entry
+        entry.owner, entry.begin = owner, None

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specactor_ray.config.inline import is_inline
 from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig, reads_features
 from specactor_ray.errors import ConfigError
@@ -48,7 +47,7 @@ def plan_rollout_memory(config: Config) -> list[MemoryItem]:
 
 def _drafter_item(drafter: DrafterConfig, config: Config) -> MemoryItem:
     target, held = config.target, _held_by(drafter, config.target)
-    if is_inline(config, drafter):
+    if config.mode is ModeName.coupled:
         return MemoryItem(
             "verifiers", f"{target.replicas} x {drafter.method}", target.replicas * (held - PROCESS_BYTES)
         )

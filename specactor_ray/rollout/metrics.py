@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from specactor_ray.loops.step_metrics import StepCounters
+from specactor_ray.verify.metrics import StepCounters
 
 _NOT_SUMS = ("by_drafter", "by_version", "drafted_by_position", "accepted_by_position", "protocol_median_s")
 """Counters that are merged in ways of their own."""

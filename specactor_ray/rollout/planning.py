@@ -1,19 +1,22 @@
-"""`plan: auto`: from the profile and this machine to the configuration that runs. Asks no cluster anything."""
+"""`plan: auto` and `mode: auto`: from the profile and this machine to the configuration that runs. Asks no cluster
+anything."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from specactor_ray.config.schema import Config, ModeName, PlanPolicy
+from specactor_ray.cluster.cores import cores_needed
+from specactor_ray.config.online import OnlineWhere
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.speculation.apply_plan import apply_plan, devices_of, requests_of
 from specactor_ray.speculation.candidates import Plan, Rejected
-from specactor_ray.speculation.ladder import MethodPrior
 from specactor_ray.speculation.plan import ALL_MODES, search_plan
 from specactor_ray.speculation.profile import Profile, load_profile, reject_foreign_profile
 from specactor_ray.speculation.survival import Survival
@@ -21,8 +24,137 @@ from specactor_ray.speculation.survival import Survival
 logger = logging.getLogger(__name__)
 
 MESSAGE_ROUND_TRIP_S = 0.003
-"""What a commit and its answer take over Ray, 2 to 4 ms (docs/design/waiting.md). The paper's equations have no
+"""What a commit and its answer take over Ray, 2 to 4 ms on two cores. The paper's equations have no
 messages; without this, decoupled steps that wait for drafts would be promised time they do not have."""
+
+
+DEFAULT_METHOD = "suffix"
+"""What `mode: auto` drafts by where no method is configured: it needs no model and costs next to nothing."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """What a cluster has in all."""
+
+    cores: int
+    gpus: int
+
+
+def resolve(config: Config) -> tuple[Config, list[str]]:
+    """Carry out `plan: auto`, then `mode: auto`: the configuration to run, in which neither is left, and lines that
+    say what was chosen. A configuration without them comes back as it is, without a line.
+
+    Raises:
+        ConfigError, InputError: See `resolve_plan`; or what `mode: auto` comes to is not valid.
+    """
+    config, lines = resolve_plan(config)
+    devices = existing_devices(config) if config.mode is ModeName.auto else None
+    config, more = resolve_mode(config, devices)
+    return config, [*lines, *more]
+
+
+def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[str]]:
+    """`mode: auto`: coupled or decoupled, and one line with the reason; any other mode stays, without a line.
+
+    - Drafters that need draft actors (they learn there, have GPUs beside a target on CPUs, or all have `replicas: 0`
+      and so come by lending or scaling only): decoupled.
+    - A target on CPUs: coupled. Draft actors would take cores from the verifiers; the verifiers get those that draft
+      actors are configured with, as far as they exist and can be shared out in whole cores.
+    - A target on GPUs: decoupled where draft actors find room beside verifiers and trainer, else coupled.
+
+    Never plain: both modes stop drafting where it does not pay, and ask that again at every step (`spec/policy.py`).
+    Without any drafter one of `DEFAULT_METHOD` is added.
+
+    Args:
+        config: Any configuration that is valid; not changed.
+        devices: Of the cluster it will run on; None where that is not known: then draft actors beside verifiers on
+            GPUs are assumed to find room, and verifiers on CPUs get no more cores.
+
+    Raises:
+        ConfigError: The mode that was chosen contradicts another key.
+    """
+    if config.mode is not ModeName.auto:
+        return config, []
+    resolved = _with_drafters(config)
+    target = resolved.target
+    resolved.mode, reason = _mode_of(resolved, devices)
+    line = f"mode: {resolved.mode.value} ({reason})"
+    if resolved.mode is ModeName.coupled and not target.gpus and devices is not None:
+        more = _spare_cores(resolved, devices)
+        target.cores += more
+        line += f", target.cores={target.cores}" if more else ""
+    if not config.drafters:
+        line += f", drafters: {DEFAULT_METHOD}, as none is configured"
+    validate(resolved)
+    return resolved, [line]
+
+
+def as_decoupled(config: Config) -> Config:
+    """What `mode: auto` stands for where modes are planned or measured side by side: the layout as it is written, which
+    is that of draft actors beside verifiers. A configuration of another mode comes back as it is.
+
+    Raises:
+        ConfigError: The configuration cannot be decoupled.
+    """
+    if config.mode is not ModeName.auto:
+        return config
+    resolved = _with_drafters(config)
+    resolved.mode = ModeName.decoupled
+    validate(resolved)
+    return resolved
+
+
+def _with_drafters(config: Config) -> Config:
+    """A copy with one drafter at least."""
+    resolved = copy.deepcopy(config)
+    resolved.drafters = resolved.drafters or [DrafterConfig(DEFAULT_METHOD)]
+    return resolved
+
+
+def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
+    """Mode and reason."""
+    for index, drafter in enumerate(config.drafters):
+        if drafter.online.where is OnlineWhere.drafter:
+            return ModeName.decoupled, f"{drafter.method} learns in its draft actor, drafters.{index}.online.where"
+        if drafter.gpus and drafter.replicas and not config.target.gpus:
+            return ModeName.decoupled, f"{drafter.method} has GPUs of its own, drafters.{index}.gpus"
+    if not any(drafter.replicas for drafter in config.drafters):
+        return ModeName.decoupled, "drafters.*.replicas are all 0: draft actors come by lending or scaling"
+    if not config.target.gpus:
+        return ModeName.coupled, "on CPUs draft actors would take cores from the verifiers"
+    if devices is None:
+        return ModeName.decoupled, "draft actors on devices of their own"
+    gpus, cores = _devices_needed(config)
+    if gpus <= devices.gpus and cores <= devices.cores:
+        return ModeName.decoupled, "there is room for draft actors beside the verifiers"
+    wanted, have = f"{gpus} GPU(s) and {cores} core(s)", f"{devices.gpus} and {devices.cores}"
+    return ModeName.coupled, f"draft actors beside the verifiers would need {wanted} in all, and there are {have}"
+
+
+def _devices_needed(config: Config) -> tuple[int, int]:
+    """GPUs and cores of verifiers, draft actors and trainer together."""
+    target, trainer = config.target, config.trainer
+    gpus = target.replicas * target.gpus + sum(drafter.replicas * drafter.gpus for drafter in config.drafters)
+    cores = target.replicas * target.cores + _draft_cores(config)
+    return gpus + trainer.ranks * trainer.gpus, cores + _trainer_cores(config)
+
+
+def _draft_cores(config: Config) -> int:
+    return cores_needed(drafter.cores for drafter in config.drafters for _ in range(drafter.replicas))
+
+
+def _trainer_cores(config: Config) -> int:
+    """Cores that the trainer has to itself: without `trainer.cores` it takes turns with the verifiers on theirs."""
+    trainer = config.trainer
+    return trainer.ranks * (trainer.cores or min(trainer.gpus, 1))
+
+
+def _spare_cores(config: Config, devices: Devices) -> int:
+    """Cores that each verifier gets of those that draft actors would have taken; its ranks share them evenly."""
+    target = config.target
+    room = (devices.cores - _trainer_cores(config)) // target.replicas - target.cores
+    more = max(0, min(_draft_cores(config) // target.replicas, room))
+    return more - more % target.tensor_parallel
 
 
 def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:
@@ -37,6 +169,7 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
     """
     if config.plan is PlanPolicy.fixed:
         return config, []
+    config = as_decoupled(config)
     profile, warnings = usable_profile(config, config.plan_force)
     plan = make_plan(config, profile, devices_to_plan_for(config), requests_of(config), modes=modes)
     resolved = apply_plan(config, plan)
@@ -68,8 +201,9 @@ def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
     return profile, reject_foreign_profile(profile, config.profile, model, here, versions(), force)
 
 
-def ladder_priors(config: Config) -> dict[str, MethodPrior]:
-    """What the configured profile says about each draft method, for the verifiers' ladders; nothing without a profile.
+def ladder_priors(config: Config) -> dict[str, float]:
+    """Draft method → chance that a draft token is right given that those before it are, as the configured profile says;
+    nothing without a profile.
 
     Raises:
         ConfigError, InputError: The profile cannot be used here.
@@ -79,13 +213,9 @@ def ladder_priors(config: Config) -> dict[str, MethodPrior]:
     profile, _ = usable_profile(config, config.plan_force)
     priors = {}
     for drafter in config.drafters:
-        costs, survival = profile.drafting.get(drafter.method), profile.acceptance.get(drafter.method)
-        if costs is not None and survival is not None:
-            table = costs.table
-            devices = table.devices[0]
-            token_s = table.seconds(devices, 1, table.contexts(devices)[0])
-            window = drafter.window or config.speculation.window
-            priors[drafter.method] = MethodPrior(survival.probability(window), token_s)
+        survival = profile.acceptance.get(drafter.method)
+        if survival is not None:
+            priors[drafter.method] = survival.probability(drafter.window or config.speculation.window)
     return priors
 
 
@@ -144,9 +274,10 @@ def devices_to_plan_for(config: Config) -> int:
 
 def checked_devices(config: Config, wanted: int | None, key: str) -> int:
     """As `devices_to_plan_for`, for a number that was given as `key`."""
-    existing = _existing_devices(config)
-    if existing is None:
+    there = existing_devices(config)
+    if there is None:
         return devices_of(config) if wanted is None else wanted
+    existing = there.gpus if config.target.gpus else there.cores
     if wanted is not None and wanted > existing:
         kind = "GPU(s)" if config.target.gpus else "core(s)"
         problem = f"the plan may use {wanted} {kind}, and there are {existing}."
@@ -154,18 +285,18 @@ def checked_devices(config: Config, wanted: int | None, key: str) -> int:
     return existing if wanted is None else wanted
 
 
-def _existing_devices(config: Config) -> int | None:
-    """Devices of a cluster that would be started here; None for one that runs elsewhere."""
+def existing_devices(config: Config) -> Devices | None:
+    """What a cluster that would be started here has (GPUs are counted where some are asked for); None for one that runs
+    elsewhere."""
     cluster = config.cluster
     if cluster.address != "local":
         return None
-    if not config.target.gpus:
-        return cluster.num_cpus or len(os.sched_getaffinity(0))
-    if cluster.num_gpus is not None:
-        return cluster.num_gpus
-    from specactor_ray.modeling.identity import count_gpus
+    cores, gpus = cluster.num_cpus or len(os.sched_getaffinity(0)), cluster.num_gpus
+    if gpus is None and config.target.gpus:
+        from specactor_ray.modeling.identity import count_gpus
 
-    return count_gpus()
+        gpus = count_gpus()
+    return Devices(cores, gpus or 0)
 
 
 def _methods(config: Config, profile: Profile) -> tuple[list[str], list[Rejected]]:

@@ -121,6 +121,11 @@ class Quarantine:
         """Whether this verifier runs suspects, and so must not be given others."""
         return verifier_id in self._at
 
+    def members_at(self, verifier_id: str) -> list[str]:
+        """The suspects that this verifier runs."""
+        group = self._at.get(verifier_id)
+        return [] if group is None else list(group.members)
+
     @property
     def waiting(self) -> int:
         """Groups that wait for a verifier."""

@@ -9,8 +9,9 @@ its m requests wait for as well. `v` stands on both sides, so the choice needs n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+import heapq
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 MAX_MOVES = 2
 """A request that was moved so often stays."""
@@ -26,7 +27,6 @@ class RunningRequest:
     """One request at a verifier."""
 
     request_id: str
-    owner: str
     context: int
     """Tokens that another verifier would have to read: prompt and journaled output; 0 if nobody has begun with it."""
     remaining: float
@@ -65,42 +65,41 @@ def gain(request: RunningRequest, source_load: int, target_load: int) -> float:
     return saved - (request.context + _HANDOVER_TOKENS) * (1 + target_load)
 
 
-def plan_moves(running: Iterable[RunningRequest], verifiers: Iterable[str]) -> list[Move]:
+def plan_moves(loads: Mapping[str, int], running_at: Callable[[str], Iterable[RunningRequest]]) -> list[Move]:
     """Moves from the fullest to the emptiest verifiers, as long as their loads differ by 2 or more and a move pays.
 
+    What does not pay with the emptiest verifier pays with none, now and later in the plan, so each verifier that cannot
+    give one up is looked at once: linear in the requests of those that are fuller than others.
+
     Args:
-        running: Every request that a verifier has. Those of verifiers that are not listed are left alone.
-        verifiers: Who can take requests.
+        loads: Verifier that can take requests → those it has.
+        running_at: The requests of one of them; only asked for verifiers that are too full.
 
     Returns:
         Moves to carry out together, each request at most once. Afterwards the loads call for no move back.
     """
-    at: dict[str, list[RunningRequest]] = {verifier: [] for verifier in verifiers}
-    for request in running:
-        if request.owner in at:
-            at[request.owner].append(request)
-    moves: list[Move] = []
-    while (found := _best_move(at)) is not None:
-        request, target = found
-        moves.append(Move(request.request_id, request.owner, target))
-        at[request.owner].remove(request)
-        at[target].append(replace(request, owner=target, moves=MAX_MOVES))  # once per plan
+    loads, moves = dict(loads), []
+    able: dict[str, list[RunningRequest]] = {}
+    fullest = [(-load, verifier) for verifier, load in loads.items()]
+    heapq.heapify(fullest)
+    target = min(loads, key=loads.__getitem__, default="")
+    while fullest:
+        _, source = heapq.heappop(fullest)
+        at = loads[source], loads[target]
+        if at[0] - at[1] < 2:
+            break
+        if source not in able:
+            able[source] = [request for request in running_at(source) if request.moves < MAX_MOVES]
+        best = max(able[source], key=lambda request: gain(request, *at), default=None)
+        if best is None or gain(best, *at) <= 0:
+            continue
+        moves.append(Move(best.request_id, source, target))
+        able[source].remove(best)
+        loads[source] -= 1
+        loads[target] += 1
+        heapq.heappush(fullest, (-loads[source], source))
+        target = min(loads, key=loads.__getitem__)
     return moves
-
-
-def _best_move(at: Mapping[str, list[RunningRequest]]) -> tuple[RunningRequest, str] | None:
-    """From the fullest verifier that can give one up to the emptiest that can take it, the one that gains most."""
-    by_load = sorted(at, key=lambda verifier: (len(at[verifier]), verifier))
-    for source in reversed(by_load):
-        for target in by_load:
-            loads = len(at[source]), len(at[target])
-            if loads[0] - loads[1] < 2:
-                break
-            able = [r for r in at[source] if r.moves < MAX_MOVES]
-            best = max(able, key=lambda request: gain(request, *loads), default=None)
-            if best is not None and gain(best, *loads) > 0:
-                return best, target
-    return None
 
 
 def spare_verifiers(loads: Mapping[str, int]) -> list[str]:
@@ -118,37 +117,15 @@ def are_missed(serving: int, resting: int, requests: int) -> bool:
     return serving < min(requests, serving + resting)
 
 
-class Pace:
-    """How fast requests progress: output tokens per second since they came to their verifier."""
+def remaining_s(running: Iterable[tuple[float, float | None]]) -> float | None:
+    """Seconds until the last request is expected to end; None as long as no pace is known.
 
-    def __init__(self) -> None:
-        self._begin: dict[str, tuple[float, int]] = {}
-        self._rate: dict[str, float] = {}
-
-    def progress(self, request_id: str, tokens: int, now: float) -> None:
-        """So many output tokens are journaled by now; the first call sets the mark that others are measured from."""
-        since, first = self._begin.setdefault(request_id, (now, tokens))
-        if now > since and tokens > first:
-            self._rate[request_id] = (tokens - first) / (now - since)
-
-    def forget(self, request_id: str) -> None:
-        """It ended, or goes on elsewhere at another pace."""
-        self._begin.pop(request_id, None)
-        self._rate.pop(request_id, None)
-
-    def begun(self, request_id: str) -> bool:
-        """Whether it has made any progress since it came to its verifier."""
-        return request_id in self._begin
-
-    def remaining_s(self, remaining: Mapping[str, float]) -> float | None:
-        """Seconds until the last of these requests is expected to end; None as long as no pace is known.
-
-        Args:
-            remaining: Request → output tokens it is expected to have ahead. One whose pace is not known is taken to
-                be as fast as the slowest that is.
-        """
-        known = [self._rate[request_id] for request_id in remaining if request_id in self._rate]
-        if not known:
-            return None
-        slowest = min(known)
-        return max(tokens / self._rate.get(request_id, slowest) for request_id, tokens in remaining.items())
+    Args:
+        running: Output tokens each is expected to have ahead, and tokens per second. One whose pace is not known is
+            taken to be as fast as the slowest that is.
+    """
+    running = list(running)
+    slowest = min((rate for _, rate in running if rate is not None), default=None)
+    if slowest is None:
+        return None
+    return max(tokens / (slowest if rate is None else rate) for tokens, rate in running)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,7 @@ from specactor_ray.rollout.compatibility import (
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.memory import require_memory
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.planning import ladder_priors, resolve_plan
+from specactor_ray.rollout.planning import ladder_priors, resolve
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, sampling_from_config
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.rollout.target_checks import check_target
@@ -56,8 +57,8 @@ class Rollout:
 
     def __init__(self, config: Config) -> None:
         check_target(config)
-        config, plan_lines = resolve_plan(config)
-        for line in plan_lines:
+        config, lines = resolve(config)
+        for line in lines:
             logger.info("%s", line)
         config = export_what_drafters_read(config)
         self.config = config
@@ -230,21 +231,14 @@ class Rollout:
         self._run.streaming = True
         self._streams += 1
         try:
-            entries, refused = [], []
-            places = {}
-            for prompt_index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-                for sample_index in [one for one in range(n) if (prompt_index, one) not in skip]:
-                    seed = derive_seed(params.seed, prompt_index, sample_index)
-                    request_id = f"{self._streams}-{prompt_index}-{sample_index}"
-                    entry = JournalEntry(request_id, (), replace(params, seed=seed))
-                    places[request_id] = (prompt_index, sample_index)
-                    try:
-                        entry.prompt_token_ids = encode_prompt(self._tokenizer, prompt, self.config.data.chat)
-                        entries.append(entry)
-                    except InputError as error:
-                        refused.append((entry, str(error)))
-            for entry, reason in refused:
-                yield self._trajectory(entry, places[entry.request_id], prompts, reason)
+            encode = functools.partial(encode_prompt, self._tokenizer, chat=self.config.data.chat)
+            entries, places = [], {}
+            for place, entry, reason in samples_of(prompts, sampling, n, skip, encode, f"{self._streams}-"):
+                if reason:
+                    yield self._trajectory(entry, place, prompts, reason)
+                else:
+                    entries.append(entry)
+                    places[entry.request_id] = place
             for entry in self._run.stream(entries):
                 yield self._trajectory(entry, places[entry.request_id], prompts)
         finally:
@@ -271,6 +265,39 @@ class Rollout:
             prompt=prompts[place[0]],
             weight_version=self._run.weight_version,
         )
+
+
+def samples_of(
+    prompts: Sequence[Prompt],
+    sampling: Sequence[SamplingParams],
+    n: int,
+    skip: Collection[tuple[int, int]],
+    encode: Callable[[Prompt], tuple[int, ...]],
+    prefix: str = "",
+) -> Iterator[tuple[tuple[int, int], JournalEntry, str]]:
+    """Place (prompt index, sample index), request, and why it cannot run, if so. A prompt is encoded once.
+
+    Args:
+        prompts: What to sample from.
+        sampling: For each prompt.
+        n: Samples per prompt.
+        skip: Places that are left out.
+        encode: Token ids of a prompt; raises InputError where it has none.
+        prefix: Of the request ids.
+    """
+    for prompt_index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+        places = [(prompt_index, one) for one in range(n) if (prompt_index, one) not in skip]
+        if not places:
+            continue
+        token_ids: tuple[int, ...] = ()
+        reason = ""
+        try:
+            token_ids = encode(prompt)
+        except InputError as error:
+            reason = str(error)
+        for place in places:
+            own = replace(params, seed=derive_seed(params.seed, *place))
+            yield place, JournalEntry(f"{prefix}{place[0]}-{place[1]}", token_ids, own), reason
 
 
 def default_run_dir(config: Config, run_name: str) -> Path:

@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.config import Config, to_yaml
-from specactor_ray.config.inline import draft_actors
+from specactor_ray.config.lending import draft_actors
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import ConfigError
 from specactor_ray.observability.console import say
@@ -29,6 +29,7 @@ from specactor_ray.rollout.output import (
     save_run_config,
     write_json,
 )
+from specactor_ray.rollout.planning import resolve
 from specactor_ray.rollout.prompts import Prompt, read_prompts
 from specactor_ray.rollout.resume import find_unfinished, read_finished
 from specactor_ray.rollout.target_checks import start_note
@@ -90,7 +91,8 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
     SIGTERM) ends in order: actors stop, finished trajectories are kept, the outcome says `interrupted`.
 
     Args:
-        config: The resolved configuration; `run.name` is filled in if it is not set.
+        config: What to run; `run.name` is filled in if it is not set. `plan: auto` and `mode: auto` are resolved in a
+            copy before anything is written or started.
         console: Where progress is shown.
 
     Raises:
@@ -101,6 +103,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
     if config.resume not in ("auto", "never"):
         raise ConfigError("resume", f"is {config.resume!r}.", "a rollout takes auto or never.")
     prompts = read_prompts(config.data.path, config.data.limit)
+    config, lines = resolve(config)
     with sigterm_interrupts():
         unfinished = find_unfinished(config) if config.resume == "auto" else None
         if config.data.output is not None:  # whoever continues the run may be in another folder
@@ -113,6 +116,8 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
                 if unfinished:
                     there = read_finished(writer, prompts, config)
                     save_run_config(config, folder)
+                for line in lines:
+                    say(console, line)
                 return _run(config, prompts, folder, writer, there, console)
         except BaseException as error:
             if not unfinished and not (folder / SUMMARY_FILE).exists():

@@ -57,7 +57,7 @@ class RunClient:
         """Yield each entry when it has ended; see `Dispatcher.run`."""
         self.streaming = True
         try:
-            yield from self.dispatcher.run(entries)
+            yield from self.dispatcher.run(entries, self.weight_version)
         finally:
             self.streaming = False
 
@@ -68,7 +68,6 @@ class RunClient:
             raise InputError(f"weights of version {weights.version} come after version {self.weight_version}")
         # From the call on the controller may be bringing everyone there, whether or not it says so in time.
         self.weight_version = weights.version
-        self.dispatcher.expect_version(weights.version)
         limit_s = self._sync_timeout_s
         self.ask("set_weights", weights, limit_s, deadline_s=limit_s + _ASK_S)
 

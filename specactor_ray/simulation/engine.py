@@ -3,7 +3,7 @@ says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,13 @@ from specactor_ray.errors import InputError
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import Network, VirtualActor
 from specactor_ray.simulation.world import World
-from specactor_ray.speculation.tree import DraftTree
 from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetRequest
 
 
 @dataclass(eq=False, slots=True)
 class _Row:
     request: TargetRequest
-    truth: Sequence[int]
+    truth: list[int]
     committed: int
     to_prefill: int
     """Positions of prompt and earlier output that are not in the cache yet."""
@@ -44,8 +43,6 @@ class SimulatedEngine:
         max_step_tokens: Most positions of a step.
         cache_tokens: Most tokens of all contexts together.
     """
-
-    supports_trees = False
 
     def __init__(
         self,
@@ -74,7 +71,7 @@ class SimulatedEngine:
         if prompt + most > min(self.max_model_len, self._cache_tokens):
             raise InputError("the prompt is too long")
         committed = len(request.committed_token_ids)
-        truth = self._world.text.output(request.sampling, self.weight_version)
+        truth = list(self._world.text.output(request.sampling, self.weight_version))
         self._waiting[request.request_id] = _Row(request, truth, committed, prompt + committed)
 
     def remove(self, request_id: str) -> None:
@@ -146,12 +143,11 @@ class SimulatedEngine:
             self._waiting = {name: row, **self._waiting}
 
     def _verify(self, row: _Row, tail: Tail) -> RowOutput:
-        assert not isinstance(tail, DraftTree)  # it does not support them
         truth, start = row.truth, row.committed
         accepted, most = 0, min(len(tail), len(truth) - start)
         while accepted < most and tail[accepted] == truth[start + accepted]:
             accepted += 1
-        tokens = list(truth[start : start + accepted + 1])
+        tokens = truth[start : start + accepted + 1]
         row.committed += len(tokens)
         self.cached_tokens += len(tokens)
         finished = None

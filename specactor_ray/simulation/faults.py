@@ -12,8 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specactor_ray.config.inline import draft_actors
-from specactor_ray.messages import Commit, DraftTail
+import numpy as np
+
+from specactor_ray.config.lending import draft_actors
+from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
 
 if TYPE_CHECKING:
@@ -257,7 +259,8 @@ class Injector:
     def _malformed_messages(self) -> bool:
         def send(actor: VirtualActor) -> None:
             batch = [self._garbage(actor) for _ in range(self._rng.randrange(1, 20))]
-            self._network.send(self._simulation.driver, actor, "deliver", [batch])
+            for message in batch:
+                self._network.send(self._simulation.driver, actor, "deliver", [message])
 
         return self._on_one("", send)
 
@@ -265,14 +268,21 @@ class Injector:
         rng = self._rng
         strange: list[Any] = [None, -1, 3, 1.5, "x", (), (None,), ("a",), (10**9,), True, float("nan"), {}, b"y"]
         names = [one.name for one in self._alive()]
-        request = f"{rng.randrange(3)}-{rng.randrange(self._simulation.scenario.requests)}"
         if rng.random() < 0.2:
             return rng.choice(strange)
         if actor.name.startswith("verifier"):
-            values: list[Any] = [request, rng.choice(names), *(rng.choice(strange) for _ in range(5))]
-            return DraftTail(*values)
-        values = [request, rng.choice(names), *(rng.choice(strange) for _ in range(5))]
-        return Commit(*values)
+            values: list[Any] = [rng.choice(names), *(self._strange_array() for _ in range(6))]
+            return TailBatch(*values)
+        values = [rng.choice(names), *(self._strange_array() for _ in range(6))]
+        return CommitBatch(*values)
+
+    def _strange_array(self) -> Any:
+        """Wrong in its type, its length, or its values; now and then in order."""
+        rng = self._rng
+        if rng.random() < 0.2:
+            return rng.choice([None, 3, "x", (), [1, 2]])
+        values = [rng.choice([0, 1, 7, -1, 10**9, 2**31 - 1]) for _ in range(rng.randrange(4))]
+        return np.array(values, rng.choice([np.int32, np.int32, np.int32, np.int64, np.float32, np.bool_]))
 
     def _lose_objects(self) -> bool:
         self._network.faults.object_lost = self._rng.uniform(0.1, 0.9)

@@ -11,15 +11,15 @@ from specactor_ray.config.schema import HISTORY_METHODS, DrafterConfig, TargetCo
 from specactor_ray.controller.state import VerifierSpec
 from specactor_ray.drafters.base import Proposer
 from specactor_ray.drafters.registry import build_proposer
-from specactor_ray.loops.speculator import Speculator
 from specactor_ray.messages import WeightSet
-from specactor_ray.simulation.clairvoyant import ClairvoyantSpeculator
+from specactor_ray.simulation.clairvoyant import ClairvoyantDrafting
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import Network, VirtualActor, VirtualTransport
 from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
 from specactor_ray.simulation.text import RecordedText
 from specactor_ray.simulation.world import World
+from specactor_ray.verify.drafting import Drafting
 
 
 class SimulatedHost(ActorHost):
@@ -42,11 +42,10 @@ class SimulatedHost(ActorHost):
         limits = (target.max_batch, target.max_step_tokens, world.cache_tokens)
         return SimulatedEngine(self._actor, self._clock, self._network, world, *limits)
 
-    def build_speculator(self, spec: VerifierSpec, engine: Any) -> Speculator:
-        world = self._world
-        if not world.clairvoyant:
-            return super().build_speculator(spec, engine)
-        return ClairvoyantSpeculator(spec, engine, self._clock, world, self._network.call_s)
+    def build_drafting(self, spec: VerifierSpec, engine: Any) -> Drafting:
+        if not self._world.clairvoyant:
+            return super().build_drafting(spec, engine)
+        return ClairvoyantDrafting(spec, engine, self._clock, self._world)
 
     def build_proposer(self, drafter: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
         """What lookups find in a recorded text is found for real."""

@@ -7,13 +7,16 @@ actor is gone for good, or unavailable, and then nobody knows whether the call w
 from __future__ import annotations
 
 import functools
+import operator
 import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
+
+import numpy as np
 
 from specactor_ray.cluster.processes import ProcessFacts
 from specactor_ray.errors import (
@@ -24,7 +27,9 @@ from specactor_ray.errors import (
     RemoteError,
     SpecActorError,
 )
+from specactor_ray.messages import CommitBatch, DraftOpen, Features, TailBatch
 from specactor_ray.simulation.kernel import Kernel, Process, Task, VirtualClock
+from specactor_ray.targets.base import TargetRequest
 
 _CONCURRENCY = 8
 _DETECTION_S = (0.01, 1.0)
@@ -328,18 +333,25 @@ class Network:
 
 
 _MESSAGE_BYTES, _TOKEN_BYTES = 120, 4
+_KINDS = (CommitBatch, TailBatch, DraftOpen, Features, TargetRequest)
+_FIELDS = {kind: operator.attrgetter(*(field.name for field in fields(kind))) for kind in _KINDS}
 
 
 def payload_bytes(arguments: Sequence[Any]) -> int:
-    """About how many bytes the messages in the arguments of a call take, tokens and features of `deliver` counted."""
-    batches = (argument for argument in arguments if isinstance(argument, list))
-    return sum(_message_bytes(message) for batch in batches for message in batch)
+    """About how many bytes the messages in the arguments of a call take."""
+    return sum(map(_message_bytes, arguments))
 
 
 def _message_bytes(message: Any) -> int:
-    tokens = len(getattr(message, "token_ids", ())) + len(getattr(message, "prompt_token_ids", ()))
-    states = sum(getattr(one.states, "nbytes", 0) for one in getattr(message, "features", ()))
-    return _MESSAGE_BYTES + _TOKEN_BYTES * tokens + states
+    kind = type(message)
+    if kind is np.ndarray:
+        return _MESSAGE_BYTES + int(message.nbytes)
+    if kind in _FIELDS:
+        return _MESSAGE_BYTES + sum(map(_message_bytes, _FIELDS[kind](message)))
+    if kind not in (list, tuple):
+        return _TOKEN_BYTES
+    are_tokens = set(map(type, message)) == {int}
+    return _TOKEN_BYTES * len(message) if are_tokens else sum(map(_message_bytes, message))
 
 
 def facts_of(actor: VirtualActor) -> ProcessFacts:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specactor_ray.drafters.base import Proposer
-from specactor_ray.drafters.mirror import RequestMirror
+import numpy as np
+
+from specactor_ray.drafters.base import Commits, Proposer, Tails
 from specactor_ray.messages import SamplingParams
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.text import NO_GUESS
 from specactor_ray.simulation.world import World
+
+_FIRST_SLOTS = 64
 
 
 class SimulatedProposer:
@@ -18,6 +21,9 @@ class SimulatedProposer:
 
     A forward drafts one token for every request that has room in its window; a lookup fills all windows at once, as far
     as it finds something. What a request's cache lacks is prefilled in the next forward.
+
+    Each request has a slot in arrays. `ahead` holds what the method says of the positions behind the committed ones;
+    the tail is the part of it that has been drafted.
 
     Args:
         name: Its actor.
@@ -34,11 +40,20 @@ class SimulatedProposer:
         self.method, self.vocab_size = method, world.text.vocab_size
         self._name, self._clock, self._world, self._random = name, clock, world, random
         self._time = world.draft_time(method)
-        self._mirrors: dict[str, RequestMirror] = {}
-        self._changed: dict[str, None] = {}
+        self._slots: dict[str, int] = {}
+        self._guesses: dict[int, np.ndarray] = {}
+        """Slot → the guess at each position of the output."""
+        self._free = list(range(_FIRST_SLOTS))[::-1]
+        self._names = np.full(_FIRST_SLOTS, "", object)
+        self._prompt, self._base, self._length, self._window = np.zeros((4, _FIRST_SLOTS), np.int32)
+        """Tokens of prompt, committed output, and tail; most of the tail, 0 in free slots."""
+        self._ahead = np.zeros((_FIRST_SLOTS, 0), np.int32)
+        self._changed = np.zeros(_FIRST_SLOTS, np.bool_)
         self._to_prefill = 0
         self._cached = 0
         """Tokens of all requests that it follows; lookups keep none."""
+
+    # ---- what verifiers say ----
 
     def open(
         self,
@@ -48,59 +63,98 @@ class SimulatedProposer:
         sampling: SamplingParams,
         window: int,
     ) -> None:
-        self._free(request_id)
-        self._mirrors[request_id] = RequestMirror(prompt_token_ids, committed_token_ids, sampling, window)
-        self._changed[request_id] = None
+        self.close(request_id)
+        if not self._free:
+            self._grow()
+        slot = self._slots[request_id] = self._free.pop()
+        prompt, base, text = len(prompt_token_ids), len(committed_token_ids), self._world.text
+        guesses = text.guesses(self.method, sampling, self._world.version_of.get(sampling.seed, 0))
+        self._guesses[slot] = guesses if self._time.is_lookup else np.maximum(guesses, 0)
+        self._names[slot], self._prompt[slot], self._base[slot] = request_id, prompt, base
+        self._length[slot], self._window[slot], self._changed[slot] = 0, window, True
+        self._widen(window)
+        self._look_ahead([slot])
         if not self._time.is_lookup:
-            tokens = len(prompt_token_ids) + len(committed_token_ids)
-            self._to_prefill += tokens
-            self._cached += tokens
+            self._to_prefill += prompt + base
+            self._cached += prompt + base
 
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
-        mirror = self._mirrors.get(request_id)
-        if mirror is None:
-            return False
-        outcome = mirror.commit(start, token_ids, window)
-        if not outcome.ok:
-            return False
+    def commit_batch(self, commits: Commits) -> np.ndarray:
+        slots = np.array([self._slots.get(request_id, -1) for request_id in commits.request_ids], np.int32)
+        overlap, ends = self._base[slots] - commits.starts, np.cumsum(commits.lengths)
+        good = (slots >= 0) & (overlap >= 0)
+        slots, overlap, ends, lengths, windows = (
+            array[good] for array in (slots, overlap, ends, commits.lengths, commits.windows)
+        )
+        fresh, newest = np.maximum(lengths - overlap, 0), lengths >= overlap
+        self._window[slots[newest]] = windows[newest]
+        self._widen(max(windows.max(initial=0), fresh.max(initial=0)))
+        number = np.arange(fresh.max(initial=0))
+        told = commits.tokens.take((ends - fresh)[:, None] + number, mode="clip") if len(number) else number
+        tested = number < np.minimum(fresh, self._length[slots])[:, None]
+        agrees = ~(tested & (told != self._ahead[slots, : len(number)])).any(axis=1)
+        self._length[slots] = np.where(agrees, np.maximum(self._length[slots] - fresh, 0), 0)
+        self._base[slots] += fresh
+        self._look_ahead(slots.tolist())
+        self._changed[slots] = True
         if not self._time.is_lookup:
-            self._cached += outcome.advanced
-        self._changed[request_id] = None
-        return True
+            self._cached += int(fresh.sum())
+        return good
+
+    def close(self, request_id: str, finished: bool = True) -> None:
+        slot = self._slots.pop(request_id, None)
+        if slot is None:
+            return
+        if not self._time.is_lookup:
+            self._cached -= int(self._prompt[slot] + self._base[slot])
+        self._window[slot] = self._length[slot] = 0
+        self._changed[slot] = False
+        del self._guesses[slot]
+        self._free.append(slot)
+
+    def _look_ahead(self, slots: Sequence[int]) -> None:
+        width = self._ahead.shape[1]
+        for slot, base in zip(slots, self._base[slots].tolist(), strict=True):
+            guesses = self._guesses[slot][base : base + width]
+            self._ahead[slot, : len(guesses)] = guesses
+            if len(guesses) < width:
+                self._ahead[slot, len(guesses) :] = 0  # past the end: nobody will compare it
+
+    def _widen(self, width: int) -> None:
+        if width > self._ahead.shape[1]:
+            self._ahead = np.zeros((len(self._names), width), np.int32)
+            self._look_ahead(list(self._guesses))
+
+    def _grow(self) -> None:
+        old = len(self._names)
+        for name in ("_names", "_prompt", "_base", "_length", "_window", "_ahead", "_changed"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+        self._free = list(range(old, 2 * old))[::-1]
+
+    # ---- guesses ----
 
     def extend(self) -> list[str]:
-        changed, self._changed = self._changed, {}
         if self._time.is_lookup:
-            self._look_up([self._mirrors[name] for name in changed])
+            self._look_up(np.flatnonzero(self._changed))
         else:
-            changed.update(dict.fromkeys(self._forward()))
-        return list(changed)
+            self._forward(np.flatnonzero(self._length < self._window))
+        changed: list[str] = self._names[self._changed].tolist()
+        self._changed[:] = False
+        return changed
 
-    def _forward(self) -> Sequence[str]:
-        growing = {name: mirror for name, mirror in self._mirrors.items() if mirror.room}
-        if growing:
-            context = sum(len(mirror.prompt) + mirror.base_len for mirror in growing.values())
-            self._work(len(growing), len(growing), context)
-        for mirror in growing.values():
-            mirror.tail.append(max(self._guess(mirror), 0))
-        return list(growing)
+    def _forward(self, slots: np.ndarray) -> None:
+        if len(slots):
+            context = int(self._prompt[slots].sum() + self._base[slots].sum())
+            self._work(len(slots), len(slots), context)
+            self._length[slots] += 1
+            self._changed[slots] = True
 
-    def _look_up(self, mirrors: Sequence[RequestMirror]) -> None:
-        found = 0
-        for mirror in mirrors:
-            before = len(mirror.tail)
-            while mirror.room and (token := self._guess(mirror)) != NO_GUESS:
-                mirror.tail.append(token)
-            found += len(mirror.tail) - before
-        if mirrors:
-            self._work(len(mirrors), found, 0)
-
-    def _guess(self, mirror: RequestMirror) -> int:
-        world, seed = self._world, mirror.sampling.seed
-        if self._name in world.corrupt:
-            return int(self._random() * 2e9) - 10**9
-        position = mirror.base_len + len(mirror.tail)
-        return world.text.guess(self.method, seed, world.version_of.get(seed, 0), position)
+    def _look_up(self, slots: np.ndarray) -> None:
+        if len(slots):
+            nothing = np.append(self._ahead[slots] == NO_GUESS, np.ones((len(slots), 1), np.bool_), axis=1)
+            before = self._length[slots]
+            self._length[slots] = np.maximum(before, np.minimum(nothing.argmax(axis=1), self._window[slots]))
+            self._work(len(slots), int((self._length[slots] - before).sum()), 0)
 
     def _work(self, rows: int, positions: int, context: int) -> None:
         clock, world, prefill = self._clock, self._world, self._to_prefill
@@ -109,26 +163,19 @@ class SimulatedProposer:
         begin = clock.now()
         clock.work(seconds + world.python.draft_s(clock.process, rows))
         world.record.span(self._name, "draft", begin, clock.now(), rows, positions)
-        world.record.streams(self._name, len(self._mirrors), self._cached)
+        world.record.streams(self._name, len(self._slots), self._cached)
         world.python.begin(clock.process)
 
-    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
-        mirror = self._mirrors[request_id]
-        return mirror.base_len, tuple(mirror.tail)
-
-    def pending(self, request_id: str) -> bool:
-        mirror = self._mirrors.get(request_id)
-        return mirror is not None and mirror.room > 0 and (not self._time.is_lookup or request_id in self._changed)
-
-    def close(self, request_id: str, finished: bool = True) -> None:
-        self._free(request_id)
-        self._mirrors.pop(request_id, None)
-        self._changed.pop(request_id, None)
-
-    def _free(self, request_id: str) -> None:
-        mirror = self._mirrors.get(request_id)
-        if mirror is not None and not self._time.is_lookup:
-            self._cached -= len(mirror.prompt) + mirror.base_len
+    def tails(self, request_ids: Sequence[str]) -> Tails:
+        slots = np.fromiter(map(self._slots.__getitem__, request_ids), np.int32, len(request_ids))
+        lengths, ahead = self._length[slots], self._ahead[slots]
+        tokens = ahead[np.arange(ahead.shape[1]) < lengths[:, None]]
+        if self._name in self._world.corrupt:
+            tokens = np.array([int(self._random() * 2e9) - 10**9 for _ in range(len(tokens))], np.int32)
+        grows = lengths < self._window[slots]
+        if self._time.is_lookup:
+            grows &= self._changed[slots]
+        return Tails(self._base[slots], lengths, ~grows, tokens)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._clock.work(self._world.times.sync_s)
@@ -147,12 +194,7 @@ class TimedProposer:
 
     def __init__(self, inner: Proposer, clock: VirtualClock, world: World, name: str) -> None:
         self.method, self.vocab_size, self.weight_version = inner.method, inner.vocab_size, inner.weight_version
-        self.commit, self.tail, self.pending, self.load_weights = (
-            inner.commit,
-            inner.tail,
-            inner.pending,
-            inner.load_weights,
-        )
+        self.commit_batch, self.tails, self.load_weights = inner.commit_batch, inner.tails, inner.load_weights
         self.forget_history = getattr(inner, "forget_history", lambda: None)
         self._inner, self._clock, self._world, self._name = inner, clock, world, name
         self._open: dict[str, None] = {}
@@ -173,7 +215,7 @@ class TimedProposer:
         world.python.begin(clock.process)  # what the lookup itself takes is what the cost model says
         changed = self._inner.extend()
         if changed:
-            found = sum(len(self._inner.tail(name)[1]) for name in changed)
+            found = len(self._inner.tails(changed).tokens)
             begin, own_s = clock.now(), world.python.draft_s(clock.process, len(changed))
             clock.work(self._time.forward.seconds(len(changed), found, 0) + own_s)
             world.record.span(self._name, "draft", begin, clock.now(), len(changed), found)

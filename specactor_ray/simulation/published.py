@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from specactor_ray.simulation.hardware import RooflineHardware
 from specactor_ray.simulation.hardware_files import HARDWARE, find_file, read_device, read_file
 from specactor_ray.simulation.roofline import RooflineCost
-from specactor_ray.speculation.tgs import tau_coupled
+from specactor_ray.spec.tgs import tau_coupled
 
 TOLERANCE = 0.15
 """A prediction further off than this share is given a reason."""

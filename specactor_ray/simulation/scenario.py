@@ -15,6 +15,7 @@ from specactor_ray.config.load import load_as
 from specactor_ray.config.schema import HISTORY_METHODS, Config, ModeName
 from specactor_ray.config.validate import DRAFT_METHODS, validate
 from specactor_ray.errors import ConfigError
+from specactor_ray.rollout.planning import Devices, resolve_mode
 
 _MOST, _MOST_SIGMA = 1e9, 10.0
 
@@ -73,15 +74,15 @@ class SkillConfig:
 
 @dataclass
 class PythonConfig:
-    """What our own Python takes."""
+    """What our own Python takes; the defaults were measured by `scripts/bench_protocol.py` at 128 rows on two cores."""
 
     measured: bool = False
     """Charge what it really takes on this machine, in place of the figures below. Runs then differ a little."""
-    verify_row_us: float = 105.0
+    verify_row_us: float = 6.0
     """Microseconds per row of a verify step where drafts are used."""
-    plain_row_us: float = 25.0
+    plain_row_us: float = 2.0
     """The same where they are not."""
-    draft_row_us: float = 20.0
+    draft_row_us: float = 15.0
     """Microseconds per row of a draft step."""
 
 
@@ -163,7 +164,7 @@ _RUN = "the configuration of a run; name a scenario, which holds one as `config`
 
 
 def load_scenario(path: Path, overrides: Sequence[str] = ()) -> ScenarioConfig:
-    """Read a scenario and check it.
+    """Read a scenario, check it, and resolve `config.mode: auto` by its machines.
 
     Raises:
         ConfigError: A file cannot be read, or a key is wrong.
@@ -222,12 +223,17 @@ def _check(scenario: ScenarioConfig) -> None:
     if len(scenario.machines.slowness) > scenario.machines.nodes:
         problem = f"{len(scenario.machines.slowness)} factors for {scenario.machines.nodes} nodes."
         raise ConfigError("machines.slowness", problem, "give one for each node, or raise machines.nodes.")
-    _check_skills(scenario)
     try:
         validate(scenario.config)
+        scenario.config, _ = resolve_mode(scenario.config, _devices_of(scenario.machines))
     except ConfigError as error:
         raise ConfigError(f"config.{error.key}", error.problem, error.fix) from None
+    _check_skills(scenario)
     _check_room(scenario)
+
+
+def _devices_of(machines: MachinesConfig) -> Devices:
+    return Devices(int(machines.cpus) * machines.nodes, int(machines.gpus) * machines.nodes)
 
 
 def _check_room(scenario: ScenarioConfig) -> None:

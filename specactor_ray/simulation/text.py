@@ -30,8 +30,9 @@ class Text(Protocol):
     def output(self, sampling: SamplingParams, version: int) -> Sequence[int]:
         """The whole output of a request under these weights, at most `sampling.max_tokens` tokens."""
 
-    def guess(self, method: str, seed: int, version: int, position: int) -> int:
-        """The token that a drafter of this method guesses at an output position after a right prefix, or `NO_GUESS`."""
+    def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
+        """Integers `(most,)`: the token that a drafter of this method guesses at each output position after a right
+        prefix, or `NO_GUESS`."""
 
     def probability(self, method: str, seed: int, position: int) -> float:
         """Probability that the guess of a method at a position is right, knowing all but the draw of that position."""
@@ -62,12 +63,18 @@ class HashedText:
     def output(self, sampling: SamplingParams, version: int) -> Sequence[int]:
         return true_output(sampling, version)
 
-    def guess(self, method: str, seed: int, version: int, position: int) -> int:
-        draw = zlib.crc32(b"%s %d %d %d" % (method.encode(), seed, version, position)) / 2**32
-        return (true_token(seed, version, position) + (draw >= self._skill.get(method, 0.5))) % self.vocab_size
+    def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
+        key = b"%s %d %d" % (method.encode(), sampling.seed, version)
+        wrong = _draws(key, sampling.max_tokens) >= self._skill.get(method, 0.5)
+        return (np.array(self.output(sampling, version)) + wrong) % self.vocab_size
 
     def probability(self, method: str, seed: int, position: int) -> float:
         return self._skill.get(method, 0.5)
+
+
+def _draws(key: bytes, count: int) -> np.ndarray:
+    """`(count,)` numbers in [0, 1) that are functions of the key and their position."""
+    return np.array([zlib.crc32(b"%s %d" % (key, position)) for position in range(count)]) / 2**32
 
 
 @dataclass(frozen=True)
@@ -99,14 +106,10 @@ _STANDARD = NormalDist()
 @dataclass(frozen=True)
 class _Request:
     tokens: Sequence[int]
-    guesses: Mapping[str, Sequence[int]]
-    """Method → its guess at each position; `_NONE` where it has none."""
+    guesses: Mapping[str, np.ndarray]
+    """Method → its guess at each position, int16."""
     thresholds: Mapping[str, np.ndarray]
     """Method → probit threshold of each stretch; what a clairvoyant knows."""
-
-
-_NONE = 255
-"""Stands for `NO_GUESS` in arrays of bytes; not a token."""
 
 
 class GeneratedText:
@@ -120,7 +123,7 @@ class GeneratedText:
         seed: Of all draws.
     """
 
-    vocab_size = _NONE
+    vocab_size = 255
 
     def __init__(
         self, lengths: Mapping[int, int], skills: Mapping[str, Skill], correlation: float = 0.0, seed: int = 0
@@ -133,12 +136,8 @@ class GeneratedText:
         tokens = self._request(sampling.seed).tokens
         return tokens[: sampling.max_tokens]
 
-    def guess(self, method: str, seed: int, version: int, position: int) -> int:
-        guesses = self._request(seed).guesses[method]
-        if position >= len(guesses):
-            return 0  # past the end: nobody will compare it
-        token = guesses[position]
-        return NO_GUESS if token == _NONE else token
+    def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
+        return self._request(sampling.seed).guesses[method][: sampling.max_tokens]
 
     def probability(self, method: str, seed: int, position: int) -> float:
         thresholds = self._request(seed).thresholds[method]
@@ -154,7 +153,7 @@ class GeneratedText:
         length = self._lengths[seed]
         stretches = -(-length // STRETCH)
         rng = np.random.default_rng([self._seed, seed])
-        tokens = rng.integers(0, _NONE, length, dtype=np.uint8)
+        tokens = rng.integers(0, self.vocab_size, length, dtype=np.uint8)
         shared = [rng.standard_normal(size) for size in (1, stretches, length)]
         guesses, thresholds = {}, {}
         for number, (method, skill) in enumerate(sorted(self._skills.items())):
@@ -166,9 +165,9 @@ class GeneratedText:
             base = _thresholds(skill.mean, skill.decay, stretches) * scale
             threshold = base + skill.spread * request + skill.burst * stretch
             right = position < np.repeat(threshold, STRETCH)[:length]
-            said = np.where(right, tokens, (tokens + 1) % _NONE).astype(np.uint8)
+            said = np.where(right, tokens, (tokens + 1) % self.vocab_size)
             covered = np.repeat(rng.random(stretches) < skill.coverage, STRETCH)[:length]
-            guesses[method] = np.where(covered, said, np.uint8(_NONE)).tobytes()
+            guesses[method] = np.where(covered, said.astype(np.int16), np.int16(NO_GUESS))
             thresholds[method] = threshold
         return _Request(tokens.tobytes(), guesses, thresholds)
 
@@ -197,11 +196,10 @@ class RecordedText:
     def output(self, sampling: SamplingParams, version: int) -> Sequence[int]:
         return self._outputs[sampling.seed][: sampling.max_tokens]
 
-    def guess(self, method: str, seed: int, version: int, position: int) -> int:
-        output = self._outputs[seed]
-        token = output[position] if position < len(output) else 0
-        draw = zlib.crc32(b"%s %d %d" % (method.encode(), seed, position)) / 2**32
-        return token if draw < self._accuracy.get((method, seed), 0.0) else (token + 1) % self.vocab_size
+    def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
+        output, seed = np.array(self.output(sampling, version)), sampling.seed
+        wrong = _draws(b"%s %d" % (method.encode(), seed), len(output)) >= self._accuracy.get((method, seed), 0.0)
+        return (output + wrong) % self.vocab_size
 
     def probability(self, method: str, seed: int, position: int) -> float:
         return self._accuracy.get((method, seed), 0.0)

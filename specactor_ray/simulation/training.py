@@ -10,7 +10,7 @@ import contextlib
 import json
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from specactor_ray.errors import SpecActorError
 from specactor_ray.learner.progress import Progress
 from specactor_ray.learner.saving import PartWriter, SavedPart
 from specactor_ray.messages import SamplingParams, WeightSet
-from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import VirtualActor, VirtualTransport
 from specactor_ray.simulation.text import true_output
@@ -40,10 +39,9 @@ _MICRO_BATCHES, _MICRO_BATCH_S = 5, 0.2
 _MOST_RESTARTS = 200
 
 
-def digest_of(entries: Sequence[JournalEntry]) -> int:
-    """Checksum of the tokens of a step's requests, in the order of their ids."""
-    tokens = [(entry.request_id, tuple(entry.token_ids)) for entry in entries]
-    return zlib.crc32(repr(sorted(tokens)).encode())
+def digest_of(outputs: Iterable[tuple[str, Sequence[int]]]) -> int:
+    """Checksum of the tokens of a step: request id and output, in any order."""
+    return zlib.crc32(repr(sorted((name, tuple(tokens)) for name, tokens in outputs)).encode())
 
 
 def learn(weights: int, samples: int, step: int) -> int:
@@ -110,7 +108,7 @@ class _Maker:
         for entry in rollout.stream(self._simulation.entries(step)):
             self._simulation.check_entry(entry)
             ended.append(entry)
-        return _Experience([digest_of(ended)])
+        return _Experience([digest_of((entry.request_id, entry.token_ids) for entry in ended)])
 
 
 @dataclass
@@ -229,9 +227,8 @@ class Training:
         weights = 0
         for step in range(STEPS):
             entries = self._simulation.entries(step)
-            for entry in entries:
-                entry.token_ids = list(true_output(entry.sampling, step))
-            weights = learn(weights, digest_of(entries), step)
+            outputs = [(entry.request_id, true_output(entry.sampling, step)) for entry in entries]
+            weights = learn(weights, digest_of(outputs), step)
             if self._record.steps.get(step + 1) != weights:
                 self._simulation.fail(f"step {step + 1} of training left other weights than a calm run")
                 return

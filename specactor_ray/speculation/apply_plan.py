@@ -58,9 +58,7 @@ def apply_plan(config: Config, plan: Plan) -> Config:
     drafter = kept[0]
     drafter.replicas, drafter.window = chosen.groups, None
     drafter.max_batch = max(drafter.max_batch, chosen.batch)
-    if chosen.mode is ModeName.coupled:
-        drafter.cores = chosen.verify_devices  # it takes turns with the verifier on the verifier's cores
-    elif not drafter.gpus:
+    if chosen.mode is ModeName.decoupled and not drafter.gpus:
         drafter.cores = max(chosen.draft_devices, 1)
     resolved.drafters = kept
     resolved.speculation.window = chosen.window

@@ -27,12 +27,13 @@ from dataclasses import dataclass
 from specactor_ray.config.schema import ModeName
 from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import InputError
+from specactor_ray.spec.tgs import tau_coupled, tau_decoupled
 from specactor_ray.speculation.candidates import Candidate, Plan, Rejected
 from specactor_ray.speculation.costs import CostTable
 from specactor_ray.speculation.survival import Survival
-from specactor_ray.speculation.tgs import tau_coupled, tau_decoupled
-from specactor_ray.speculation.window import choose_wait_s
 
+_MOST_WAIT_S = 0.020
+"""Longest wait of a decoupled step."""
 ALL_MODES = (ModeName.plain, ModeName.coupled, ModeName.decoupled)
 
 
@@ -229,9 +230,8 @@ class _Search:
         wait_s = window * draft_s + self._round_trip_s
         waiting = tau_coupled(p, window), wait_s + verify_s
         running_on = tau_decoupled(p, window), max(window * draft_s, verify_s)
-        granted_s = choose_wait_s(waiting[0] - 1.0, 1.0, verify_s) if self._waits else 0.0
         pays = waiting[0] / waiting[1] > running_on[0] / running_on[1]
-        return waiting if self._waits and wait_s <= granted_s and pays else running_on
+        return waiting if self._waits and wait_s <= _MOST_WAIT_S and pays else running_on
 
     def _notes(self, chosen: Candidate) -> Iterator[str]:
         contexts = self._verify.contexts(chosen.verify_devices)

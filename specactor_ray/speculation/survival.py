@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specactor_ray.errors import InputError
-from specactor_ray.speculation.acceptance import expected_accepted
+
+
+def expected_accepted(probability: float, length: int) -> float:
+    """Expected accepted tokens of a tail: `sum_{i=1..length} p^i`, each token being right with `p` given that those
+    before it are (the model behind τ(w) of SpecActor, arXiv 2511.16193, section 4)."""
+    p = min(max(probability, 0.0), 1.0)
+    if p == 1.0:
+        return float(max(0, length))
+    return p * (1.0 - p ** max(0, length)) / (1.0 - p)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specactor_ray.messages import SamplingParams
-from specactor_ray.speculation.tree import DraftTree
 
-Tail = Sequence[int] | DraftTree
+Tail = Sequence[int]
 """Draft tokens of one request: one guess, or several that share prefixes."""
 
 
@@ -44,9 +43,9 @@ class RowOutput:
     logprobs: list[float]
     """Log-probability of each token under softmax(logits / T), before top-k/top-p (T = 1 when temperature is 0)."""
     num_drafted: int = 0
-    """Draft tokens verified; of a tree, its nodes."""
+    """Draft tokens verified."""
     num_accepted: int = 0
-    """Draft tokens that equalled what the target sampled; of a tree, the length of the accepted path."""
+    """Draft tokens that equalled what the target sampled."""
     margins: list[float] | None = None
     """Perturbed top-2 margin of each token, when the engine was asked to record it."""
     hidden_states: Any = None
@@ -79,8 +78,6 @@ class TargetEngine(Protocol):
     max_model_len: int
     """Most prompt + output tokens of one request."""
     weight_version: int
-    supports_trees: bool
-    """Whether `step` takes draft trees."""
 
     def add(self, request: TargetRequest) -> None:
         """Queue a request for admission.
@@ -104,7 +101,7 @@ class TargetEngine(Protocol):
 
     def step(self, tails: Mapping[str, Tail]) -> StepResult:
         """One forward. `tails[request_id]`: draft tokens for output positions from the committed length on, any
-        length including 0, or, if the engine `supports_trees`, a tree of them; ids that are not decoding are ignored.
+        length including 0; ids that are not decoding are ignored.
         """
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:

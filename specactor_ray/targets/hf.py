@@ -21,7 +21,6 @@ from specactor_ray.modeling.ragged_cache import CacheRow
 from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
 from specactor_ray.modeling.wire import to_wire
 from specactor_ray.sampling import warm_up
-from specactor_ray.speculation.tree import DraftTree
 from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetRequest
 from specactor_ray.targets.requests import cut_at_stop, refuse_impossible, stop_ids
 from specactor_ray.targets.states import StateExport
@@ -65,8 +64,6 @@ class _Planned:
     def chunk(self) -> RowChunk:
         begin = self.cache.length
         context, num_logits = self.row.context[begin : begin + self.num_context], 1 + len(self.tail)
-        if isinstance(self.tail, DraftTree):
-            return RowChunk(self.cache, [*context, *self.tail.token_ids], num_logits, self.tail.parents)
         return RowChunk(self.cache, [*context, *self.tail], num_logits if self.samples else 0)
 
     def drafted(self) -> DraftedRow:
@@ -84,8 +81,6 @@ class HfEngine:
         max_step_tokens: Most positions in one forward, at least `max_batch`.
         record_margins: Record perturbed top-2 margins.
     """
-
-    supports_trees = True
 
     def __init__(
         self,
@@ -187,7 +182,6 @@ class HfEngine:
         begin = time.perf_counter()
         sampling = [planned for planned in plan if planned.samples]
         verified = verify(output.logits, [planned.drafted() for planned in sampling], self.record_margins)
-        self._compact(sampling, verified)
         result.sampling_s = time.perf_counter() - begin
         result.num_tokens = sum(planned.num_context + len(planned.tail) for planned in plan)
         result.num_prefill_tokens = sum(planned.num_context for planned in plan if planned.num_context > 1)
@@ -231,7 +225,7 @@ class HfEngine:
     def _usable_tail(self, row: _Row, tails: Mapping[str, Tail], budget: int) -> Tail:
         """The tail, cut so that its tokens and the one the target adds still fit max_tokens and the context."""
         room = min(row.request.sampling.max_tokens - row.committed - 1, self.max_model_len - len(row.context) - 1)
-        return cut_tail(tails.get(row.request.request_id, ()), room, budget, self.vocab_size)
+        return cut_tail(tails.get(row.request.request_id, ()), min(room, budget), self.vocab_size)
 
     def _reserve(self, row: _Row, num_context: int, tail: Tail) -> _Planned | None:
         """Make room in the cache: drop the tail, then preempt the newest requests, before giving up the step."""
@@ -258,16 +252,6 @@ class HfEngine:
         self.preemptions += 1
         return row is not keep
 
-    def _compact(self, sampling: Sequence[_Planned], verified: Sequence[VerifiedRow]) -> None:
-        """Move the keys and values of accepted paths together; what lies behind is truncated by the commit."""
-        self._model.cache.compact(
-            [
-                (planned.cache, len(planned.row.context), result.path)
-                for planned, result in zip(sampling, verified, strict=True)
-                if isinstance(planned.tail, DraftTree)
-            ]
-        )
-
     def _commit(self, planned: _Planned, verified: VerifiedRow) -> RowOutput:
         row, cache = planned.row, planned.cache
         if verified.problem:
@@ -278,14 +262,14 @@ class HfEngine:
             token_ids=verified.token_ids,
             logprobs=verified.logprobs,
             num_drafted=len(planned.tail),
-            num_accepted=len(verified.path),
+            num_accepted=verified.num_accepted,
             margins=verified.margins,
         )
         cut_at_stop(output, row.stop_ids, row.request.sampling, len(row.context), self.max_model_len)
         if self._model.exports_states:
             end = len(row.context) + len(output.token_ids) - 1
             output.hidden_start, output.hidden_states = row.states.hand_out(end)
-        cache.truncate(len(row.context) + len(verified.path))
+        cache.truncate(len(row.context) + verified.num_accepted)
         row.context.extend(output.token_ids)
         if output.finish_reason is not None:
             self.remove(output.request_id)
@@ -302,7 +286,7 @@ def _keep_states(plan: Sequence[_Planned], verified: Sequence[VerifiedRow], stat
     begin, results = 0, iter(verified)
     for planned in plan:
         end = begin + planned.num_context + len(planned.tail)
-        path = next(results).path if planned.samples else ()
+        accepted = next(results).num_accepted if planned.samples else 0
         first = planned.cache.length - (end - begin)  # the forward has lengthened the cache
-        planned.row.states.keep(first, states[begin:end], planned.num_context, path)
+        planned.row.states.keep(first, states[begin:end], planned.num_context, accepted)
         begin = end

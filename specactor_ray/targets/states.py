@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 
@@ -16,20 +14,18 @@ class StateExport:
         self._kept: list[np.ndarray] = []
         self._handed_out = 0
 
-    def keep(self, first: int, states: np.ndarray, num_context: int, path: Sequence[int]) -> None:
+    def keep(self, first: int, states: np.ndarray, num_context: int, num_accepted: int) -> None:
         """Take what one forward computed.
 
         Args:
             first: Sequence position of the first state.
             states: `(num_context + draft tokens, width)`: of context positions, then of draft tokens.
             num_context: How many of them are of the context.
-            path: Draft tokens that were accepted; the states of the others are dropped. After a preemption context is
-                computed again whose states were handed out before: that is passed over.
+            num_accepted: Draft tokens that were accepted; the states of the others are dropped. After a preemption
+                context is computed again whose states were handed out before: that is passed over.
         """
         known = self._handed_out + sum(map(len, self._kept)) - first
-        self._kept.append(states[known:num_context])
-        if len(path):
-            self._kept.append(states[[num_context + node for node in path]])
+        self._kept.append(states[known : num_context + num_accepted])
 
     def hand_out(self, end: int) -> tuple[int, np.ndarray]:
         """`(position of the first, states)` up to position `end`; what lies behind is dropped."""

@@ -17,7 +17,6 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import InputError
 from specactor_ray.modeling.loading import load_eos_token_ids, resolve_model, weight_shapes
 from specactor_ray.modeling.packed_linear import check_names_and_shapes
-from specactor_ray.speculation.tree import DraftTree
 from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetRequest
 from specactor_ray.targets.requests import cut_at_stop, refuse_impossible, stop_ids
 from specactor_ray.targets.states import StateExport
@@ -53,8 +52,6 @@ class VllmEngine:
         ConfigError: vLLM is missing or of an untested version.
         ModelLoadError: vLLM cannot serve the model with these settings.
     """
-
-    supports_trees = False
 
     def __init__(self, settings: CoreSettings, eos_token_ids: Sequence[int] = ()) -> None:
         self._core = EngineCoreHandle(settings)
@@ -130,7 +127,7 @@ class VllmEngine:
                 continue
             row = self._rows[request_id]
             if report.states is not None:
-                row.states.keep(report.first, report.states, context, report.verified.path)
+                row.states.keep(report.first, report.states, context, report.verified.num_accepted)
             if report.verified.token_ids or report.verified.problem:
                 result.outputs.append(self._commit(row, report))
         return result
@@ -144,8 +141,7 @@ class VllmEngine:
             row = self._rows[request_id]
             limits = row.request.sampling.max_tokens - row.committed - 1, self.max_model_len - row.context - 1
             room = min(*limits, self._settings.max_drafts)
-            tail = cut_tail(tails.get(request_id, ()), room, budget, self.vocab_size)
-            assert not isinstance(tail, DraftTree)  # not supported, so never handed in
+            tail = cut_tail(tails.get(request_id, ()), min(room, budget), self.vocab_size)
             drafts[row.core_id] = tail
             budget -= len(tail)
         return drafts
@@ -161,7 +157,7 @@ class VllmEngine:
             verified.token_ids,
             verified.logprobs,
             report.num_drafted,
-            len(verified.path),
+            verified.num_accepted,
             verified.margins,
         )
         cut_at_stop(output, row.stops, row.request.sampling, row.context, self.max_model_len)

@@ -9,6 +9,7 @@ from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.learner.recipe import make_recipe
 from specactor_ray.observability.console import say
 from specactor_ray.rollout.output import discard_run_folder
+from specactor_ray.rollout.planning import resolve
 from specactor_ray.training.data import TaskStream
 from specactor_ray.training.experience import ExperienceMaker
 from specactor_ray.training.outcome import TrainOutcome
@@ -25,16 +26,20 @@ def train(config: Config, console: Console) -> TrainOutcome:
     """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint).
 
     Args:
-        config: The resolved configuration; `run.name` is filled in if it is not set.
+        config: What to train; `run.name` is filled in if it is not set. `plan: auto` and `mode: auto` are resolved in a
+            copy before anything is written or started.
         console: Where progress is shown.
 
     Raises:
         UserError: Something in the configuration, the data or the cluster is wrong; found before anything is started.
         SpecActorError: The trainer or all verifiers were lost, or the loss stayed non-finite; checkpoints stand.
     """
+    config, lines = resolve(config)
     prepare(config)
     stream = checked_tasks(config)
     memory = checked_memory(config)
+    for line in lines:
+        say(console, line)
     with StopSignal() as stop:
         run = open_run(config, stream.order.size)
         try:

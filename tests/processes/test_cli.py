@@ -120,6 +120,12 @@ class TestUserErrors:
 
 
 class TestConfigCommand:
+    def test_the_defaults_are_a_whole_configuration(self, folder: Path) -> None:
+        done = specactor(folder, "config")
+        assert done.returncode == 0 and done.stdout.startswith("mode: auto\n")
+        assert from_mapping(yaml.safe_load(done.stdout)) == Config()
+        assert "data.path: is not set." in error_line(specactor(folder, "rollout"))
+
     def test_the_printed_configuration_is_the_resolved_one(self, folder: Path) -> None:
         done = specactor(folder, "config", "--config", LOCAL, "target.max_batch=3", "data.path=good.jsonl")
         assert done.returncode == 0
@@ -128,7 +134,7 @@ class TestConfigCommand:
 
     def test_the_keys_are_explained(self, folder: Path) -> None:
         text = specactor(folder, "config", "--help-keys").stdout
-        for expected in ("speculation.draft_wait_s", "drafters.N.method", "one of plain, coupled, decoupled"):
+        for expected in ("speculation.draft_wait_s", "drafters.N.method", "one of auto, plain, coupled, decoupled"):
             assert expected in text
 
 

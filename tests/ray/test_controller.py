@@ -68,7 +68,7 @@ def make_config(verifiers: int = 1, ngram: int = 1, **cluster: Any) -> Config:
     for name, value in cluster.items():
         setattr(quick, name, value)
     drafters = [DrafterConfig(method="ngram", replicas=ngram), DrafterConfig(method="draft_model", replicas=0)]
-    return Config(cluster=quick, target=TargetConfig(replicas=verifiers), drafters=drafters)
+    return Config(mode=ModeName.decoupled, cluster=quick, target=TargetConfig(replicas=verifiers), drafters=drafters)
 
 
 def alive(pid: int) -> bool:
@@ -267,35 +267,13 @@ def test_draft_actors_share_a_core_among_themselves(run: Callable[..., Any]) -> 
     assert len(cores) == 3 and len(set(cores)) == 1 and verifier not in cores[0]
 
 
-def test_coupled_drafters_share_the_cores_of_their_verifier(run: Callable[..., Any]) -> None:
-    config = make_config(verifiers=1, ngram=2, pin_cores=True)
+def test_a_coupled_run_has_no_draft_actors_and_refuses_to_scale(run: Callable[..., Any]) -> None:
+    config = make_config(verifiers=2, ngram=2)
     config.mode = ModeName.coupled
-    for drafter in config.drafters:
-        drafter.inline = False
     handle = run(config)
-    (verifier,) = rows(handle, "verifier")
-    assert len(verifier["cores"]) == 1
-    assert [row["cores"] for row in rows(handle, "drafter")] == [verifier["cores"]] * 2
-    assert len(groups_left()) == 1
-    os.kill(verifier["pid"], signal.SIGKILL)
-    wait_until(lambda: [r for r in rows(handle, "verifier", "ready") if r["id"] != verifier["id"]], "a new verifier")
-    assert len(wait_for_drafters(handle, 2)) == 2
-
-
-def test_coupled_drafters_share_the_gpu_of_their_verifier(cluster: Cluster, run: Callable[..., Any]) -> None:
-    node = cluster.add_node(num_cpus=1, num_gpus=2)
-    config = make_config(verifiers=1, ngram=2)
-    config.mode = ModeName.coupled
-    for drafter in config.drafters:
-        drafter.inline = False
-    config.target.gpus = config.drafters[0].gpus = 1
-    handle = run(config)
-    assert len({row["gpus"] for row in rows(handle)}) == 1
-    assert ray.get(handle.shutdown.remote(), timeout=DEADLINE_S)
-    cluster.remove_node(node)
-    config.target.gpus = 0
-    with pytest.raises((ConfigError, SpecActorError), match="target has no GPU"):
-        start_controller(config, FAKES, QUICK)
+    assert [row["kind"] for row in rows(handle)] == ["verifier", "verifier"] and len(groups_left()) == 2
+    with pytest.raises(ConfigError, match=r"mode: 'coupled' has no draft actors to scale.*mode=decoupled"):
+        ray.get(handle.scale.remote({"ngram": 1}))
 
 
 def test_seats_of_verifiers_are_lent_with_their_gpus_and_given_back(cluster: Cluster, run: Callable[..., Any]) -> None:

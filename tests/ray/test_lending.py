@@ -52,6 +52,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rollout(target: Path) -> Iterator[Rollout]:
     config = from_mapping(
         {
+            "mode": "decoupled",
             "target": {"model": str(target), "replicas": 2, "max_batch": 4, "kv_cache_gb": 0.05},
             "drafters": [{"method": "ngram", "replicas": 0, "cores": 0.5}],
             "cluster": {"num_cpus": 2, "health_interval_s": 0.5},

@@ -111,9 +111,10 @@ import tests.ray.fake_actors as fake_actors
 from specactor_ray.cluster.connection import connect
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.start import start_controller
-from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig
+from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName
 import ray
-config = Config(cluster=ClusterConfig(address=sys.argv[1], pin_cores=False), drafters=[DrafterConfig()])
+config = Config(ModeName.decoupled, cluster=ClusterConfig(address=sys.argv[1], pin_cores=False))
+config.drafters = [DrafterConfig()]
 connect(config.cluster)
 handle, run = start_controller(config, ActorClasses(fake_actors.FakeVerifier, fake_actors.FakeDrafter))
 rows = ray.get(handle.status.remote())

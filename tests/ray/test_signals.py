@@ -37,6 +37,7 @@ def test_sigterm_during_the_start_ends_in_order(delay_s: float, tmp_path: Path, 
     overrides = [
         f"target.model={tiny_target()}",
         "target.kv_cache_gb=0.05",
+        "mode=decoupled",
         "drafters=[{method: ngram}]",
         f"data.path={tmp_path / 'prompts.txt'}",
         f"run.dir={tmp_path / 'runs'}",

@@ -42,6 +42,7 @@ def write_tasks(folder: Path) -> Path:
 
 def settings(tasks: Path, folder: Path, name: str, *more: str) -> list[str]:
     return [
+        "mode=decoupled",
         f"run.dir={folder}",
         f"run.name={name}",
         f"data.path={tasks}",
@@ -166,13 +167,15 @@ def test_drafts_change_nothing_that_is_learnt(learnt: list[dict[str, Any]], task
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["drafter", "trainer"])
+@pytest.mark.parametrize(
+    ("where", "mode"), [("drafter", "decoupled"), ("trainer", "decoupled"), ("trainer", "coupled")]
+)
 def test_a_head_learns_while_training_goes_on_and_changes_nothing_that_is_learnt(
-    where: str, learnt: list[dict[str, Any]], tasks: Path, tmp_path: Path
+    where: str, mode: str, learnt: list[dict[str, Any]], tasks: Path, tmp_path: Path
 ) -> None:
     online = f"{{where: {where}, steps_per_version: 2, learning_rate: 0.001, batch_tokens: 128, depths: 2}}"
     head = f"drafters=[{{method: eagle, model: {tiny.tiny_eagle()}, kv_cache_gb: 0.02, online: {online}}}]"
-    always = ("speculation.verify=all", "speculation.draft_wait_s=0.5", "speculation.breaker.min_acceptance=0")
+    always = (f"mode={mode}", "speculation.verify=all", "speculation.draft_wait_s=0.5")
     outcome = run(settings(tasks, tmp_path, where, head, "trainer.steps=2", *always))
     done = records(outcome.folder)
     figures = [record["drafter"]["eagle"] for record in done]

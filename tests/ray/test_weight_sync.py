@@ -118,7 +118,7 @@ def test_drafters_that_follow_the_policy_get_every_version() -> None:
 def test_a_head_goes_on_learning_when_the_draft_actor_that_learned_is_killed() -> None:
     online = {"where": "drafter", "steps_per_version": 1, "batch_tokens": 64, "depths": 1, "passes": 2}
     head = {"method": "eagle", "model": str(tiny_eagle()), "kv_cache_gb": 0.02, "replicas": 2, "online": online}
-    waits = {"verify": "all", "draft_wait_s": 0.5, "breaker": {"min_acceptance": 0}}
+    waits = {"verify": "all", "draft_wait_s": 0.5}
     settings = config("decoupled", drafters=[head], speculation=waits)
 
     def drafters() -> list[dict[str, Any]]:

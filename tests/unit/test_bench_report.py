@@ -20,7 +20,6 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.observability.report import (
-    breaker_lines,
     difference_lines,
     ladder_table,
     speed_table,
@@ -35,6 +34,7 @@ ALL = [BenchMode.plain, BenchMode.coupled, BenchMode.decoupled]
 def config(replicas: int = 1, cores: int = 1, drafters: int = 1, **target: Any) -> Config:
     return from_mapping(
         {
+            "mode": "decoupled",
             "target": {"replicas": replicas, "cores": cores, **target},
             "drafters": [{"method": "ngram", "replicas": drafters}],
         }
@@ -294,10 +294,6 @@ class TestStatus:
                 "running": 3,
                 "row_steps": 40,
                 "committed_tokens": 60,
-                "breakers": {
-                    "ngram-0#3c4d": {"state": "open", "openings": 2, "reason": "acceptance 0.0 of 64"},
-                    "ngram-1#5e6f": {"state": "closed", "openings": 0, "reason": ""},
-                },
             },
         },
         {"id": "ngram-0#3c4d", "kind": "drafter", "phase": "pending", "note": "[no room]", "counters": {}},
@@ -334,11 +330,6 @@ class TestStatus:
         for expected in ("eagle", "0-63", "62.5%", "50%", "2.00", "31.5"):
             assert expected in text
         assert "64-255" not in text and "25.0%" not in text
-
-    def test_only_breakers_that_opened_are_named(self) -> None:
-        assert breaker_lines(self.ROWS) == [
-            "  verifier-0#1a2b stopped asking ngram-0#3c4d 2 times, now open: acceptance 0.0 of 64"
-        ]
 
 
 def test_more_cores_than_there_are_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.tiny import tiny_eagle, tiny_target
 def config(head: Path) -> Config:
     return from_mapping(
         {
+            "mode": "decoupled",
             "target": {"model": str(tiny_target())},
             "drafters": [{"method": "ngram"}, {"method": "eagle", "model": str(head)}],
         }

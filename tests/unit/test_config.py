@@ -17,7 +17,6 @@ from specactor_ray.config.describe import attribute_docstrings, describe
 from specactor_ray.config.load import from_mapping, load_config, save_config, to_yaml
 from specactor_ray.config.online import OnlineConfig, OnlineWhere
 from specactor_ray.config.schema import (
-    BreakerConfig,
     ClusterConfig,
     Config,
     DataConfig,
@@ -37,6 +36,7 @@ NGRAM = "drafters=[{method: ngram}]"
 EAGLE = "drafters=[{method: eagle, model: m, online: {where: drafter}}]"
 SUFFIX = "drafters=[{method: suffix}]"
 SPLIT = ("target.backend=vllm", "target.tensor_parallel=2", "target.gpus=2")
+LENDING = (NGRAM, "mode=decoupled", "speculation.lend=true")
 SECTIONS = (
     Config,
     RunConfig,
@@ -44,7 +44,6 @@ SECTIONS = (
     TargetConfig,
     DrafterConfig,
     OnlineConfig,
-    BreakerConfig,
     SpeculationConfig,
     SamplingConfig,
     DataConfig,
@@ -65,8 +64,8 @@ def error_of(*overrides: str, path: Path | None = None) -> ConfigError:
 
 class TestMerging:
     def test_defaults_give_a_plain_typed_object(self) -> None:
-        config = load_config(None, ["mode=plain"])
-        assert config == Config(mode=ModeName.plain)
+        config = load_config()
+        assert config == Config() and config.mode is ModeName.auto
         assert type(config.target) is TargetConfig
         assert type(config.target.hidden_layers) is list
 
@@ -89,12 +88,8 @@ class TestMerging:
         assert config.target.hidden_layers == [1, 2]
 
     def test_a_mapping_is_merged_into_its_section(self) -> None:
-        config = load_config(
-            None, [NGRAM, "speculation.window=3", "speculation={verify: all, breaker: {cooldown_s: 1}}"]
-        )
-        assert config.speculation == SpeculationConfig(
-            window=3, verify=VerifyPolicy.all, breaker=BreakerConfig(cooldown_s=1.0)
-        )
+        config = load_config(None, [NGRAM, "speculation.window=3", "speculation={verify: all}"])
+        assert config.speculation == SpeculationConfig(window=3, verify=VerifyPolicy.all)
 
     @pytest.mark.parametrize(
         ("item", "expected"),
@@ -138,12 +133,7 @@ class TestUnknownKeys:
         [
             ("target.max_bacth=8", "target.max_bacth", "target.max_batch", "max_step_tokens"),
             ("tarhet.max_batch=8", "tarhet", "target", "speculation"),
-            (
-                "speculation.breaker.cooldown=8",
-                "speculation.breaker.cooldown",
-                "speculation.breaker.cooldown_s",
-                "min_drafted",
-            ),
+            ("drafters=[{online: {depth: 2}}]", "drafters.0.online.depth", "drafters.0.online.depths", "where"),
             ("drafters=[{method: ngram}, {replcas: 1}]", "drafters.1.replcas", "drafters.1.replicas", "max_match"),
         ],
     )
@@ -177,10 +167,10 @@ class TestWrongTypes:
             ("target.trust_remote_code=2", "target.trust_remote_code", "2", "true or false"),
             ("target.hidden_layers=3", "target.hidden_layers", "3", "a list (an integer each)"),
             ("target.hidden_layers=[a]", "target.hidden_layers", "['a']", "a list (an integer each)"),
-            ("mode=fast", "mode", "'fast'", "one of plain, coupled, decoupled"),
-            ("mode=null", "mode", "None", "one of plain, coupled, decoupled"),
+            ("mode=fast", "mode", "'fast'", "one of auto, plain, coupled, decoupled"),
+            ("mode=null", "mode", "None", "one of auto, plain, coupled, decoupled"),
             ("speculation.verify=off", "speculation.verify", "False", "one of auto, all"),
-            ("speculation.candidates=all", "speculation.candidates", "'all'", "one of best_tail, tree"),
+            ("speculation.race=all", "speculation.race", "'all'", "one of off, tail, always"),
             ("speculation.race=on", "speculation.race", "True", "one of off, tail, always"),
             ("target=3", "target", "3", "a section with the keys model, backend"),
             ("drafters={method: ngram}", "drafters", "ngram", "drafters: [{method: ...}]"),
@@ -271,11 +261,6 @@ class TestRangesAndContradictions:
             (["target.tensor_parallel=2"], "target.tensor_parallel", "target.backend=vllm"),
             (["target.backend=vllm", "target.tensor_parallel=2", "target.cores=3"], "target.cores", "multiple of 2"),
             (["target.backend=vllm", "target.tensor_parallel=2", "target.gpus=1"], "target.gpus", "target.gpus=2"),
-            (
-                [*SPLIT, "mode=coupled", "drafters=[{method: draft_model, model: m, gpus: 1, inline: false}]"],
-                "drafters.0.gpus",
-                "drafters.0.inline",
-            ),
             ([*SPLIT, "plan=auto", "profile=p.json"], "target.tensor_parallel", "plan=fixed"),
             (["target.max_model_len=1"], "target.max_model_len", "2 or more"),
             (["target.max_batch=0"], "target.max_batch", "1 or more"),
@@ -285,6 +270,12 @@ class TestRangesAndContradictions:
             (["target.kv_cache_gb=.inf"], "target.kv_cache_gb", "above 0"),
             (["target.dtype=int8"], "target.dtype", "float32, bfloat16, float16"),
             (["target.dtype=float16"], "target.dtype", "target.gpus=1"),
+            (["drafters=[{method: draft_model, model: m, dtype: float16}]"], "drafters.0.dtype", "drafters.0.gpus=1"),
+            (
+                ["mode=coupled", "drafters=[{method: draft_model, model: m, gpus: 1, dtype: float16}]"],
+                "drafters.0.dtype",
+                "target.gpus=1",
+            ),
             (["target.backend=tgi"], "target.backend", "hf, vllm"),
             (["target.compiled=false"], "target.compiled", "target.backend=vllm"),
             (["target.model="], "target.model", "a text"),
@@ -297,11 +288,11 @@ class TestRangesAndContradictions:
             (["speculation.window=0"], "speculation.window", "1 to 128"),
             (["speculation.window=129"], "speculation.window", "1 to 128"),
             (["speculation.draft_wait_s=-0.1"], "speculation.draft_wait_s", "null"),
+            (["drafters=[" + ",".join(f"{{method: 'm:C{i}'}}" for i in range(9)) + "]"], "drafters", "take some out"),
             (["speculation.race_below=0"], "speculation.race_below", "1 or more"),
             (["speculation.race=always", "speculation.race_below=4"], "speculation.race_below", "race=tail"),
+            (["speculation.verifiers_per_group=-1"], "speculation.verifiers_per_group", "0 or more"),
             (["speculation.coupled_wait_s=0"], "speculation.coupled_wait_s", "above 0"),
-            (["speculation.breaker.min_acceptance=1.5"], "speculation.breaker.min_acceptance", "0.02"),
-            (["speculation.breaker.min_drafted=0"], "speculation.breaker.min_drafted", "1 or more"),
             (["sampling.temperature=-1"], "sampling.temperature", ""),
             (["sampling.top_p=0"], "sampling.top_p", ""),
             (["sampling.top_k=-1"], "sampling.top_k", ""),
@@ -320,8 +311,8 @@ class TestRangesAndContradictions:
             ([NGRAM, "drafters.0.cores=-1"], "drafters.0.cores", "1, 2"),
             ([NGRAM, "drafters.0.cores=1.5"], "drafters.0.cores", "1, 2"),
             ([NGRAM, "drafters.0.cores=.nan"], "drafters.0.cores", "1, 2"),
-            ([NGRAM, "speculation.lend=true"], "speculation.lend", "target.replicas"),
-            ([NGRAM, "speculation.lend=true", "target.replicas=2", "drafters.0.cores=2"], "speculation.lend", "cores"),
+            ([*LENDING], "speculation.lend", "target.replicas"),
+            ([*LENDING, "target.replicas=2", "drafters.0.cores=2"], "speculation.lend", "cores"),
             ([NGRAM, "drafters.0.window=0"], "drafters.0.window", "1 to 128"),
             ([NGRAM, "drafters.0.min_match=9"], "drafters.0.min_match", "max_match"),
             ([NGRAM, "drafters.0.min_match=0"], "drafters.0.min_match", "1 or more"),
@@ -350,12 +341,6 @@ class TestRangesAndContradictions:
             ([EAGLE, "drafters.0.online.learning_rate=.nan"], "drafters.0.online.learning_rate", "1e-4"),
             ([EAGLE, "drafters.0.follow_policy=true"], "drafters.0.follow_policy", "online.where=off"),
             ([EAGLE, "mode=coupled"], "drafters.0.online.where", "trainer"),
-            ([NGRAM, "drafters.0.inline=true"], "drafters.0.inline", "mode=coupled"),
-            (
-                [EAGLE, "mode=coupled", "drafters.0.online.where=trainer", "drafters.0.inline=true"],
-                "drafters.0.inline",
-                "online.where=off",
-            ),
             (["drafters=[{method: ngram}, {method: ngram}]"], "drafters.1.method", "drafters.0.replicas"),
         ],
     )
@@ -373,33 +358,25 @@ class TestRangesAndContradictions:
             [NGRAM, "mode=plain"],
             [NGRAM, "drafters.0.cores=0.25", "speculation.lend=false"],
             [NGRAM, "drafters.0.cores=2", "speculation.lend=null"],
-            [NGRAM, "speculation.lend=true", "target.replicas=2"],
+            [*LENDING, "target.replicas=2"],
             [NGRAM, "speculation.lend=true", "mode=coupled"],
             [SUFFIX, "drafters.0.length_factor=4", "drafters.0.min_probability=0", "drafters.0.history_tokens=0"],
             ["drafters=[{method: ngram}, {method: suffix}]"],
             [EAGLE],
             [EAGLE, "mode=plain"],
             [EAGLE, "mode=coupled", "drafters.0.online.where=trainer"],
-            [NGRAM, "mode=coupled", "drafters.0.inline=true"],
-            [NGRAM, "mode=coupled", "drafters.0.inline=false"],
+            ["mode=coupled", "target.gpus=1", "drafters=[{method: draft_model, model: m, dtype: float16}]"],
+            ["mode=coupled", "drafters=[{method: 'mine:Proposer'}, {method: ngram, replicas: 0}]"],
             ["mode=plain", "target.gpus=1", "target.dtype=float16"],
             ["mode=plain", *SPLIT],
             ["mode=coupled", *SPLIT, "drafters=[{method: draft_model, model: m, gpus: 1}]"],
             ["mode=plain", "target.backend=vllm", "target.compiled=false"],
             ["drafters=[{method: ngram}, {method: draft_model, model: m, gpus: 1, dtype: bfloat16}]"],
             ["mode=plain", "sampling.temperature=0", "sampling.seed=18446744073709551615"],
-            [NGRAM, "speculation.candidates=tree"],
         ],
     )
     def test_allowed(self, items: list[str]) -> None:
         load_config(None, items)
-
-    def test_trees_need_a_backend_that_verifies_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("specactor_ray.config.validate.BACKENDS", ("hf", "treeless"))
-        load_config(None, [NGRAM, "target.backend=treeless"])
-        error = error_of(NGRAM, "target.backend=treeless", "speculation.candidates=tree")
-        assert error.key == "speculation.candidates" and "treeless" in str(error)
-        assert "best_tail" in error.fix and "target.backend=hf" in error.fix
 
     def test_the_error_survives_pickling(self) -> None:
         error = error_of("target.cores=0")
@@ -503,16 +480,16 @@ class TestDescriptions:
 
     def test_all_keys_are_described(self) -> None:
         docs = {doc.key: doc for doc in describe()}
-        assert docs["mode"].type == "one of plain, coupled, decoupled"
+        assert docs["mode"].type == "one of auto, plain, coupled, decoupled"
         assert docs["target.max_model_len"].type == "an integer, or null"
         assert docs["drafters.N.max_match"].default == 8
-        assert docs["speculation.breaker.cooldown_s"].doc.startswith("Seconds until one probe")
+        assert docs["drafters.N.online.where"].doc
         assert docs["drafters"].default == []
         assert all(doc.doc for doc in docs.values())
         assert "target" not in docs
 
     def test_described_keys_are_the_keys_that_load(self) -> None:
         for doc in describe():
-            if ".N." not in doc.key and doc.default is not None and doc.key not in ("mode", "drafters"):
+            if ".N." not in doc.key and doc.default is not None and doc.key != "drafters":
                 value = doc.default.value if hasattr(doc.default, "value") else doc.default
-                load_config(None, ["mode=plain", f"{doc.key}={value}"])
+                load_config(None, [f"{doc.key}={value}"])

@@ -16,7 +16,7 @@ from specactor_ray.modeling.wire import from_wire
 from specactor_ray.targets.base import TargetEngine, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests.tiny import tiny_target
-from tests.unit.engine_conformance import EngineConformance, noisy_oracle, noisy_trees, requests, run
+from tests.unit.engine_conformance import EngineConformance, noisy_oracle, noisy_tails, requests, run
 
 
 def load(folder: Path | None = None) -> Any:
@@ -88,7 +88,7 @@ def test_memory_pressure_preempts_without_changing_tokens() -> None:
     assert run(tight, noisy_oracle(truth.tokens, 3, tight.vocab_size)).tokens == truth.tokens
     for request in batch:
         tight.add(request)
-    assert run(tight, noisy_trees(truth.tokens, random.Random(3), tight.vocab_size)).tokens == truth.tokens
+    assert run(tight, noisy_tails(truth.tokens, random.Random(3), tight.vocab_size)).tokens == truth.tokens
     assert tight.preemptions > 0
     assert tight._model.cache.allocator.free_slots == tight._model.cache.slots, "cache was leaked"
 
@@ -128,9 +128,8 @@ def test_unsampleable_logits_fail_that_request_alone() -> None:
     assert {rid: collected.tokens[rid] for rid in ("r0", "r2")} == {rid: truth[rid] for rid in ("r0", "r2")}
 
 
-@pytest.mark.parametrize("drafted_as", ["tails", "trees"])
 @pytest.mark.parametrize("limits", [{}, {"max_step_tokens": 9, "max_batch": 3}, {"cache_bytes": 128 * 5 * 1024}])
-def test_hidden_states_cover_every_position_once(limits: dict[str, Any], drafted_as: str) -> None:
+def test_hidden_states_cover_every_position_once(limits: dict[str, Any]) -> None:
     """Also with a prefill in small chunks, and when requests are preempted and computed again."""
     engine = make(hidden_layers=[0, 3, HEAD_INPUT], **limits)
     tight = "cache_bytes" in limits
@@ -140,8 +139,7 @@ def test_hidden_states_cover_every_position_once(limits: dict[str, Any], drafted
     truth = run(engine)
     for request in batch:
         engine.add(request)
-    tails, trees = (noisy_oracle(truth.tokens, 2, 512), noisy_trees(truth.tokens, random.Random(2), 512))
-    collected = run(engine, tails if drafted_as == "tails" else trees)
+    collected = run(engine, noisy_tails(truth.tokens, random.Random(2), 512))
     assert (engine.preemptions > 0) == tight
     model = load()
     for request in batch:
@@ -245,12 +243,8 @@ def test_other_architectures_match_their_own_forward(
     engine = HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20, batched_attention=batched))
     for i, prompt in enumerate(prompts):
         engine.add(TargetRequest(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=16)))
-        engine.add(TargetRequest(f"tree {i}", prompt, SamplingParams(temperature=0.0, max_tokens=16)))
-    expected |= {f"tree {name}": tokens for name, tokens in expected.items()}
-    tails, trees = noisy_oracle(expected, 4, 256), noisy_trees(expected, random.Random(4), 256)
-    drafted = run(engine, lambda name, done: (trees if name.startswith("tree") else tails)(name, done))
-    assert drafted.tokens == expected
-    assert any(o.num_accepted for o in drafted.outputs if o.request_id.startswith("tree"))
+    drafted = run(engine, noisy_oracle(expected, 4, 256))
+    assert drafted.tokens == expected and any(output.num_accepted for output in drafted.outputs)
 
 
 def test_recurrent_models_are_refused() -> None:

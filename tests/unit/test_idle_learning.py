@@ -13,27 +13,25 @@ import pytest
 import torch
 
 from specactor_ray.config.online import OnlineConfig
-from specactor_ray.config.schema import BreakerConfig
+from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.drafter_training.eagle import new_head
 from specactor_ray.drafter_training.online import EagleLearner
 from specactor_ray.drafter_training.recording import RolloutRecorder
 from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.drafters.ngram import NgramProposer
-from specactor_ray.loops import planner
-from specactor_ray.loops.draft_loop import DraftLoop
 from specactor_ray.loops.idle_learning import IdleLearning
-from specactor_ray.messages import Commit, DraftClose, DraftOpen, Mode, SamplingParams
+from specactor_ray.messages import DraftOpen, Features, SamplingParams
 from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
 from specactor_ray.modeling.eagle_head import EagleHead
 from specactor_ray.modeling.eagle_runner import EagleRunner
 from specactor_ray.modeling.loading import load_model
+from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.targets.base import TargetRequest
+from tests.batches import news, opening
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
 from tests.unit.test_loops import Bench, eagle, truth_of
 
 ONLINE = OnlineConfig(learning_rate=3e-3, passes=8, steps_per_version=8, depths=2)
-NEVER = BreakerConfig(min_acceptance=0.0)
-"""What is hardly ever right shall be asked all the same."""
 
 
 @functools.cache
@@ -85,9 +83,8 @@ def drafter() -> EagleProposer:
     return EagleProposer(EagleRunner(copy.deepcopy(_new_head()), 4 << 20))
 
 
-def test_later_versions_are_right_more_often_and_no_token_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "TRY_EVERY", 1)  # the head knows nothing at first, and would hardly ever be asked
-    bench = Bench({"eagle-0": drafter(), "eagle-1": drafter()}, Mode.COUPLED, coupled_wait_s=1.0, breaker=NEVER)
+def test_later_versions_are_right_more_often_and_no_token_changes() -> None:
+    bench = Bench({"eagle-0": drafter(), "eagle-1": drafter()}, True, draft_wait_s=1.0)
     school = School(bench, "eagle-0")
     try:
         for number in range(3):
@@ -106,11 +103,11 @@ def test_later_versions_are_right_more_often_and_no_token_changes(monkeypatch: p
     assert rates[max(rates)] > 2 * rates[0] + 0.02, rates
 
 
-@pytest.mark.parametrize("mode", [Mode.COUPLED, Mode.DECOUPLED])
-def test_weights_that_come_in_the_middle_of_outputs_change_no_token(mode: Mode) -> None:
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "apart"])
+def test_weights_that_come_in_the_middle_of_outputs_change_no_token(inline: bool) -> None:
     """New versions every few milliseconds, some of them nonsense, while requests run."""
     heads = {"eagle-0": eagle(), "eagle-1": eagle()}
-    bench = Bench(heads, mode, draft_wait_s=0.02, coupled_wait_s=0.1, breaker=NEVER)
+    bench = Bench(heads, True, draft_wait_s=0.05, coupled_wait_s=0.1, inline=inline)  # they are waited for
     stop, version = threading.Event(), 0
     good = trained_weights(load_head(str(tiny_eagle()), str(tiny_target())))
 
@@ -171,7 +168,7 @@ class Pupil:
 
 
 class Notes:
-    """A recorder whose examples are the messages themselves."""
+    """A recorder whose examples are what it was told."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[Any]] = {}
@@ -179,18 +176,14 @@ class Notes:
     def open(self, message: DraftOpen) -> None:
         self.seen[message.request_id] = [message]
 
-    def commit(self, message: Commit) -> None:
-        self.seen[message.request_id].append(message)
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int], features: Sequence[Features]) -> None:
+        self.seen[request_id].append((start, tuple(token_ids), tuple(features)))
 
     def close(self, request_id: str) -> Any:
         return self.seen.pop(request_id)
 
     def forget(self, request_id: str) -> None:
         self.seen.pop(request_id, None)
-
-
-def opening(name: str) -> DraftOpen:
-    return DraftOpen(name, "v0", (1, 2, 1, 2, 1), (), SamplingParams(), 4)
 
 
 def learning_loop(pupil: Pupil) -> tuple[DraftLoop, list[int], Notes]:
@@ -201,10 +194,10 @@ def learning_loop(pupil: Pupil) -> tuple[DraftLoop, list[int], Notes]:
 
 def test_a_message_interrupts_learning_after_one_step_and_it_rests_while_a_request_is_open() -> None:
     loop: DraftLoop
-    arrivals: list[Sequence[Any]] = [[], [], [opening("r")]]
 
     def during() -> None:
-        loop.deliver(arrivals.pop(0) if arrivals else [])
+        if pupil.steps == 3:
+            loop.deliver(news([opening(0)]))
 
     pupil = Pupil(during=during)
     loop, announced, notes = learning_loop(pupil)
@@ -214,29 +207,32 @@ def test_a_message_interrupts_learning_after_one_step_and_it_rests_while_a_reque
     for _ in range(5):  # the message that came during the third step is taken first, and no step follows
         loop.run_once()
     assert pupil.steps == 3 and loop.snapshot()["open_requests"] == 1
-    assert loop.proposer.tail("r")[1], "it drafts meanwhile"
-    loop.deliver([Commit("r", "v0", 0, (2,), 4)])
+    assert loop.proposer.tail("r0")[1], "it drafts meanwhile"
+    loop.deliver(news(commits=[(0, 0, [2], 4)]))
     loop.run_once()
-    loop.deliver([DraftClose("r", "v0", finished=True)])
+    loop.deliver(news(closed=[(0, True)]))
     loop.run_once()
-    assert [len(example) for example in pupil.examples] == [2] and not notes.seen
+    ((opened, committed),) = pupil.examples
+    assert opened.request_id == "r0" and committed == (0, (2,), ()) and not notes.seen
     assert loop.run_once() and pupil.steps > 3
 
 
 def test_only_finished_outputs_are_learned_from() -> None:
     pupil = Pupil(0)
     loop, announced, notes = learning_loop(pupil)
-    for name in ("moved", "orphan", "foreign"):
-        loop.deliver([opening(name)])
+    for row in range(4):
+        loop.deliver(news([opening(row)]))
         loop.run_once()
-    assert set(notes.seen) == {"moved", "orphan", "foreign"}
-    loop.deliver([Commit("moved", "v0", 7, (2,), 4), DraftClose("foreign", "v1")])
+    assert set(notes.seen) == {"r0", "r1", "r2", "r3"}
+    loop.deliver(news(commits=[(0, 7, [2], 4)]))
+    loop.deliver(news(closed=[(1, True)], verifier_id="v1"))
     loop.run_once()
-    assert len(notes.seen["moved"]) == 1, "a commit that the proposer did not take is not recorded"
-    loop.deliver([DraftClose("moved", "v0", finished=False)])
+    assert len(notes.seen["r0"]) == 1, "a commit that the proposer did not take is not recorded"
+    loop.deliver(news(closed=[(0, False)]))
+    loop.deliver(news([opening(2, "another")]))
     loop.run_once()
-    assert set(notes.seen) == {"orphan", "foreign"}
-    loop.set_verifiers({"v0": None})  # type: ignore[dict-item]
+    assert set(notes.seen) == {"r1", "another", "r3"}, "it has moved away; its row is used again"
+    loop.set_verifiers({"v0": Link(direct_sender(lambda tails: None))})
     loop.set_verifiers({})
     assert not loop.run_once() and not notes.seen and not pupil.examples and not announced
 
@@ -248,8 +244,8 @@ def test_learning_that_fails_ends_and_drafting_goes_on() -> None:
     loop, _, _ = learning_loop(Pupil(during=fail))
     assert not loop.run_once()
     assert loop.snapshot()["failures"] == 1 and "learning" not in loop.snapshot()
-    loop.deliver([opening("r")])
-    assert loop.run_once() and loop.proposer.tail("r")[1]
+    loop.deliver(news([opening(0)]))
+    assert loop.run_once() and loop.proposer.tail("r0")[1]
 
 
 def test_a_learner_that_cannot_be_made_leaves_the_loop_as_it_is() -> None:

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("_sampling_numba",),
     ("_sampling_torch",),
     ("sampling",),
+    ("spec",),
     ("speculation",),
     ("observability",),
     ("modeling",),
@@ -34,6 +35,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("controller.decide",),
     ("controller.lending",),
     ("loops",),
+    ("draft",),
+    ("verify",),
     ("actors",),
     ("controller",),
     ("rollout",),
@@ -154,6 +157,16 @@ def test_heavy_packages_stay_in_their_leaves(path: Path) -> None:
         assert name != f"specactor_ray.{LOADED_BY_VLLM[:-3].replace('/', '.')}", "it needs vllm to be installed"
         package = name.partition(".")[0]
         assert package not in ONLY_INSIDE_FUNCTIONS, f"{name_of(path)} imports {name} when it is itself imported"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("spec/*.py")), ids=name_of)
+def test_what_is_decided_depends_on_arguments_only(path: Path) -> None:
+    """`spec` is pure: no clock, no threads, no chance, no messages, no models."""
+    pure = ("__future__", "collections", "dataclasses", "typing", "enum", "math", "numpy", "numba")
+    for name in imports_of(path):
+        root, _, rest = name.partition(".")
+        good = part_of(rest) in ("spec", "config") if root == "specactor_ray" else root in pure
+        assert good and not name.startswith("numpy.random"), f"{name_of(path)} imports {name}"
 
 
 def test_type_checking_imports_are_told_apart() -> None:

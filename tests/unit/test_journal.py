@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,10 +32,21 @@ def owned(verifier_id: str = "v-1#a") -> Journal:
 
 
 def progress(start: int, count: int, request_id: str = "r", attempt: int = 1, margins: bool = False) -> Progress:
-    tokens = OUTPUT[start : start + count]
-    logprobs = tuple(-float(token) for token in tokens)
-    kept = tuple(float(token) for token in tokens) if margins else None
-    return Progress(request_id, start, tokens, logprobs, kept, attempt)
+    return step((request_id, attempt, start, count), margins=margins)
+
+
+def step(*rows: tuple[str, int, int, int], margins: bool = False) -> Progress:
+    """What one step committed: request, attempt, first output position and number of tokens of each row."""
+    outputs = [OUTPUT[start : start + count] for _, _, start, count in rows]
+    tokens = np.array([token for output in outputs for token in output], np.int32)
+    return Progress(
+        tuple((name, attempt) for name, attempt, _, _ in rows),
+        np.array([start for _, _, start, _ in rows], np.int32),
+        np.array([len(output) for output in outputs], np.int32),
+        tokens,
+        -tokens.astype(np.float32),
+        tokens.astype(np.float32) if margins else None,
+    )
 
 
 def finished(num_tokens: int, request_id: str = "r", error: str = "", attempt: int = 1) -> Finished:
@@ -43,7 +56,7 @@ def finished(num_tokens: int, request_id: str = "r", error: str = "", attempt: i
 class TestProgress:
     def test_tokens_and_logprobs_are_appended(self) -> None:
         journal = owned()
-        assert journal.progress(progress(0, 3)) and journal.progress(progress(3, 1))
+        assert journal.progress(progress(0, 3)) == journal.progress(progress(3, 1)) == []
         kept = journal.entries["r"]
         assert tuple(kept.token_ids) == OUTPUT[:4]
         assert kept.logprobs == [-100.0, -101.0, -102.0, -103.0]
@@ -53,29 +66,88 @@ class TestProgress:
     def test_anything_but_the_next_position_is_ignored(self, start: int) -> None:
         journal = owned()
         journal.progress(progress(0, 3))
-        assert not journal.progress(progress(start, 2))
+        assert journal.progress(progress(start, 2)) == ["r"]
         assert tuple(journal.entries["r"].token_ids) == OUTPUT[:3]
         assert journal.committed_tokens == 3
 
     @pytest.mark.parametrize("attempt", [0, 2])
     def test_another_attempt_is_ignored(self, attempt: int) -> None:
         journal = owned()
-        assert not journal.progress(progress(0, 3, attempt=attempt))
+        assert journal.progress(progress(0, 3, attempt=attempt)) == []
         assert journal.entries["r"].token_ids == [] and journal.entries["r"].logprobs == []
 
     def test_a_request_nobody_owns_takes_nothing(self) -> None:
         journal = Journal()
         journal.add(entry())
-        assert not journal.progress(progress(0, 1, attempt=0))
+        assert journal.progress(progress(0, 1, attempt=0)) == [] and journal.committed_tokens == 0
 
     def test_an_unknown_request_is_ignored(self) -> None:
-        assert not owned().progress(progress(0, 1, request_id="other"))
+        journal = owned()
+        assert journal.progress(progress(0, 1, request_id="other")) == [] and journal.committed_tokens == 0
 
     def test_margins_grow_with_the_tokens(self) -> None:
         journal = owned()
         journal.progress(progress(0, 2, margins=True))
         journal.progress(progress(2, 1, margins=True))
         assert journal.entries["r"].margins == [100.0, 101.0, 102.0]
+
+    def test_rows_of_one_step_are_judged_one_by_one(self) -> None:
+        journal = Journal()
+        for name in "abcd":
+            journal.add(entry(name))
+            journal.hand_to(name, "v-1#a")
+        rows = (("a", 1, 0, 2), ("b", 2, 0, 3), ("c", 1, 1, 1), ("x", 1, 0, 1), ("d", 1, 0, 4))
+        assert journal.progress(step(*rows, margins=True)) == ["c"]
+        assert [tuple(journal.entries[name].token_ids) for name in "abcd"] == [OUTPUT[:2], (), (), OUTPUT[:4]]
+        assert [journal.entries[name].margins for name in "abcd"] == [
+            [100.0, 101.0],
+            None,
+            None,
+            [*map(float, OUTPUT[:4])],
+        ]
+        assert journal.committed_tokens == 6
+
+    def test_the_smallest_and_greatest_values_are_kept_as_they_are(self) -> None:
+        journal, token, logprob = owned(), 2**31 - 1, np.float32(-1e-30)
+        one = np.ones(1, np.int32)
+        journal.progress(Progress((("r", 1),), 0 * one, one, np.array([token], np.int32), np.array([logprob])))
+        kept = journal.entries["r"]
+        assert (kept.token_ids, kept.logprobs) == ([token], [float(logprob)])
+        assert type(kept.token_ids[0]) is int and type(kept.logprobs[0]) is float
+
+    def test_a_token_takes_few_bytes(self) -> None:
+        journal = owned()
+        for start in range(0, 4000, 4):
+            numbers = np.arange(start, start + 4, dtype=np.int32)
+            rows = (("r", 1),), np.array([start], np.int32), np.array([4], np.int32)
+            journal.progress(Progress(*rows, numbers, numbers.astype(np.float32)))
+        kept = journal.entries["r"]
+        assert kept.token_ids == list(range(4000)) and kept.margin_bytes is None
+        assert sys.getsizeof(kept.records) <= 12 * kept.num_tokens
+
+
+class TestPace:
+    def test_it_is_measured_from_the_first_progress_of_the_attempt_to_the_last(self) -> None:
+        journal = owned()
+        kept = journal.entries["r"]
+        assert kept.begin is None and kept.rate() is None
+        journal.progress(progress(0, 10), now=5.0)
+        assert kept.begin == (5.0, 10) and kept.rate() is None
+        journal.progress(progress(10, 20), now=7.0)
+        assert (kept.progress_at, kept.rate()) == (7.0, 10.0)
+
+    def test_another_attempt_begins_anew(self) -> None:
+        journal = owned()
+        journal.progress(progress(0, 10), now=5.0)
+        journal.progress(progress(10, 20), now=7.0)
+        journal.release("r")
+        kept = journal.entries["r"]
+        assert kept.begin is None and kept.rate() is None and kept.progress_at == float("inf")
+        journal.hand_to("r", "v-2#c")
+        journal.progress(progress(30, 1), now=8.0)  # of the old attempt
+        assert kept.begin is None
+        journal.progress(progress(30, 1, attempt=2), now=9.0)
+        assert kept.begin == (9.0, 31)
 
 
 class TestFinish:
@@ -125,13 +197,18 @@ class TestAttempts:
         request = journal.hand_to("r", "v-2#c")
         assert request.committed_token_ids == OUTPUT[:3] and request.prompt_token_ids == (1, 2, 3)
         assert (request.attempt, request.weight_version) == (2, 7)
-        assert not journal.progress(progress(3, 1)), "the old owner came back"
-        assert journal.progress(progress(3, 1, attempt=2))
+        journal.progress(progress(3, 1))
+        assert journal.committed_tokens == 3, "the old owner came back"
+        journal.progress(progress(3, 1, attempt=2))
+        assert journal.committed_tokens == 4
 
     def test_the_same_verifier_again_is_another_attempt(self) -> None:
         journal = owned("v-1#a")
         assert journal.hand_to("r", "v-1#a").attempt == 2
-        assert not journal.progress(progress(0, 3)) and journal.progress(progress(0, 3, attempt=2))
+        journal.progress(progress(0, 3))
+        assert journal.committed_tokens == 0
+        journal.progress(progress(0, 3, attempt=2))
+        assert journal.committed_tokens == 3
 
     def test_after_a_move_the_old_owner_cannot_end_it(self) -> None:
         journal = owned("v-1#a")
@@ -214,9 +291,10 @@ class JournalMachine(RuleBasedStateMachine):
     def progress(self, name: str, age: int, shift: int, count: int) -> None:
         model = self.model.requests.get(name) or _Model()
         start = max(0, model.length + shift)
-        taken = self.journal.progress(progress(start, count, name, model.attempt - age))
-        assert taken == (model.owner is not None and age == 0 and start == model.length)
-        if taken:
+        current = model.owner is not None and age == 0
+        gapped = self.journal.progress(progress(start, count, name, model.attempt - age))
+        assert gapped == [name] * (current and start != model.length)
+        if current and not gapped:
             grown = len(OUTPUT[start : start + count])
             model.length += grown
             self.model.tokens += grown

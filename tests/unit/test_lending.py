@@ -27,7 +27,6 @@ from specactor_ray.controller.state import (
     Sleep,
     Wake,
 )
-from specactor_ray.speculation.ladder import DraftLadder
 from tests.unit.test_decide import POLICY, TICK_S, World, ready
 
 METHODS = ("ngram", "draft_model")
@@ -213,11 +212,10 @@ def test_the_ladder_of_the_verifiers_comes_before_the_order_of_the_configuration
     methods = ("a", "b", "c")
     assert ladder_order(methods, []) == methods
     assert ladder_order(methods, [{"ladder": {}}, {"ladder": None}, {"running": 1}]) == methods
-    ladder = DraftLadder()
-    for method, accepted in (("c", 60), ("b", 90)):
-        for _ in range(20):
-            ladder.record(method, 0, 100, accepted)
-    standings = ladder.standings(methods, lambda method, known, token_s: known.probability)
+    standings = {
+        method: {"buckets": {"0-63": {"drafted": drafted, "tgs": tgs}}}
+        for method, drafted, tgs in (("a", 0.0, 9.0), ("c", 5.0, 1.0), ("b", 5.0, 2.0))
+    }
     assert ladder_order(methods, [{"ladder": {"methods": standings}}, {"ladder": {}}]) == ("b", "c", "a")
 
 

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import InputError
-from specactor_ray.speculation.acceptance import expected_accepted
+from specactor_ray.spec.tgs import tau_coupled, tau_decoupled
 from specactor_ray.speculation.costs import CostPoint, CostTable
 from specactor_ray.speculation.plan import (
     DraftCosts,
     largest_window,
     search_plan,
 )
-from specactor_ray.speculation.survival import Survival, survival_from_counts
-from specactor_ray.speculation.tgs import tau_coupled, tau_decoupled
+from specactor_ray.speculation.survival import Survival, expected_accepted, survival_from_counts
 
 PROBABILITIES = st.one_of(st.sampled_from([0.0, 1.0, 1e-300, 1 - 2**-53, 0.5]), st.floats(0.0, 1.0))
 

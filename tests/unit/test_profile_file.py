@@ -18,9 +18,10 @@ from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.modeling.identity import method_identity, model_identity
 from specactor_ray.observability.environment import hardware, versions
-from specactor_ray.rollout.planning import make_plan, resolve_plan
+from specactor_ray.rollout.planning import as_decoupled, make_plan, resolve_plan
 from specactor_ray.speculation.apply_plan import apply_plan, devices_of, requests_of
 from specactor_ray.speculation.costs import CostPoint, CostTable, fits_to_dict
+from specactor_ray.speculation.plan import ALL_MODES
 from specactor_ray.speculation.profile import load_profile, parse_profile, points_to_json, seal, write_profile
 
 WINDOWS, CONTEXTS, BATCHES, CORES = (0, 1, 4), (32, 256), (1, 8), (1, 2)
@@ -235,7 +236,7 @@ class TestResolve:
     ) -> None:
         overrides = ["cluster.address=auto", "cluster.num_cpus=null", "plan_devices=null", "target.replicas=3"]
         config = auto(file, tiny_model_dir, *overrides, "drafters.0.replicas=3")
-        assert devices_of(config) == 6
+        assert devices_of(as_decoupled(config)) == 6
         resolved, _ = resolve_plan(config, [ModeName.decoupled])
         assert devices_of(resolved) == 6
 
@@ -252,11 +253,11 @@ class TestResolve:
         base = from_mapping({"drafters": [{"method": "ngram", "window": 3}]})
 
         @settings(max_examples=40)
-        @given(st.integers(1, 6), st.integers(1, 40), st.floats(0.0, 1.0), st.sampled_from([None, *ModeName]))
+        @given(st.integers(1, 6), st.integers(1, 40), st.floats(0.0, 1.0), st.sampled_from([None, *ALL_MODES]))
         def check(devices: int, batch: int, p: float, mode: ModeName | None) -> None:
             config = copy.deepcopy(base)
             config.target.max_batch = batch
-            modes = list(ModeName) if mode is None else [mode]
+            modes = ALL_MODES if mode is None else [mode]
             assume(mode is not ModeName.decoupled or devices > 1)
             plan = make_plan(config, profile, devices, batch, acceptance=p, modes=modes)
             resolved = apply_plan(config, plan)
@@ -302,7 +303,7 @@ class TestCommand:
             (["--batch", "4,none"], "--batch: 'none' is no whole number"),
             (["--acceptance", "1.5"], "--acceptance: 1.5 is no probability"),
             (["--profile", "none.json"], "profile: there is no file none.json"),
-            (["drafters=[]"], "needs at least one drafter"),
+            (["mode=coupled", "drafters=[]"], "needs at least one drafter"),
             (["drafters=[{method: ngram},{method: ngram}]"], "'ngram' is already element 0"),
             (["drafters=[{method: medusa}]"], "'medusa' is not known"),
         ],

@@ -11,7 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specactor_ray.errors import InputError
+from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
+from specactor_ray.rollout.rollout import samples_of
+from specactor_ray.sampling import derive_seed
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT_FILES = sorted((REPOSITORY / "conf" / "prompts").glob("*.jsonl"))
@@ -143,3 +146,32 @@ class TestEncoding:
 
         with pytest.raises(InputError, match="no chat template"):
             encode_prompt(Bare(), [{"role": "user", "content": "hi"}], chat=True)
+
+
+class TestSamples:
+    def samples(self, n: int, skip: set[tuple[int, int]]) -> tuple[list, list]:
+        """What becomes of three prompts of which the second has no token ids, and the prompts that were encoded."""
+        encoded = []
+
+        def encode(prompt: str) -> tuple[int, ...]:
+            encoded.append(prompt)
+            if not prompt:
+                raise InputError("the prompt is empty")
+            return tuple(map(ord, prompt))
+
+        sampling = [SamplingParams(seed=seed) for seed in (3, 4, 5)]
+        return list(samples_of(["a", "", "c"], sampling, n, skip, encode, "7-")), encoded
+
+    def test_a_prompt_is_encoded_once_for_all_its_samples(self) -> None:
+        samples, encoded = self.samples(4, set())
+        assert encoded == ["a", "", "c"] and len(samples) == 12
+        assert samples[0][1].prompt_token_ids is samples[3][1].prompt_token_ids
+        for (prompt, sample), entry, reason in samples:
+            assert entry.request_id == f"7-{prompt}-{sample}"
+            assert entry.sampling.seed == derive_seed(3 + prompt, prompt, sample)
+            assert reason == ("the prompt is empty" if prompt == 1 else "")
+
+    def test_what_is_skipped_is_not_even_encoded(self) -> None:
+        samples, encoded = self.samples(2, {(0, 0), (1, 0), (1, 1)})
+        assert encoded == ["a", "c"]
+        assert [place for place, _, _ in samples] == [(0, 1), (2, 0), (2, 1)]

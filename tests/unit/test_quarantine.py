@@ -159,3 +159,15 @@ def test_those_that_end_while_they_wait_are_not_handed_out() -> None:
     assert quarantine.waiting == 1 and quarantine.take("v") == ["b"]
     quarantine.clear()
     assert not quarantine.is_suspect("b") and not quarantine.occupies("v") and not quarantine.waiting
+
+
+def test_members_are_those_that_run_at_a_verifier_and_are_suspected_still() -> None:
+    quarantine = Quarantine()
+    quarantine.accuse("first", {"a": 0, "b": 0, "c": 0})
+    assert quarantine.members_at("v") == []
+    quarantine.take("v")
+    assert quarantine.members_at("v") == ["a", "b"] and quarantine.members_at("first") == []
+    quarantine.forget("a")
+    assert quarantine.members_at("v") == ["b"]
+    quarantine.excuse("v")
+    assert quarantine.members_at("v") == []

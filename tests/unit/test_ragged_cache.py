@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor_ray.modeling.packed_linear import PackedLinear, cheapest_row_counts
-from specactor_ray.modeling.ragged_attention import _BATCHED_MAX_QUERY
 from specactor_ray.modeling.ragged_cache import RegionAllocator
 from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
-from specactor_ray.speculation.tree import DraftTree, merge_tails
 from tests.tiny import tiny_target
 
 
@@ -84,56 +82,6 @@ def test_random_appends_and_rollbacks_equal_a_fresh_forward(model: RaggedModel, 
     for row in rows:
         row.free()
     assert model.cache.allocator.free_slots == model.cache.slots
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_node_of_a_tree_sees_its_ancestors_alone(model: RaggedModel, seed: int) -> None:
-    """Rows with trees of any size among rows without; afterwards a random path is kept and the row goes on from it."""
-    rng = random.Random(seed)
-    contexts = [[rng.randrange(model.vocab_size) for _ in range(rng.randint(0, 20))] for _ in range(4)]
-    rows = [model.cache.open(128) for _ in contexts]
-    assert all(row is not None for row in rows)
-    for context, row in zip(contexts, rows, strict=True):
-        if context:
-            model.forward([RowChunk(row, context, 0)])
-    for step in range(3):
-        chunks, trees = [], []
-        for number, (row, context) in enumerate(zip(rows, contexts, strict=True)):
-            fresh = [rng.randrange(model.vocab_size) for _ in range(rng.randint(1, 3))]
-            bushy = number == step  # so large that the batched path attends to it alone
-            count, longest = (80, 6) if bushy else (rng.choice([0, 1, 4]), 5)
-            tails = [[rng.randrange(3) for _ in range(rng.randint(0, longest))] for _ in range(count)]
-            tree, _ = merge_tails({str(i): tail for i, tail in enumerate(tails)})
-            context += fresh
-            assert row.reserve(len(context) + len(tree))
-            chunks.append(RowChunk(row, [*fresh, *tree.token_ids], 1 + len(tree), tree.parents))
-            trees.append(tree)
-            assert len(tree) > _BATCHED_MAX_QUERY or not bushy
-        logits = model.forward(chunks).logits
-        kept, begin = [], 0
-        for row, context, tree in zip(rows, contexts, trees, strict=True):
-            paths = {node: path_to(tree, node) for node in range(-1, len(tree))}
-            for node in {-1, len(tree) - 1, *(rng.randrange(-1, len(tree)) for _ in range(4))}:
-                tokens = context + [tree.token_ids[i] for i in paths[node]]
-                assert torch.allclose(logits[begin + 1 + node], alone(model, tokens), atol=2e-3, rtol=1e-3)
-            path = paths[rng.randrange(-1, len(tree))]
-            kept.append((row, len(context), path))
-            context += [tree.token_ids[i] for i in path]
-            begin += 1 + len(tree)
-        model.cache.compact(kept)
-        for row, context in zip(rows, contexts, strict=True):
-            row.truncate(len(context))
-    for row in rows:
-        row.free()
-    assert model.cache.allocator.free_slots == model.cache.slots
-
-
-def path_to(tree: DraftTree, node: int) -> list[int]:
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = tree.parents[node]
-    return path[::-1]
 
 
 def alone(model: RaggedModel, tokens: list[int]) -> torch.Tensor:

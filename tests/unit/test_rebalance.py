@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -10,57 +11,83 @@ from hypothesis import strategies as st
 
 from specactor_ray.rollout.rebalance import (
     MAX_MOVES,
-    Pace,
+    Move,
     RunningRequest,
     are_missed,
     expected_remaining,
     gain,
     plan_moves,
+    remaining_s,
     spare_verifiers,
 )
 
 VERIFIERS = ("a", "b", "c", "d")
+Placed = dict[str, list[RunningRequest]]
+"""Verifier → the requests it has."""
 
 
-def running(
-    request_id: str, owner: str, context: int = 100, remaining: float = 1000.0, **more: object
-) -> RunningRequest:
-    return replace(RunningRequest(request_id, owner, context, remaining), **more)
+def running(request_id: str, context: int = 100, remaining: float = 1000.0, moves: int = 0) -> RunningRequest:
+    return RunningRequest(request_id, context, remaining, moves)
 
 
 @st.composite
-def any_requests(draw: st.DrawFn) -> list[RunningRequest]:
-    requests = []
+def any_requests(draw: st.DrawFn) -> Placed:
+    placed: Placed = {name: [] for name in VERIFIERS}
     for number in range(draw(st.integers(0, 14))):
-        requests.append(
-            RunningRequest(
-                f"r{number}",
-                draw(st.sampled_from(VERIFIERS)),
-                draw(st.integers(0, 4000)),
-                draw(st.floats(0, 4000)),
-                draw(st.integers(0, MAX_MOVES + 1)),
-            )
+        request = RunningRequest(
+            f"r{number}",
+            draw(st.integers(0, 4000)),
+            draw(st.floats(0, 4000)),
+            draw(st.integers(0, MAX_MOVES + 1)),
         )
-    return requests
+        placed[draw(st.sampled_from(VERIFIERS))].append(request)
+    return placed
 
 
-def carried_out(requests: list[RunningRequest], moves: list[object]) -> list[RunningRequest]:
-    by_id = {request.request_id: request for request in requests}
+def plan(placed: Placed) -> list[Move]:
+    return plan_moves({name: len(requests) for name, requests in placed.items()}, placed.__getitem__)
+
+
+def carry_out(placed: Placed, moves: list[Move]) -> None:
     for move in moves:
-        old = by_id[move.request_id]
-        by_id[move.request_id] = replace(old, owner=move.target, moves=old.moves + 1)
-    return list(by_id.values())
+        (request,) = [one for one in placed[move.source] if one.request_id == move.request_id]
+        placed[move.source].remove(request)
+        placed[move.target].append(replace(request, moves=request.moves + 1))
+
+
+def plan_by_trying_all(placed: Placed) -> list[Move]:
+    """One move after the other, each the best of the first pair of verifiers, by difference of loads, that has any."""
+    placed, moves = {name: list(requests) for name, requests in placed.items()}, []
+    while True:
+        for source, target in product(
+            sorted(placed, key=lambda name: (-len(placed[name]), name)),
+            sorted(placed, key=lambda name: len(placed[name])),
+        ):
+            loads = len(placed[source]), len(placed[target])
+            able = [one for one in placed[source] if one.moves < MAX_MOVES and gain(one, *loads) > 0]
+            if loads[0] - loads[1] >= 2 and able:
+                break
+        else:
+            return moves
+        best = max(able, key=lambda one: gain(one, *loads))
+        placed[source].remove(best)
+        placed[target].append(replace(best, moves=MAX_MOVES))
+        moves.append(Move(best.request_id, source, target))
 
 
 @given(any_requests())
-def test_every_move_is_allowed_pays_and_narrows_the_gap(requests: list[RunningRequest]) -> None:
-    by_id = {request.request_id: request for request in requests}
-    loads = {name: sum(request.owner == name for request in requests) for name in VERIFIERS}
-    moves = plan_moves(requests, VERIFIERS)
+def test_the_plan_is_that_of_trying_all_pairs(placed: Placed) -> None:
+    assert plan(placed) == plan_by_trying_all(placed)
+
+
+@given(any_requests())
+def test_every_move_is_allowed_pays_and_narrows_the_gap(placed: Placed) -> None:
+    loads = {name: len(requests) for name, requests in placed.items()}
+    moves = plan(placed)
     assert len({move.request_id for move in moves}) == len(moves)
     for move in moves:
-        request = by_id[move.request_id]
-        assert request.owner == move.source and request.moves < MAX_MOVES
+        (request,) = [one for one in placed[move.source] if one.request_id == move.request_id]
+        assert request.moves < MAX_MOVES
         assert loads[move.source] - loads[move.target] >= 2
         assert gain(request, loads[move.source], loads[move.target]) > 0
         loads[move.source] -= 1
@@ -68,46 +95,40 @@ def test_every_move_is_allowed_pays_and_narrows_the_gap(requests: list[RunningRe
 
 
 @given(any_requests())
-def test_nothing_moves_for_ever_and_nothing_straight_back(requests: list[RunningRequest]) -> None:
+def test_nothing_moves_for_ever_and_nothing_straight_back(placed: Placed) -> None:
     came_from: dict[str, str] = {}
-    for _ in range(MAX_MOVES * len(requests) + 1):
-        moves = plan_moves(requests, VERIFIERS)
+    for _ in range(MAX_MOVES * sum(map(len, placed.values())) + 1):
+        moves = plan(placed)
         if not moves:
             break
         assert all(came_from.get(move.request_id) != move.target for move in moves)
         came_from |= {move.request_id: move.source for move in moves}
-        requests = carried_out(requests, moves)
-    assert plan_moves(requests, VERIFIERS) == []
+        carry_out(placed, moves)
+    assert plan(placed) == []
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=6))
 def test_fresh_long_requests_are_levelled_completely(loads: list[int]) -> None:
-    names = [f"v{number}" for number in range(len(loads))]
-    requests = [running(f"{name}-{n}", name) for name, load in zip(names, loads, strict=True) for n in range(load)]
-    after = carried_out(requests, plan_moves(requests, names))
-    level = [sum(request.owner == name for request in after) for name in names]
+    placed = {f"v{n}": [running(f"{n}-{index}") for index in range(load)] for n, load in enumerate(loads)}
+    carry_out(placed, plan(placed))
+    level = [len(requests) for requests in placed.values()]
     assert max(level) - min(level) <= 1
 
 
 def test_the_one_that_gains_most_moves() -> None:
-    requests = [running("short", "a", remaining=60.0), running("long", "a"), running("old", "a", context=900)]
-    (move,) = plan_moves(requests, ("a", "b"))
-    assert (move.request_id, move.source, move.target) == ("long", "a", "b")
+    requests = [running("short", remaining=60.0), running("long"), running("old", context=900)]
+    assert plan({"a": requests, "b": []}) == [Move("long", "a", "b")]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"context": 5000},
-        {"remaining": 10.0},
-        {"moves": MAX_MOVES},
-        {"owner": "gone"},
-    ],
-)
-def test_what_does_not_pay_or_was_moved_enough_stays(change: dict[str, object]) -> None:
-    requests = [replace(running(name, "a"), **change) for name in ("x", "y")]
-    assert plan_moves([running(name, "a") for name in ("x", "y")], ("a", "b"))
-    assert plan_moves(requests, ("a", "b")) == []
+@pytest.mark.parametrize("change", [{"context": 5000}, {"remaining": 10.0}, {"moves": MAX_MOVES}])
+def test_what_does_not_pay_or_was_moved_enough_stays(change: dict[str, float]) -> None:
+    requests = [running(name) for name in ("x", "y")]
+    assert plan({"a": requests, "b": []})
+    assert plan({"a": [replace(one, **change) for one in requests], "b": []}) == []
+
+
+def test_without_verifiers_nothing_moves() -> None:
+    assert plan({}) == []
 
 
 @pytest.mark.parametrize(
@@ -130,15 +151,26 @@ def test_only_verifiers_that_levelling_would_not_use_are_spare(loads: dict[str, 
     assert are_missed(0, len(spare), requests) == bool(spare and requests)
 
 
-def test_pace() -> None:
-    pace = Pace()
-    assert pace.remaining_s({"x": 100.0}) is None and not pace.begun("x")
-    pace.progress("x", 10, now=5.0)
-    assert pace.begun("x") and pace.remaining_s({"x": 100.0}) is None
-    pace.progress("x", 30, now=7.0)
-    pace.progress("y", 0, now=5.0)
-    pace.progress("y", 80, now=7.0)
-    assert pace.remaining_s({"x": 100.0, "y": 100.0}) == pytest.approx(10.0)
-    assert pace.remaining_s({"y": 100.0, "new": 120.0}) == pytest.approx(3.0)  # as slow as the slowest known
-    pace.forget("x")
-    assert pace.remaining_s({"x": 100.0}) is None
+@given(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 6), min_size=1))
+def test_only_verifiers_that_are_too_full_are_asked_for_their_requests(loads: dict[str, int]) -> None:
+    asked: list[str] = []
+
+    def running_at(verifier: str) -> list[RunningRequest]:
+        asked.append(verifier)
+        return [RunningRequest(f"{verifier}{n}", 10**6, 1.0) for n in range(loads[verifier])]  # no move pays
+
+    assert plan_moves(loads, running_at) == []
+    assert sorted(asked) == sorted(name for name, load in loads.items() if load - min(loads.values()) >= 2)
+
+
+@pytest.mark.parametrize(
+    ("requests", "seconds"),
+    [
+        ([], None),
+        ([(100.0, None)], None),
+        ([(100.0, 10.0), (100.0, 40.0)], 10.0),
+        ([(100.0, 40.0), (120.0, None)], 3.0),  # as slow as the slowest known
+    ],
+)
+def test_the_last_request_ends_when_it_is_through_at_its_pace(requests: list, seconds: float | None) -> None:
+    assert remaining_s(requests) == (None if seconds is None else pytest.approx(seconds))

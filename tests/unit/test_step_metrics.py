@@ -5,9 +5,16 @@ from __future__ import annotations
 import random
 import threading
 
-from specactor_ray.loops.step_metrics import KEPT_VERSIONS, StepMetrics
+import numpy as np
+
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.targets.base import StepResult
+from specactor_ray.verify.metrics import KEPT_VERSIONS, StepMetrics
+
+
+def record_rows(metrics: StepMetrics, *rows: tuple[int, int, int, int]) -> None:
+    """One step, by row: tokens committed, draft tokens there, verified, and right."""
+    metrics.record_rows(*np.array(rows, np.int32).reshape(-1, 4).T)
 
 
 def test_reading_while_counting_never_fails() -> None:
@@ -19,6 +26,7 @@ def test_reading_while_counting_never_fails() -> None:
         while not stop.is_set():
             metrics.record_drafter(f"d{number % 5000}", 2, 1)
             metrics.record_step(StepResult(forward_s=0.5, sampling_s=0.1), 1.0, 0.1)
+            record_rows(metrics, (1 + number % 9, 8, number % 9, number % 9))
             number += 1
 
     thread = threading.Thread(target=count)
@@ -27,6 +35,7 @@ def test_reading_while_counting_never_fails() -> None:
         for _ in range(300):
             counters = metrics.to_dict()
             assert len(counters["by_drafter"]) <= 5000 and counters["steps"] <= metrics.steps
+            assert len(counters["drafted_by_position"]) == len(counters["accepted_by_position"])
     finally:
         stop.set()
         thread.join()
@@ -37,7 +46,7 @@ def test_merge_adds_up_and_derives_ratios() -> None:
     for scale in (1, 2):
         metrics = StepMetrics()
         metrics.record_step(StepResult(forward_s=0.5, sampling_s=0.1), 1.0, 0.1 * scale)
-        metrics.record_row(committed=3 * scale, supplied=4, drafted=4, accepted=2, depth=4)
+        record_rows(metrics, (3 * scale, 4, 4, 2))
         metrics.record_drafter("d", 4, 2)
         parts.append(metrics.to_dict())
     total = RolloutMetrics.merge(parts)
@@ -51,16 +60,14 @@ def test_positions_are_counted_separately_and_merge_at_any_length() -> None:
     parts = []
     for rows in ([(4, 2), (1, 1), (0, 0)], [(6, 6)], []):
         metrics = StepMetrics()
-        for drafted, accepted in rows:
-            metrics.record_row(
-                committed=accepted + 1, supplied=drafted, drafted=drafted, accepted=accepted, depth=drafted
-            )
+        record_rows(metrics, *((accepted + 1, drafted, drafted, accepted) for drafted, accepted in rows))
         parts.append(metrics.to_dict())
     total = RolloutMetrics.merge([*parts, {"steps": 1}])
     assert total.drafted_by_position == [3, 2, 2, 2, 1, 1]
     assert total.accepted_by_position == [3, 2, 1, 1, 1, 1]
     assert parts[0]["drafted_by_position"] == [2, 1, 1, 1], "merging leaves the parts alone"
-    assert sum(total.drafted_by_position) == total.drafted_tokens
+    assert sum(total.drafted_by_position) == total.drafted_tokens == 11
+    assert (total.row_steps, total.supplied_row_steps, total.accepted_tokens) == (4, 3, 9)
 
 
 def test_acceptance_is_counted_by_version_and_only_the_newest_are_told_apart() -> None:

@@ -365,7 +365,7 @@ def test_bad_arguments_are_refused(arguments) -> None:
 
 
 def test_nothing_is_compiled_once_it_drafts() -> None:
-    """A kernel that is compiled in the middle of a rollout keeps verifiers waiting, and their breakers open."""
+    """A kernel that is compiled in the middle of a rollout keeps verifiers waiting."""
     kernels = [kernel for kernel in vars(_token_log_numba).values() if hasattr(kernel, "signatures")]
     proposer = SuffixProposer(1, 8, 1000, 64)
     compiled = [list(kernel.signatures) for kernel in kernels]

@@ -75,6 +75,7 @@ def test_models_that_do_not_only_decode(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = from_mapping(
         {
+            "mode": "decoupled",
             "target": {"model": str(tiny_target()), "kv_cache_gb": 8, "replicas": 2},
             "drafters": [{"method": "ngram", "replicas": 3}],
         }

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from specactor_ray.config.schema import SpeculationConfig
+from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.loops.attempts import EndedAttempts
-from specactor_ray.loops.draft_loop import DraftLoop
-from specactor_ray.loops.speculator import Speculator
-from specactor_ray.loops.verify_loop import VerifyLoop
-from specactor_ray.messages import DraftOpen, Finished, Mode, Progress, Refused, SamplingParams, ToRollout
+from specactor_ray.messages import Finished, Progress, Refused, SamplingParams, ToRollout
 from specactor_ray.targets.base import TargetRequest
+from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.loop import VerifyLoop
+from tests.batches import news, opening
 from tests.clocks import HandClock
 from tests.tiny import tiny_target
 from tests.unit.engine_conformance import requests
@@ -29,8 +30,8 @@ class Verifier:
 
     def __init__(self) -> None:
         self.clock, self.engine = HandClock(), engine()
-        speculator = Speculator("v0", Mode.PLAIN, SpeculationConfig(), self.engine.vocab_size, self.clock)
-        self.loop = VerifyLoop(self.engine, speculator, clock=self.clock)
+        drafting = Drafting("v0", False, SpeculationConfig(), self.engine.vocab_size, self.clock)
+        self.loop = VerifyLoop(self.engine, drafting, clock=self.clock)
         self.events: list[ToRollout] = []
 
     def step(self, times: int = 1) -> None:
@@ -55,10 +56,9 @@ class Verifier:
         return [(e.request_id, e.attempt) for e in self.events if isinstance(e, Finished)]
 
     def tokens(self, request_id: str, attempt: int) -> list[int]:
-        mine = [
-            e for e in self.events if isinstance(e, Progress) and (e.request_id, e.attempt) == (request_id, attempt)
-        ]
-        return [token for event in mine for token in event.token_ids]
+        progress = (event for event in self.events if isinstance(event, Progress))
+        rows = (row for event in progress for row in zip(event.requests, event.rows(), strict=True))
+        return [token for one, (_, tokens, _, _) in rows if one == (request_id, attempt) for token in tokens]
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_a_draft_loop_has_a_heartbeat_too() -> None:
 
     loop = DraftLoop("d", Slow(1, 4, 0, 8), clock)
     assert not loop.run_guarded() and loop.snapshot()["steps"] == 0
-    loop.deliver([DraftOpen("r", "v", (1, 2, 1), (), SamplingParams(), 4)])
+    loop.deliver(news([opening(0)]))
     assert loop.run_guarded()
     assert seen == [45.0, 45.0]
     clock.seconds += 5.0

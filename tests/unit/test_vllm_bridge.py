@@ -42,14 +42,3 @@ def test_others_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPat
         check_target(config)
     config.target.backend = "hf"
     check_target(config)
-
-
-def test_trees_are_refused_for_a_backend_that_verifies_none() -> None:
-    with pytest.raises(ConfigError, match="tree"):
-        from_mapping(
-            {
-                "target": {"backend": "vllm"},
-                "drafters": [{"method": "ngram"}],
-                "speculation": {"candidates": "tree"},
-            }
-        )

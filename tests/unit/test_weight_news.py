@@ -39,6 +39,12 @@ class Actor(SupervisedActor):
         told = [one.arguments[0] for one in self.transport.sent if one.method == "learn"]
         return [None if weights is None else weights.version for weights in told]
 
+    @property
+    def taught(self) -> list[tuple[str, int]]:
+        """Method and version of all weights that its own drafters were to take."""
+        told = [one.arguments for one in self.transport.sent if one.method == "teach"]
+        return [(method, weights.version) for method, weights in told]
+
     def awaits(self, method: str) -> bool:
         return bool(self.transport.open(self.actor_id, method))
 
@@ -56,9 +62,9 @@ def member(name: str, key: str = "eagle", host: str = "") -> Any:
     return made
 
 
-def config(where: str) -> Config:
+def config(where: str, mode: str = "decoupled") -> Config:
     head = {"method": "eagle", "model": "m", "online": {"where": where}}
-    return from_mapping({"drafters": [{"method": "ngram"}, head]})
+    return from_mapping({"mode": mode, "drafters": [{"method": "ngram"}, head]})
 
 
 _NOW = itertools.count(0.0, 10.0)
@@ -126,6 +132,24 @@ def test_the_trainers_weights_are_taken_from_nobody_else() -> None:
     news.offer("eagle", TRAINER, WeightSet(1, ()))
     settle(news, members)
     assert members[0].weight_version == 1
+
+
+def test_verifiers_that_draft_themselves_are_taught_and_the_policy_does_not_wait_for_it() -> None:
+    news, verifiers = WeightNews(config("trainer", "coupled")), [member("v0", VERIFIER), member("v1", VERIFIER)]
+    news.offer("eagle", "v0", WeightSet(1, ()))
+    news.offer("eagle", TRAINER, WeightSet(2, ()))
+    tell(news, verifiers)
+    news.offer("eagle", TRAINER, WeightSet(3, ()))
+    news.offer("eagle", TRAINER, WeightSet(4, ()))
+    tell(news, verifiers)
+    assert all(one.serves and one.weight_version == 0 for one in verifiers) and news.in_place(verifiers)
+    verifiers[0].actor.answer("teach")
+    verifiers[1].actor.answer("teach", "the object is lost")  # the next version makes up for it
+    tell(news, verifiers)
+    assert [one.actor.taught for one in verifiers] == [[("eagle", 2), ("eagle", 4)]] * 2
+    late = member("v2", VERIFIER)
+    tell(news, [late])
+    assert late.serves and late.actor.taught == [("eagle", 4)] and late.actor.versions == []
 
 
 def test_the_policy_does_not_wait_for_heads() -> None:

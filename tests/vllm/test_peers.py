@@ -31,6 +31,7 @@ def head_of_wide_heads(folder: Path) -> Path:
 def test_vllm_runs_plain_and_with_its_own_drafters(tmp_path: Path) -> None:
     config = from_mapping(
         {
+            "mode": "decoupled",
             "target": {
                 "model": str(tiny_vllm_target()),
                 "backend": "vllm",

@@ -23,17 +23,15 @@ from specactor_ray.benchmarks.gpu_check.oracle import OracleProposer
 from specactor_ray.benchmarks.gpu_check.settings import EndToEndGrid
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.config.schema import SpeculationConfig
-from specactor_ray.loops.draft_loop import DraftLoop
-from specactor_ray.loops.drafter_table import DrafterLink
-from specactor_ray.loops.inline_drafters import InlineDrafter, outbox_to
-from specactor_ray.loops.speculator import Speculator
-from specactor_ray.loops.verify_loop import VerifyLoop
+from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import Finished, Mode, Progress, SamplingParams
 from specactor_ray.modeling.ragged_model import RaggedModel
-from specactor_ray.queues.conflation import for_verifier
-from specactor_ray.queues.outbox import Outbox, direct_sender
+from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
+from specactor_ray.verify.drafting import DrafterLink, Drafting
+from specactor_ray.verify.inline import InlineDrafter, link_to
+from specactor_ray.verify.loop import VerifyLoop
 
 _VERIFIER, _DRAFTER = "verifier-0", "oracle-0"
 _STEP_TOKENS = 2048
@@ -105,9 +103,9 @@ def run_mode(
 ) -> Outcome:
     """Run all requests to their end; the engine is free again afterwards, also after an interruption."""
     config = SpeculationConfig(window=stage.settings.end_to_end.window)
-    speculator = Speculator(_VERIFIER, mode, config, engine.vocab_size, max_batch=len(requests))
+    drafting = Drafting(_VERIFIER, mode is Mode.COUPLED, config, engine.vocab_size, max_batch=len(requests))
     try:
-        with _loop(engine, speculator, mode, oracle, config.window) as verifier:
+        with _loop(engine, drafting, mode, oracle, config.window) as verifier:
             begin = time.perf_counter()
             verifier.submit(requests)
             while verifier.run_once():
@@ -123,28 +121,28 @@ def run_mode(
         raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
     outcome = Outcome({r.request_id: [] for r in requests}, {r.request_id: [] for r in requests}, seconds, counters)
     for event in events:
-        if isinstance(event, Progress):
-            outcome.tokens[event.request_id] += event.token_ids
-            outcome.margins[event.request_id] += event.margins or ()
+        for request_id, tokens, _, margins in event.rows() if isinstance(event, Progress) else ():
+            outcome.tokens[request_id] += tokens
+            outcome.margins[request_id] += margins
     return outcome
 
 
 @contextmanager
 def _loop(
-    engine: HfEngine, speculator: Speculator, mode: Mode, oracle: OracleProposer | None, window: int
+    engine: HfEngine, drafting: Drafting, mode: Mode, oracle: OracleProposer | None, window: int
 ) -> Iterator[VerifyLoop]:
     """The verifier's loop, with its drafter connected as the mode asks."""
     if oracle is None:
-        yield VerifyLoop(engine, speculator)
+        yield VerifyLoop(engine, drafting)
         return
     drafter = DraftLoop(_DRAFTER, oracle)
     inline = mode is Mode.COUPLED
-    link = DrafterLink(oracle.method, window, outbox_to(drafter), remembers=True, on_demand=inline)
+    link = DrafterLink(oracle.method, window, link_to(drafter), looks_up=True, inline=inline)
     if inline:
-        yield VerifyLoop(engine, speculator, [InlineDrafter(drafter, link)])
+        yield VerifyLoop(engine, drafting, [InlineDrafter(drafter, link)])
         return
-    verifier = VerifyLoop(engine, speculator)
-    drafter.set_verifiers({_VERIFIER: Outbox(direct_sender(verifier.deliver), for_verifier())})
+    verifier = VerifyLoop(engine, drafting)
+    drafter.set_verifiers({_VERIFIER: Link(direct_sender(verifier.deliver))})
     verifier.set_drafters({_DRAFTER: link})
     thread = threading.Thread(target=drafter.run, name="draft", daemon=True)
     thread.start()

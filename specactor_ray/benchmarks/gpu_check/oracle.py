@@ -6,11 +6,12 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specactor_ray.drafters.base import RowProposer
 from specactor_ray.drafters.mirror import RequestMirror
 from specactor_ray.messages import SamplingParams
 
 
-class OracleProposer:
+class OracleProposer(RowProposer):
     """Drafts for requests whose outputs are known; a `Proposer` whose drafting costs next to nothing.
 
     Whether it is right at a position is a function of (seed, request, position) alone, so it is right equally often in

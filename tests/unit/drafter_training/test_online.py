@@ -20,7 +20,7 @@ from specactor_ray.drafter_training.online import EagleLearner, choose_samples, 
 from specactor_ray.drafter_training.recording import RolloutRecorder
 from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.drafters.registry import build_proposer
-from specactor_ray.messages import Commit, DraftOpen, Features, SamplingParams
+from specactor_ray.messages import DraftOpen, Features, SamplingParams
 from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
 from specactor_ray.modeling.eagle_head import EagleHead
 from specactor_ray.modeling.loading import load_model
@@ -31,6 +31,12 @@ from tests.unit.drafter_training.recorded import make_engine
 from tests.unit.engine_conformance import requests, run
 
 SMALL = OnlineConfig(learning_rate=2e-3, buffer_tokens=4096, batch_tokens=256, passes=3, steps_per_version=4, depths=2)
+
+
+def opening(
+    request_id: str, prompt: Sequence[int], committed: Sequence[int] = (), features: tuple[Features, ...] = ()
+) -> DraftOpen:
+    return DraftOpen(0, 1, request_id, tuple(prompt), tuple(committed), SamplingParams(), 4, features)
 
 
 @functools.cache
@@ -46,12 +52,12 @@ def rollouts() -> list[EagleExample]:
         engine.add(request)
     recorder, final = RolloutRecorder(1 << 20), dict[str, list[torch.Tensor]]()
     for request in batch:
-        recorder.open(DraftOpen(request.request_id, "v", request.prompt_token_ids, (), request.sampling, 4))
+        recorder.open(opening(request.request_id, request.prompt_token_ids))
     for output in run(engine).outputs:
         states = output.hidden_states
         final.setdefault(output.request_id, []).append(from_wire(states[:, 192:]))
         features = (Features(output.hidden_start, states[:, :192]),)
-        recorder.commit(Commit(output.request_id, "v", output.start, tuple(output.token_ids), 4, features=features))
+        recorder.commit(output.request_id, output.start, output.token_ids, features)
     examples = []
     for request in batch:
         example = recorder.close(request.request_id)
@@ -186,10 +192,10 @@ class Message:
 
     def opening(self, committed: int, begin: int = 0) -> DraftOpen:
         known = tuple(self.output[:committed])
-        return DraftOpen("r", "v", self.prompt, known, SamplingParams(), 4, features=self.features(begin, committed))
+        return opening("r", self.prompt, known, self.features(begin, committed))
 
-    def commit(self, start: int, end: int, begin: int) -> Commit:
-        return Commit("r", "v", start, tuple(self.output[start:end]), 4, features=self.features(begin, end))
+    def commit(self, start: int, end: int, begin: int) -> tuple[str, int, Sequence[int], Sequence[Features]]:
+        return "r", start, tuple(self.output[start:end]), self.features(begin, end)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -208,9 +214,9 @@ def test_what_is_recorded_is_true_and_has_no_gaps(seed: int) -> None:
             begin = min(begin + rng.randint(1, 6), len(course.prompt) + end - 1)
         commit = course.commit(start, end, begin)
         for _ in range(rng.choice([1, 1, 2])):
-            recorder.commit(commit)
+            recorder.commit(*commit)
         if rng.random() < 0.1 and end < len(course.output) - 1:
-            recorder.commit(course.commit(end + 1, end + 2, begin))  # one is missing in between
+            recorder.commit(*course.commit(end + 1, end + 2, begin))  # one is missing in between
             assert recorder.tokens == 0
             lost = True
             break
@@ -231,12 +237,12 @@ def test_what_is_recorded_is_true_and_has_no_gaps(seed: int) -> None:
 def test_recordings_are_bounded_and_the_longest_loses_its_beginning() -> None:
     recorder = RolloutRecorder(40)
     for name, length in (("long", 60), ("short", 20)):
-        recorder.open(DraftOpen(name, "v", (1, 2), (), SamplingParams(), 4))
+        recorder.open(opening(name, (1, 2)))
         for start in range(0, length, 4):
             features = (Features(max(start - 3, 0) if start else 0, np.ones((4, 6), np.float32)),)
             if start:
                 features = (Features(start, np.full((4, 6), start, np.float32)),)
-            recorder.commit(Commit(name, "v", start, (5,) * 4, 4, features=features))
+            recorder.commit(name, start, (5,) * 4, features)
             assert recorder.tokens <= 40
     long, short = recorder.close("long"), recorder.close("short")
     assert long is not None and short is not None
@@ -246,12 +252,12 @@ def test_recordings_are_bounded_and_the_longest_loses_its_beginning() -> None:
 
 def test_a_recording_without_output_positions_teaches_nothing() -> None:
     recorder = RolloutRecorder(40)
-    recorder.open(DraftOpen("r", "v", (1, 2, 3, 4), (), SamplingParams(), 4))
+    recorder.open(opening("r", (1, 2, 3, 4)))
     assert recorder.close("r") is None
-    recorder.open(DraftOpen("r", "v", (1, 2, 3, 4), (5,), SamplingParams(), 4))
-    recorder.commit(Commit("r", "v", 0, (5,), 4, features=(Features(0, np.zeros((2, 6), np.float32)),)))
+    recorder.open(opening("r", (1, 2, 3, 4), (5,)))
+    recorder.commit("r", 0, (5,), (Features(0, np.zeros((2, 6), np.float32)),))
     assert recorder.close("r") is None, "the states end inside the prompt"
-    recorder.open(DraftOpen("r", "v", (1, 2, 3, 4), (5,), SamplingParams(), 4))
+    recorder.open(opening("r", (1, 2, 3, 4), (5,)))
     recorder.forget("r")
     assert recorder.close("r") is None
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specactor_ray.loops.draft_loop import DraftLoop
-from specactor_ray.messages import DraftOpen, SamplingParams
+from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.proposers import SimulatedProposer
 from specactor_ray.simulation.world import World
+from tests.batches import news, opening
 
 
 class Broken(SimulatedProposer):
@@ -25,10 +25,6 @@ def virtual_loop(proposer: type[SimulatedProposer]) -> tuple[Kernel, VirtualCloc
     kernel = Kernel(0)
     clock = VirtualClock(kernel, Process("ngram-0"))
     return kernel, clock, DraftLoop("ngram-0", proposer("ngram-0", "ngram", clock, World(), lambda: 0.0), clock)
-
-
-def opening(request_id: str) -> DraftOpen:
-    return DraftOpen(request_id, "verifier-0", (1, 2), (), SamplingParams(), window=4)
 
 
 def play(kernel: Kernel, clock: VirtualClock, loop: DraftLoop, script: Callable[[], None]) -> bool:
@@ -52,7 +48,7 @@ def test_a_proposer_that_stays_broken_ends_its_loop() -> None:
 
     def open_again_and_again() -> None:
         for number in range(20):
-            loop.deliver([opening(str(number))])
+            loop.deliver(news([opening(number)]))
             clock.sleep(1.0)
 
     assert play(kernel, clock, loop, open_again_and_again)
@@ -66,7 +62,7 @@ def test_requests_of_a_verifier_that_is_never_listed_are_forgotten() -> None:
 
     def open_and_wait() -> None:
         loop.set_verifiers({})
-        loop.deliver([opening("0")])
+        loop.deliver(news([opening(0)]))
         for _ in range(2):
             clock.sleep(20.0)
             seen.append(loop.snapshot()["open_requests"])

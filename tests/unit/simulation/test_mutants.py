@@ -11,13 +11,13 @@ import pytest
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.supervised import SupervisedActor
 from specactor_ray.controller.weights import WeightNews
-from specactor_ray.loops.verify_loop import VerifyLoop
 from specactor_ray.messages import WeightSet
 from specactor_ray.queues.events import EventQueue
-from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.quarantine import Quarantine
+from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
 from specactor_ray.simulation.fault_run import FaultScenario, simulate
 from specactor_ray.simulation.faults import FaultPlan
+from specactor_ray.verify.loop import VerifyLoop
 
 RUNS = 8
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -26,31 +26,33 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 def one_blip_excludes_a_verifier(patch: pytest.MonkeyPatch) -> None:
     """A poll that fails takes its verifier out for ever, whatever the controller says."""
     lost: set[tuple[int, str]] = set()
-    take_view = Dispatcher._take_view
+    take_view = Verifiers._take_view
 
-    def lose(self: Dispatcher, verifier_id: str, link: Any, error: Exception) -> None:
-        lost.add((id(self), verifier_id))
+    def lose(self: Verifiers, link: VerifierLink, error: Exception) -> None:
+        lost.add((id(self), link.verifier_id))
 
-    def take_all_but_the_lost(self: Dispatcher, view: Any) -> None:
+    def take_all_but_the_lost(self: Verifiers, view: Any) -> Any:
         serving = {name: handle for name, handle in view.verifiers.items() if (id(self), name) not in lost}
         object.__setattr__(view, "verifiers", serving)
-        take_view(self, view)
+        return take_view(self, view)
 
-    patch.setattr(Dispatcher, "_suspect", lose)
-    patch.setattr(Dispatcher, "_take_view", take_all_but_the_lost)
+    patch.setattr(Verifiers, "suspect", lose)
+    patch.setattr(Verifiers, "_take_view", take_all_but_the_lost)
 
 
 def a_lost_submit_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
-    def forget(self: Dispatcher, verifier_id: str, link: Any) -> None:
-        for call in [call for call in link.submits if call.done]:
-            del link.submits[call]
+    def forget(self: Verifiers) -> list[Any]:
+        for link in self.links.values():
+            for call in [call for call in link.submits if call.done]:
+                del link.submits[call]
+        return []
 
     start = Calls.start
 
     def start_once(self: Calls, actor: Any, method: str, *arguments: Any, deadline_s: float, retry: bool = True) -> Any:
         return start(self, actor, method, *arguments, deadline_s=deadline_s, retry=retry and method != "submit")
 
-    patch.setattr(Dispatcher, "_check_submits", forget)
+    patch.setattr(Verifiers, "failed_submits", forget)
     patch.setattr(Calls, "start", start_once)
 
 
@@ -127,6 +129,7 @@ def test_a_defect_is_found(mutant: Patch, kinds: tuple[str, ...], monkeypatch: p
         FaultScenario(seed, requests=24, verifiers=2, drafters=1, faults=FaultPlan(kinds, 30, 0.4))
         for seed in range(RUNS)
     ]
+    monkeypatch.setattr("specactor_ray.simulation.fault_run._STANDSTILL_S", 50.0)  # some defects only spin from then on
     with monkeypatch.context() as patch:
         mutant(patch)
         found = next((report for one in scenarios if (report := simulate(one)).violations), None)

@@ -1,0 +1,277 @@
+"""The consumer's side of a queue: a thread-safe inbox that lets well-formed messages in.
+
+A message says what its sender believes, which may be wrong, and the protocol bears that. What it is made of is checked
+here and nowhere else: behind it every array has the type, the length and the range that it claims. A malformed message
+is counted for its sender and dropped, and who keeps sending them is not listened to any more.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.errors import InputError
+from specactor_ray.messages import CommitBatch, DraftOpen, Features, SamplingParams, TailBatch
+
+M = TypeVar("M")
+
+logger = logging.getLogger(__name__)
+
+MOST_MALFORMED = 100
+"""Malformed messages that a sender may send before it is cut off."""
+UNKNOWN = "?"
+"""Stands for the sender of what does not even say who sent it; it is never cut off."""
+MOST_WAITING = 256
+"""Messages of one sender that wait; beyond it its oldest is lost, which costs speed, never tokens."""
+_MOST_SENDERS = 1024
+"""Senders that are told apart; those beyond count as unknown."""
+
+_MAX_ID = 1024
+_MAX_ROWS = 1 << 20
+_MAX_SEQUENCE = 1 << 24
+"""Most tokens of a prompt, an output or a batch, and most hidden states."""
+_MAX_WINDOW = 65_536
+_MAX_NUMBER = 1 << 31
+_MAX_TOKEN_S = 1.0e6
+_ANY_TOKEN = 1 << 31
+"""Where the vocabulary is not known."""
+
+
+class Malformed(ValueError):
+    """What is wrong with a message."""
+
+
+class Inbox(Generic[M]):
+    """Messages in the order in which they came; every method may be called from any thread.
+
+    Args:
+        check: Raises `Malformed`.
+        sender: Name of the attribute that holds the sender's id.
+        clock: Stamps what arrives.
+        on_cut: Called once with every sender that is cut off, in the thread that delivered its message.
+    """
+
+    def __init__(
+        self,
+        check: Callable[[Any], None],
+        sender: str,
+        clock: Clock = SYSTEM,
+        on_cut: Callable[[str], None] = lambda sender: None,
+    ) -> None:
+        self._check, self._sender, self._clock, self._on_cut = check, sender, clock, on_cut
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[tuple[M, float]]] = {}
+        self._malformed: dict[str, int] = {}
+        self.cut_off: dict[str, None] = {}
+        """Senders that are not listened to any more."""
+        self.dropped = 0
+        """Messages lost because too many of one sender waited."""
+
+    def put(self, message: Any) -> None:
+        """Take a message in. A malformed one is dropped and counted."""
+        try:
+            self._check(message)
+        except (Malformed, AttributeError, TypeError) as problem:
+            self._reject(message, str(problem))
+            return
+        sender = getattr(message, self._sender)
+        if sender in self.cut_off:
+            return
+        with self._lock:
+            waiting = self._waiting.setdefault(sender, deque())
+            waiting.append((message, self._clock.now()))
+            if len(waiting) > MOST_WAITING:
+                waiting.popleft()
+                self.dropped += 1
+
+    def drain(self) -> list[tuple[M, float]]:
+        """Everything that waits, sender by sender, and when it arrived. Never blocks."""
+        if not self._waiting:
+            return []
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        return [message for messages in waiting.values() for message in messages]
+
+    def __len__(self) -> int:
+        """Messages that wait."""
+        with self._lock:
+            return sum(map(len, self._waiting.values()))
+
+    def snapshot(self) -> dict[str, Any]:
+        """For status displays: malformed messages per sender, and who is cut off."""
+        with self._lock:
+            return {"malformed": dict(self._malformed), "cut_off": list(self.cut_off)}
+
+    def _reject(self, message: object, problem: str) -> None:
+        sender = getattr(message, self._sender, None) if type(message) in (TailBatch, CommitBatch) else None
+        with self._lock:
+            known = _is_id(sender) and (sender in self._malformed or len(self._malformed) < _MOST_SENDERS)
+            name = str(sender) if known else UNKNOWN
+            count = self._malformed[name] = self._malformed.get(name, 0) + 1
+            cut = known and count > MOST_MALFORMED and name not in self.cut_off
+            if cut:
+                self.cut_off[name] = None
+        if cut:
+            logger.error("%s is cut off after %d malformed messages; the last: %s", name, count, problem)
+            self._on_cut(name)
+        elif count == 1:
+            logger.warning("a malformed message of %s is dropped: %s", name, problem)
+
+
+def for_verifier(vocab_size: int, clock: Clock = SYSTEM) -> Inbox[TailBatch]:
+    """What drafters send to a verifier; token ids must lie in `[0, vocab_size)`."""
+
+    def check(message: Any) -> None:
+        _require(type(message) is TailBatch, f"{type(message).__name__} is no message of a drafter")
+        _require(_is_id(message.drafter_id), "the drafter's id is no string, or far too long")
+        count = _check_arrays(message.rows, message.generations, message.bases, message.lengths)
+        _check_tokens(message.lengths, message.tokens, vocab_size)
+        _require(
+            type(message.complete) is np.ndarray
+            and message.complete.dtype == np.bool_
+            and message.complete.shape == (count,),
+            "complete is no array of booleans, one for each row",
+        )
+        _require(_is_count(message.weight_version), "weight_version is no version")
+        _require(
+            type(message.token_s) in (float, int) and 0.0 <= message.token_s <= _MAX_TOKEN_S,
+            "token_s is no number of seconds",
+        )
+        _require(type(message.lost) is tuple and all(map(_is_handle, message.lost)), "lost holds no handles")
+
+    return Inbox(check, "drafter_id", clock)
+
+
+def for_drafter(vocab_size: int | None, on_cut: Callable[[str], None]) -> Inbox[CommitBatch]:
+    """What verifiers send to a drafter.
+
+    Args:
+        vocab_size: Token ids must lie in `[0, vocab_size)`; None: any vocabulary.
+        on_cut: Called once with every verifier that is cut off, in the thread that delivered its message.
+    """
+    limit = _ANY_TOKEN if vocab_size is None else vocab_size
+
+    def check(message: Any) -> None:
+        _require(type(message) is CommitBatch, f"{type(message).__name__} is no message of a verifier")
+        _require(_is_id(message.verifier_id), "the verifier's id is no string, or far too long")
+        _check_arrays(message.rows, message.generations, message.starts, message.lengths, message.windows)
+        _require(not len(message.windows) or int(message.windows.max()) <= _MAX_WINDOW, f"a window above {_MAX_WINDOW}")
+        _check_tokens(message.lengths, message.tokens, limit)
+        _require(type(message.opened) is tuple, "opened is no tuple")
+        for one in message.opened:
+            _check_open(one, limit)
+        _require(
+            type(message.closed) is tuple
+            and all(
+                type(one) is tuple and len(one) == 3 and _is_handle(one[:2]) and type(one[2]) is bool
+                for one in message.closed
+            ),
+            "closed holds something else than handles and whether they finished",
+        )
+        _require(
+            type(message.features) is tuple
+            and all(
+                type(one) is tuple and len(one) == 2 and _is_count(one[0]) and _are_features(one[1])
+                for one in message.features
+            ),
+            "features are not in order",
+        )
+
+    return Inbox(check, "verifier_id", on_cut=on_cut)
+
+
+def _check_open(one: Any, limit: int) -> None:
+    _require(type(one) is DraftOpen and _is_id(one.request_id), "opened holds something else than requests")
+    _require(_is_handle((one.row, one.generation)), "a request's handle is out of range")
+    _require(_is_count(one.window) and one.window <= _MAX_WINDOW, f"window is not between 0 and {_MAX_WINDOW}")
+    for tokens in (one.prompt_token_ids, one.committed_token_ids):
+        _require(_are_tokens(tokens, limit), f"its tokens are not token ids below {limit}")
+    _require(_is_sampling(one.sampling), "sampling is not in order")
+    _require(_are_features(one.features), "features are not in order")
+
+
+def _require(good: bool, problem: str) -> None:
+    if not good:
+        raise Malformed(problem)
+
+
+def _check_arrays(rows: Any, *others: Any) -> int:
+    """int32 arrays of one length, nothing negative; returns the length."""
+    for array in (rows, *others):
+        _require(
+            type(array) is np.ndarray and array.dtype == np.int32 and array.ndim == 1 and len(array) == len(rows),
+            "rows and what belongs to them are no int32 arrays of one length",
+        )
+    signs = functools.reduce(operator.or_, (rows, *others))  # negative where one of them is
+    _require(not len(rows) or int(signs.min()) >= 0, "a row, a position or a length is negative")
+    _require(len(rows) <= _MAX_ROWS and (not len(rows) or int(rows.max()) < _MAX_ROWS), f"a row above {_MAX_ROWS}")
+    return len(rows)
+
+
+def _check_tokens(lengths: np.ndarray, tokens: Any, limit: int) -> None:
+    _require(type(tokens) is np.ndarray and tokens.dtype == np.int32 and tokens.ndim == 1, "tokens are no int32 array")
+    _require(
+        len(tokens) <= _MAX_SEQUENCE and int(lengths.sum(dtype=np.int64)) == len(tokens),
+        "lengths and tokens do not fit",
+    )
+    unsigned = tokens.view(np.uint32)  # negative ones are above any limit
+    _require(not len(tokens) or int(unsigned.max()) < limit, f"a token is not below {limit}")
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is str and len(value) <= _MAX_ID
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_NUMBER
+
+
+def _is_handle(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) == 2
+        and _is_count(value[0])
+        and value[0] < _MAX_ROWS
+        and _is_count(value[1])
+    )
+
+
+def _are_tokens(token_ids: Any, limit: int) -> bool:
+    if type(token_ids) is not tuple or len(token_ids) > _MAX_SEQUENCE:
+        return False
+    return not token_ids or (set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < limit)
+
+
+def _are_features(features: Any) -> bool:
+    return type(features) is tuple and all(
+        type(span) is Features
+        and _is_count(span.begin)
+        and type(span.states) is np.ndarray
+        and span.states.ndim == 2
+        and len(span.states) <= _MAX_SEQUENCE
+        and span.states.dtype.kind in "fi"
+        for span in features
+    )
+
+
+def _is_sampling(sampling: Any) -> bool:
+    if type(sampling) is not SamplingParams:
+        return False
+    numbers = all(type(value) in (float, int) for value in (sampling.temperature, sampling.top_p))
+    counts = all(type(value) is int and value >= 0 for value in (sampling.top_k, sampling.max_tokens))
+    stops = _are_tokens(sampling.stop_token_ids, _ANY_TOKEN)
+    if not (numbers and counts and stops and type(sampling.seed) is int and type(sampling.ignore_eos) is bool):
+        return False
+    try:
+        sampling.__post_init__()  # the ranges; an object that came over the wire was never asked
+    except InputError:
+        return False
+    return True

@@ -1,0 +1,169 @@
+"""The producer's side of a queue: at most one delivery per consumer in flight, and what comes meanwhile is merged.
+
+Producers keep state, not messages: what to send next is made when it can be sent (`offer`), from the difference between
+what is so and what was sent before. So a slow or stopped consumer slows nobody and costs its producer no memory.
+
+A delivery that does not arrive is sent again until the consumer is known to be gone for good. It may have arrived
+nevertheless: the protocol bears repetition and reordering (`messages.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from typing import Any, Generic, Protocol, TypeVar
+
+from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.errors import ActorLostError, ActorUnavailableError, CallTimeoutError
+
+M = TypeVar("M")
+
+logger = logging.getLogger(__name__)
+
+_DEADLINE_S = 10.0
+"""After this time a delivery counts as not arrived. Consumers only put what arrives into a queue."""
+_RETRY_S, _RETRY_MAX_S = 0.1, 5.0
+"""Pause before the next attempt: doubles from the first to the second."""
+
+
+class Delivery(Protocol):
+    """A message on its way; the part of `concurrent.futures.Future` that is used here."""
+
+    def add_done_callback(self, done: Callable[[Any], None]) -> object:
+        """Call `done` with this delivery when it has ended, at once if it has."""
+
+    def exception(self) -> BaseException | None:
+        """Why it failed; None when it arrived."""
+
+
+class Link(Generic[M]):
+    """The way to one consumer. `offer` is for the producer's loop, everything else for any thread.
+
+    A delivery that ends in `ActorUnavailableError` or `CallTimeoutError`, or has not ended by its deadline, is tried
+    again by a later `offer`; `ActorLostError` ends the link for good; of any other error (the consumer raised it) the
+    message is the cause: it is dropped.
+
+    Args:
+        send: Starts a delivery and returns at once; raises like `Delivery.exception`.
+        on_free: Called when a delivery has ended, in whatever thread that happens: the loop may `offer` again.
+        clock: What deadlines and pauses are measured by.
+        deadline_s: Seconds after which a delivery counts as not arrived.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[M], Delivery],
+        on_free: Callable[[], object] = lambda: None,
+        *,
+        clock: Clock = SYSTEM,
+        deadline_s: float = _DEADLINE_S,
+    ) -> None:
+        self._send, self._clock, self._deadline_s = send, clock, deadline_s
+        self.on_free = on_free
+        self._lock = threading.Lock()
+        self._sent = 0
+        """Deliveries so far; the number of the newest."""
+        self._flying: M | None = None
+        """The message of the newest delivery that has not arrived."""
+        self._pausing = False
+        """It is to be sent again at `_again_at`."""
+        self._sent_at = self._again_at = 0.0
+        self._pause_s = _RETRY_S
+        self.failed: BaseException | None = None
+        """Why the consumer is gone for good; None while it is not. A failed link stays failed: make a new one."""
+        self._retries = self._rejected = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Something can be sent now, or has to be sent again."""
+        if self.failed is not None:
+            return False
+        now = self._clock.now()
+        if self._flying is None:
+            return True
+        return now >= self._again_at if self._pausing else now >= self._sent_at + self._deadline_s
+
+    def offer(self, make: Callable[[], M | None]) -> bool:
+        """Send what `make` returns, unless a delivery is under way. Returns whether something was sent.
+
+        `make` is called only when its message can be sent; None is nothing to send.
+        """
+        with self._lock:
+            if not self.is_free:
+                return False
+            if self._flying is not None and not self._pausing:
+                self._send_again_later()
+                return False
+            message = self._flying if self._flying is not None else make()
+            if message is None:
+                return False
+            self._flying, self._pausing, self._sent_at = message, False, self._clock.now()
+            self._sent += 1
+            number = self._sent
+        # Outside the lock: a delivery that is done already calls back at once, in this thread.
+        try:
+            delivery = self._send(message)
+        except Exception as error:  # noqa: BLE001 - an error of the transport is one of the delivery
+            self._end(number, error)
+        else:
+            delivery.add_done_callback(functools.partial(self._on_done, number))
+        return True
+
+    def snapshot(self) -> dict[str, Any]:
+        """For status displays. `failed`: why the link has ended, empty while it has not; `retries`: deliveries that did
+        not arrive in time; messages `rejected` by the consumer."""
+        return {
+            "failed": "" if self.failed is None else str(self.failed) or type(self.failed).__name__,
+            "retries": self._retries,
+            "rejected": self._rejected,
+        }
+
+    def _on_done(self, number: int, delivery: Delivery) -> None:
+        try:
+            error = delivery.exception()
+        except CancelledError as cancelled:
+            error = cancelled
+        self._end(number, error)
+
+    def _end(self, number: int, error: BaseException | None) -> None:
+        """A delivery has ended. One that was given up before is of no interest any more."""
+        with self._lock:
+            if number != self._sent or self._flying is None or self._pausing:
+                return
+            if isinstance(error, ActorUnavailableError | CallTimeoutError):
+                self._send_again_later()
+            else:
+                self._settle(error)
+        self.on_free()
+
+    def _settle(self, error: BaseException | None) -> None:
+        """The newest delivery has arrived, or it never will."""
+        self._flying, self._pause_s = None, _RETRY_S
+        if isinstance(error, ActorLostError):
+            self.failed = error
+        elif error is not None:
+            if not self._rejected:
+                logger.warning("a consumer does not take what it is sent; further cases are only counted: %s", error)
+            self._rejected += 1
+
+    def _send_again_later(self) -> None:
+        self._pausing, self._again_at = True, self._clock.now() + self._pause_s
+        self._retries += 1
+        self._pause_s = min(2.0 * self._pause_s, _RETRY_MAX_S)
+
+
+_DELIVERED: Future[None] = Future()
+_DELIVERED.set_result(None)
+
+
+def direct_sender(receive: Callable[[Any], Any]) -> Callable[[Any], Delivery]:
+    """A `send` for `Link` within a process: the message is delivered when `receive` returns."""
+
+    def send(message: Any) -> Delivery:
+        receive(message)
+        return _DELIVERED
+
+    return send

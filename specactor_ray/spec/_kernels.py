@@ -1,0 +1,298 @@
+"""The loops behind `table.py` and `policy.py`, compiled by numba: ragged work over (drafter, row, position).
+
+All kernels stay in one file on purpose: numba's on-disk cache notices changes of the file a function is in, not of the
+files it calls into. None of them starts threads; all release the GIL. Arrays are those of `table.RequestTable`: axis 0
+of three is the drafter's seat, axis 1 the request's row, axis 2 the draft position.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+_jit: Any = njit(nogil=True, cache=True, error_model="numpy")
+
+TAKEN, STALE, MISMATCH, AHEAD, UNKNOWN, TRUNCATED, MALFORMED, FRESH, OUTCOMES = 0, 1, 2, 3, 4, 5, 6, 7, 8
+"""What becomes of a tail that arrives; places in the counts that `take_tails` returns. `FRESH`: of those taken, drafted
+in knowledge of the newest commit."""
+
+
+@_jit
+def take_tails(
+    rows: Any,
+    generations: Any,
+    bases: Any,
+    lengths: Any,
+    tokens: Any,
+    done: Any,
+    vocab_size: int,
+    version: int,
+    generation: Any,
+    committed: Any,
+    output: Any,
+    assigned: Any,
+    base: Any,
+    length: Any,
+    tail: Any,
+    complete: Any,
+    versions: Any,
+    recent: Any,
+) -> Any:
+    """Take in a batch of tails of one drafter; `assigned` to `versions` are the drafter's own planes of the table.
+
+    A tail is held against what was committed: equal as far as both reach, the rest is usable; different, it is dropped.
+    That check alone makes loss, repetition and reordering harmless.
+    """
+    counts = np.zeros(OUTCOMES, np.int64)
+    width = tail.shape[1]
+    begin = 0
+    for i in range(len(rows)):
+        row, first, size = rows[i], begin, lengths[i]
+        begin += size
+        if row < 0 or row >= len(generation) or generation[row] != generations[i] or not assigned[row]:
+            counts[UNKNOWN] += 1
+            continue
+        behind = committed[row] - bases[i]
+        if behind < 0:
+            counts[AHEAD] += 1
+            continue
+        good = True
+        for k in range(size):
+            good = good and 0 <= tokens[first + k] < vocab_size
+        if not good:
+            counts[MALFORMED] += 1
+            continue
+        agrees = True
+        for k in range(min(behind, size)):
+            agrees = agrees and tokens[first + k] == output[row, bases[i] + k]
+        if not agrees:
+            counts[MISMATCH] += 1
+            continue
+        left = size - behind
+        if behind > 0 and left <= 0:
+            counts[STALE] += 1
+            continue
+        if base[row] > bases[i]:
+            counts[STALE] += 1
+            continue
+        if base[row] == bases[i] and left < length[row]:
+            shorter = True
+            for k in range(left):
+                shorter = shorter and tokens[first + behind + k] == tail[row, k]
+            if shorter:
+                counts[STALE] += 1
+                continue
+        if left > width:
+            counts[TRUNCATED] += 1
+            left = width
+        for k in range(left):
+            tail[row, k] = tokens[first + behind + k]
+        length[row], base[row], complete[row], versions[row] = left, bases[i], done[i], version
+        counts[TAKEN] += 1
+        counts[FRESH] += behind == 0 and recent[row]
+    return counts
+
+
+@_jit
+def commit(
+    rows: Any,
+    counts: Any,
+    tokens: Any,
+    seats: Any,
+    drafted: Any,
+    accepted: Any,
+    supplied: Any,
+    committed: Any,
+    output: Any,
+    totals: Any,
+    assigned: Any,
+    base: Any,
+    length: Any,
+    tail: Any,
+    seat_drafted: Any,
+    seat_accepted: Any,
+    method: Any,
+    evidence: Any,
+    bucket: Any,
+    all_evidence: Any,
+) -> int:
+    """Append the next `counts[i]` tokens to the output of `rows[i]`, and judge every tail that was there by them.
+
+    Evidence goes to (method, row), and to (method, range of output positions `bucket[i]`): hits in tries of draft
+    tokens whose predecessors were right, and guesses in steps at which the drafter knew the whole prefix. Tails that
+    agree keep the rest, the others go. Returns how many were refuted.
+
+    Counts what was verified of the tail of `seats[i]` (-1: nobody's), in `totals` by row too, and fills `supplied[i]`
+    with how many of its tokens were there.
+    """
+    refuted, first = 0, 0
+    for i in range(len(rows)):
+        row, fresh, part = rows[i], counts[i], bucket[i]
+        supplied[i] = length[seats[i], row] if seats[i] >= 0 else 0
+        totals[0, row] += 1
+        totals[1, row] += drafted[i]
+        totals[2, row] += accepted[i]
+        totals[3, row] += supplied[i] > 0
+        if drafted[i] > 0:
+            seat_drafted[seats[i], row] += drafted[i]
+            seat_accepted[seats[i], row] += accepted[i]
+        start = committed[row]
+        for k in range(fresh):
+            output[row, start + k] = tokens[first + k]
+        for seat in range(len(method)):
+            if not assigned[seat, row]:
+                continue
+            have, kind = length[seat, row], method[seat]
+            if have > 0 or base[seat, row] == start:
+                guessed = 1.0 if have > 0 else 0.0
+                evidence[2, kind, row] += guessed
+                evidence[3, kind, row] += 1.0
+                all_evidence[2, kind, part] += guessed
+                all_evidence[3, kind, part] += 1.0
+            if have == 0:
+                continue
+            tested, right = min(have, fresh), 0
+            while right < tested and tail[seat, row, right] == tokens[first + right]:
+                right += 1
+            tried = min(right + 1, tested)
+            evidence[0, kind, row] += right
+            evidence[1, kind, row] += tried
+            all_evidence[0, kind, part] += right
+            all_evidence[1, kind, part] += tried
+            if right < tested:
+                refuted += 1
+                length[seat, row] = 0
+            else:
+                rest = have - fresh
+                for k in range(rest):
+                    tail[seat, row, k] = tail[seat, row, fresh + k]
+                length[seat, row] = max(rest, 0)
+        committed[row] = start + fresh
+        first += fresh
+    return refuted
+
+
+@_jit
+def gather(rows: Any, told: Any, committed: Any, output: Any, lengths: Any, tokens: Any) -> int:
+    """Output tokens of each row from `told` to `committed`, one after the other, into `tokens`; their number."""
+    end = 0
+    for i in range(len(rows)):
+        row = rows[i]
+        lengths[i] = committed[row] - told[row]
+        for k in range(lengths[i]):
+            tokens[end + k] = output[row, told[row] + k]
+        end += lengths[i]
+    return end
+
+
+_BINS = 192
+_PER_NAT = 24.0
+"""Gains are sorted into bins a factor of exp(1/24), or 4%, wide; those below exp(-8) are left out."""
+
+
+@_jit
+def choose(probability: Any, weight: Any, supply: Any, room: Any, curve: Any, seats: Any, lengths: Any) -> float:
+    """Draft tokens to verify per row, so that expected committed tokens per second are the most.
+
+    A row whose drafter `s` has `n` tokens commits `1 + weight * sum_{i=1..n} p^i` tokens on average, so its i-th draft
+    token gains `weight * p^i`. These gains fall with `i`, and the cost depends only on how many positions there are in
+    all: for every total the best choice takes the largest gains, and it is enough to compare the totals. Gains are
+    compared by bins.
+
+    Args:
+        probability, weight, supply: `(seats, rows)`.
+        room: `(rows,)` most draft tokens of each row.
+        curve: `curve[j]`: seconds of the step with `j` draft tokens in all, whatever precedes it included.
+        seats, lengths: `(rows,)`, filled: whose tail is best for the row (-1: nobody's), and how much of it pays.
+
+    Returns:
+        Expected committed tokens per second.
+    """
+    total_gain, total_count = np.zeros(_BINS), np.zeros(_BINS, np.int64)
+    rows, most = len(room), len(curve) - 1
+    for row in range(rows):
+        best, score = -1, 0.0
+        for seat in range(len(probability)):
+            p, n = probability[seat, row], min(supply[seat, row], room[row])
+            if n <= 0 or p <= 0.0:
+                continue
+            expected = n if p >= 1.0 else p * (1.0 - p**n) / (1.0 - p)
+            if weight[seat, row] * expected > score:
+                best, score = seat, weight[seat, row] * expected
+        seats[row], lengths[row] = best, 0
+        if best < 0:
+            continue
+        p, gain = min(probability[best, row], 1.0), weight[best, row]
+        step, place = -np.log(p) * _PER_NAT, -np.log(gain) * _PER_NAT
+        for _ in range(min(supply[best, row], room[row])):
+            gain *= p
+            place += step
+            if place >= _BINS:
+                break
+            total_gain[int(place)] += gain
+            total_count[int(place)] += 1
+    tokens, count, best_rate, limit = float(rows), 0, rows / curve[0], -1
+    for place in range(_BINS):
+        if total_count[place] == 0:
+            continue
+        tokens += total_gain[place]
+        count += total_count[place]
+        rate = tokens / curve[min(count, most)]
+        if rate > best_rate:
+            best_rate, limit = rate, place
+    for row in range(rows):
+        best = seats[row]
+        if best < 0 or limit < 0:
+            continue
+        step = -np.log(min(probability[best, row], 1.0)) * _PER_NAT
+        place = -np.log(weight[best, row]) * _PER_NAT + step
+        while lengths[row] < min(supply[best, row], room[row]) and int(place) <= limit:
+            lengths[row] += 1
+            place += step
+    return best_rate
+
+
+@_jit
+def worthwhile_rounds(
+    probability: Any,
+    hoped: Any,
+    supply: Any,
+    most_of_row: Any,
+    late: Any,
+    room: Any,
+    curve: Any,
+    token_s: float,
+    most: int,
+    wanted: Any,
+) -> int:
+    """Compare `choose` now with `choose` after 1, 2, ..., `most` rounds of drafting, each of which takes `token_s`.
+
+    Args:
+        probability, supply, room, curve: As of `choose`, now.
+        hoped: `(seats, rows)` chance that what is drafted is a guess at all.
+        most_of_row: `(seats, rows)` how long the tail may become.
+        late: `(seats, rows)` rounds that pass before it grows.
+        wanted: `(rows,)`, filled: what would be verified after the best number of rounds; 0 where that is none.
+
+    Returns:
+        The number.
+    """
+    best_rate, rounds = 0.0, 0
+    weight, grown = np.ones(supply.shape), supply.copy()
+    seats, lengths = np.empty(len(room), np.int32), np.empty(len(room), np.int32)
+    for number in range(most + 1):
+        if number > 0:
+            weight[:] = hoped
+            for seat in range(len(supply)):
+                for row in range(len(room)):
+                    more = supply[seat, row] + max(number - late[seat, row], 0.0)
+                    grown[seat, row] = int(min(more, float(most_of_row[seat, row])))
+        rate = choose(probability, weight, grown, room, curve + number * token_s, seats, lengths)
+        if rate > best_rate:
+            best_rate, rounds = rate, number
+            wanted[:] = lengths
+    if rounds == 0:
+        wanted[:] = 0
+    return rounds

@@ -1,0 +1,82 @@
+"""How likely draft tokens are to be right: hits and tries with forgetting, per row, method and output position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from specactor_ray.spec.table import RequestTable
+
+BUCKETS = 8
+"""Ranges of output positions: 0-63, 64-127, 128-255, ..."""
+_BUCKET_BEGINS = 64 << np.arange(BUCKETS - 1)
+DEFAULT_PRIOR = 0.6
+PRIOR_TRIES = 8.0
+"""Weight of what is known of many against what is known of one: about one window."""
+HALF_LIFE_STEPS = 128.0
+"""Verify steps after which an observation counts half, whether or not anything was tried since. That is the one rule of
+exploration: what was not tried for long is forgotten, and of the unknown the best is hoped for."""
+_FADE = 0.5 ** (1.0 / HALF_LIFE_STEPS)
+
+
+def bucket_of(positions: np.ndarray) -> np.ndarray:
+    """The range of each output position."""
+    return _BUCKET_BEGINS.searchsorted(positions, side="right")
+
+
+class Acceptance:
+    """Estimates for the rows of a table, drawn to those of their method, and these to a prior.
+
+    Args:
+        priors: Draft method → chance that a draft token is right, as measured offline; the number of a method is its
+            place here once `number` was asked for it.
+    """
+
+    def __init__(self, priors: Mapping[str, float] | None = None, methods: int = 8) -> None:
+        self._given = dict(priors or {})
+        self.methods: list[str] = []
+        self.prior = np.full(methods, DEFAULT_PRIOR)
+        self.evidence = np.zeros((4, methods, BUCKETS))
+        """As `RequestTable.evidence`, by range of output positions."""
+
+    def number(self, method: str) -> int:
+        """Row of the arrays that stands for a method."""
+        if method not in self.methods:
+            self.methods.append(method)
+            self.prior[len(self.methods) - 1] = self._given.get(method, DEFAULT_PRIOR)
+        return self.methods.index(method)
+
+    def fade(self, table: RequestTable) -> None:
+        """A step is over: everything that is known counts a little less."""
+        self.evidence *= _FADE
+        table.evidence *= _FADE
+
+    def of_method(self) -> np.ndarray:
+        """`(methods, BUCKETS)` chance that a token is right given that those before it are."""
+        return self._drawn(self.evidence[:2], self.prior)
+
+    def probability(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
+        """`(methods, rows)` the same for single requests, at their output positions."""
+        average = self.of_method().take(bucket_of(table.committed[rows]), axis=1)
+        return _draw(table.evidence[:2].take(rows, axis=2), average)
+
+    def guessing(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
+        """`(methods, rows)` chance that there is a guess at all."""
+        average = self.guessing_of_method().take(bucket_of(table.committed[rows]), axis=1)
+        return _draw(table.evidence[2:].take(rows, axis=2), average)
+
+    def guessing_of_method(self) -> np.ndarray:
+        """`(methods, BUCKETS)` the same over all requests."""
+        return self._drawn(self.evidence[2:], np.ones(len(self.prior)))
+
+    @staticmethod
+    def _drawn(evidence: np.ndarray, prior: np.ndarray) -> np.ndarray:
+        return _draw(evidence, _draw(evidence.sum(axis=2), prior)[:, None])
+
+
+def _draw(evidence: np.ndarray, prior: np.ndarray) -> np.ndarray:
+    hits, tries = evidence
+    return (hits + PRIOR_TRIES * prior) / (tries + PRIOR_TRIES)

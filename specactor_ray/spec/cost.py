@@ -1,0 +1,71 @@
+"""Seconds of a verify step by its positions, learned while it runs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+_RANGES = 64
+_LEAST_WEIGHT = 0.15
+"""Weight of the newest step in the moving mean of its range."""
+_OUTLIER = 3.0
+"""A step that took this many times the mean counts as this many times the mean: it was interrupted."""
+_FORGET_STEPS = 256
+"""Steps after which a range that was not seen is forgotten."""
+_REFIT_EVERY = 4
+
+
+class StepCost:
+    """Moving means per range of position counts (two ranges per doubling), made monotone, with straight lines between.
+
+    Of what is not known the best is hoped for: above the largest range that is remembered further positions cost
+    nothing, below the smallest each position costs its share. So longer and shorter steps are tried, and tried again
+    when they have been forgotten, at the price of one step each.
+    """
+
+    def __init__(self) -> None:
+        self._tokens, self._seconds = np.zeros(_RANGES), np.zeros(_RANGES)
+        self._count = np.zeros(_RANGES, np.int64)
+        self._seen = np.full(_RANGES, -_FORGET_STEPS)
+        self._steps = 0
+        self._knots = (np.array([0.0, 1.0]), np.array([1.0, 1.0]))
+
+    def record(self, num_tokens: int, seconds: float) -> None:
+        """A step over so many positions took so long. Nonsense is ignored."""
+        if num_tokens < 1 or not 0.0 < seconds < float("inf"):
+            return
+        self._steps += 1
+        at = _range_number(num_tokens)
+        is_new = self._steps - self._seen[at] > _FORGET_STEPS
+        if is_new:
+            self._count[at] = 0
+        self._count[at] += 1
+        weight = max(1.0 / self._count[at], _LEAST_WEIGHT)
+        if self._count[at] > 3:
+            seconds = min(seconds, _OUTLIER * self._seconds[at])
+        self._seconds[at] += weight * (seconds - self._seconds[at])
+        self._tokens[at] += weight * (num_tokens - self._tokens[at])
+        self._seen[at] = self._steps
+        if is_new or self._steps % _REFIT_EVERY == 0:
+            self._fit()
+
+    def curve(self, num_rows: int, most: int) -> np.ndarray:
+        """`(most + 1,)` seconds of a step with 0, 1, ..., `most` draft tokens beside one position per row."""
+        tokens, seconds = self._knots
+        return np.interp(np.arange(num_rows, num_rows + most + 1), tokens, seconds)
+
+    @property
+    def is_known(self) -> bool:
+        """A step was seen."""
+        return self._steps > 0
+
+    def _fit(self) -> None:
+        known = np.flatnonzero((self._count > 0) & (self._steps - self._seen <= _FORGET_STEPS))
+        seconds = self._seconds[known]
+        rising, falling = np.maximum.accumulate(seconds), np.minimum.accumulate(seconds[::-1])[::-1]
+        self._knots = np.append(0.0, self._tokens[known]), np.append(0.0, (rising + falling) / 2.0)
+
+
+def _range_number(num_tokens: int) -> int:
+    """Ranges 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, 17-24, ...: two per doubling."""
+    octave = (num_tokens - 1).bit_length()
+    return 2 * octave + (4 * num_tokens > 3 * 2**octave)

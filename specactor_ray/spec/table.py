@@ -1,0 +1,249 @@
+"""The requests of one verifier: structure of arrays, one row per request, one seat per drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from specactor_ray.spec import _kernels
+from specactor_ray.spec.acceptance import Acceptance, bucket_of
+
+if TYPE_CHECKING:
+    from specactor_ray.targets.base import TargetRequest
+
+_FIRST_ROWS, _FIRST_SEATS, _FIRST_TOKENS = 32, 2, 256
+
+
+class Committed(NamedTuple):
+    """What a step did to `n` requests."""
+
+    rows: np.ndarray
+    """int32 `(n,)`, as all but `tokens`."""
+    counts: np.ndarray
+    """Tokens committed."""
+    tokens: np.ndarray
+    """int32, those of all rows one after the other."""
+    seats: np.ndarray
+    """Whose tail was verified; -1: nobody's."""
+    drafted: np.ndarray
+    """How many of its tokens were verified, and right."""
+    accepted: np.ndarray
+
+
+class RequestTable:
+    """What a verifier knows of its requests and their drafts. Not thread-safe.
+
+    A request has a row from `open` to `close`; rows are used again under a new `generation`, so that what is said of
+    the old request is not taken for the new one. A drafter has a seat.
+
+    Args:
+        window: Most draft tokens of a request that are kept.
+        methods: Most draft methods; evidence is kept by method, so it survives a change of the drafter.
+    """
+
+    def __init__(self, window: int, methods: int = 8) -> None:
+        self.window = window
+        rows, seats = _FIRST_ROWS, _FIRST_SEATS
+        self.requests: list[TargetRequest | None] = [None] * rows
+        # Per row.
+        self.generation = np.zeros(rows, np.int32)
+        """Of the request in the row; 0: the row is free."""
+        self.committed = np.zeros(rows, np.int32)
+        """Output tokens committed."""
+        self.recent = np.zeros(rows, np.bool_)
+        """The newest step committed something of it."""
+        self.limit = np.zeros(rows, np.int32)
+        """Most of them."""
+        self.output = np.zeros((rows, _FIRST_TOKENS), np.int32)
+        """They themselves."""
+        self.totals = np.zeros((4, rows), np.int32)
+        """Decode steps; draft tokens verified, and right; steps at which a draft token was there."""
+        # Per seat and row.
+        self.assigned = np.zeros((seats, rows), np.bool_)
+        """The drafter drafts for the request."""
+        self.told = np.zeros((seats, rows), np.int32)
+        """Committed tokens that it was told; -1: it has yet to be told of the request."""
+        self.windows = np.zeros((seats, rows), np.int16)
+        """How far it may run ahead."""
+        self.base = np.full((seats, rows), -1, np.int32)
+        """Committed tokens that it knew when it said its newest tail; -1: it has said nothing."""
+        self.tail = np.zeros((seats, rows, window), np.int32)
+        """The part of that tail that lies past the committed prefix."""
+        self.length = np.zeros((seats, rows), np.int32)
+        """Its tokens; 0 where the drafter does not draft for the request."""
+        self.complete = np.zeros((seats, rows), np.bool_)
+        """It will add nothing before the next commit."""
+        self.version = np.zeros((seats, rows), np.int32)
+        """Of the weights that the tail was drafted with."""
+        self.seat_drafted, self.seat_accepted = np.zeros((seats, rows), np.int32), np.zeros((seats, rows), np.int32)
+        """Draft tokens of the seat that were verified for the request, and right."""
+        self.method = np.zeros(seats, np.int32)
+        """Draft method of each seat."""
+        # Per method and row.
+        self.evidence = np.zeros((4, methods, rows))
+        """Hits and tries of draft tokens; steps at which there was a guess, and at which there could have been one."""
+        self._generations = 0
+        self._free = list(range(rows))[::-1]
+
+    def __len__(self) -> int:
+        """Requests in the table."""
+        return len(self.requests) - len(self._free)
+
+    # ---- rows and seats ----
+
+    def open(self, request: TargetRequest) -> int:
+        """Give a request a row; returns it."""
+        if not self._free:
+            self._grow_rows()
+        row = self._free.pop()
+        self._generations += 1
+        known = len(request.committed_token_ids)
+        self._fit(known + self.window + 1)
+        self.requests[row], self.generation[row] = request, self._generations
+        self.committed[row], self.limit[row] = known, request.sampling.max_tokens
+        self.output[row, :known] = request.committed_token_ids
+        self.recent[row] = False
+        self.totals[:, row] = 0
+        for plane in (self.assigned, self.told, self.windows, self.length, self.seat_drafted, self.seat_accepted):
+            plane[:, row] = 0
+        self.base[:, row] = -1
+        self.evidence[:, :, row] = 0.0
+        return row
+
+    def close(self, row: int) -> None:
+        """Free a row."""
+        self.requests[row], self.generation[row] = None, 0
+        self.assigned[:, row] = False
+        self.length[:, row] = 0
+        self._free.append(row)
+
+    def rows(self) -> np.ndarray:
+        """Rows in use, in no order that means anything."""
+        return np.flatnonzero(self.generation)
+
+    def fit_seats(self, count: int) -> None:
+        """Make room for this many drafters."""
+        seats = len(self.method)
+        while seats < count:
+            seats *= 2
+        if seats > len(self.method):
+            for name, array in self._planes():
+                setattr(self, name, _enlarged(array, 0, seats))
+
+    def clear_seat(self, seat: int, method: int) -> None:
+        """A drafter of this method takes the seat; nothing is known of it."""
+        self.method[seat] = method
+        self.assigned[seat], self.length[seat], self.base[seat] = False, 0, -1
+        self.seat_drafted[seat] = self.seat_accepted[seat] = 0
+
+    def seat_row(self, seat: int, row: int, window: int) -> None:
+        """The drafter drafts for the request from now on; it has yet to be told."""
+        self.assigned[seat, row], self.windows[seat, row], self.told[seat, row] = True, window, -1
+        self.base[seat, row], self.length[seat, row] = -1, 0
+
+    def unseat_row(self, seat: int, row: int) -> None:
+        """The drafter drafts for the request no more."""
+        self.assigned[seat, row], self.length[seat, row] = False, 0
+
+    # ---- what comes in ----
+
+    def take(self, seat: int, tails: Any, vocab_size: int) -> np.ndarray:
+        """Take in the tails of one drafter (`messages.TailBatch`). Returns how many met which fate (`_kernels`)."""
+        counts: np.ndarray = _kernels.take_tails(
+            tails.rows,
+            tails.generations,
+            tails.bases,
+            tails.lengths,
+            tails.tokens,
+            tails.complete,
+            vocab_size,
+            tails.weight_version,
+            self.generation,
+            self.committed,
+            self.output,
+            self.assigned[seat],
+            self.base[seat],
+            self.length[seat],
+            self.tail[seat],
+            self.complete[seat],
+            self.version[seat],
+            self.recent,
+        )
+        return counts
+
+    def commit(self, step: Committed, acceptance: Acceptance) -> tuple[int, np.ndarray]:
+        """Append what a step committed, and judge the tails that were there by it.
+
+        Returns:
+            How many tails were refuted, and int32 `(n,)` how many tokens there were of those that were verified.
+        """
+        rows = step.rows
+        start, supplied = self.committed[rows], np.empty(len(rows), np.int32)
+        self._fit(int((start + step.counts).max(initial=0)) + self.window + 1)
+        refuted: int = _kernels.commit(
+            *step,
+            supplied,
+            self.committed,
+            self.output,
+            self.totals,
+            self.assigned,
+            self.base,
+            self.length,
+            self.tail,
+            self.seat_drafted,
+            self.seat_accepted,
+            self.method,
+            self.evidence,
+            bucket_of(start),
+            acceptance.evidence,
+        )
+        self.recent[:] = False
+        self.recent[rows] = True
+        return refuted, supplied
+
+    def untold(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What was committed since the drafter was told last: lengths per row, and all tokens one after the other.
+        It counts as told from now on."""
+        rows = np.asarray(rows, np.int32)
+        told = self.told[seat]
+        total = int((self.committed[rows] - told[rows]).sum())
+        lengths, tokens = np.empty(len(rows), np.int32), np.empty(total, np.int32)
+        _kernels.gather(rows, told, self.committed, self.output, lengths, tokens)
+        told[rows] = self.committed[rows]
+        return lengths, tokens
+
+    # ---- growth ----
+
+    def _fit(self, tokens: int) -> None:
+        width = self.output.shape[1]
+        if tokens > width:
+            while width < tokens:
+                width *= 2
+            self.output = _enlarged(self.output, 1, width)
+
+    def _grow_rows(self) -> None:
+        old = len(self.requests)
+        for name, array in self._planes(skip="method"):
+            setattr(self, name, _enlarged(array, 1, 2 * old))
+        self.evidence = _enlarged(self.evidence, 2, 2 * old)
+        for name in ("generation", "committed", "recent", "limit", "output"):
+            setattr(self, name, _enlarged(getattr(self, name), 0, 2 * old))
+        self.totals = _enlarged(self.totals, 1, 2 * old)
+        self.requests += [None] * old
+        self._free = list(range(old, 2 * old))[::-1]
+
+    def _planes(self, skip: str = "") -> Iterator[tuple[str, np.ndarray]]:
+        names = ("assigned", "told", "windows", "base", "tail", "length", "complete", "version", "method")
+        for name in (*names, "seat_drafted", "seat_accepted"):
+            if name != skip:
+                yield name, getattr(self, name)
+
+
+def _enlarged(array: np.ndarray, axis: int, size: int) -> np.ndarray:
+    shape = list(array.shape)
+    shape[axis] = size
+    larger = np.zeros(shape, array.dtype)
+    larger[tuple(slice(length) for length in array.shape)] = array
+    return larger

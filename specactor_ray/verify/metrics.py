@@ -1,0 +1,127 @@
+"""Counters of a verifier: tokens, drafts, and where the time of a step goes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from specactor_ray.targets.base import StepResult
+
+_RECENT_STEPS = 2048
+KEPT_VERSIONS = 64
+"""Versions of a method's weights that are told apart, the newest; so the counters stay small whatever drafters say."""
+
+
+@dataclass
+class StepCounters:
+    """Totals since the start or the last reset: seconds, tokens, steps."""
+
+    steps: int = 0
+    committed_tokens: int = 0
+    row_steps: int = 0
+    """Rows that committed, summed over steps: committed_tokens / row_steps is the acceptance length."""
+    supplied_tokens: int = 0
+    """Usable draft tokens that were there, summed over row-steps (supply)."""
+    supplied_row_steps: int = 0
+    """Row-steps with at least one usable draft token."""
+    drafted_tokens: int = 0
+    """Draft tokens verified."""
+    accepted_tokens: int = 0
+    forward_s: float = 0.0
+    sampling_s: float = 0.0
+    waiting_s: float = 0.0
+    protocol_s: float = 0.0
+    """Everything between two forwards that is neither sampling nor waiting for drafts."""
+    protocol_median_s: float = 0.0
+    """Median of the protocol time over recent steps; over several verifiers the largest of theirs."""
+    failed_requests: int = 0
+    by_drafter: dict[str, list[int]] = field(default_factory=dict)
+    """Drafter id → [drafted, accepted]."""
+    by_version: dict[str, dict[int, list[int]]] = field(default_factory=dict)
+    """Draft method → version of its weights → [drafted, accepted], counted like `by_drafter`."""
+    drafted_by_position: list[int] = field(default_factory=list)
+    """How often the 1st, 2nd, ... draft token of a tail was verified."""
+    accepted_by_position: list[int] = field(default_factory=list)
+    """How often it was right; the same length."""
+
+    def record_drafter(self, drafter_id: str, drafted: int, accepted: int) -> None:
+        """`accepted` of `drafted` verified tokens of this drafter were right."""
+        pair = self.by_drafter.setdefault(drafter_id, [0, 0])
+        pair[0] += drafted
+        pair[1] += accepted
+
+    def record_version(self, method: str, version: int, drafted: int, accepted: int) -> None:
+        """`accepted` of `drafted` verified tokens, drafted with this version of the method's weights, were right."""
+        versions = self.by_version.setdefault(method, {})
+        pair = versions.setdefault(version, [0, 0])
+        pair[0] += drafted
+        pair[1] += accepted
+        if len(versions) > KEPT_VERSIONS:
+            del versions[min(versions)]
+
+    def count_positions(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Add counts per draft position; `accepted` is no longer than `drafted`."""
+        missing = [0] * (len(drafted) - len(self.drafted_by_position))
+        self.drafted_by_position += missing
+        self.accepted_by_position += missing
+        for position, count in enumerate(drafted):
+            self.drafted_by_position[position] += count
+        for position, count in enumerate(accepted):
+            self.accepted_by_position[position] += count
+
+
+class StepMetrics(StepCounters):
+    """The counters of one verifier, as its loop fills them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recent_protocol: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def record_step(self, result: StepResult, total_s: float, waiting_s: float) -> None:
+        """One step took `total_s` seconds, of which `waiting_s` were spent waiting for drafts."""
+        protocol = max(total_s - waiting_s - result.forward_s - result.sampling_s, 0.0)
+        self.steps += 1
+        self.forward_s += result.forward_s
+        self.sampling_s += result.sampling_s
+        self.waiting_s += waiting_s
+        self.protocol_s += protocol
+        self._recent_protocol.append(protocol)
+
+    def record_rows(
+        self, committed: np.ndarray, supplied: np.ndarray, drafted: np.ndarray, accepted: np.ndarray
+    ) -> None:
+        """What one step did, by row: tokens committed, draft tokens that were there, that were verified, and right."""
+        self.row_steps += len(committed)
+        self.committed_tokens += int(committed.sum())
+        self.supplied_tokens += int(supplied.sum())
+        self.supplied_row_steps += int(np.count_nonzero(supplied))
+        self.drafted_tokens += int(drafted.sum())
+        self.accepted_tokens += int(accepted.sum())
+        self.count_positions(_at_least(drafted), _at_least(accepted))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counters as plain data. May be called from any thread while the loop goes on counting."""
+        # A copy is one step to other threads. A list of items is not: it allocates, so the collector may let them in.
+        pairs = {drafter_id: list(pair) for drafter_id, pair in self.by_drafter.copy().items()}
+        versions = {
+            method: {version: list(pair) for version, pair in table.copy().items()}
+            for method, table in self.by_version.copy().items()
+        }
+        recent = list(self._recent_protocol)
+        numbers = {counter.name: getattr(self, counter.name) for counter in fields(StepCounters)}
+        # Counting goes on between the two copies; a reader may rely on equal lengths.
+        accepted = list(self.accepted_by_position)
+        positions = {"drafted_by_position": self.drafted_by_position[: len(accepted)], "accepted_by_position": accepted}
+        tables = {"by_drafter": pairs, "by_version": versions}
+        return {**numbers, **positions, **tables, "protocol_median_s": median(recent) if recent else 0.0}
+
+
+def _at_least(lengths: np.ndarray) -> list[int]:
+    """How many of the lengths reach 1, 2, ..."""
+    reached: list[int] = np.cumsum(np.bincount(lengths)[::-1])[::-1][1:].tolist()
+    return reached

@@ -1,0 +1,338 @@
+"""What arrives from other processes may be anything: it is dropped, counted and logged, and never raises."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor_ray.messages import CommitBatch, DraftOpen, Features, SamplingParams, TailBatch
+from specactor_ray.queues import inbox
+from specactor_ray.queues.inbox import MOST_MALFORMED, MOST_WAITING, UNKNOWN, Inbox
+from specactor_ray.spec.table import RequestTable
+from tests.clocks import HandClock
+from tests.unit.spec.tables import ints, request
+
+VOCAB = 100
+HUGE = 1 << 21
+SPAN = Features(0, np.zeros((2, 8), np.float32))
+OPENING = DraftOpen(3, 7, "r", (1, 2, 3), (4,), SamplingParams(), 4, (SPAN,))
+TAIL = TailBatch(
+    "d", ints([0, 3]), ints([1, 7]), ints([3, 0]), ints([2, 1]), np.array([True, False]), ints([1, 2, 99]), 4, 0.01,
+    ((3, 7),),
+)  # fmt: skip
+COMMIT = CommitBatch(
+    "v", ints([0, 3]), ints([1, 7]), ints([3, 0]), ints([2, 1]), ints([8, 8]), ints([1, 2, 99]), (OPENING,),
+    ((5, 2, True),), ((3, (SPAN,)),),
+)  # fmt: skip
+
+
+def with_value(message: Any, name: str, value: object) -> Any:
+    """A copy with one field set to anything, past the checks of its class."""
+    copy = object.__new__(type(message))
+    for field in dataclasses.fields(message):
+        object.__setattr__(copy, field.name, value if field.name == name else getattr(message, field.name))
+    return copy
+
+
+class SubclassedArray(np.ndarray):
+    pass
+
+
+BAD_ARRAYS: tuple[object, ...] = (
+    None,
+    3,
+    "12",
+    [0, 3],
+    (0, 3),
+    np.array([0, 3]),
+    np.array([0.0, float("nan")], np.float32),
+    np.array(["0", "3"]),
+    np.array([0, None]),
+    np.array([0, 3], ">i4"),
+    np.array([0, 3], np.uint32),
+    ints([0]),
+    ints([0, 1, 2]),
+    ints([]),
+    ints([[0, 3]]),
+    np.array(3, np.int32),
+    ints([0, -1]),
+    ints([0, 3]).view(SubclassedArray),
+)
+BAD_LENGTHS = (*BAD_ARRAYS, ints([3, -1]), ints([1, 1]), ints([2, 2]), ints([2**31 - 1, 2**31 - 1]), ints([0, 0]))
+BAD_TOKENS = (
+    None,
+    (1, 2, 3),
+    ints([1, 2]),
+    ints([1, 2, 3, 4]),
+    ints([1, 2, VOCAB]),
+    ints([1, -1, 2]),
+    np.array([1, 2, 3]),
+    np.array([1, 2, float("nan")]),
+    ints([[1, 2, 3]]),
+)
+BAD_IDS = (None, 3, ("r",), ["r"], b"r", "r" * 5000)
+BAD_NUMBERS = (None, True, -1, 1.0, "3", 1 << 70, np.int64(3), (), float("nan"))
+BAD_FLAGS = (None, True, [True, False], np.array([True]), np.array([1, 0]), np.array([[True, False]]))
+BAD_SECONDS = (None, True, "1", float("nan"), float("inf"), -1.0, 10**400, 1.0e300, np.float32(1))
+BAD_HANDLES = (
+    None,
+    [(3, 7)],
+    (3, 7),
+    ((3,),),
+    ((3, 7, 1),),
+    ([3, 7],),
+    ((-1, 7),),
+    ((HUGE, 7),),
+    ((3, 7.0),),
+    ({3: 7},),
+)
+BAD_CLOSED = (
+    None,
+    [(5, 2, True)],
+    (5, 2, True),
+    ((5, 2),),
+    ((5, 2, 1),),
+    ((5, None, True),),
+    ((HUGE, 2, True),),
+    ({0: 5, 1: 2, 2: True},),
+    ([5, 2, True],),
+)
+BAD_SPANS = (
+    None,
+    [SPAN],
+    ((),),
+    (SPAN.states,),
+    (Features(0, [[0.0]]),),
+    (Features(-1, np.zeros((1, 8))),),
+    (Features(0, np.zeros(8)),),
+    (Features(0, np.array([["x"]])),),
+    (object.__new__(Features),),
+)
+BAD_FEATURES = (None, [(3, (SPAN,))], (3, (SPAN,)), ((3,),), ((-1, (SPAN,)),), ({0: 3, 1: (SPAN,)},), ({1: 2, 3: 4},))
+BAD_PROMPTS = (None, 7, "12", [1, 2], (1, -1), (1, VOCAB), (1, True), (1, 2.0), (1, None), (np.int64(1),))
+BAD_SAMPLING = (
+    None,
+    *(with_value(SamplingParams(), "temperature", value) for value in ("hot", float("nan"), -1.0)),
+    with_value(SamplingParams(), "top_p", 7.0),
+    *(with_value(SamplingParams(), "seed", value) for value in (-1, 0.5)),
+    with_value(SamplingParams(), "stop_token_ids", (None,)),
+    with_value(SamplingParams(), "max_tokens", 0),
+    with_value(SamplingParams(), "ignore_eos", 1),
+    object.__new__(SamplingParams),
+)
+
+
+def malformed(message: Any, **bad: Sequence[object]) -> Iterator[Any]:
+    for name, values in bad.items():
+        for number, value in enumerate(values):
+            yield pytest.param(with_value(message, name, value), id=f"{name}-{number}")
+
+
+def opening(**bad: Sequence[object]) -> Iterator[Any]:
+    for name, values in bad.items():
+        for number, value in enumerate(values):
+            opened = (with_value(OPENING, name, value),)
+            yield pytest.param(with_value(COMMIT, "opened", opened), id=f"opened-{name}-{number}")
+
+
+def others(*things: object) -> Iterator[Any]:
+    for number, thing in enumerate((None, 3, "tail", {}, [TAIL], TailBatch, object(), *things)):
+        yield pytest.param(thing, id=f"other-{number}")
+
+
+FOR_VERIFIER = [
+    *malformed(TAIL, drafter_id=BAD_IDS, rows=(*BAD_ARRAYS, ints([0, HUGE])), generations=BAD_ARRAYS, bases=BAD_ARRAYS),
+    *malformed(TAIL, lengths=BAD_LENGTHS, tokens=BAD_TOKENS, complete=BAD_FLAGS, weight_version=BAD_NUMBERS),
+    *malformed(TAIL, token_s=BAD_SECONDS, lost=BAD_HANDLES),
+    *others(COMMIT, object.__new__(TailBatch)),
+]
+FOR_DRAFTER = [
+    *malformed(COMMIT, verifier_id=BAD_IDS, rows=(*BAD_ARRAYS, ints([0, HUGE])), generations=BAD_ARRAYS),
+    *malformed(COMMIT, starts=BAD_ARRAYS, lengths=BAD_LENGTHS, windows=(*BAD_ARRAYS, ints([8, HUGE]))),
+    *malformed(COMMIT, tokens=BAD_TOKENS, opened=(None, [OPENING], (None,), OPENING, (COMMIT,)), closed=BAD_CLOSED),
+    *malformed(COMMIT, features=(*BAD_FEATURES, *(((3, spans),) for spans in BAD_SPANS))),
+    *opening(row=(*BAD_NUMBERS, HUGE), generation=BAD_NUMBERS, request_id=BAD_IDS, window=(*BAD_NUMBERS, HUGE)),
+    *opening(prompt_token_ids=BAD_PROMPTS, committed_token_ids=BAD_PROMPTS, sampling=BAD_SAMPLING, features=BAD_SPANS),
+    *others(TAIL, OPENING, object.__new__(CommitBatch)),
+]
+EMPTY = TailBatch("d", *[ints([])] * 4, np.zeros(0, np.bool_), ints([]))
+
+
+def messages(box: Inbox[Any]) -> list[Any]:
+    return [message for message, _ in box.drain()]
+
+
+def for_drafter(vocab_size: int | None = VOCAB, left: list[str] | None = None) -> Inbox[CommitBatch]:
+    return inbox.for_drafter(vocab_size, (left if left is not None else []).append)
+
+
+@pytest.mark.parametrize("message", FOR_VERIFIER)
+def test_a_verifier_drops_what_is_malformed_and_keeps_the_rest(message: object) -> None:
+    box = inbox.for_verifier(VOCAB)
+    for one in (TAIL, message, EMPTY):
+        box.put(one)
+    assert messages(box) == [TAIL, EMPTY]
+    assert list(box.snapshot()["malformed"].values()) == [1]
+
+
+@pytest.mark.parametrize("message", FOR_DRAFTER)
+def test_a_drafter_drops_what_is_malformed_and_keeps_the_rest(message: object) -> None:
+    box = for_drafter()
+    for one in (COMMIT, message, COMMIT):
+        box.put(one)
+    assert messages(box) == [COMMIT] * 2
+    assert list(box.snapshot()["malformed"].values()) == [1]
+
+
+def test_lengths_that_overflow_do_not_add_up() -> None:
+    box, most = inbox.for_verifier(VOCAB), 2**31 - 1
+    three, lengths = ints([0, 1, 2]), ints([most, most, 5])  # 3 in 32 bits
+    box.put(TailBatch("d", three, three, three, lengths, np.zeros(3, np.bool_), ints([1, 2, 3])))
+    assert messages(box) == [] and box.snapshot()["malformed"] == {"d": 1}
+
+
+def test_where_the_vocabulary_is_unknown_any_token_goes() -> None:
+    large = dataclasses.replace(COMMIT, tokens=ints([1, 2, 2**31 - 1]))
+    for vocab_size, kept in ((VOCAB, []), (None, [large])):
+        box = for_drafter(vocab_size)
+        box.put(large)
+        assert messages(box) == kept
+
+
+def test_a_sender_of_nonsense_is_cut_off_alone_and_logged_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    left: list[str] = []
+    box = for_drafter(left=left)
+    bad, other = dataclasses.replace(COMMIT, starts=ints([3, -1])), dataclasses.replace(COMMIT, verifier_id="w")
+    for message in [bad] * MOST_MALFORMED + [None] * 3 * MOST_MALFORMED:
+        box.put(message)
+    box.put(COMMIT)
+    assert messages(box) == [COMMIT] and not left
+    for message in [bad] * 50 + [COMMIT, other]:
+        box.put(message)
+    assert left == ["v"] and list(box.cut_off) == ["v"] and messages(box) == [other]
+    assert box.snapshot() == {"malformed": {"v": MOST_MALFORMED + 50, UNKNOWN: 3 * MOST_MALFORMED}, "cut_off": ["v"]}
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3, "the first of each sender, and the end"
+    assert "of v" in said[0] and "negative" in said[0] and said[2].startswith("v is cut off")
+
+
+def test_what_is_counted_is_bounded_whatever_senders_call_themselves() -> None:
+    box = inbox.for_verifier(VOCAB)
+    for number in range(5000):
+        box.put(dataclasses.replace(TAIL, drafter_id=f"d{number}", token_s=-1.0))
+    counts = box.snapshot()["malformed"]
+    assert len(counts) < 2000 and sum(counts.values()) == 5000 and not box.cut_off
+
+
+def test_messages_wait_in_order_with_the_time_they_came() -> None:
+    clock = HandClock()
+    box = inbox.for_verifier(VOCAB, clock)
+    assert box.drain() == []
+    for number in range(3):
+        clock.seconds = float(number)
+        box.put(dataclasses.replace(TAIL, weight_version=number))
+    box.put(dataclasses.replace(TAIL, drafter_id="e"))
+    assert len(box) == 4
+    found = [(message.drafter_id, message.weight_version, came) for message, came in box.drain()]
+    assert found == [("d", 0, 0.0), ("d", 1, 1.0), ("d", 2, 2.0), ("e", 4, 2.0)]
+    assert len(box) == 0 and box.drain() == []
+
+
+def test_a_sender_that_floods_loses_only_its_own() -> None:
+    box, calm = inbox.for_verifier(VOCAB), dataclasses.replace(TAIL, drafter_id="calm")
+    box.put(calm)
+    for number in range(1000):
+        box.put(dataclasses.replace(TAIL, weight_version=number))
+    box.put(calm)
+    left = messages(box)
+    assert left[:2] == [calm, calm] and len(left) == 2 + MOST_WAITING and box.dropped == 1000 - MOST_WAITING
+    assert [message.weight_version for message in left[2:]] == list(range(1000 - MOST_WAITING, 1000))
+
+
+def test_many_producers_lose_nothing() -> None:
+    box, seen = inbox.for_verifier(VOCAB), []
+
+    def produce(number: int) -> None:
+        for version in range(MOST_WAITING):
+            box.put(dataclasses.replace(TAIL, drafter_id=str(number), weight_version=version))
+
+    threads = [threading.Thread(target=produce, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        seen += messages(box)
+    seen += messages(box)
+    for number in range(4):
+        versions = [message.weight_version for message in seen if message.drafter_id == str(number)]
+        assert versions == list(range(MOST_WAITING))
+
+
+# ---- anything at all ----
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=2) | st.integers(0, 2), inner, max_size=3)
+        | st.sets(st.integers(0, 2), max_size=3)
+    ),
+    max_leaves=4,
+)
+DTYPES = st.sampled_from([np.int32] * 6 + [np.int64, np.float32, np.bool_, object])
+NUMBERS = st.lists(st.integers(0, 40) | st.integers(-3, 2**31 - 1), min_size=2, max_size=2)
+ARRAYS = st.builds(np.array, NUMBERS, DTYPES) | ANYTHING
+FEATURES = st.just(()) | st.just((SPAN,)) | ANYTHING
+
+
+def filled(kind: type, **likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Objects of a message class whose fields hold anything, and often what nearly fits."""
+    names = [field.name for field in dataclasses.fields(kind)]
+
+    def fill(values: Sequence[object]) -> Any:
+        made = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+    return st.tuples(*(likely.get(name, ANYTHING) for name in names)).map(fill)
+
+
+FITTING = st.sampled_from([ints([1, 2]), ints([0, 3]), ints([0, 0])])
+COLUMNS = dict.fromkeys(("rows", "generations", "bases", "starts", "lengths", "windows"), FITTING | ARRAYS)
+COLUMNS["tokens"] = st.sampled_from([ints([1, 2, 3]), ints([])]) | ARRAYS
+OPENED = filled(DraftOpen, row=st.integers(0, 9), generation=st.integers(0, 9), request_id=st.just("r"),
+                prompt_token_ids=st.just((1, 2)), committed_token_ids=st.just(()), window=st.integers(0, 9),
+                sampling=st.just(SamplingParams()) | filled(SamplingParams), features=FEATURES)  # fmt: skip
+BATCHES = st.one_of(
+    ANYTHING,
+    filled(TailBatch, drafter_id=st.sampled_from("de"), **COLUMNS, complete=st.just(np.array([True, False])) | ARRAYS,
+           weight_version=st.integers(-1, 9), token_s=st.floats(0, 1) | st.floats(), lost=st.just(()) | ANYTHING),
+    filled(CommitBatch, verifier_id=st.just("v"), **COLUMNS, opened=OPENED.map(lambda one: (one,)) | ANYTHING,
+           closed=st.just(()) | st.tuples(ANYTHING), features=st.just(()) | st.tuples(ANYTHING)),
+)  # fmt: skip
+
+
+@given(st.lists(BATCHES, min_size=1, max_size=6))
+def test_nothing_that_arrives_raises_and_what_is_let_in_does_no_harm(arriving: list[Any]) -> None:
+    table, boxes = RequestTable(4), [inbox.for_verifier(VOCAB), for_drafter()]
+    rows = [table.open(request(str(number), [1, 2, 3])) for number in range(4)]
+    for row in rows:
+        table.seat_row(0, row, 4)
+    for message in arriving:
+        for box in boxes:
+            box.put(message)
+    tails = messages(boxes[0])
+    for tail in tails:
+        table.take(0, tail, VOCAB)
+    assert table.length[0].max() <= 4 and table.tail[0].min() >= 0 and table.tail[0].max() < VOCAB
+    assert table.output[rows, :3].tolist() == [[1, 2, 3]] * 4 and table.committed[rows].tolist() == [3] * 4
+    let_in = len(tails) + len(boxes[1])
+    assert let_in + sum(count for box in boxes for count in box.snapshot()["malformed"].values()) == 2 * len(arriving)

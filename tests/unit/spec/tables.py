@@ -1,0 +1,70 @@
+"""Requests, tails and commits for tests of the table and of what decides by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specactor_ray.messages import SamplingParams, TailBatch
+from specactor_ray.spec.acceptance import Acceptance
+from specactor_ray.spec.table import Committed, RequestTable
+from specactor_ray.targets.base import TargetRequest
+
+
+class Claim(NamedTuple):
+    """What a drafter says of one request."""
+
+    row: int
+    generation: int
+    base: int
+    tokens: tuple[int, ...]
+    complete: bool = False
+
+
+def request(name: str, committed: Sequence[int] = (), max_tokens: int = 1000) -> TargetRequest:
+    return TargetRequest(name, (1, 2), SamplingParams(max_tokens=max_tokens), tuple(committed))
+
+
+def ints(values: Sequence[int]) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def batch(claims: Sequence[Claim], version: int = 0) -> TailBatch:
+    return TailBatch(
+        "d",
+        ints([claim.row for claim in claims]),
+        ints([claim.generation for claim in claims]),
+        ints([claim.base for claim in claims]),
+        ints([len(claim.tokens) for claim in claims]),
+        np.array([claim.complete for claim in claims], np.bool_),
+        ints([token for claim in claims for token in claim.tokens]),
+        version,
+    )
+
+
+def say(table: RequestTable, seat: int, row: int, *tokens: int, base: int | None = None, complete: bool = False) -> int:
+    """A drafter says its tail of a request; returns what became of it (`_kernels.TAKEN`, ...)."""
+    at = int(table.committed[row]) if base is None else base
+    claim = Claim(row, int(table.generation[row]), at, tokens, complete)
+    return int(table.take(seat, batch([claim]), 100)[:7].argmax())
+
+
+EVIDENCE = ("hits", "tries", "guesses", "answers")
+"""What `RequestTable.evidence` and `Acceptance.evidence` hold."""
+
+
+def commit(
+    table: RequestTable,
+    acceptance: Acceptance,
+    fresh: Mapping[int, Sequence[int]],
+    verified: Mapping[int, tuple[int, int, int]] | None = None,
+) -> int:
+    """Commit row → tokens; `verified`: row → seat, and how many of its tokens were verified and right. Returns how many
+    tails were refuted."""
+    seats, drafted, accepted = zip(*((verified or {}).get(row, (-1, 0, 0)) for row in fresh), strict=True)
+    tokens = ints([token for new in fresh.values() for token in new])
+    counts = ints(list(map(len, fresh.values())))
+    step = Committed(ints(list(fresh)), counts, tokens, ints(seats), ints(drafted), ints(accepted))
+    return table.commit(step, acceptance)[0]

@@ -1,0 +1,108 @@
+"""How good drafts are thought to be: drawn to what is known of many, and forgotten by steps."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from specactor_ray.spec.acceptance import (
+    BUCKETS,
+    DEFAULT_PRIOR,
+    HALF_LIFE_STEPS,
+    PRIOR_TRIES,
+    Acceptance,
+)
+from specactor_ray.spec.assign import BUCKET_NAMES
+from specactor_ray.spec.table import RequestTable
+from tests.unit.spec.tables import commit, ints, request, say
+
+
+def drawn(hits: float, tries: float, prior: float) -> float:
+    return (hits + PRIOR_TRIES * prior) / (tries + PRIOR_TRIES)
+
+
+def one_seat(*committed: int, priors: dict[str, float] | None = None) -> tuple[RequestTable, Acceptance, np.ndarray]:
+    """A drafter that drafts for requests with so many output tokens."""
+    table, acceptance = RequestTable(8), Acceptance(priors)
+    table.clear_seat(0, acceptance.number("eagle"))
+    rows = [table.open(request(str(number), [1] * length)) for number, length in enumerate(committed)]
+    for row in rows:
+        table.seat_row(0, row, 8)
+    return table, acceptance, ints(rows)
+
+
+def observe(table: RequestTable, acceptance: Acceptance, row: int, hits: int, misses: int) -> None:
+    """Draft tokens one by one; the request stays where it is."""
+    for right in [True] * hits + [False] * misses:
+        say(table, 0, row, 1)
+        commit(table, acceptance, {row: [1 if right else 2]})
+        table.committed[row] -= 1
+        table.base[0, row] = -1
+
+
+def test_methods_are_numbered_and_begin_with_what_was_measured_of_them() -> None:
+    acceptance = Acceptance({"eagle": 0.9, "unused": 0.1}, methods=3)
+    assert [acceptance.number(method) for method in ("ngram", "eagle", "ngram", "eagle")] == [0, 1, 0, 1]
+    assert acceptance.of_method()[:2, 0] == pytest.approx([DEFAULT_PRIOR, 0.9])
+
+
+def test_a_request_is_drawn_to_its_range_this_to_the_method_and_this_to_the_prior() -> None:
+    table, acceptance, rows = one_seat(10, 10, 100, 5000, priors={"eagle": 0.7})
+    assert acceptance.probability(table, rows)[0] == pytest.approx([0.7] * 4)
+    observe(table, acceptance, rows[0], hits=40, misses=10)
+    observe(table, acceptance, rows[2], hits=0, misses=30)
+    overall = drawn(40, 80, 0.7)
+    here, later, never = drawn(40, 50, overall), drawn(0, 30, overall), overall
+    assert acceptance.of_method()[0, [0, 1, 7]] == pytest.approx([here, later, never])
+    expected = [drawn(40, 50, here), here, drawn(0, 30, later), never]
+    assert acceptance.probability(table, rows)[0] == pytest.approx(expected)
+    assert acceptance.probability(table, rows)[1] == pytest.approx([DEFAULT_PRIOR] * 4), "of another method"
+
+
+def test_only_the_first_wrong_token_counts_as_a_miss() -> None:
+    """Else the estimate would depend on the length of tails."""
+    table, acceptance, rows = one_seat(0)
+    rng = random.Random(0)
+    for _ in range(3000):
+        say(table, 0, rows[0], *[1] * rng.randint(1, 8))
+        right = next(n for n in range(99) if rng.random() >= 0.6)
+        commit(table, acceptance, {rows[0]: [1] * min(right, 8) + [2]})
+        table.committed[rows[0]] = 0
+        table.base[0] = -1
+    assert acceptance.probability(table, rows)[0, 0] == pytest.approx(0.6, abs=0.02)
+
+
+def test_guesses_count_only_where_the_drafter_knew_the_prefix() -> None:
+    table, acceptance, rows = one_seat(0, 0, 0)
+    assert acceptance.guessing(table, rows)[0] == pytest.approx([1.0] * 3), "of the unknown the best is hoped for"
+    for _ in range(30):
+        say(table, 0, rows[0], 1)
+        say(table, 0, rows[1])  # it knows the prefix and has no guess
+        commit(table, acceptance, {row: [1] for row in rows.tolist()})
+    overall = drawn(30, 60, 1.0)
+    average = drawn(30, 60, overall)
+    expected = [drawn(30, 30, average), drawn(0, 30, average), average]
+    assert acceptance.guessing(table, rows)[0] == pytest.approx(expected), "who is silent is late, not without a guess"
+
+
+def test_an_observation_counts_half_after_its_half_life_whatever_happens_since() -> None:
+    table, acceptance, rows = one_seat(0, 0)
+    observe(table, acceptance, rows[0], hits=0, misses=64)
+    low = acceptance.probability(table, rows)[0]
+    for _ in range(int(HALF_LIFE_STEPS)):
+        acceptance.fade(table)
+    for evidence in (acceptance.evidence[1, 0, 0], table.evidence[1, 0, rows[0]], acceptance.evidence[3, 0, 0]):
+        assert evidence == pytest.approx(32.0)
+    half = drawn(0, 32, drawn(0, 32, drawn(0, 32, DEFAULT_PRIOR)))
+    assert acceptance.probability(table, rows)[0, 0] == pytest.approx(half)
+    for _ in range(20 * int(HALF_LIFE_STEPS)):
+        acceptance.fade(table)
+    forgotten = acceptance.probability(table, rows)[0]
+    assert forgotten == pytest.approx([DEFAULT_PRIOR] * 2, abs=1e-3) and (forgotten > low).all()
+
+
+def test_there_is_a_name_for_each_range() -> None:
+    assert len(BUCKET_NAMES) == BUCKETS
+    assert BUCKET_NAMES[:2] == ("0-63", "64-127") and BUCKET_NAMES[-2:] == ("2048-4095", "4096+")

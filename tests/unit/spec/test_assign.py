@@ -1,0 +1,403 @@
+"""Who drafts for what: Algorithm 3 against its text; the ladder, the race and their bounds under churn."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor_ray.config.schema import RaceName, SpeculationConfig
+from specactor_ray.spec.acceptance import Acceptance
+from specactor_ray.spec.assign import REVISE_EVERY, SWITCH_SHARE, Assigner, Worker, assign_race
+from specactor_ray.spec.cost import StepCost
+from specactor_ray.spec.policy import Drafter, Policy
+from specactor_ray.spec.table import RequestTable
+from tests.unit.spec.tables import ints, request
+
+METHODS = ("ngram", "draft_model", "eagle", "suffix")
+workers_strategy = st.dictionaries(
+    st.integers(0, 7), st.builds(Worker, st.sampled_from(METHODS), st.integers(0, 4), st.integers(1, 4))
+)
+stragglers_strategy = st.lists(st.integers(0, 5), unique=True)
+serving_strategy = st.dictionaries(st.integers(0, 5), st.sets(st.sampled_from(METHODS)))
+ranking_strategy = st.permutations(METHODS).flatmap(lambda order: st.integers(0, 4).map(lambda n: order[:n]))
+
+
+def as_written(stragglers, ranking, workers, serving):  # type: ignore[no-untyped-def]
+    """The text of the algorithm, step by step, on sets of (request, method) and lists of each worker's requests."""
+    batches = {number: [None] * worker.load for number, worker in workers.items()}
+    pairs = {(straggler, method) for straggler, methods in serving.items() for method in methods}
+    result = []
+    for straggler in stragglers:
+        for method in ranking:
+            if (straggler, method) in pairs:
+                continue
+            chosen = None
+            for number in sorted(workers):
+                has_room = len(batches[number]) < workers[number].max_batch
+                right_method = workers[number].method == method
+                if has_room and right_method and (chosen is None or len(batches[number]) < len(batches[chosen])):
+                    chosen = number
+            if chosen is not None:
+                batches[chosen].append(straggler)
+                result.append((chosen, straggler))
+    return result
+
+
+@given(stragglers_strategy, ranking_strategy, workers_strategy, serving_strategy)
+def test_it_is_the_written_algorithm(stragglers, ranking, workers, serving):  # type: ignore[no-untyped-def]
+    assert assign_race(stragglers, ranking, workers, serving) == as_written(stragglers, ranking, workers, serving)
+
+
+@given(stragglers_strategy, ranking_strategy, workers_strategy, serving_strategy)
+def test_its_invariants(stragglers, ranking, workers, serving):  # type: ignore[no-untyped-def]
+    assigned = assign_race(stragglers, ranking, workers, serving)
+    loads = Counter({number: worker.load for number, worker in workers.items()})
+    loads.update(number for number, _ in assigned)
+    assert all(loads[number] <= max(worker.load, worker.max_batch) for number, worker in workers.items())
+    pairs = [(straggler, workers[number].method) for number, straggler in assigned]
+    assert len(pairs) == len(set(pairs)), "a method twice for one request"
+    assert all(method not in serving.get(one, ()) and method in ranking for one, method in pairs)
+    for straggler in stragglers:  # who goes without does so because the method is full
+        for method in set(ranking) - set(serving.get(straggler, ())) - {m for one, m in pairs if one == straggler}:
+            assert all(loads[n] >= worker.max_batch for n, worker in workers.items() if worker.method == method)
+
+
+# ---- the assigner ----
+
+
+def drafter(method: str, max_batch: int = 64, number: int = 0, **more: Any) -> Drafter:
+    return Drafter(f"{method}-{number}", method, 8, max_batch, looks_up=method in ("ngram", "suffix"), **more)
+
+
+class Bench:
+    """An assigner and its requests, whose acceptance is set by hand."""
+
+    def __init__(self, *drafters: Drafter, requests: int = 0, coupled: bool = False, **speculation: Any) -> None:
+        self.table, self.acceptance, cost = RequestTable(8), Acceptance(), StepCost()
+        for count in (1, 2, 4, 8, 16, 32, 64):
+            cost.record(count, 0.05 + 0.0001 * count)
+        config = SpeculationConfig(**{"race": RaceName.off, **speculation})
+        self.policy = Policy(config, self.table, self.acceptance, cost, coupled)
+        self.assigner = Assigner(config, self.policy, coupled, 16)
+        self.open: set[tuple[int, int]] = set()
+        """(seat, row), by what drafters were told."""
+        self.rows: list[int] = []
+        for number in range(requests):
+            self.add(str(number))
+        self.join(*drafters)
+
+    def add(self, name: str = "", committed: int = 0) -> int:
+        self.rows.append(self.table.open(request(name, [1] * committed)))
+        return self.rows[-1]
+
+    def remove(self, row: int) -> None:
+        self.open = {pair for pair in self.open if pair[1] != row}
+        self.assigner.remove(row)
+        self.table.close(row)
+        self.rows.remove(row)
+
+    def join(self, *drafters: Drafter) -> None:
+        for one in map(replace, drafters):
+            seat = self.policy.drafters.index(None) if None in self.policy.drafters else len(self.policy.drafters)
+            self.policy.drafters[seat : seat + 1] = [one]
+            self.table.fit_seats(seat + 1)
+            self.table.clear_seat(seat, self.acceptance.number(one.method))
+        self.told(self.assigner.set_drafters())
+
+    def leave(self, seat: int) -> None:
+        self.policy.drafters[seat] = None
+        self.table.clear_seat(seat, 0)
+        self.open = {pair for pair in self.open if pair[0] != seat}
+        self.told(self.assigner.set_drafters())
+
+    def told(self, changes: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
+        assert len({change[:2] for change in changes}) == len(changes), "closed and opened again at once"
+        for seat, row, opened in changes:
+            assert ((seat, row) in self.open) != opened, "opened twice, or closed what was not open"
+            self.open ^= {(seat, row)}
+        assert self.open == set(map(tuple, np.argwhere(self.table.assigned).tolist()))
+        return changes
+
+    def step(self, times: int = 1, rows: Sequence[int] | None = None) -> list[tuple[int, int, bool]]:
+        decoding = ints(self.rows if rows is None else rows)
+        return [change for _ in range(times) for change in self.told(self.assigner.step(decoding))]
+
+    def good(self, method: str, p: float, rows: Sequence[int] | None = None) -> None:
+        """The method is right so often, everywhere or for these requests."""
+        number = self.acceptance.number(method)
+        if rows is None:
+            self.acceptance.evidence[1, number], self.acceptance.evidence[0, number] = 1e4, 1e4 * p
+        else:
+            self.table.evidence[1, number, rows], self.table.evidence[0, number, rows] = 1e4, 1e4 * p
+
+    def seats(self, row: int) -> list[int]:
+        return sorted(seat for seat, one in self.open if one == row)
+
+    @property
+    def loads(self) -> list[int]:
+        counts = Counter(seat for seat, _ in self.open)
+        return [counts[seat] for seat in range(len(self.policy.drafters))]
+
+
+def test_requests_have_no_drafters_before_their_turn() -> None:
+    bench = Bench(drafter("eagle"), requests=3)
+    assert bench.loads == [0]
+    bench.step(rows=bench.rows[:2])
+    assert bench.loads == [2]
+    bench.step()
+    assert bench.loads == [3] and bench.step(3 * REVISE_EVERY) == [], "nothing changes when nothing has to"
+
+
+def test_the_best_method_with_room_is_taken_and_its_drafters_share_the_load() -> None:
+    bench = Bench(*(drafter("eagle", 3, n) for n in range(2)), drafter("draft_model", 1), requests=8)
+    bench.good("eagle", 0.9)
+    bench.good("draft_model", 0.5)
+    assert len(bench.step()) == 7 and bench.loads == [3, 3, 1], "one goes without"
+    waiting = next(row for row in bench.rows if not bench.seats(row))
+    bench.remove(next(row for row in bench.rows if bench.seats(row) == [1]))
+    bench.step()
+    assert bench.seats(waiting) == [1], "a place that fell free is given away"
+
+
+def test_a_place_is_given_away_whoever_else_leaves() -> None:
+    bench = Bench(drafter("eagle", 1), requests=3)
+    bench.step(rows=bench.rows[:2])
+    served, waiting, unbegun = sorted(bench.rows, key=lambda row: (not bench.seats(row), row))
+    bench.remove(served)
+    bench.remove(unbegun)
+    bench.step()
+    assert bench.seats(waiting) == [0]
+
+
+def test_the_ladder_ranks_by_promised_speed_at_each_place() -> None:
+    bench = Bench(drafter("draft_model", token_s=0.001), drafter("eagle", token_s=0.001), drafter("ngram"))
+    early, late = 0, 5
+    for method, at, p in (("eagle", early, 0.9), ("draft_model", early, 0.6), ("ngram", early, 0.2)):
+        bench.acceptance.evidence[1, bench.acceptance.number(method), at] = 1e5
+        bench.acceptance.evidence[0, bench.acceptance.number(method), at] = 1e5 * p
+    for method, p in (("eagle", 0.2), ("draft_model", 0.6), ("ngram", 0.95)):
+        bench.acceptance.evidence[1, bench.acceptance.number(method), late] = 1e5
+        bench.acceptance.evidence[0, bench.acceptance.number(method), late] = 1e5 * p
+    assert bench.assigner.rank(early) == ["eagle", "draft_model", "ngram"]
+    assert bench.assigner.rank(late) == ["ngram", "draft_model", "eagle"]
+    rows = [bench.add("early"), bench.add("late", 1500)]
+    bench.step()
+    assert [bench.seats(row) for row in rows] == [[1, 2], [0, 2]], "lookups beside each, and never the base"
+    bench.policy.drafters[1].token_s = 1.0  # type: ignore[union-attr]
+    assert bench.assigner.rank(early)[0] == "draft_model", "dear drafts are slow"
+
+
+def test_lookups_follow_all_they_have_room_for() -> None:
+    bench = Bench(drafter("eagle"), drafter("ngram", 2), drafter("suffix", 2), drafter("suffix", 2, 1), requests=5)
+    bench.step()
+    assert bench.loads == [5, 2, 2, 2]
+    assert not any({2, 3} <= set(bench.seats(row)) for row in bench.rows), "one of each method is enough"
+    lookups = Bench(drafter("ngram"), requests=3)
+    lookups.step()
+    assert lookups.loads == [3], "also where there is nothing else"
+
+
+def test_newcomers_take_their_share() -> None:
+    bench = Bench(drafter("eagle"), requests=7)
+    bench.step()
+    bench.join(drafter("eagle", number=1), drafter("eagle", 1, 2))
+    assert sorted(bench.loads) == [1, 3, 3]
+    assert all(len(bench.seats(row)) == 1 for row in bench.rows)
+    bench.leave(0)
+    assert bench.loads == [0, 6, 1] and bench.step(2 * REVISE_EVERY) == []
+
+
+def test_requests_leave_a_drafter_that_is_out_of_reach_if_there_is_another() -> None:
+    bench = Bench(drafter("eagle"), requests=3)
+    bench.step()
+    bench.policy.drafters[0].able = False  # type: ignore[union-attr]
+    assert bench.step(REVISE_EVERY) == []
+    bench.join(drafter("draft_model", 2))
+    assert bench.loads == [1, 2]
+    bench.policy.drafters[1].max_batch = 9  # type: ignore[union-attr]
+    bench.step(REVISE_EVERY)
+    assert bench.loads == [0, 3]
+
+
+def test_requests_change_to_a_method_that_promises_more_a_few_at_a_time() -> None:
+    bench = Bench(drafter("draft_model"), drafter("eagle"), requests=16)
+    bench.good("draft_model", 0.8)
+    bench.good("eagle", 0.3)
+    bench.step()
+    assert bench.loads == [16, 0]
+    bench.good("draft_model", 0.3, bench.rows[8:])
+    bench.good("eagle", 0.9, bench.rows[8:])
+    bench.good("eagle", 0.82, bench.rows[:8])
+    seen = []
+    for _ in range(8):
+        bench.step(REVISE_EVERY)
+        seen.append(bench.loads[1])
+    assert seen[:4] == [16 // SWITCH_SHARE * n for n in range(1, 5)] and seen[4:] == [8] * 4, (
+        "a little more is no reason"
+    )
+    assert all(bench.seats(row) == [1] for row in bench.rows[8:])
+    bench.good("eagle", 0.1, bench.rows)
+    bench.policy.drafters[0].max_batch = 10  # type: ignore[union-attr]
+    bench.step(4 * REVISE_EVERY)
+    assert bench.loads == [10, 6], "no further than there is room"
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("race", list(RaceName))
+def test_when_methods_race(race: RaceName, coupled: bool) -> None:
+    bench = Bench(drafter("eagle"), drafter("draft_model"), drafter("ngram"), requests=6, race=race, coupled=coupled)
+    always, tail = race is RaceName.always, race is RaceName.tail and not coupled
+
+    def racing() -> bool:
+        bench.step()
+        both = [len(set(bench.seats(row)) - {2}) for row in bench.rows if bench.seats(row)]
+        assert all(2 in bench.seats(row) for row in bench.rows if bench.seats(row)), "lookups stay"
+        assert set(both) in ({1}, {2}) and bench.assigner.standings.get("racing", False) == (both[0] == 2)
+        return both[0] == 2
+
+    assert racing() == always, "more than a quarter of the batch"
+    bench.remove(bench.rows[0])
+    bench.remove(bench.rows[0])
+    bench.step(rows=bench.rows[1:])
+    assert always or all(len(bench.seats(row)) == 2 for row in bench.rows), "one of them waits"
+    assert racing() == (always or tail)
+    before = bench.open.copy()
+    bench.step(rows=bench.rows[1:])
+    assert bench.open == before, "one that reads its prompt again ends no race"
+    bench.add("new")
+    bench.step(REVISE_EVERY if always else 1)
+    assert racing() == always
+
+
+def test_the_slowest_race_first() -> None:
+    bench = Bench(drafter("eagle"), drafter("draft_model", 2), requests=4, race=RaceName.always)
+    bench.good("draft_model", 0.1)
+    for row, p in zip(bench.rows, (0.9, 0.3, 0.8, 0.2), strict=True):
+        bench.good("eagle", p, [row])
+    bench.step()
+    assert [len(bench.seats(row)) for row in bench.rows] == [1, 2, 1, 2]
+
+
+def test_racers_give_way_to_base_drafters() -> None:
+    bench = Bench(drafter("eagle", 2), drafter("draft_model", 2), requests=2, race=RaceName.always)
+    bench.good("draft_model", 0.5)
+    for row, p in zip(bench.rows, (0.7, 0.9), strict=True):
+        bench.good("eagle", p, [row])
+    bench.step()
+    assert bench.loads == [2, 2]
+    slow, fast = bench.rows
+    third = bench.add("third")
+    bench.step()
+    assert bench.seats(third) and bench.seats(fast) and len(bench.seats(slow)) == 2 and sum(bench.loads) == 4
+    fourth = bench.add("fourth")
+    bench.step()
+    assert all(len(bench.seats(row)) == 1 for row in (fast, slow, third, fourth))
+    fifth = bench.add("fifth")
+    assert not bench.seats(fifth) and bench.step(2 * REVISE_EVERY) == []
+
+
+def test_no_base_drafter_is_taken_away() -> None:
+    bench = Bench(drafter("eagle", 1), drafter("draft_model", 1), requests=1, race=RaceName.always)
+    bench.good("eagle", 0.9)
+    bench.step()
+    assert bench.seats(bench.rows[0]) == [0, 1]
+    bench.policy.drafters[0].able = False  # type: ignore[union-attr]
+    new = bench.add("new")
+    bench.step()
+    assert bench.seats(bench.rows[0]) == [0, 1] and not bench.seats(new), "the racer is all it has"
+    bench.step(2 * REVISE_EVERY)
+    assert bench.seats(bench.rows[0]) == [1] and not bench.seats(new), "and is its base from now on"
+    bench.join(drafter("ngram"))
+    bench.policy.drafters[2].able = False  # type: ignore[union-attr]
+    assert bench.step(REVISE_EVERY) == [] and bench.loads == [0, 1, 2]
+    bench.leave(2)
+    bench.join(replace(drafter("suffix"), able=False))
+    assert bench.step(REVISE_EVERY) == [], "nobody who is out of reach races"
+
+
+def test_base_and_racer_change_places_without_being_opened_again() -> None:
+    bench = Bench(drafter("eagle"), drafter("draft_model"), requests=2, race=RaceName.tail)
+    bench.good("draft_model", 0.3)
+    bench.good("eagle", 0.9)
+    bench.step()
+    assert bench.loads == [2, 2]
+    bench.join(drafter("eagle", number=1))
+    assert bench.loads == [1, 2, 1]
+    bench.good("eagle", 0.1)
+    assert bench.step(4 * REVISE_EVERY) == []
+    for _ in range(3):
+        bench.add()
+    bench.step(REVISE_EVERY)
+    assert bench.loads == [0, 5, 0], "the bases have changed"
+    bench.good("eagle", 0.99)
+    for row in bench.rows[2:]:
+        bench.remove(row)
+    bench.step()
+    bench.step(4 * REVISE_EVERY)
+    assert bench.loads == [1, 2, 1], "a method once for each"
+
+
+def test_the_ladder_is_shown_as_plain_data() -> None:
+    bench = Bench(drafter("eagle", token_s=0.003), drafter("ngram"), requests=2, race=RaceName.always)
+    bench.acceptance.evidence[1, 0, 0], bench.acceptance.evidence[0, 0, 0] = 50.0, 40.0
+    bench.step()
+    shown = bench.assigner.standings
+    assert shown["racing"] is True and shown["loads"] == {"eagle-0": 2, "ngram-0": 2}
+    eagle = shown["methods"]["eagle"]
+    assert eagle["token_s"] == 0.003 and shown["methods"]["ngram"]["buckets"] == {}
+    assert list(eagle["buckets"]) == ["0-63"] and eagle["buckets"]["0-63"]["drafted"] == 50.0
+    assert 0.7 < eagle["buckets"]["0-63"]["acceptance"] < 0.8 and eagle["buckets"]["0-63"]["tgs"] > 20
+
+
+@pytest.mark.parametrize("race", list(RaceName))
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_room_is_kept_and_nobody_waits_beside_a_free_place(seed: int, race: RaceName) -> None:
+    rng = random.Random(seed)
+    bench = Bench(race=race)
+    joined = 0
+    for _ in range(250):
+        match rng.choice(["add", "add", "remove", "join", "leave", "lose", "learn", "step", "step", "step", "step"]):
+            case "add" if len(bench.rows) < 12:
+                bench.add(committed=rng.choice([0, 70, 3000]))
+            case "remove" if bench.rows:
+                bench.remove(rng.choice(bench.rows))
+            case "join" if sum(one is not None for one in bench.policy.drafters) < 5:
+                joined += 1
+                bench.join(drafter(rng.choice(METHODS), rng.randint(1, 5), joined))
+            case "leave" if any(bench.policy.drafters) and rng.random() < 0.5:
+                bench.leave(rng.choice([seat for seat, one in enumerate(bench.policy.drafters) if one is not None]))
+            case "lose" if any(bench.policy.drafters):
+                rng.choice([one for one in bench.policy.drafters if one is not None]).able = False
+            case "learn" if bench.rows and bench.acceptance.methods:
+                bench.good(rng.choice(bench.acceptance.methods), rng.random(), rng.choice([None, bench.rows[:3]]))
+            case "step":
+                decoding = rng.sample(bench.rows, rng.randint(0, len(bench.rows)))
+                bench.step(rng.choice([1, REVISE_EVERY]), decoding)
+        of_row: dict[int, list[Drafter]] = defaultdict(list)
+        for seat, row in bench.open:
+            one = bench.policy.drafters[seat]
+            assert one is not None
+            of_row[row].append(one)
+        for seat, one in enumerate(bench.policy.drafters):
+            assert one is None or bench.loads[seat] <= one.max_batch
+        for row in bench.rows:
+            methods = [one.method for one in of_row[row] if one.able]
+            assert len(methods) == len(set(methods)), "a method twice for one request"
+
+    bench.step(2 * REVISE_EVERY)
+    able = [(seat, one) for seat, one in enumerate(bench.policy.drafters) if one is not None and one.able]
+    free = {one.method for seat, one in able if bench.loads[seat] < one.max_batch}
+    for row in bench.rows:
+        here = [one for seat, one in able if (seat, row) in bench.open]
+        assert free & {"ngram", "suffix"} <= {one.method for one in here}
+        assert not free & {"eagle", "draft_model"} or not all(one.looks_up for one in here)
+        if race is RaceName.off:
+            assert sum(not one.looks_up for one in here) <= 1

@@ -1,0 +1,296 @@
+"""The table of requests against a plain dictionary model, whatever drafters say in whatever order."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+
+import numpy as np
+import pytest
+
+from specactor_ray.spec._kernels import (
+    AHEAD,
+    FRESH,
+    MALFORMED,
+    MISMATCH,
+    OUTCOMES,
+    STALE,
+    TAKEN,
+    TRUNCATED,
+    UNKNOWN,
+)
+from specactor_ray.spec.acceptance import Acceptance, bucket_of
+from specactor_ray.spec.table import RequestTable
+from tests.unit.spec.tables import EVIDENCE, Claim, batch, commit, request, say
+
+WINDOW, VOCAB, METHODS = 4, 3, 3
+
+
+@dataclass
+class Held:
+    """What is known of a (drafter, request)."""
+
+    tail: tuple[int, ...] = ()
+    base: int = -1
+    complete: bool = False
+    version: int = 0
+    told: int = -1
+
+
+@dataclass
+class Known:
+    """What is known of a request."""
+
+    generation: int
+    output: list[int]
+    recent: bool = False
+    held: dict[int, Held] = field(default_factory=dict)
+    evidence: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+
+
+class Naive:
+    """The table's rules on lists."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Known] = {}
+        self.method: dict[int, int] = {}
+        self.overall: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
+
+    def take(self, seat: int, claim: Claim, version: int) -> list[int]:
+        known = self.rows.get(claim.row)
+        if known is None or known.generation != claim.generation or seat not in known.held:
+            return [UNKNOWN]
+        held, past = known.held[seat], known.output[claim.base :]
+        if claim.base > len(known.output):
+            return [AHEAD]
+        if not all(0 <= token < VOCAB for token in claim.tokens):
+            return [MALFORMED]
+        if any(ours != theirs for ours, theirs in zip(past, claim.tokens, strict=False)):
+            return [MISMATCH]
+        left = claim.tokens[len(past) :]
+        outdated = claim.base < held.base
+        shorter = claim.base == held.base and len(left) < len(held.tail) and held.tail[: len(left)] == left
+        if (past and not left) or outdated or shorter:
+            return [STALE]
+        held.tail, held.base, held.complete, held.version = left[:WINDOW], claim.base, claim.complete, version
+        return [TAKEN] + [TRUNCATED] * (len(left) > WINDOW) + [FRESH] * (not past and known.recent)
+
+    def commit(self, fresh: dict[int, list[int]]) -> int:
+        refuted = 0
+        for known in self.rows.values():
+            known.recent = False
+        for row, tokens in fresh.items():
+            known = self.rows[row]
+            start, known.recent = len(known.output), True
+            bucket = max(0, start.bit_length() - 6)
+            known.output = known.output + tokens
+            for seat, held in known.held.items():
+                pairs = list(zip(held.tail, tokens, strict=False))
+                right = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+                for counts in (known.evidence[self.method[seat]], self.overall[self.method[seat], bucket]):
+                    counts["hits"] += right
+                    counts["tries"] += min(right + 1, len(pairs))
+                    counts["answers"] += bool(held.tail) or held.base == start
+                    counts["guesses"] += bool(held.tail)
+                refuted += right < len(pairs)
+                held.tail = held.tail[len(tokens) :] if right == len(pairs) else ()
+        return refuted
+
+
+class Pair:
+    """A table and the naive one, driven alike at random and compared after every action."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.table, self.acceptance, self.naive = RequestTable(WINDOW, METHODS), Acceptance(methods=METHODS), Naive()
+        self.said: dict[int, list[Claim]] = defaultdict(list)
+        self.opened, self.fates = 0, Counter[int]()
+
+    def act(self) -> None:
+        actions = {self.open: 6, self.close: 1, self.join: 1, self.seat: 8, self.unseat: 1, self.take: 12}
+        actions |= {self.commit: 6, self.tell: 3}
+        self.rng.choices(list(actions), list(actions.values()))[0]()
+
+    def open(self) -> None:
+        known = [self.rng.randrange(VOCAB) for _ in range(self.rng.choice([0, 3, 63, 250]))]
+        row = self.table.open(request(f"r{self.opened}", known))
+        assert row not in self.naive.rows
+        self.opened += 1
+        self.naive.rows[row] = Known(int(self.table.generation[row]), known)
+
+    def close(self) -> None:
+        if self.naive.rows:
+            row = self.rng.choice(list(self.naive.rows))
+            del self.naive.rows[row]
+            self.table.close(row)
+
+    def join(self) -> None:
+        seat, method = self.rng.randrange(6), self.rng.randrange(METHODS)
+        self.naive.method[seat] = method
+        for known in self.naive.rows.values():
+            known.held.pop(seat, None)
+        self.table.fit_seats(seat + 1)
+        self.table.clear_seat(seat, method)
+
+    def seat(self) -> None:
+        if self.naive.rows and self.naive.method:
+            seat = self.rng.choice(list(self.naive.method))
+            for row in self.rng.choices(list(self.naive.rows), k=3):
+                self.naive.rows[row].held[seat] = Held()
+                self.table.seat_row(seat, row, 3)
+
+    def unseat(self) -> None:
+        for seat, row in self.rng.sample(self.pairs(), min(1, len(self.pairs()))):
+            del self.naive.rows[row].held[seat]
+            self.table.unseat_row(seat, row)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        return [(seat, row) for row, known in self.naive.rows.items() for seat in known.held]
+
+    def claim(self, seat: int) -> Claim:
+        rng = self.rng
+        mine = [row for row, known in self.naive.rows.items() if seat in known.held]
+        row = rng.choice(mine) if mine and rng.random() < 0.9 else rng.randrange(-1, 140)
+        known = self.naive.rows.get(row, Known(7, [0, 1]))
+        base = max(0, len(known.output) - rng.choice([-1, 0, 0, 0, 0, 1, 2, 5]))
+        tokens = known.output[base:] + [rng.randrange(VOCAB) for _ in range(rng.randrange(WINDOW + 3))]
+        if tokens and rng.random() < 0.2:
+            tokens[rng.randrange(len(tokens))] = rng.choice([-1, 0, VOCAB])
+        tokens = tokens[: rng.randrange(12)]
+        return Claim(row, known.generation + (rng.random() < 0.05), base, tuple(tokens), rng.random() < 0.5)
+
+    def take(self) -> None:
+        if not self.naive.method:
+            return
+        seat = self.rng.choice([*self.naive.method, *(one for one, _ in self.pairs())])
+        version = self.rng.randrange(9)
+        self.said[seat] += [self.claim(seat) for _ in range(self.rng.randrange(5))]
+        # Lost, repeated, late, and in any order.
+        recent = self.said[seat][-12:]
+        claims = self.rng.sample(recent, self.rng.randint(0, min(6, len(recent))))
+        outcomes = Counter(outcome for claim in claims for outcome in self.naive.take(seat, claim, version))
+        counts = self.table.take(seat, batch(claims, version), VOCAB)
+        assert counts.tolist() == [outcomes[place] for place in range(OUTCOMES)]
+        self.fates += outcomes
+
+    def commit(self) -> None:
+        rows = self.rng.sample(list(self.naive.rows), self.rng.randint(0, len(self.naive.rows)))
+        if not rows:
+            return
+        fresh = {}
+        for row in rows:
+            tails = [held.tail for held in self.naive.rows[row].held.values()]
+            guessed = list(self.rng.choice(tails)) if tails else []
+            fresh[row] = [*guessed[: self.rng.randrange(WINDOW + 1)], self.rng.randrange(VOCAB)]
+        assert commit(self.table, self.acceptance, fresh) == self.naive.commit(fresh)
+
+    def tell(self) -> None:
+        if not self.pairs():
+            return
+        seat = self.rng.choice(self.pairs())[0]
+        mine = {row: known for row, known in self.naive.rows.items() if seat in known.held}
+        for row, known in mine.items():
+            if known.held[seat].told < 0:  # by an open, which holds everything so far
+                known.held[seat].told = self.table.told[seat, row] = len(known.output)
+        rows = self.rng.sample(list(mine), self.rng.randint(0, len(mine)))
+        news = [mine[row].output[mine[row].held[seat].told :] for row in rows]
+        lengths, tokens = self.table.untold(seat, rows)
+        assert lengths.tolist() == list(map(len, news))
+        assert tokens.tolist() == [token for new in news for token in new]
+        for row in rows:
+            mine[row].held[seat].told = len(mine[row].output)
+
+    def check(self) -> None:
+        table, naive = self.table, self.naive
+        assert sorted(table.rows().tolist()) == sorted(naive.rows) and len(table) == len(naive.rows)
+        assert sorted(map(tuple, np.argwhere(table.assigned).tolist())) == sorted(self.pairs())
+        for row, known in naive.rows.items():
+            assert table.generation[row] == known.generation and table.recent[row] == known.recent
+            assert table.output[row, : table.committed[row]].tolist() == known.output
+            for seat, held in known.held.items():
+                tail = tuple(table.tail[seat, row, : table.length[seat, row]].tolist())
+                found = Held(tail, table.base[seat, row], held.complete, held.version, table.told[seat, row])
+                if held.base >= 0:
+                    found = replace(found, complete=table.complete[seat, row], version=table.version[seat, row])
+                assert found == held
+            for method in range(METHODS):
+                for place, name in enumerate(EVIDENCE):
+                    assert table.evidence[place, method, row] == known.evidence[method][name]
+        for (method, bucket), counts in naive.overall.items():
+            for name, count in counts.items():
+                assert self.acceptance.evidence[EVIDENCE.index(name), method, bucket] == count
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_whatever_is_said_the_table_is_that_of_the_rules(seed: int) -> None:
+    pair = Pair(seed)
+    for _ in range(300):
+        pair.act()
+        pair.check()
+    assert len(pair.fates) == OUTCOMES and pair.naive.overall, "it does not try everything"
+
+
+def test_growth_keeps_everything() -> None:
+    table, rng = RequestTable(WINDOW, METHODS), np.random.default_rng(0)
+    for number in range(32):
+        table.open(request(str(number), [1]))
+    arrays = {name: array for name, array in vars(table).items() if isinstance(array, np.ndarray)}
+    for array in arrays.values():
+        array[...] = rng.integers(0, 2 if array.dtype == np.bool_ else 100, array.shape)
+    table.committed[:] = 200
+    before = {name: array.copy() for name, array in arrays.items()}
+    table.fit_seats(3)
+    new = table.open(request("new", range(1000)))
+    assert new == 32 and len(table) == 33 and len(table.method) == 4
+    assert table.output[new, : table.committed[new]].tolist() == list(range(1000))
+    for name, array in before.items():
+        now = getattr(table, name)
+        assert now.ndim == array.ndim and now.dtype == array.dtype
+        assert np.array_equal(now[tuple(slice(size) for size in array.shape)], array), name
+    table.seat_row(3, new, 4)
+    assert say(table, 3, new, 1, 2) == TAKEN and table.length[3, new] == 2
+
+
+def test_a_row_that_is_used_again_knows_nothing_of_the_request_before() -> None:
+    table, acceptance = RequestTable(WINDOW), Acceptance(methods=8)
+    table.clear_seat(0, 1)
+    row = table.open(request("old", [5]))
+    table.seat_row(0, row, 4)
+    old = Claim(row, int(table.generation[row]), 1, (6, 7))
+    table.take(0, batch([old]), 100)
+    commit(table, acceptance, {row: [6]}, {row: (0, 2, 1)})
+    assert table.totals[:, row].tolist() == [1, 2, 1, 1] and table.seat_drafted[0, row] == 2
+    table.close(row)
+    assert table.open(request("new", [5], max_tokens=9)) == row and table.requests[row].request_id == "new"  # type: ignore[union-attr]
+    assert table.take(0, batch([old]), 100)[UNKNOWN] == 1
+    assert not table.assigned[:, row].any() and table.limit[row] == 9
+    for array in (*table.totals, *table.evidence[:, 1], table.seat_drafted[0], table.seat_accepted[0]):
+        assert array[row] == 0
+    table.seat_row(0, row, 4)
+    assert table.take(0, batch([old]), 100)[UNKNOWN] == 1, "the handle is another one"
+    assert not table.recent[row] and table.base[0, row] == -1
+
+
+def test_steps_are_counted_by_row() -> None:
+    """Steps, draft tokens verified and right, steps with a supply; and the drafter's share."""
+    table, acceptance = RequestTable(WINDOW), Acceptance()
+    a, b, c = (table.open(request(name)) for name in "abc")
+    for seat in (0, 1):
+        table.clear_seat(seat, seat)
+        for row in (a, b, c):
+            table.seat_row(seat, row, 4)
+    say(table, 1, a, 1, 2, 3, 4)
+    say(table, 0, b, 1, 2, 3)
+    commit(table, acceptance, {a: [1, 9], b: [1, 2, 3], c: [5]}, {a: (1, 4, 1), b: (0, 2, 2)})
+    say(table, 0, a, 7)
+    commit(table, acceptance, {a: [8]}, {a: (0, 0, 0)})
+    assert table.totals[:, [a, b, c]].tolist() == [[2, 1, 1], [4, 2, 0], [1, 2, 0], [2, 1, 0]]
+    assert table.seat_drafted[:2, [a, b, c]].tolist() == [[0, 2, 0], [4, 0, 0]]
+    assert table.seat_accepted[:2, [a, b, c]].tolist() == [[0, 2, 0], [1, 0, 0]]
+
+
+def test_ranges_of_positions() -> None:
+    starts = [0, 63, 64, 127, 128, 4095, 4096, 1 << 20]
+    assert bucket_of(np.array(starts)).tolist() == [0, 0, 1, 1, 2, 6, 7, 7]

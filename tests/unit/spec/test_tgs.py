@@ -1,0 +1,55 @@
+"""Predicted tokens per second: the closed forms against the sums of the paper, in exact arithmetic."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specactor_ray.spec.tgs import tau_coupled, tau_decoupled, window_rates
+
+# Also those next to 1, where a naive quotient loses its digits.
+PROBABILITIES = st.one_of(st.floats(0, 1), st.floats(1e-15, 1e-3).map(lambda rest: 1.0 - rest))
+WINDOWS = st.integers(1, 128)
+SECONDS = st.floats(1e-6, 1.0)
+COSTS = st.lists(SECONDS, min_size=13, max_size=13)
+
+
+def coupled_sum(p: Fraction, w: int) -> Fraction:
+    return sum((p**a * (1 - p) * (a + 1) for a in range(w)), Fraction(0)) + (w + 1) * p**w
+
+
+def decoupled_sum(p: Fraction, w: int) -> Fraction:
+    return sum((p**a * (1 - p) * Fraction(a + 1, 2) for a in range(w)), Fraction(0)) + w * p**w
+
+
+@given(PROBABILITIES, st.integers(1, 24))
+def test_tau_is_the_sum_of_the_paper(p: float, window: int) -> None:
+    exact = Fraction(p)
+    assert tau_coupled(p, window) == pytest.approx(float(coupled_sum(exact, window)), rel=1e-12)
+    assert tau_decoupled(p, window) == pytest.approx(float(decoupled_sum(exact, window)), rel=1e-12)
+
+
+def test_the_ends_are_exact() -> None:
+    assert (tau_coupled(0.0, 5), tau_coupled(1.0, 5)) == (1.0, 6.0)
+    assert (tau_decoupled(0.0, 5), tau_decoupled(1.0, 5)) == (0.5, 5.0)
+
+
+@given(PROBABILITIES, SECONDS | st.just(0.0), COSTS, st.integers(1, 12))
+def test_a_windows_rate_is_that_of_the_better_mode(p: float, draft_s: float, verify_s: list[float], most: int) -> None:
+    rates = window_rates(np.array([p]), most, draft_s, np.array(verify_s))[0]
+    for window in range(1, most + 1):
+        coupled = tau_coupled(p, window) / (window * draft_s + verify_s[window])
+        decoupled = tau_decoupled(p, window) / max(window * draft_s, verify_s[window])
+        assert rates[window - 1] == pytest.approx(max(coupled, decoupled), rel=1e-12)
+
+
+@given(st.floats(0, 1), st.floats(0, 1), WINDOWS, SECONDS, COSTS)
+def test_better_drafts_never_predict_less(
+    p: float, q: float, window: int, draft_s: float, verify_s: list[float]
+) -> None:
+    worse, better = window_rates(np.array(sorted((p, q))), min(window, 12), draft_s, np.array(verify_s))
+    assert (better >= worse * (1 - 1e-12)).all()

@@ -1,0 +1,199 @@
+"""`mode: auto`: what it comes to on which devices, and that every command resolves it before anything starts."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from specactor_ray.cli_options import planned_side_by_side
+from specactor_ray.config import Config, load_config
+from specactor_ray.config.schema import ModeName
+from specactor_ray.config.validate import validate
+from specactor_ray.errors import ConfigError
+from specactor_ray.rollout import planning
+from specactor_ray.rollout.planning import Devices, as_decoupled, existing_devices, resolve, resolve_mode
+from specactor_ray.simulation.scenario import load_scenario
+
+MODEL = "{method: draft_model, model: m, gpus: 1}"
+LEARNING = "drafters=[{method: eagle, model: m, online: {where: drafter}}]"
+TAUGHT = "drafters=[{method: eagle, model: m, online: {where: trainer}}]"
+TWO_RANKS = ("target.backend=vllm", "target.tensor_parallel=2")
+
+
+def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
+    """What `auto` comes to, and its one line; the configuration it came from is not changed."""
+    config = load_config(None, overrides)
+    before = copy.deepcopy(config)
+    result, lines = resolve_mode(config, devices)
+    assert config == before and len(lines) == 1 and "\n" not in lines[0]
+    validate(result)
+    assert resolve_mode(result, devices) == (result, [])
+    return result, lines[0]
+
+
+@pytest.mark.parametrize(
+    ("devices", "overrides", "mode", "reason"),
+    [
+        (Devices(2, 0), [], "coupled", "on CPUs"),
+        (None, [], "coupled", "on CPUs"),
+        (Devices(64, 8), [], "coupled", "on CPUs"),
+        (Devices(2, 0), [TAUGHT], "coupled", "on CPUs"),
+        (Devices(2, 0), ["drafters=[{method: 'mine:Proposer'}, {method: ngram, replicas: 0}]"], "coupled", "on CPUs"),
+        (Devices(2, 0), [LEARNING], "decoupled", "drafters.0.online.where"),
+        (Devices(8, 0), ["target.gpus=1", LEARNING], "decoupled", "drafters.0.online.where"),
+        (Devices(2, 0), ["drafters=[{method: ngram, replicas: 0}]"], "decoupled", "lending"),
+        (Devices(8, 1), [f"drafters=[{{method: ngram}}, {MODEL}]"], "decoupled", "drafters.1.gpus"),
+        (Devices(8, 2), ["target.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "there is room"),
+        (Devices(8, 1), ["target.gpus=1", f"drafters=[{MODEL}]"], "coupled", "2 GPU(s) and 2 core(s) in all"),
+        (Devices(1, 2), ["target.gpus=1", f"drafters=[{MODEL}]"], "coupled", "there are 2 and 1"),
+        (None, ["target.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "devices of their own"),
+        (Devices(2, 1), ["target.gpus=1"], "decoupled", "there is room"),
+        (Devices(1, 1), ["target.gpus=1"], "coupled", "2 core(s)"),
+        (Devices(2, 1), ["target.gpus=1", "trainer.gpus=1"], "coupled", "2 GPU(s) and 3 core(s)"),
+        (Devices(3, 2), ["target.gpus=1", "trainer.gpus=1"], "decoupled", "there is room"),
+        (Devices(3, 1), ["target.gpus=1", "trainer.ranks=2", "trainer.cores=1"], "coupled", "4 core(s)"),
+        (Devices(2, 1), ["target.gpus=1", "drafters=[{method: ngram, replicas: 4, cores: 0.25}]"], "decoupled", "room"),
+    ],
+)
+def test_the_mode_and_its_reason(devices: Devices | None, overrides: list[str], mode: str, reason: str) -> None:
+    config, line = resolved(devices, *overrides)
+    assert config.mode is ModeName(mode)
+    assert line.startswith(f"mode: {mode} (") and reason in line
+
+
+@pytest.mark.parametrize(
+    ("cores", "overrides", "each"),
+    [
+        (2, [], 2),
+        (64, [], 2),
+        (1, [], 1),
+        (None, [], 1),
+        (8, ["drafters=[{method: ngram, replicas: 3}, {method: suffix, cores: 2}]"], 6),
+        (4, ["drafters=[{method: ngram, replicas: 3}, {method: suffix, cores: 2}]"], 4),
+        (8, ["drafters=[{method: ngram, cores: 0.5}, {method: suffix, cores: 0.5}]"], 2),
+        (8, ["target.replicas=2", "drafters=[{method: ngram, replicas: 5}]"], 3),
+        (8, ["target.replicas=2", "drafters=[{method: ngram}]"], 1),
+        (5, ["target.replicas=2", "drafters=[{method: ngram, replicas: 4}]"], 2),
+        (3, ["trainer.cores=1", "drafters=[{method: ngram, replicas: 2}]"], 2),
+        (8, ["target.cores=2", *TWO_RANKS, "drafters=[{method: ngram, replicas: 3}]"], 4),
+        (8, ["target.cores=2", *TWO_RANKS, "drafters=[{method: ngram}]"], 2),
+    ],
+)
+def test_verifiers_on_cpus_get_the_cores_of_the_draft_actors(
+    cores: int | None, overrides: list[str], each: int
+) -> None:
+    before = load_config(None, overrides).target.cores
+    config, line = resolved(None if cores is None else Devices(cores, 0), *overrides)
+    assert config.target.cores == each
+    assert (f", target.cores={each}" in line) is (each != before)
+
+
+@settings(max_examples=100)
+@given(
+    cores=st.integers(1, 64),
+    replicas=st.integers(1, 4),
+    own=st.integers(1, 4),
+    drafters=st.integers(1, 6),
+    share=st.sampled_from([0.25, 0.5, 1.0, 2.0]),
+)
+def test_no_core_is_made_up(cores: int, replicas: int, own: int, drafters: int, share: float) -> None:
+    layout = f"drafters=[{{method: ngram, replicas: {drafters}, cores: {share}}}]"
+    config, _ = resolved(Devices(cores, 0), f"target.replicas={replicas}", f"target.cores={own}", layout)
+    taken, written = config.target.cores * replicas, own * replicas + drafters * share
+    assert config.target.cores >= own
+    assert config.target.cores == own or taken <= min(cores, -(-written // 1))
+
+
+def test_a_drafter_is_added_where_none_is_configured() -> None:
+    config, line = resolved(Devices(2, 0))
+    assert [drafter.method for drafter in config.drafters] == ["suffix"]
+    assert line.endswith("drafters: suffix, as none is configured")
+    config, line = resolved(Devices(2, 0), "drafters=[{method: ngram}]")
+    assert [drafter.method for drafter in config.drafters] == ["ngram"] and "none" not in line
+
+
+@pytest.mark.parametrize("mode", ["plain", "coupled", "decoupled"])
+def test_an_explicit_mode_stays_what_it_is(mode: str) -> None:
+    for overrides in (["drafters=[{method: ngram}]"], ["drafters=[{method: ngram}]", "target.gpus=1"]):
+        config = load_config(None, [f"mode={mode}", *overrides])
+        for devices in (None, Devices(1, 0), Devices(64, 8)):
+            assert resolve_mode(config, devices) == (config, [])
+        assert resolve(config) == (config, []) and as_decoupled(config) is config
+
+
+def test_what_does_not_fit_the_chosen_mode_is_refused_with_key_and_fix() -> None:
+    half = "drafters=[{method: draft_model, model: m, dtype: float16}]"
+    assert resolved(Devices(1, 1), "target.gpus=1", half)[0].mode is ModeName.coupled
+    with pytest.raises(ConfigError) as caught:
+        resolved(Devices(8, 8), "target.gpus=1", half)
+    assert caught.value.key == "drafters.0.dtype" and "drafters.0.gpus=1" in caught.value.fix
+
+
+def test_the_devices_that_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning.os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr("specactor_ray.modeling.identity.count_gpus", lambda: 5)
+    assert existing_devices(load_config()) == Devices(3, 0)
+    assert existing_devices(load_config(None, ["target.gpus=1"])) == Devices(3, 5)
+    sized = ["cluster.num_cpus=7", "cluster.num_gpus=2", "target.gpus=1"]
+    assert existing_devices(load_config(None, sized)) == Devices(7, 2)
+    assert existing_devices(load_config(None, ["cluster.address=auto"])) is None
+    config, lines = resolve(load_config(None, ["cluster.num_cpus=2"]))
+    assert (config.mode, config.target.cores, len(lines)) == (ModeName.coupled, 2, 1)
+
+
+def test_a_comparison_of_modes_begins_with_the_layout_as_it_is_written() -> None:
+    written = load_config(None, ["target.cores=3", "drafters=[{method: ngram, cores: 2}]"])
+    out = io.StringIO()
+    config = planned_side_by_side(written, Console(file=out))
+    assert (config.mode, config.target.cores, config.drafters) == (ModeName.decoupled, 3, written.drafters)
+    assert not out.getvalue()
+    assert [drafter.method for drafter in as_decoupled(load_config()).drafters] == ["suffix"]
+
+
+def test_a_simulated_run_is_resolved_by_its_own_machines(tmp_path: Path) -> None:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(
+        "hardware: h100\nmachines: {gpus: 2.0, cpus: 8.0}\nskills: [{method: draft_model}]\n"
+        "workload: {requests: 2}\n"
+        "config:\n  cluster: {address: auto}\n"
+        "  target: {model: qwen3-8b, gpus: 1, dtype: bfloat16}\n"
+        f"  drafters: [{MODEL.replace(' m,', ' qwen2.5-0.5b,')}]\n"
+    )
+    assert load_scenario(path).config.mode is ModeName.decoupled
+    assert load_scenario(path, ["machines.gpus=1"]).config.mode is ModeName.coupled
+    assert load_scenario(path, ["config.mode=plain"]).config.mode is ModeName.plain
+
+
+@pytest.mark.parametrize("where", ["rollout", "train"])
+def test_a_run_is_resolved_before_anything_is_written(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specactor_ray.rollout import run
+    from specactor_ray.training import loop
+
+    seen: list[Config] = []
+
+    def stop(config: Config, *_: Any) -> None:
+        seen.append(config)
+        raise InterruptedError
+
+    monkeypatch.setattr(run, "_run", stop)
+    monkeypatch.setattr(loop, "prepare", stop)
+    (tmp_path / "prompts.txt").write_text("Hello.\n")
+    saved = []
+    monkeypatch.setattr(run, "discard_run_folder", lambda folder: saved.append(load_config(folder / "config.yaml")))
+    items = [f"data.path={tmp_path / 'prompts.txt'}", f"run.dir={tmp_path / 'runs'}", "cluster.num_cpus=2"]
+    config, out = load_config(None, items), io.StringIO()
+    with pytest.raises(InterruptedError):
+        (run.run_rollout if where == "rollout" else loop.train)(config, Console(file=out, width=300))
+    assert [(one.mode, one.target.cores) for one in seen] == [(ModeName.coupled, 2)]
+    assert config.mode is ModeName.auto
+    if where == "rollout":
+        assert saved == seen and out.getvalue().startswith("mode: coupled (") and out.getvalue().count("\n") == 1

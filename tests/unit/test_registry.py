@@ -1,0 +1,23 @@
+"""Draft methods by name: what is wrong about one of the user's own is said with the fix."""
+
+from __future__ import annotations
+
+import pytest
+
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.drafters.registry import build_proposer
+from specactor_ray.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("magic", "unknown method 'magic'; known: ngram"),
+        ("no.such.module:Drafter", "cannot be imported"),
+        ("tests.misbehaving:NoSuchDrafter", "cannot be imported"),
+        ("collections:OrderedDict", "lacks open, commit_batch, extend.*derive it from .*RowProposer"),
+    ],
+)
+def test_no_proposer(method: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_proposer(DrafterConfig(method=method), TargetConfig(), "cpu")
