@@ -127,7 +127,7 @@ class Assigner:
         if racing:
             changes += self._start_race(rows)
         changes += self._switch(rows)
-        self._publish()
+        self.standings = describe(self._policy, self._rates(), racing, self._loads())
         return changes
 
     # ---- the ladder ----
@@ -326,30 +326,39 @@ class Assigner:
         drafter = self._drafter(seat)
         return drafter.method if drafter is not None else ""
 
-    def _publish(self) -> None:
-        acceptance, rates = self._policy.acceptance, self._rates()
-        chances, guessing = acceptance.of_method(), acceptance.guessing_of_method()
-        loads = self._loads()
-        drafters = [(seat, one) for seat, one in enumerate(self._policy.drafters) if one is not None]
-        methods = {}
-        for _, drafter in drafters:
-            number = acceptance.number(drafter.method)
-            buckets = {
-                BUCKET_NAMES[bucket]: {
-                    "drafted": round(float(acceptance.evidence[1, number, bucket]), 1),
-                    "acceptance": float(chances[number, bucket]),
-                    "guessing": float(guessing[number, bucket]),
-                    "tgs": float(rates[number, bucket]),
-                }
-                for bucket in range(BUCKETS)
-                if acceptance.evidence[1, number, bucket] >= 1.0
+
+def describe(policy: Policy, rates: np.ndarray, racing: bool, loads: Sequence[int]) -> dict[str, Any]:
+    """The ladder and the race as plain data.
+
+    Args:
+        policy: Its drafters and what is known of their methods.
+        rates: `(methods, BUCKETS)` predicted tokens per second of a request.
+        racing: Whether there is a race.
+        loads: Requests by seat.
+    """
+    acceptance = policy.acceptance
+    chances, guessing = acceptance.of_method(), acceptance.guessing_of_method()
+    tried = acceptance.evidence[1]
+    drafters = [(seat, one) for seat, one in enumerate(policy.drafters) if one is not None]
+    methods = {}
+    for _, drafter in drafters:
+        number = acceptance.number(drafter.method)
+        buckets = {
+            BUCKET_NAMES[bucket]: {
+                "drafted": round(float(tried[number, bucket]), 1),
+                "acceptance": float(chances[number, bucket]),
+                "guessing": float(guessing[number, bucket]),
+                "tgs": float(rates[number, bucket]),
             }
-            methods[drafter.method] = {"token_s": drafter.token_s, "buckets": buckets}
-        self.standings = {
-            "methods": methods,
-            "racing": self._racing,
-            "loads": {drafter.drafter_id: loads[seat] for seat, drafter in drafters},
+            for bucket in range(BUCKETS)
+            if tried[number, bucket] >= 1.0
         }
+        methods[drafter.method] = {"token_s": drafter.token_s, "buckets": buckets}
+    return {
+        "methods": methods,
+        "racing": racing,
+        "loads": {drafter.drafter_id: loads[seat] for seat, drafter in drafters},
+    }
 
 
 BUCKET_NAMES = ("0-63", *(f"{64 << n}-{(128 << n) - 1}" for n in range(BUCKETS - 2)), f"{64 << (BUCKETS - 2)}+")

@@ -79,7 +79,8 @@ class _Seat:
     drafter: Drafter
     told_at: float | None = None
     """When it was told of the newest commits; None: it has answered since."""
-    closed: list[tuple[int, int, bool]] = field(default_factory=list)
+    closed: dict[tuple[int, int], bool] = field(default_factory=dict)
+    """Row and generation of requests that it has to let go → whether they are finished."""
     told_windows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int16))
     told_features: dict[int, int] = field(default_factory=dict)
     """Row → sequence position up to which it has the target's states."""
@@ -160,7 +161,7 @@ class Drafting:
             if opened:
                 self.table.told[seat_number, row] = -1
             else:
-                seat.closed.append((row, int(self.table.generation[row]), False))
+                seat.closed[row, int(self.table.generation[row])] = False
                 seat.told_features.pop(row, None)
 
     # ---- requests ----
@@ -172,7 +173,7 @@ class Drafting:
             seat = self._seats[number]
             if seat is not None:
                 if self.table.told[number, row] >= 0:
-                    seat.closed.append((row, generation, finished))
+                    seat.closed[row, generation] = finished
                 seat.told_features.pop(row, None)
         self._features.pop(row, None)
         self.assigner.remove(row)
@@ -207,10 +208,22 @@ class Drafting:
         counters.unknown += int(found[_kernels.UNKNOWN])
         counters.truncated += int(found[_kernels.TRUNCATED])
         counters.malformed += int(found[_kernels.MALFORMED])
+        if found[_kernels.UNKNOWN]:
+            self._close_unknown(number, seat, batch)
         if seat.told_at is not None and found[_kernels.FRESH] and not seat.drafter.inline:
             took_s = max(arrived_at - seat.told_at - seat.drafter.token_s, 0.0)
             seat.drafter.answer_s += _ANSWER_WEIGHT * (took_s - seat.drafter.answer_s)
             seat.told_at = None
+
+    def _close_unknown(self, number: int, seat: _Seat, batch: TailBatch) -> None:
+        """Let the drafter close what it should not have open: an open that came late, or twice, is closed by nobody
+        else."""
+        table = self.table
+        within = (batch.rows >= 0) & (batch.rows < len(table.generation))
+        rows, generations = batch.rows[within], batch.generations[within]
+        unwanted = (table.generation[rows] != generations) | ~table.assigned[number, rows]
+        for handle in zip(rows[unwanted].tolist(), generations[unwanted].tolist(), strict=True):
+            seat.closed.setdefault(handle, False)
 
     def note_silence(self, waited_s: float) -> None:
         """A wait of this length was in vain."""
@@ -261,7 +274,7 @@ class Drafting:
             )
         windows = table.windows[number]
         news = mine[(told[mine] < table.committed[mine]) | (seat.told_windows[mine] != windows[mine])].astype(np.int32)
-        closed, seat.closed = tuple(seat.closed), []
+        closed, seat.closed = tuple((*handle, finished) for handle, finished in seat.closed.items()), {}
         if not (opened or closed or len(news)):
             return None
         starts = told[news]

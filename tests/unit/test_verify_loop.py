@@ -174,12 +174,12 @@ def test_a_poll_that_is_repeated_brings_the_same_events(verifier: Verifier) -> N
 def test_a_poll_does_not_linger_behind_an_end(verifier: Verifier) -> None:
     """With what has ended in its answer it returns at once: the wait below would outlast the test."""
     verifier.loop.submit([one()])
-    while verifier.loop.run_once() or not len(verifier.loop._events):
+    while verifier.loop.run_once() or not len(verifier.loop._requests._events):
         pass
     for _ in range(2):
         _, events = verifier.loop.poll(0, 600.0, linger_s=600.0)
         assert isinstance(events[-1], Finished)
-        assert not verifier.loop._ended.is_set(), "or the next poll would not linger either"
+        assert not verifier.loop._requests._ended.is_set(), "or the next poll would not linger either"
 
 
 def test_the_heartbeat_tells_since_when_a_step_has_been_under_way(verifier: Verifier) -> None:

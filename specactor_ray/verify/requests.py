@@ -1,0 +1,196 @@
+"""The requests of a verifier from the time they are handed over to the time they end, and what the rollout is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.errors import InputError
+from specactor_ray.loops.attempts import EndedAttempts
+from specactor_ray.messages import Features, Finished, Progress, Refused, RequestStats, ToRollout
+from specactor_ray.queues.events import EventQueue
+from specactor_ray.spec.table import Committed
+from specactor_ray.targets.base import RowOutput, StepResult, TargetEngine, TargetRequest
+from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.metrics import StepMetrics
+
+
+class Requests:
+    """Keeps engine, table and rollout at one about what runs. For the loop's thread; `poll`, `running` for any.
+
+    Args:
+        engine: The target.
+        drafting: The side of drafts, with the table.
+        clock: What `poll` waits by.
+    """
+
+    def __init__(self, engine: TargetEngine, drafting: Drafting, clock: Clock = SYSTEM) -> None:
+        self.metrics = StepMetrics()
+        self._engine, self._drafting, self._table = engine, drafting, drafting.table
+        self._events: EventQueue[ToRollout] = EventQueue(clock)
+        self._ended = clock.event()
+        self._row_of: dict[str, int] = {}
+        """Running request → its row."""
+        self._ended_attempts = EndedAttempts()
+        self._fresh: list[ToRollout] = []
+        """Events of the step under way."""
+
+    def __len__(self) -> int:
+        """Requests that run or wait for their turn."""
+        return len(self._row_of)
+
+    def decoding(self) -> np.ndarray:
+        """int32 `(n,)` rows of the requests that the next step decodes."""
+        return np.array([self._row_of[request_id] for request_id in self._engine.decoding()], np.int32)
+
+    # ---- requests come and go ----
+
+    def add(self, request: TargetRequest) -> None:
+        """Begin a request, unless this attempt or a newer one runs or has ended."""
+        request_id, attempt = request.request_id, request.attempt
+        row = self._row_of.get(request_id)
+        running = self._table.requests[row] if row is not None else None
+        if self._ended_attempts.covers(request_id, attempt) or (running is not None and running.attempt >= attempt):
+            return
+        if running is not None:
+            self.drop(request_id, finished=False)
+        loaded = self._engine.weight_version
+        if request.weight_version != loaded:
+            reason = f"it asks for weights of version {request.weight_version}; those loaded are of version {loaded}"
+            self._ended_attempts.note(request_id, attempt)
+            self._fresh.append(Refused(request_id, attempt, reason))
+            return
+        try:
+            self._engine.add(request)
+        except InputError as error:
+            self.metrics.failed_requests += 1
+            committed = len(request.committed_token_ids)
+            self._ended_attempts.note(request_id, attempt)
+            self._fresh.append(Finished(request_id, "error", RequestStats(), str(error), committed, attempt))
+            return
+        self._row_of[request_id] = self._table.open(request)
+
+    def cancel(self, request_id: str, attempt: int) -> None:
+        """Drop this attempt, or an older one, and never begin it again."""
+        self._ended_attempts.note(request_id, attempt)
+        row = self._row_of.get(request_id)
+        running = self._table.requests[row] if row is not None else None
+        if running is not None and running.attempt <= attempt:
+            self.drop(request_id, finished=False)
+
+    def drop(self, request_id: str, finished: bool = False) -> None:
+        """Take a request out without a word to the rollout."""
+        self._engine.remove(request_id)
+        self._drafting.close(self._row_of.pop(request_id), finished)
+
+    def clear(self) -> None:
+        """Drop all requests."""
+        for request_id in list(self._row_of):
+            self.drop(request_id)
+
+    # ---- a step ----
+
+    def commit(self, result: StepResult, decoding: np.ndarray, seats: np.ndarray) -> None:
+        """Journal what the step committed, judge drafts by it, and end requests that ended."""
+        outputs = [output for output in result.outputs if output.token_ids]
+        if outputs:
+            self._record(outputs, decoding, seats)
+        if 2 * result.num_prefill_tokens <= result.num_tokens:
+            self._drafting.policy.cost.record(result.num_tokens, result.forward_s + result.sampling_s)
+        for output in result.outputs:
+            if output.finish_reason is not None:
+                self._end(output)
+
+    def _record(self, outputs: Sequence[RowOutput], decoding: np.ndarray, seats: np.ndarray) -> None:
+        table, row_of = self._table, self._row_of
+        numbers = [(row_of[one.request_id], len(one.token_ids), one.num_drafted, one.num_accepted) for one in outputs]
+        rows, counts, drafted, accepted = np.ascontiguousarray(np.array(numbers, np.int32).T)
+        tokens = np.array([token for output in outputs for token in output.token_ids], np.int32)
+        starts = table.committed[rows]
+        seat_of = np.full(len(table.generation), -1, np.int32)
+        seat_of[decoding] = seats
+        step = Committed(rows, counts, tokens, seat_of[rows], drafted, accepted)
+        supplied = self._drafting.commit(step)
+        self._credit(step)
+        self.metrics.record_rows(counts, supplied, drafted, accepted)
+        for row, output in zip(rows.tolist(), outputs, strict=True):
+            if output.hidden_states is not None:
+                self._drafting.keep_features(row, Features(output.hidden_start, output.hidden_states))
+        requests = [table.requests[row] for row in rows.tolist()]
+        margins = [output.margins for output in outputs]
+        self._fresh.append(
+            Progress(
+                tuple((one.request_id, one.attempt) for one in requests if one is not None),
+                starts,
+                counts,
+                tokens,
+                np.array([value for output in outputs for value in output.logprobs], np.float32),
+                np.array([value for one in margins for value in one or ()], np.float32)
+                if margins[0] is not None
+                else None,
+            )
+        )
+
+    def _credit(self, step: Committed) -> None:
+        """Count what was verified for those who drafted it."""
+        metrics, drafters, mine = self.metrics, self._drafting.policy.drafters, np.flatnonzero(step.drafted)
+        if not len(mine):
+            return
+        rows, seats, drafted, accepted = (one[mine] for one in (step.rows, step.seats, step.drafted, step.accepted))
+        keys = self._table.version[seats, rows].astype(np.int64) * len(drafters) + seats
+        keys, inverse = np.unique(keys, return_inverse=True)
+        sums = (np.bincount(inverse, drafted), np.bincount(inverse, accepted))
+        for key, *numbers in zip(keys.tolist(), *(one.astype(int).tolist() for one in sums), strict=True):
+            version, seat = divmod(key, len(drafters))
+            if (drafter := drafters[seat]) is not None:
+                metrics.record_drafter(drafter.drafter_id, *numbers)
+                metrics.record_version(drafter.method, version, *numbers)
+
+    def _end(self, output: RowOutput) -> None:
+        row, table = self._row_of[output.request_id], self._table
+        request = table.requests[row]
+        assert request is not None
+        self.metrics.failed_requests += output.finish_reason == "error"
+        seats = {
+            drafter.drafter_id: (int(table.seat_drafted[seat, row]), int(table.seat_accepted[seat, row]))
+            for seat, drafter in enumerate(self._drafting.policy.drafters)
+            if drafter is not None and table.seat_drafted[seat, row]
+        }
+        steps, drafted, accepted, supplied = table.totals[:, row].tolist()
+        stats = RequestStats(steps, drafted, accepted, supplied, seats)
+        total, attempt = int(table.committed[row]), request.attempt
+        reason = str(output.finish_reason)
+        self._fresh.append(Finished(output.request_id, reason, stats, output.error, total, attempt))
+        self._ended_attempts.note(output.request_id, attempt)
+        self.drop(output.request_id, finished=reason != "error")
+
+    # ---- the rollout ----
+
+    def publish(self) -> None:
+        """Hand out the events of this step, all at once."""
+        if not self._fresh:
+            return
+        events, self._fresh = self._fresh, []
+        self._events.put(events)
+        if not all(isinstance(event, Progress) for event in events):
+            self._ended.set()
+
+    def poll(self, after: int, timeout_s: float, linger_s: float = 0.0) -> tuple[int, list[ToRollout]]:
+        """Events from number `after` on, waiting up to `timeout_s` seconds for the first; see `EventQueue.read`.
+
+        After that `linger_s` more are granted, or until a request has ended, so that a step that only makes progress
+        is not interrupted by a poll of its own. Events before `after` are forgotten, the others are kept: a poll whose
+        answer was lost can be repeated.
+
+        Returns:
+            Number of the first event returned, and the events.
+        """
+        first, events = self._events.read(after, timeout_s)
+        if linger_s <= 0 or not events:
+            return first, events
+        if all(isinstance(event, Progress) for event in events):
+            self._ended.wait(linger_s)
+        self._ended.clear()  # before reading: whatever ends from now on wakes the next poll
+        return self._events.read(after)
