@@ -17,7 +17,7 @@ from specactor_ray.rollout.quarantine import Quarantine
 from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
 from specactor_ray.simulation.fault_run import FaultScenario, simulate
 from specactor_ray.simulation.faults import FaultPlan
-from specactor_ray.verify.loop import VerifyLoop
+from specactor_ray.verify.requests import Requests
 
 RUNS = 8
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -98,18 +98,18 @@ def attempts_are_not_told_apart(patch: pytest.MonkeyPatch) -> None:
 def old_weights_serve_on(patch: pytest.MonkeyPatch) -> None:
     """Whoever had weights once is taken to have the current ones, and does not refuse."""
     set_current = WeightNews.set_current
-    add = VerifyLoop._add
+    add = Requests.add
 
     def forget(self: WeightNews, weights: WeightSet) -> None:
         set_current(self, weights)
         patch.setattr(self, "_is_current", lambda member: True, raising=False)
 
-    def take(self: VerifyLoop, request: Any) -> None:
+    def take(self: Requests, request: Any) -> None:
         object.__setattr__(request, "weight_version", self._engine.weight_version)
         add(self, request)
 
     patch.setattr(WeightNews, "set_current", forget)
-    patch.setattr(VerifyLoop, "_add", take)
+    patch.setattr(Requests, "add", take)
 
 
 MUTANTS: list[tuple[Patch, tuple[str, ...]]] = [
