@@ -15,7 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from specactor_ray.jit import kernel
 
 OK, ERR_NAN, ERR_POS_INF, ERR_ALL_NEG_INF, ERR_TOO_LARGE = 0, 1, 2, 3, 4
 MAX_LOGIT = 1e30
@@ -33,8 +34,8 @@ _SQRT2 = 1.4142135623730951
 _MANTISSA, _ONE_BITS = np.int64(0x000FFFFFFFFFFFFF), np.int64(0x3FF0000000000000)
 _PARITY = np.uint32(0x1BD11BDA)
 
-_jit: Any = njit(nogil=True, cache=True, error_model="numpy")
-_jit_reassoc: Any = njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
+_jit: Any = kernel()
+_jit_reassoc: Any = kernel(fastmath={"reassoc", "nsz", "contract"})
 
 
 # --- noise -----------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from specactor_ray._sampling_numba import keyed_gumbel
+from specactor_ray.jit import kernel
 
 TOKEN, BACK, NEXT, GROUP, LINKS = 0, 1, 2, 3, 4
 CONTEXT_ONLY = -1
@@ -35,7 +35,7 @@ DOUBT = 0.5
 _FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
 
-_jit: Any = njit(nogil=True, cache=True, error_model="numpy")
+_jit: Any = kernel()
 
 
 @_jit

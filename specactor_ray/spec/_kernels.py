@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-_jit: Any = njit(nogil=True, cache=True, error_model="numpy")
+from specactor_ray.jit import kernel
+
+_jit: Any = kernel()
 
 TAKEN, STALE, MISMATCH, AHEAD, UNKNOWN, TRUNCATED, MALFORMED, FRESH, OUTCOMES = 0, 1, 2, 3, 4, 5, 6, 7, 8
 """What becomes of a tail that arrives; places in the counts that `take_tails` returns. `FRESH`: of those taken, drafted

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from specactor_ray.observability.console import make_console, say
 from specactor_ray.signals import sigterm_interrupts
-from tests.chaos.machine import MARK, await_gone, end_processes, release_disk, release_memory
+from tests.chaos.machine import MARK, await_gone, end_run, release_disk, release_memory
 from tests.chaos.record import TRIALS, Stage, by_kind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(console, "interrupted: everything that was started is ended")
         return 130
     finally:
-        end_processes(await_gone(mark, 0.0))
+        end_run(mark)
         release_memory(mark)
         release_disk(base / "t" / "disk")
         shutil.rmtree(base, ignore_errors=True)
@@ -134,7 +134,7 @@ def run_child(name: str, options: argparse.Namespace, count: int, mark: str, bas
             stage.differ("no RPC failed: Ray's fault injection is not what it was")
     left = await_gone(mark, 30.0)
     stage.left += [f"process {pid}: {command}" for pid, command in left.items()]
-    end_processes(left)
+    end_run(mark)
     seen = stage.figures.pop("shared_memory_seen", [])
     stage.left += [f"shared memory {one}" for one in seen if Path("/dev/shm", one).exists()]
     stage.left += [f"file {path.name}" for path in folder.iterdir() if path.name not in OWN_FILES]

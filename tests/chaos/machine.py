@@ -47,10 +47,14 @@ def await_gone(mark: str, timeout_s: float) -> dict[int, str]:
     return left
 
 
-def end_processes(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def end_run(mark: str, timeout_s: float = 60.0) -> None:
+    """End every process of the run, those that are still being started too, and wait until they are gone."""
+    end = time.monotonic() + timeout_s
+    while (left := marked_processes(mark)) and time.monotonic() < end:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
 
 
 def alive(pid: int) -> bool:

@@ -117,10 +117,13 @@ def test_fastest_of_n_is_token_for_token_plain(plain: Any) -> None:
     settings = config("decoupled", [NGRAM, {"method": "suffix", "min_match": 1}, small(), head])
     settings.speculation.race = RaceName.always
     with running(settings) as rollout:
-        assert tokens_of(generate(rollout, 1.0)) == plain[1.0]
-        metrics = rollout.metrics().to_dict()
-    drafted = {drafter_id.partition("-")[0] for drafter_id, (drafted, _) in metrics["by_drafter"].items() if drafted}
-    assert drafted == {"ngram", "suffix", "draft_model", "eagle"} and metrics["accepted_tokens"] > 0
+        methods = {"ngram", "suffix", "draft_model", "eagle"}
+        drafted, end = set(), time.monotonic() + 200.0
+        while drafted != methods and time.monotonic() < end:  # one that starts late, or whose step is long, comes later
+            assert tokens_of(generate(rollout, 1.0)) == plain[1.0]
+            metrics = rollout.metrics().to_dict()
+            drafted |= {name.partition("-")[0] for name, (tokens, _) in metrics["by_drafter"].items() if tokens}
+    assert drafted == methods and metrics["accepted_tokens"] > 0
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "coupled"])

@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "specactor_ray"
 # A module may import its own part and the parts of lower layers. Parts on one line know nothing of each other.
 # The pure half of the controller (plain data and decisions) lies below the actors, which are told what to be with it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("clock", "errors", "json_text", "leftovers"),
+    ("clock", "errors", "jit", "json_text", "leftovers"),
     ("signals",),
     ("messages",),
     ("config",),
@@ -162,10 +162,10 @@ def test_heavy_packages_stay_in_their_leaves(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("spec/*.py")), ids=name_of)
 def test_what_is_decided_depends_on_arguments_only(path: Path) -> None:
     """`spec` is pure: no clock, no threads, no chance, no messages, no models."""
-    pure = ("__future__", "collections", "dataclasses", "typing", "enum", "math", "numpy", "numba")
+    pure = ("__future__", "collections", "dataclasses", "typing", "enum", "math", "numpy")
     for name in imports_of(path):
         root, _, rest = name.partition(".")
-        good = part_of(rest) in ("spec", "config") if root == "specactor_ray" else root in pure
+        good = part_of(rest) in ("spec", "config", "jit") if root == "specactor_ray" else root in pure
         assert good and not name.startswith("numpy.random"), f"{name_of(path)} imports {name}"
 
 

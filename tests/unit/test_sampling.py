@@ -257,7 +257,7 @@ def test_another_process_draws_the_same():
     child = subprocess.run(
         [sys.executable, "-c", PROBE + "\nprint(repr((tokens, noise)))"],
         cwd=REPO, env={"PYTHONPATH": str(REPO), "PYTHONHASHSEED": "5", "HOME": str(Path.home())},
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert child.returncode == 0, child.stderr
     assert child.stdout.strip() == repr(run_probe())

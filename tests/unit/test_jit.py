@@ -1,0 +1,57 @@
+"""Several processes that compile kernels at the same time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+KERNEL = """
+from specactor_ray.jit import kernel
+
+@kernel()
+def kind(value):
+    return value / 4
+"""
+COMPILE = """
+import sys, time
+import numpy as np
+from numba.core.caching import IndexDataCacheFile
+save = IndexDataCacheFile._save_index
+def slowly(*arguments):  # as on a slow disk
+    time.sleep(0.5)
+    save(*arguments)
+IndexDataCacheFile._save_index = slowly
+import one_kernel
+print("ready", flush=True)
+sys.stdin.readline()
+one_kernel.kind(np.dtype(sys.argv[1]).type(10))
+"""
+CALL = """
+import numpy as np, one_kernel
+kinds = ("int64", "float64", "float32", "complex128")
+print([complex(one_kernel.kind(np.dtype(kind).type(10))) for kind in kinds])
+print(sum(one_kernel.kind.stats.cache_hits.values()))
+"""
+
+
+def python(source: str, folder: Path, *arguments: str) -> subprocess.Popen:
+    variables = {**os.environ, "PYTHONPATH": f"{folder}:{REPO}", "NUMBA_CACHE_DIR": str(folder / "cache")}
+    command = [sys.executable, "-c", source, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
+
+
+def test_processes_that_compile_at_once_share_one_cache(tmp_path: Path) -> None:
+    (tmp_path / "one_kernel.py").write_text(KERNEL)
+    compiling = [python(COMPILE, tmp_path, kind) for kind in ("int64", "float64", "float32", "complex128")]
+    for process in compiling:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+    for process in compiling:
+        assert process.stdin
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in compiling:
+        process.communicate(timeout=200)
+        assert process.returncode == 0
+    output = python(CALL, tmp_path).communicate(timeout=200)[0]
+    assert output == f"{[2.5 + 0j] * 4}\n4\n"
