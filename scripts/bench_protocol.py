@@ -40,8 +40,9 @@ from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
-from specactor_ray.verify.drafting import DrafterLink, Drafting
+from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
+from specactor_ray.verify.seat import DrafterLink
 
 ROOT = Path(__file__).parents[1]
 WARM_UP, STEPS = 24, 120

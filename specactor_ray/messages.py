@@ -99,7 +99,7 @@ class CommitBatch:
     """Verifier → drafter: what has become final of all requests since the last batch.
 
     A request is told by its handle: `rows[i]`, its place in the verifier's table, and `generations[i]`, which tells it
-    from those that had the place before. Closes come before opens, and opens before commits.
+    from those that had the place before. Commits come before closes, and closes before opens.
     """
 
     verifier_id: str

@@ -14,9 +14,9 @@ from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import CommitBatch, TailBatch, ToRollout, WeightSet
 from specactor_ray.queues.link import Link
 from specactor_ray.targets.base import TargetRequest
-from specactor_ray.verify.drafting import DrafterLink
 from specactor_ray.verify.inline import InlineDrafter, link_to
 from specactor_ray.verify.loop import VerifyLoop
+from specactor_ray.verify.seat import DrafterLink
 
 
 class VerifierActor:

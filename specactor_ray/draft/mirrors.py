@@ -119,12 +119,12 @@ class Mirrors:
         if verifier is None:
             verifier = self._verifiers[message.verifier_id] = _Verifier()
         verifier.link = self.links.get(message.verifier_id)
+        self._commit(verifier, message)
         for row, generation, finished in message.closed:
             if (closed := self._find(verifier, row, generation)) is not None:
                 self._guarded(closed, functools.partial(self._close, closed, finished))
         for opened in message.opened:
             self._guarded(opened.request_id, functools.partial(self._open, verifier, opened))
-        self._commit(verifier, message)
 
     def _find(self, verifier: _Verifier, row: int, generation: int) -> str | None:
         request_id = verifier.mirrors.get(row)

@@ -15,7 +15,7 @@ from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import TailBatch
 from specactor_ray.queues.link import Link, direct_sender
-from specactor_ray.verify.drafting import DrafterLink
+from specactor_ray.verify.seat import DrafterLink
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,11 @@ from specactor_ray.loops.commands import Commands
 from specactor_ray.loops.heartbeat import Heartbeat
 from specactor_ray.messages import TailBatch, ToRollout
 from specactor_ray.targets.base import Tail, TargetEngine, TargetRequest
-from specactor_ray.verify.drafting import DrafterLink, Drafting
+from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.inline import InlineDrafter, InlineDrafters
 from specactor_ray.verify.metrics import StepMetrics
 from specactor_ray.verify.requests import Requests
+from specactor_ray.verify.seat import DrafterLink
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,19 @@
-"""The verifier's side of drafting: what drafters are told to let go."""
+"""The verifier's side of drafting: what drafters are told of requests that end."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from specactor_ray.config.schema import SpeculationConfig
-from specactor_ray.messages import CommitBatch
+from specactor_ray.draft.mirrors import Mirrors
+from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.messages import CommitBatch, SamplingParams
 from specactor_ray.queues.link import Link, direct_sender
-from specactor_ray.verify.drafting import DrafterLink, Drafting
+from specactor_ray.spec.table import Committed
+from specactor_ray.verify import seat
+from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.seat import DrafterLink
 from tests.unit.spec.tables import Claim, batch, ints, request
 
 
@@ -40,3 +46,43 @@ def test_a_request_that_a_drafter_should_not_have_open_is_closed() -> None:
     drafting.take_messages()
     drafting.flush()
     assert not heard and np.count_nonzero(drafting.table.length) == 1
+
+
+def ended(monkeypatch: pytest.MonkeyPatch, most_last: int) -> tuple[CommitBatch, tuple[int, ...]]:
+    """What a lookup is told when a request of three tokens ends, of which it knows one, and how it then continues an
+    output that begins alike."""
+    monkeypatch.setattr(seat, "_MOST_LAST", most_last)
+    proposer = NgramProposer(min_match=1, max_match=2, history_tokens=100, max_batch=4)
+    heard: list[CommitBatch] = []
+    mirrors = Mirrors("d", proposer)
+
+    def receive(message: CommitBatch) -> None:
+        heard.append(message)
+        mirrors.take(message)
+
+    drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
+    drafting.set_drafters({"d": DrafterLink("ngram", 8, Link(direct_sender(receive)), looks_up=True)})
+    row = drafting.table.open(request("r"))
+    for step in range(3):
+        drafting.revise(ints([row]))
+        if step < 2:
+            drafting.flush()
+        drafting.commit(Committed(ints([row]), ints([1]), ints([50 + step]), ints([-1]), ints([0]), ints([0])))
+    drafting.close(row, finished=True)
+    drafting.table.open(request("in its row"))
+    drafting.flush()
+    proposer.open("another", (1, 2), (50,), SamplingParams(), 8)
+    proposer.extend()
+    return heard[-1], proposer.tail("another")[1]
+
+
+def test_a_lookup_learns_from_an_output_up_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    message, learned = ended(monkeypatch, 2)
+    assert message.tokens.tolist() == [51, 52] and message.closed[0][2]
+    assert learned == (51, 52)
+
+
+def test_an_output_whose_end_is_dropped_does_not_pass_for_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    message, learned = ended(monkeypatch, 1)
+    assert not len(message.tokens) and not message.closed[0][2]
+    assert learned == ()

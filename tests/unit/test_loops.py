@@ -30,9 +30,10 @@ from specactor_ray.spec import assign, policy
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from specactor_ray.verify import drafting
-from specactor_ray.verify.drafting import DrafterLink, Drafting
+from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.inline import InlineDrafter, link_to
 from specactor_ray.verify.loop import VerifyLoop
+from specactor_ray.verify.seat import DrafterLink
 from tests.misbehaving import Crasher, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 from tests.unit.engine_conformance import requests, run

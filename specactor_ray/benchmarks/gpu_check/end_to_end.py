@@ -29,9 +29,10 @@ from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
-from specactor_ray.verify.drafting import DrafterLink, Drafting
+from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.inline import InlineDrafter, link_to
 from specactor_ray.verify.loop import VerifyLoop
+from specactor_ray.verify.seat import DrafterLink
 
 _VERIFIER, _DRAFTER = "verifier-0", "oracle-0"
 _STEP_TOKENS = 2048
