@@ -3,7 +3,7 @@ says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,8 @@ class SimulatedEngine:
         self._waiting: dict[str, _Row] = {}
         self.cached_tokens = 0
         """Of the contexts of admitted requests."""
+        self.speculates: Callable[[], bool] = lambda: False
+        """Whether the verifier minds drafts in this step."""
 
     # ---- requests ----
 
@@ -102,7 +104,7 @@ class SimulatedEngine:
         seconds = world.target.seconds(len(decoding), positions, self.cached_tokens, prefilled)
         world.busy.add(self._actor.name)
         begin = self._clock.now()
-        self._clock.work(seconds + world.python.verify_s(self._actor.process, len(decoding), world.speculates))
+        self._clock.work(seconds + world.python.verify_s(self._actor.process, len(decoding), self.speculates()))
         world.busy.discard(self._actor.name)
         world.record.span(self._actor.name, "verify", begin, self._clock.now(), len(decoding), positions + prefilled)
         for name, row in list(self._admitted.items()):

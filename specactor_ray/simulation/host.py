@@ -43,9 +43,12 @@ class SimulatedHost(ActorHost):
         return SimulatedEngine(self._actor, self._clock, self._network, world, *limits)
 
     def build_drafting(self, spec: VerifierSpec, engine: Any) -> Drafting:
-        if not self._world.clairvoyant:
-            return super().build_drafting(spec, engine)
-        return ClairvoyantDrafting(spec, engine, self._clock, self._world)
+        if self._world.clairvoyant:
+            drafting: Drafting = ClairvoyantDrafting(spec, engine, self._clock, self._world)
+        else:
+            drafting = super().build_drafting(spec, engine)
+        engine.speculates = lambda: len(drafting) > 0 and not drafting.policy.suspension.is_quiet
+        return drafting
 
     def build_proposer(self, drafter: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
         """What lookups find in a recorded text is found for real."""

@@ -183,7 +183,6 @@ class SimulatedRollouts(VirtualRun):
         super().__init__(scenario.config, world, nodes, scenario.seed)
         self.scenario, self._recording, self._on_progress = scenario, recording, on_progress
         self.recorder = world.record = Recorder(lambda: self.kernel.now)
-        world.speculates = scenario.config.mode is not ModeName.plain
         world.python = self._python()
         self._lengths: dict[int, int] = {}
         world.text = self._text()

@@ -110,8 +110,6 @@ class World:
     times: Times = Times()
     clairvoyant: bool = False
     """Verifiers decide as one who knows (`clairvoyant.py`)."""
-    speculates: bool = True
-    """Verifiers use drafts."""
     cache_tokens: float = float("inf")
     """Of each verifier."""
     max_model_len: int = 100_000

@@ -53,6 +53,12 @@ class StepCost:
         tokens, seconds = self._knots
         return np.interp(np.arange(num_rows, num_rows + most + 1), tokens, seconds)
 
+    def difference(self, num_tokens: int, fewer: int) -> float:
+        """Seconds that a step takes longer with so many positions than with fewer."""
+        tokens, seconds = self._knots
+        more_s, less_s = np.interp((num_tokens, fewer), tokens, seconds)
+        return float(more_s - less_s)
+
     @property
     def is_known(self) -> bool:
         """A step was seen."""

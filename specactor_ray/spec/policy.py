@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
+from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.spec import _kernels
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost
+from specactor_ray.spec.suspension import Suspension
 from specactor_ray.spec.table import RequestTable
 from specactor_ray.spec.tgs import window_rates
 
@@ -79,6 +80,7 @@ class Policy:
         self.acceptance, self.cost = acceptance, cost
         self.drafters: list[Drafter | None] = []
         """By seat."""
+        self.suspension = Suspension()
         self.wanted = np.zeros(0, np.int32)
         """Draft tokens of each row that the step waits for."""
         self.rows = 1
@@ -174,6 +176,24 @@ class Policy:
         for seat, drafter in enumerate(self.drafters):
             if drafter is not None and (drafter.looks_up or not drafter.inline):
                 self.table.windows[seat, rows] = drafter.window
+
+    def record(
+        self, num_rows: int, num_tokens: int, accepted: int, seconds: float, waiting_s: float, own_s: float
+    ) -> None:
+        """A step has ended: do drafts pay? Not asked where the configuration demands them.
+
+        Args:
+            num_rows: Requests that were decoded.
+            num_tokens: Positions, those of drafts included.
+            accepted: Draft tokens that were right.
+            seconds: That it took in all.
+            waiting_s: Of them, waiting for drafts.
+            own_s: Of them, the verifier's own Python.
+        """
+        config = self._config
+        if config.verify is not VerifyPolicy.all and config.race is not RaceName.always:
+            drafting_s = waiting_s + max(self.cost.difference(num_tokens, num_rows), 0.0)
+            self.suspension.record(num_rows, accepted, seconds, drafting_s, own_s)
 
     def predict(self, method: str, probability: np.ndarray) -> np.ndarray:
         """Tokens per second of a request that this method drafts for alone, in its best window; plain decoding if that

@@ -103,6 +103,7 @@ class Drafting:
             if drafter_id not in self._seat_of:
                 self._sit_down(drafter_id, link)
         self._tell(self.assigner.set_drafters())
+        self.policy.suspension.end()
 
     def _sit_down(self, drafter_id: str, link: DrafterLink) -> None:
         if None in self._seats:

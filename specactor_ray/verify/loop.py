@@ -54,6 +54,7 @@ class VerifyLoop:
         """What ended the loop, if the engine failed."""
         self._engine, self._clock = engine, clock
         self._drafting, self._table = drafting, drafting.table
+        self._suspension = drafting.policy.suspension
         self._wake = clock.event()
         self._stopping = clock.event()
         self._heartbeat = Heartbeat(clock.now)
@@ -198,10 +199,15 @@ class VerifyLoop:
         waiting_s = self._await_drafts(rows)
         seats, tails = self._choose(rows)
         result = self._engine.step(tails)
-        self._requests.commit(result, rows, seats)
+        accepted = self._requests.commit(result, rows, seats)
         self._requests.publish()
-        self._drafting.flush()
-        self.metrics.record_step(result, self._clock.now() - begin, waiting_s)
+        if not self._suspension.is_quiet:
+            self._drafting.flush()
+        total_s = self._clock.now() - begin
+        own_s = self.metrics.record_step(result, total_s, waiting_s)
+        if len(self._drafting):
+            positions = result.num_tokens - result.num_prefill_tokens
+            self._drafting.policy.record(len(rows), positions, accepted, total_s, waiting_s, own_s)
         return True
 
     # ---- drafts ----
@@ -209,12 +215,12 @@ class VerifyLoop:
     def _await_drafts(self, rows: np.ndarray) -> float:
         """Take what drafters sent; wait, bounded, where a wait pays. Returns the seconds spent waiting."""
         drafting, policy = self._drafting, self._drafting.policy
-        if not len(drafting):
+        if not len(drafting) or self._suspension.is_quiet:
             return 0.0
         self._inline.look_up()
         drafting.take_messages()
         drafting.revise(rows)
-        if not len(rows):
+        if not len(rows) or self._suspension.is_on:
             return 0.0
         rounds, seconds = policy.plan_wait(rows)
         if not rounds or policy.is_served(rows):
@@ -238,7 +244,7 @@ class VerifyLoop:
 
     def _choose(self, rows: np.ndarray) -> tuple[np.ndarray, dict[str, Tail]]:
         """What to verify: `(rows,)` whose tail, and request → tail."""
-        if not len(self._drafting) or not len(rows):
+        if not len(self._drafting) or not len(rows) or self._suspension.is_on:
             return np.full(len(rows), -1, np.int32), {}
         seats, lengths = self._drafting.policy.choose(rows)
         chosen = np.flatnonzero(lengths)

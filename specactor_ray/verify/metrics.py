@@ -82,8 +82,9 @@ class StepMetrics(StepCounters):
         super().__init__()
         self._recent_protocol: deque[float] = deque(maxlen=_RECENT_STEPS)
 
-    def record_step(self, result: StepResult, total_s: float, waiting_s: float) -> None:
-        """One step took `total_s` seconds, of which `waiting_s` were spent waiting for drafts."""
+    def record_step(self, result: StepResult, total_s: float, waiting_s: float) -> float:
+        """One step took `total_s` seconds, of which `waiting_s` were spent waiting for drafts. Returns what the
+        verifier's own Python took of it."""
         protocol = max(total_s - waiting_s - result.forward_s - result.sampling_s, 0.0)
         self.steps += 1
         self.forward_s += result.forward_s
@@ -91,6 +92,7 @@ class StepMetrics(StepCounters):
         self.waiting_s += waiting_s
         self.protocol_s += protocol
         self._recent_protocol.append(protocol)
+        return protocol
 
     def record_rows(
         self, committed: np.ndarray, supplied: np.ndarray, drafted: np.ndarray, accepted: np.ndarray

@@ -92,18 +92,19 @@ class Requests:
 
     # ---- a step ----
 
-    def commit(self, result: StepResult, decoding: np.ndarray, seats: np.ndarray) -> None:
-        """Journal what the step committed, judge drafts by it, and end requests that ended."""
+    def commit(self, result: StepResult, decoding: np.ndarray, seats: np.ndarray) -> int:
+        """Journal what the step committed, judge drafts by it, and end requests that ended. Returns how many draft
+        tokens were right."""
         outputs = [output for output in result.outputs if output.token_ids]
-        if outputs:
-            self._record(outputs, decoding, seats)
+        accepted = self._record(outputs, decoding, seats) if outputs else 0
         if 2 * result.num_prefill_tokens <= result.num_tokens:
             self._drafting.policy.cost.record(result.num_tokens, result.forward_s + result.sampling_s)
         for output in result.outputs:
             if output.finish_reason is not None:
                 self._end(output)
+        return accepted
 
-    def _record(self, outputs: Sequence[RowOutput], decoding: np.ndarray, seats: np.ndarray) -> None:
+    def _record(self, outputs: Sequence[RowOutput], decoding: np.ndarray, seats: np.ndarray) -> int:
         table, row_of = self._table, self._row_of
         numbers = [(row_of[one.request_id], len(one.token_ids), one.num_drafted, one.num_accepted) for one in outputs]
         rows, counts, drafted, accepted = np.ascontiguousarray(np.array(numbers, np.int32).T)
@@ -132,6 +133,7 @@ class Requests:
                 else None,
             )
         )
+        return int(accepted.sum())
 
     def _credit(self, step: Committed) -> None:
         """Count what was verified for those who drafted it."""
