@@ -57,7 +57,7 @@ class StepCost:
         """Seconds that a step takes longer with so many positions than with fewer."""
         tokens, seconds = self._knots
         more_s, less_s = np.interp((num_tokens, fewer), tokens, seconds)
-        return float(more_s - less_s)
+        return max(float(more_s - less_s), 0.0)
 
     @property
     def is_known(self) -> bool:

@@ -63,6 +63,28 @@ class Wait(NamedTuple):
     """At most."""
 
 
+class Positions(NamedTuple):
+    """Of the forward of a step."""
+
+    total: int
+    prefill: int
+
+
+class Seconds(NamedTuple):
+    """What a step took."""
+
+    total: float
+    engine: float
+    """Forward and sampling."""
+    waiting: float
+    """For drafts."""
+
+    @property
+    def own(self) -> float:
+        """The verifier's own Python."""
+        return max(self.total - self.engine - self.waiting, 0.0)
+
+
 class Policy:
     """The decisions of one verifier. Knows no clock, no messages and no models.
 
@@ -177,23 +199,25 @@ class Policy:
             if drafter is not None and (drafter.looks_up or not drafter.inline):
                 self.table.windows[seat, rows] = drafter.window
 
-    def record(
-        self, num_rows: int, num_tokens: int, accepted: int, seconds: float, waiting_s: float, own_s: float
-    ) -> None:
-        """A step has ended: do drafts pay? Not asked where the configuration demands them.
+    def record(self, num_rows: int, positions: Positions, accepted: int, seconds: Seconds) -> None:
+        """A step has ended: learn what it cost, and whether drafts pay, unless the configuration demands them. Prompts
+        take the same time with drafts and without, so their share does not count.
 
         Args:
             num_rows: Requests that were decoded.
-            num_tokens: Positions, those of drafts included.
+            positions: Of the step.
             accepted: Draft tokens that were right.
-            seconds: That it took in all.
-            waiting_s: Of them, waiting for drafts.
-            own_s: Of them, the verifier's own Python.
+            seconds: What the step took.
         """
-        config = self._config
-        if config.verify is not VerifyPolicy.all and config.race is not RaceName.always:
-            drafting_s = waiting_s + max(self.cost.difference(num_tokens, num_rows), 0.0)
-            self.suspension.record(num_rows, accepted, seconds, drafting_s, own_s)
+        if 2 * positions.prefill > positions.total:
+            return
+        self.cost.record(positions.total, seconds.engine)
+        config, decoded = self._config, positions.total - positions.prefill
+        if config.verify is VerifyPolicy.all or config.race is RaceName.always:
+            return
+        prefill_s = self.cost.difference(positions.total, decoded)
+        drafting_s = seconds.waiting + self.cost.difference(decoded, num_rows)
+        self.suspension.record(num_rows, accepted, seconds.total - prefill_s, drafting_s, seconds.own)
 
     def predict(self, method: str, probability: np.ndarray) -> np.ndarray:
         """Tokens per second of a request that this method drafts for alone, in its best window; plain decoding if that

@@ -19,6 +19,7 @@ from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.loops.commands import Commands
 from specactor_ray.loops.heartbeat import Heartbeat
 from specactor_ray.messages import TailBatch, ToRollout
+from specactor_ray.spec.policy import Positions, Seconds
 from specactor_ray.targets.base import Tail, TargetEngine, TargetRequest
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.inline import InlineDrafter, InlineDrafters
@@ -203,11 +204,10 @@ class VerifyLoop:
         self._requests.publish()
         if not self._suspension.is_quiet:
             self._drafting.flush()
-        total_s = self._clock.now() - begin
-        own_s = self.metrics.record_step(result, total_s, waiting_s)
-        if len(self._drafting):
-            positions = result.num_tokens - result.num_prefill_tokens
-            self._drafting.policy.record(len(rows), positions, accepted, total_s, waiting_s, own_s)
+        seconds = Seconds(self._clock.now() - begin, result.forward_s + result.sampling_s, waiting_s)
+        self.metrics.record_step(result, seconds)
+        positions = Positions(result.num_tokens, result.num_prefill_tokens)
+        self._drafting.policy.record(len(rows), positions, accepted, seconds)
         return True
 
     # ---- drafts ----

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.spec.policy import Seconds
 from specactor_ray.targets.base import StepResult
 
 _RECENT_STEPS = 2048
@@ -82,17 +83,14 @@ class StepMetrics(StepCounters):
         super().__init__()
         self._recent_protocol: deque[float] = deque(maxlen=_RECENT_STEPS)
 
-    def record_step(self, result: StepResult, total_s: float, waiting_s: float) -> float:
-        """One step took `total_s` seconds, of which `waiting_s` were spent waiting for drafts. Returns what the
-        verifier's own Python took of it."""
-        protocol = max(total_s - waiting_s - result.forward_s - result.sampling_s, 0.0)
+    def record_step(self, result: StepResult, seconds: Seconds) -> None:
+        """What one step took."""
         self.steps += 1
         self.forward_s += result.forward_s
         self.sampling_s += result.sampling_s
-        self.waiting_s += waiting_s
-        self.protocol_s += protocol
-        self._recent_protocol.append(protocol)
-        return protocol
+        self.waiting_s += seconds.waiting
+        self.protocol_s += seconds.own
+        self._recent_protocol.append(seconds.own)
 
     def record_rows(
         self, committed: np.ndarray, supplied: np.ndarray, drafted: np.ndarray, accepted: np.ndarray

@@ -97,8 +97,6 @@ class Requests:
         tokens were right."""
         outputs = [output for output in result.outputs if output.token_ids]
         accepted = self._record(outputs, decoding, seats) if outputs else 0
-        if 2 * result.num_prefill_tokens <= result.num_tokens:
-            self._drafting.policy.cost.record(result.num_tokens, result.forward_s + result.sampling_s)
         for output in result.outputs:
             if output.finish_reason is not None:
                 self._end(output)

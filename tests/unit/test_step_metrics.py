@@ -8,6 +8,7 @@ import threading
 import numpy as np
 
 from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.spec.policy import Seconds
 from specactor_ray.targets.base import StepResult
 from specactor_ray.verify.metrics import KEPT_VERSIONS, StepMetrics
 
@@ -25,7 +26,7 @@ def test_reading_while_counting_never_fails() -> None:
         number = 0
         while not stop.is_set():
             metrics.record_drafter(f"d{number % 5000}", 2, 1)
-            metrics.record_step(StepResult(forward_s=0.5, sampling_s=0.1), 1.0, 0.1)
+            metrics.record_step(StepResult(forward_s=0.5, sampling_s=0.1), Seconds(1.0, 0.6, 0.1))
             record_rows(metrics, (1 + number % 9, 8, number % 9, number % 9))
             number += 1
 
@@ -45,7 +46,7 @@ def test_merge_adds_up_and_derives_ratios() -> None:
     parts = []
     for scale in (1, 2):
         metrics = StepMetrics()
-        metrics.record_step(StepResult(forward_s=0.5, sampling_s=0.1), 1.0, 0.1 * scale)
+        metrics.record_step(StepResult(forward_s=0.5, sampling_s=0.1), Seconds(1.0, 0.6, 0.1 * scale))
         record_rows(metrics, (3 * scale, 4, 4, 2))
         metrics.record_drafter("d", 4, 2)
         parts.append(metrics.to_dict())

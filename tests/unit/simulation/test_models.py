@@ -115,6 +115,7 @@ class TestEngine:
     def test_steps_take_what_the_cost_model_and_python_say_on_a_node_of_this_speed(self) -> None:
         one = Engine({1: 5}, slowness=2.0, python=PythonTime(verify_row_s=0.1))
         one.add(1)
+        one.engine.speculates = lambda: True
         found = []
 
         def script() -> None:

@@ -126,7 +126,7 @@ MUTANTS: list[tuple[Patch, tuple[str, ...]]] = [
 @pytest.mark.parametrize(("mutant", "kinds"), MUTANTS, ids=[mutant.__name__ for mutant, _ in MUTANTS])
 def test_a_defect_is_found(mutant: Patch, kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     scenarios = [
-        FaultScenario(seed, requests=24, verifiers=2, drafters=1, faults=FaultPlan(kinds, 30, 0.4))
+        FaultScenario(seed, requests=96, verifiers=2, drafters=1, faults=FaultPlan(kinds, 30, 0.4))
         for seed in range(RUNS)
     ]
     monkeypatch.setattr("specactor_ray.simulation.fault_run._STANDSTILL_S", 50.0)  # some defects only spin from then on
