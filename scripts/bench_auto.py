@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""What `mode: auto` comes to on CPUs, coupled with every drafter, beside each fixed choice: plain decoding, and coupled
+with one method.
+
+All run in one process on the same cores, without Ray, a slice of the same tokens by turns: on a machine that others
+share, whatever is compared sees the same minutes. A ratio is that of the time of all slices, its error that of the mean
+over slices.
+
+    python scripts/bench_auto.py                                        # everything; half an hour on two cores
+    python scripts/bench_auto.py --batch 4 --prompts editing --temperature 0 --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from specactor_ray.config.schema import DrafterConfig, SpeculationConfig, TargetConfig, learns_from_outputs
+from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.drafters.registry import build_proposer
+from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.loading import load_tokenizer
+from specactor_ray.observability.console import make_console
+from specactor_ray.observability.phase_progress import PhaseProgress
+from specactor_ray.rollout.prompts import encode_prompt, read_prompts
+from specactor_ray.targets.base import TargetRequest
+from specactor_ray.targets.registry import build_engine
+from specactor_ray.verify.drafting import Drafting
+from specactor_ray.verify.inline import InlineDrafter, link_to
+from specactor_ray.verify.loop import VerifyLoop
+from specactor_ray.verify.seat import DrafterLink
+
+ROOT = Path(__file__).parents[1]
+PROMPTS = ("arithmetic", "editing", "chat")
+METHODS = ("ngram", "suffix")
+VARIANTS: Mapping[str, Sequence[str]] = {"plain": (), **{f"coupled {one}": (one,) for one in METHODS}, "auto": METHODS}
+SLICES = 64
+"""Turns of a workload."""
+
+
+class Variant:
+    """A verifier with its drafters, which runs when it is its turn."""
+
+    def __init__(self, methods: Sequence[str], target: TargetConfig) -> None:
+        self._engine, config = build_engine(target, "cpu", 0), SpeculationConfig()
+        self._drafting = Drafting("verifier-0", True, config, self._engine.vocab_size, max_batch=target.max_batch)
+        self.loop = VerifyLoop(self._engine, self._drafting, [self._inline(one, target) for one in methods])
+        self.seconds: list[float] = []
+        """Of each slice."""
+
+    def _inline(self, method: str, target: TargetConfig) -> InlineDrafter:
+        config = DrafterConfig(method)
+        loop = DraftLoop(f"{method}-0", build_proposer(config, target, "cpu"))
+        window = SpeculationConfig().window
+        looks_up = learns_from_outputs(config)
+        return InlineDrafter(
+            loop, DrafterLink(method, window, link_to(loop), config.max_batch, looks_up=looks_up, inline=True)
+        )
+
+    def run(self, tokens: int) -> None:
+        """Go on until so many tokens are committed in all; a step may commit more."""
+        begin = time.perf_counter()
+        while self.loop.metrics.committed_tokens < tokens and self.loop.run_once():
+            pass
+        self.seconds.append(time.perf_counter() - begin)
+
+
+def measure(requests: Sequence[TargetRequest], target: TargetConfig) -> dict[str, Variant]:
+    """Run all requests with every variant, by turns that change their order."""
+    variants = {name: Variant(methods, target) for name, methods in VARIANTS.items()}
+    for variant in variants.values():
+        variant.loop.submit(requests)
+    total = sum(request.sampling.max_tokens for request in requests)
+    orders = itertools.cycle(itertools.permutations(variants.values()))
+    for number, order in zip(range(1, SLICES + 1), orders, strict=False):
+        for variant in order:
+            variant.run(math.ceil(total * number / SLICES))
+    return variants
+
+
+def figures(variants: Mapping[str, Variant]) -> dict[str, dict[str, float]]:
+    """Variant → tokens/s, speed relative to plain decoding and its standard error, acceptance length."""
+    plain = variants["plain"].seconds
+    found = {}
+    for name, variant in variants.items():
+        metrics, mean_s = variant.loop.metrics, fmean(variant.seconds)
+        ratio = fmean(plain) / mean_s
+        spread = stdev(ours * ratio - theirs for ours, theirs in zip(variant.seconds, plain, strict=True))
+        found[name] = {
+            "tokens_per_s": metrics.committed_tokens / sum(variant.seconds),
+            "x_plain": ratio,
+            "error": spread / mean_s / math.sqrt(len(plain)),
+            "acceptance_length": metrics.committed_tokens / metrics.row_steps,
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", default=",".join(PROMPTS), help="files of conf/prompts; default: %(default)s")
+    parser.add_argument("--temperature", default="0,1", help="default: %(default)s")
+    parser.add_argument("--batch", default="1,4,16", help="requests at once, and in all; default: %(default)s")
+    parser.add_argument("--tokens", type=int, default=256, help="of each output; default: %(default)s")
+    parser.add_argument("--dtype", default="float32", help="of the target; default: %(default)s")
+    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    names, batches = arguments.prompts.split(","), [int(one) for one in arguments.batch.split(",")]
+    temperatures = [float(one) for one in arguments.temperature.split(",")]
+    if unknown := [name for name in names if not (ROOT / "conf" / "prompts" / f"{name}.jsonl").is_file()]:
+        parser.error(f"--prompts: {unknown[0]}: there is no conf/prompts/{unknown[0]}.jsonl")
+    tokenizer = load_tokenizer("smollm2-135m")
+    workloads = list(itertools.product(batches, names, temperatures))
+    found: dict[str, Any] = {}
+    with PhaseProgress(make_console(sys.stderr), "measuring", len(workloads)) as progress:
+        for batch, name, temperature in workloads:
+            what = f"{name} T={temperature:g}, batch {batch}"
+            progress.update(len(found), what)
+            prompts = read_prompts(ROOT / "conf" / "prompts" / f"{name}.jsonl", batch)
+            requests = [
+                TargetRequest(
+                    str(number),
+                    encode_prompt(tokenizer, prompts[number % len(prompts)], chat=True),
+                    SamplingParams(temperature, max_tokens=arguments.tokens, seed=number, ignore_eos=True),
+                )
+                for number in range(batch)
+            ]
+            target = TargetConfig(dtype=arguments.dtype, max_batch=batch, cores=arguments.threads)
+            found[what] = figures(measure(requests, target))
+    Console(width=140).print(table_of(found))
+    shares = [one["auto"]["x_plain"] / max(each["x_plain"] for each in one.values()) for one in found.values()]
+    print(f"auto, of the best fixed choice: mean {fmean(shares):.3f}, worst {min(shares):.3f}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def table_of(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table:
+    table = Table("workload", "plain, tokens/s", *(f"{name}, x" for name in VARIANTS if name != "plain"), "of the best")
+    for what, variants in found.items():
+        cells = [
+            f"{one['x_plain']:.2f} ± {one['error']:.2f} ({one['acceptance_length']:.2f})"
+            for name, one in variants.items()
+            if name != "plain"
+        ]
+        share = variants["auto"]["x_plain"] / max(one["x_plain"] for one in variants.values())
+        table.add_row(what, f"{variants['plain']['tokens_per_s']:.1f}", *cells, f"{share:.2f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()
