@@ -25,7 +25,7 @@ EXPERIMENTS: Mapping[str, list[str]] = {
     "equal": ["--config", "conf/simulation/equal_drafters_6xh100.yaml", "--sweep", "correlation=0,0.5,1"],
     "batch": [
         *(*PAIR, "--oracle", "--sweep", "config.target.max_batch=16,64,128,256,512,1024,2048"),
-        *("workload.prompt_tokens=16", "workload.requests=64"),
+        *("workload.prompt_tokens=16", "workload.requests=512"),
     ],
     "latency": [*PAIR, "--oracle", "--sweep", "skills.0.forward_ms=0.1,0.5,1,2,5,10,20,50"],
     "speed": [*PAIR, "--oracle", "--compare", "plain,decoupled", "--sweep", "machines.slowness.1=0.5,1,2,4,8"],
@@ -45,7 +45,7 @@ EXPERIMENTS: Mapping[str, list[str]] = {
         ),
         "steps.load_s=2",
     ],
-    "python": [*PAIR, "--oracle", "--sweep", "python.verify_row_us=0,6,25,110"],
+    "python": [*PAIR, "--oracle", "--sweep", "python.verify_row_us=0,4,25,110"],
 }
 
 

@@ -205,7 +205,7 @@ class VerifyLoop:
         if not self._suspension.is_quiet:
             self._drafting.flush()
         seconds = Seconds(self._clock.now() - begin, result.forward_s + result.sampling_s, waiting_s)
-        self.metrics.record_step(result, seconds)
+        self.metrics.record_step(result, seconds, len(self._drafting) > 0 and self._suspension.is_on)
         positions = Positions(result.num_tokens, result.num_prefill_tokens)
         self._drafting.policy.record(len(rows), positions, accepted, seconds)
         return True

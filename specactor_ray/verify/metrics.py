@@ -23,6 +23,8 @@ class StepCounters:
     """Totals since the start or the last reset: seconds, tokens, steps."""
 
     steps: int = 0
+    suspended_steps: int = 0
+    """Of them, those in which drafts were left alone, since they did not pay (`spec/suspension.py`)."""
     committed_tokens: int = 0
     row_steps: int = 0
     """Rows that committed, summed over steps: committed_tokens / row_steps is the acceptance length."""
@@ -83,9 +85,10 @@ class StepMetrics(StepCounters):
         super().__init__()
         self._recent_protocol: deque[float] = deque(maxlen=_RECENT_STEPS)
 
-    def record_step(self, result: StepResult, seconds: Seconds) -> None:
-        """What one step took."""
+    def record_step(self, result: StepResult, seconds: Seconds, suspended: bool = False) -> None:
+        """What one step took, and whether drafts were left alone in it."""
         self.steps += 1
+        self.suspended_steps += suspended
         self.forward_s += result.forward_s
         self.sampling_s += result.sampling_s
         self.waiting_s += seconds.waiting

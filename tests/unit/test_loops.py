@@ -27,6 +27,7 @@ from specactor_ray.modeling.eagle_runner import EagleRunner
 from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.queues.link import Link
 from specactor_ray.spec import assign, policy
+from specactor_ray.spec.suspension import Suspension
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from specactor_ray.verify import drafting
@@ -295,6 +296,30 @@ def test_races_and_reconfigurations_change_no_token(
     assert snapshot["drafted_tokens"] > 0
     assert sum(snapshot["drafted_by_position"]) == snapshot["drafted_tokens"]
     assert sum(snapshot["accepted_by_position"]) == snapshot["accepted_tokens"]
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
+def test_suspensions_change_no_token(inline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(5)
+
+    def on_a_whim(self: Suspension, *arguments: Any) -> None:
+        self._left = self._left - 1 if self._left else rng.choice([0, 0, 3, 20])
+
+    monkeypatch.setattr(Suspension, "record", on_a_whim)
+    batch = requests(10, 1.0)
+    drafters = {**proposers("all"), "ngram-0": NgramProposer(2, 6, 1 << 20, 64)}
+    bench = Bench(drafters, inline, verify=VerifyPolicy.auto, inline=inline)
+    try:
+        for _ in range(2):
+            assert bench.run(batch) == truth_of(batch)
+        bench.await_closed()
+        snapshot = bench.verifier.snapshot()
+        lookup = bench.drafts["ngram-0"].snapshot()
+    finally:
+        bench.close()
+    assert 0 < snapshot["suspended_steps"] < snapshot["steps"]
+    assert snapshot["accepted_tokens"] > 0
+    assert lookup["history_tokens"] > snapshot["committed_tokens"] / 2, "lookups learn in suspensions, too"
 
 
 def test_the_self_drafter_is_always_right() -> None:
