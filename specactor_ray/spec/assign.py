@@ -74,6 +74,89 @@ def assign_race(
     return assigned
 
 
+class Places:
+    """Which drafter drafts for which request, and where there is room: the `assigned` plane of the table, and how many
+    rows each seat has.
+
+    Args:
+        policy: Its table and drafters.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._table = policy, policy.table
+        self.loads: list[int] = []
+        """Requests by seat; true between `count` and the next change that is not made here."""
+        self.changes: list[Change] = []
+        """What was opened and closed since they were taken."""
+
+    def count(self) -> None:
+        """Count the requests of each seat anew."""
+        self.loads = self._table.assigned.sum(axis=1).tolist()
+
+    def take_changes(self) -> list[Change]:
+        changes, self.changes = self.changes, []
+        return changes
+
+    # ---- drafters ----
+
+    def drafter(self, seat: int) -> Drafter | None:
+        return self._policy.drafters[seat] if seat < len(self._policy.drafters) else None
+
+    def seats(self) -> list[tuple[int, Drafter]]:
+        """All that are taken."""
+        return [(seat, one) for seat, one in enumerate(self._policy.drafters) if one is not None]
+
+    def methods(self) -> list[str]:
+        """Those of all drafters."""
+        return list(dict.fromkeys(one.method for _, one in self.seats()))
+
+    def seats_of(self, method: str) -> list[int]:
+        """Drafters of this method that can be reached."""
+        return [seat for seat, one in self.seats() if one.method == method and one.able]
+
+    def is_able(self, seat: int) -> bool:
+        """The drafter is there and can be reached."""
+        drafter = self.drafter(seat)
+        return drafter is not None and drafter.able
+
+    def roomiest(self, method: str) -> int | None:
+        """The least loaded drafter of this method that has room."""
+        loads, drafters = self.loads, self._policy.drafters
+        free = [
+            (loads[seat], seat)
+            for seat in self.seats_of(method)
+            if loads[seat] < drafters[seat].max_batch  # type: ignore[union-attr]
+        ]
+        return min(free)[1] if free else None
+
+    def seat_for(self, row: int, method: str) -> int | None:
+        """The drafter of this method that drafts for the request already, or the least loaded one that has room."""
+        mine = [seat for seat in self.seats_of(method) if self.has(seat, row)]
+        return mine[0] if mine else self.roomiest(method)
+
+    # ---- requests ----
+
+    def has(self, seat: int, row: int) -> bool:
+        """The drafter drafts for the request."""
+        return bool(self._table.assigned[seat, row])
+
+    def open(self, seat: int, row: int) -> None:
+        """The drafter drafts for the request from now on, if it does not yet."""
+        drafter = self.drafter(seat)
+        assert drafter is not None
+        if not self.has(seat, row):
+            self._table.seat_row(seat, row, drafter.window)
+            self.loads[seat] += 1
+            self.changes.append((seat, row, True))
+
+    def shut(self, seat: int, row: int) -> None:
+        """It does no more."""
+        if self.has(seat, row):
+            self._table.unseat_row(seat, row)
+            self.loads[seat] -= 1
+            self.changes.append((seat, row, False))
+
+
 class Assigner:
     """Base drafters, lookups and racers of all requests. No drafter ever has more than its `max_batch` requests.
 
@@ -86,6 +169,7 @@ class Assigner:
 
     def __init__(self, config: SpeculationConfig, policy: Policy, coupled: bool, max_batch: int) -> None:
         self._policy, self._table = policy, policy.table
+        self._places = Places(policy)
         self._race, self._coupled = config.race, coupled
         self._race_below = max(1, max_batch // 4) if config.race_below is None else config.race_below
         self._base: dict[int, int] = {}
@@ -100,9 +184,11 @@ class Assigner:
 
     def set_drafters(self) -> list[Change]:
         """The list of drafters has changed."""
-        self._base = {row: seat for row, seat in self._base.items() if self._table.assigned[seat, row]}
-        changes = self._serve(list(self._begun))
-        return changes + self._level()
+        self._base = {row: seat for row, seat in self._base.items() if self._places.has(seat, row)}
+        self._places.count()
+        self._serve(list(self._begun))
+        self._level()
+        return self._places.take_changes()
 
     def remove(self, row: int) -> None:
         """A request leaves; its place is given away at the next step, if somebody waits for one."""
@@ -116,88 +202,113 @@ class Assigner:
         fresh = [row for row in decoding.tolist() if row not in self._begun]
         self._begun.update(dict.fromkeys(fresh))
         racing = self._is_racing(len(decoding))
-        if not (fresh or self._due or racing != self._racing or self._steps % REVISE_EVERY == 0):
+        looks = self._due or racing != self._racing or self._steps % REVISE_EVERY == 0
+        if not (fresh or looks):
             return []
-        if not self._due and racing == self._racing and self._steps % REVISE_EVERY:
-            return self._serve(fresh)
-        changes = self._close_racers() if self._racing and not racing else []
+        self._places.count()
+        if looks:
+            self._look(racing)
+        else:
+            self._serve(fresh)
+        return self._places.take_changes()
+
+    def _look(self, racing: bool) -> None:
+        """At all requests."""
+        if self._racing and not racing:
+            self._close_racers()
         self._due, self._racing = False, racing
         rows = list(self._begun)
-        changes += self._serve(rows)
+        self._serve(rows)
         if racing:
-            changes += self._start_race(rows)
-        changes += self._switch(rows)
-        self.standings = describe(self._policy, self._rates(), racing, self._loads())
-        return changes
+            self._start_race(rows)
+        self._switch(rows)
+        self.standings = describe(self._policy, self._rates(), racing, self._places.loads)
 
     # ---- the ladder ----
 
     def rank(self, bucket: int) -> list[str]:
         """The draft ladder: methods by what they promise at this range of output positions, best first."""
         rates = self._rates()[:, bucket]
-        methods = dict.fromkeys(one.method for one in self._policy.drafters if one is not None)
-        return sorted(methods, key=lambda method: -rates[self._policy.acceptance.number(method)])
+        return sorted(self._places.methods(), key=lambda method: -rates[self._policy.acceptance.number(method)])
 
     def _rates(self) -> np.ndarray:
         """`(methods, BUCKETS)` predicted tokens per second of a request."""
         acceptance = self._policy.acceptance
         rates = np.zeros((len(acceptance.prior), BUCKETS))
-        for method in {one.method for one in self._policy.drafters if one is not None}:
+        for method in self._places.methods():
             number = acceptance.number(method)
             rates[number] = self._policy.predict(method, acceptance.of_method()[number])
         return rates
 
-    def _serve(self, rows: Sequence[int]) -> list[Change]:
+    def _serve(self, rows: Sequence[int]) -> None:
         """Give each of these a base drafter and its lookups, as far as there is room."""
-        policy, table = self._policy, self._table
-        changes: list[Change] = []
-        if not any(one is not None for one in policy.drafters):
-            return changes
-        loads = self._loads()
-        rankings: dict[int, list[str]] = {}
-        lookups = dict.fromkeys(one.method for one in policy.drafters if one is not None and one.looks_up)
-        for row in rows:
-            bucket = int(bucket_of(table.committed[row : row + 1])[0])
+        places, rankings = self._places, dict[int, list[str]]()
+        lookups = list(dict.fromkeys(one.method for _, one in places.seats() if one.looks_up))
+        for row in rows if places.methods() else ():
+            bucket = int(bucket_of(self._table.committed[row : row + 1])[0])
             if bucket not in rankings:
                 rankings[bucket] = [method for method in self.rank(bucket) if method not in lookups]
             base = self._base.get(row)
-            if base is None or not self._is_able(base):
-                seat = next((s for m in rankings[bucket] if (s := self._seat_for(row, m, loads)) is not None), None)
-                if seat is None:
-                    seat, closed = self._oust(rankings[bucket], loads)
-                    changes += closed
+            if base is None or not places.is_able(base):
+                seats = (places.seat_for(row, method) for method in rankings[bucket])
+                seat = next((seat for seat in seats if seat is not None), None)
+                seat = self._oust(rankings[bucket]) if seat is None else seat
                 if seat is not None and seat != base:
-                    changes += self._move(row, base, seat, loads)
+                    self._move(row, base, seat)
             for method in lookups:
-                if not any(table.assigned[s, row] and self._is_able(s) for s in self._seats_of(method)):
-                    seat = self._roomiest(method, loads)
+                if not any(places.has(seat, row) for seat in places.seats_of(method)):
+                    seat = places.roomiest(method)
                     if seat is not None:
-                        changes.append(self._open(seat, row, loads))
-        return changes
+                        places.open(seat, row)
 
-    def _switch(self, rows: Sequence[int]) -> list[Change]:
+    def _switch(self, rows: Sequence[int]) -> None:
         """Give requests to a method that promises to be faster, a few at a time."""
-        policy, table = self._policy, self._table
-        models = dict.fromkeys(one.method for one in policy.drafters if one is not None and not one.looks_up)
+        policy, table, places = self._policy, self._table, self._places
+        models = list(dict.fromkeys(one.method for _, one in places.seats() if not one.looks_up))
         mine = np.array([row for row in rows if row in self._base], np.int32)
         if len(models) < 2 or not len(mine):
-            return []
+            return
         own = policy.acceptance.probability(table, mine)
         numbers = [policy.acceptance.number(method) for method in models]
         rates = np.stack([policy.predict(method, own[n]) for method, n in zip(models, numbers, strict=True)])
         current = np.array([numbers.index(table.method[self._base[row]]) for row in mine.tolist()])
         best = rates.argmax(axis=0)
         gain = rates.max(axis=0) / rates[current, np.arange(len(mine))]
-        changes: list[Change] = []
-        loads, names = self._loads(), list(models)
         for index in np.argsort(-gain)[: max(1, len(mine) // SWITCH_SHARE)]:
             if gain[index] <= 1.0 + SWITCH_GAIN:
                 break
             row = int(mine[index])
-            seat = self._seat_for(row, names[best[index]], loads)
+            seat = places.seat_for(row, models[best[index]])
             if seat is not None:
-                changes += self._move(row, self._base[row], seat, loads)
-        return changes
+                self._move(row, self._base[row], seat)
+
+    def _level(self) -> None:
+        """Move requests from the fullest to the emptiest drafter of a method until they differ by one at most."""
+        places, assigned = self._places, self._table.assigned
+        for method in places.methods():
+            peers = places.seats_of(method)
+            while len(peers) > 1:
+                full, empty = max(peers, key=places.loads.__getitem__), places.roomiest(method)
+                if empty is None or places.loads[full] - places.loads[empty] <= 1:
+                    break
+                movable = np.flatnonzero(assigned[full] & ~assigned[empty])
+                if not len(movable):
+                    break
+                row = int(movable[0])
+                if self._base.get(row) == full:
+                    self._move(row, full, empty)
+                else:
+                    places.shut(full, row)
+                    places.open(empty, row)
+
+    def _move(self, row: int, base: int | None, seat: int) -> None:
+        """Another base drafter, in place of `base`."""
+        self._base[row] = seat
+        if base is not None and self._racing and self._places.has(seat, row) and self._places.is_able(base):
+            return  # they change places in the race
+        if base is not None:
+            self._places.shut(base, row)
+        self._places.open(seat, row)
 
     # ---- the race ----
 
@@ -213,118 +324,42 @@ class Assigner:
             case _:
                 return False
 
-    def _start_race(self, rows: Sequence[int]) -> list[Change]:
-        policy, table = self._policy, self._table
+    def _start_race(self, rows: Sequence[int]) -> None:
+        policy, table, places = self._policy, self._table, self._places
         methods = self.rank(0)
         if len(methods) < 2 or not rows:
-            return []
+            return
         probability = policy.acceptance.probability(table, np.array(rows, np.int32))[table.method]
         served = np.where(table.assigned[:, rows], probability, 0.0).max(axis=0)
         slowest = [rows[index] for index in np.argsort(served, kind="stable")]
-        loads = self._loads()
+        method_of = {seat: one.method for seat, one in places.seats()}
         workers = {
-            seat: Worker(one.method, loads[seat], one.max_batch)
-            for seat, one in enumerate(policy.drafters)
-            if one is not None and one.able
+            seat: Worker(one.method, places.loads[seat], one.max_batch) for seat, one in places.seats() if one.able
         }
-        serving = {row: [self._method(seat) for seat in np.flatnonzero(table.assigned[:, row])] for row in rows}
-        return [self._open(seat, row, loads) for seat, row in assign_race(slowest, methods, workers, serving)]
+        serving = {row: [method_of.get(seat, "") for seat in np.flatnonzero(table.assigned[:, row])] for row in rows}
+        for seat, row in assign_race(slowest, methods, workers, serving):
+            places.open(seat, row)
 
-    def _close_racers(self) -> list[Change]:
-        changes: list[Change] = []
+    def _close_racers(self) -> None:
         for seat, row in np.argwhere(self._table.assigned).tolist():
-            drafter = self._drafter(seat)
+            drafter = self._places.drafter(seat)
             if drafter is not None and not drafter.looks_up and self._base.get(row) != seat:
-                changes.append(self._shut(seat, row))
-        return changes
+                self._places.shut(seat, row)
 
-    def _oust(self, methods: Sequence[str], loads: list[int]) -> tuple[int | None, list[Change]]:
+    def _oust(self, methods: Sequence[str]) -> int | None:
         """Where no drafter has room, a racer gives way to a base drafter: that of the request that does best without
-        it."""
-        table = self._table
+        it. Returns the seat in which there is room now."""
+        table, places = self._table, self._places
         for method in methods:
-            for seat in filter(self._is_able, self._seats_of(method)):
+            for seat in places.seats_of(method):
                 rows = np.flatnonzero(table.assigned[seat]).tolist()
-                rows = [row for row in rows if (base := self._base.get(row, seat)) != seat and self._is_able(base)]
+                rows = [row for row in rows if (base := self._base.get(row, seat)) != seat and places.is_able(base)]
                 if rows:
                     chances = self._policy.acceptance.probability(table, np.array(rows, np.int32))
                     left = chances[table.method[[self._base[row] for row in rows]], np.arange(len(rows))]
-                    return seat, [self._shut(seat, rows[int(left.argmax())], loads)]
-        return None, []
-
-    # ---- parts ----
-
-    def _level(self) -> list[Change]:
-        """Move requests from the fullest to the emptiest drafter of a method until they differ by one at most."""
-        changes: list[Change] = []
-        loads = self._loads()
-        for method in dict.fromkeys(one.method for one in self._policy.drafters if one is not None):
-            peers = [seat for seat in self._seats_of(method) if self._is_able(seat)]
-            while len(peers) > 1:
-                full, empty = max(peers, key=loads.__getitem__), self._roomiest(method, loads)
-                if empty is None or loads[full] - loads[empty] <= 1:
-                    break
-                movable = np.flatnonzero(self._table.assigned[full] & ~self._table.assigned[empty])
-                if not len(movable):
-                    break
-                row = int(movable[0])
-                if self._base.get(row) == full:
-                    changes += self._move(row, full, empty, loads)
-                else:
-                    changes += [self._shut(full, row, loads), self._open(empty, row, loads)]
-        return changes
-
-    def _move(self, row: int, base: int | None, seat: int, loads: list[int]) -> list[Change]:
-        self._base[row] = seat
-        if base is not None and self._racing and self._table.assigned[seat, row] and self._is_able(base):
-            return []  # they change places in the race
-        changes = [self._shut(base, row, loads)] if base is not None and self._table.assigned[base, row] else []
-        return changes if self._table.assigned[seat, row] else [*changes, self._open(seat, row, loads)]
-
-    def _open(self, seat: int, row: int, loads: list[int]) -> Change:
-        drafter = self._drafter(seat)
-        assert drafter is not None
-        self._table.seat_row(seat, row, drafter.window)
-        loads[seat] += 1
-        return seat, row, True
-
-    def _shut(self, seat: int, row: int, loads: list[int] | None = None) -> Change:
-        self._table.unseat_row(seat, row)
-        if loads is not None:
-            loads[seat] -= 1
-        return seat, row, False
-
-    def _loads(self) -> list[int]:
-        loads: list[int] = self._table.assigned.sum(axis=1).tolist()
-        return loads
-
-    def _roomiest(self, method: str, loads: Sequence[int]) -> int | None:
-        """The least loaded drafter of this method that has room."""
-        free = [
-            (loads[seat], seat)
-            for seat in self._seats_of(method)
-            if self._is_able(seat) and loads[seat] < self._policy.drafters[seat].max_batch  # type: ignore[union-attr]
-        ]
-        return min(free)[1] if free else None
-
-    def _seat_for(self, row: int, method: str, loads: Sequence[int]) -> int | None:
-        """The drafter of this method that drafts for the request already, or the least loaded one that has room."""
-        mine = [seat for seat in self._seats_of(method) if self._table.assigned[seat, row] and self._is_able(seat)]
-        return mine[0] if mine else self._roomiest(method, loads)
-
-    def _seats_of(self, method: str) -> list[int]:
-        return [seat for seat, one in enumerate(self._policy.drafters) if one is not None and one.method == method]
-
-    def _drafter(self, seat: int) -> Drafter | None:
-        return self._policy.drafters[seat] if seat < len(self._policy.drafters) else None
-
-    def _is_able(self, seat: int) -> bool:
-        drafter = self._drafter(seat)
-        return drafter is not None and drafter.able
-
-    def _method(self, seat: int) -> str:
-        drafter = self._drafter(seat)
-        return drafter.method if drafter is not None else ""
+                    places.shut(seat, rows[int(left.argmax())])
+                    return seat
+        return None
 
 
 def describe(policy: Policy, rates: np.ndarray, racing: bool, loads: Sequence[int]) -> dict[str, Any]:
