@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.draft.cost import DraftCost
 from specactor_ray.draft.mirrors import DraftCounters, Mirrors
 from specactor_ray.drafters.base import KeepsHistory, Proposer
 from specactor_ray.loops.commands import Commands
@@ -22,7 +23,6 @@ from specactor_ray.loops.idle_learning import IdleLearning
 from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.queues.link import Link
-from specactor_ray.speculation.draft_cost import DraftCost
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.speculation.apply_plan import apply_plan, devices_of, requests_of
-from specactor_ray.speculation.candidates import Plan, Rejected
-from specactor_ray.speculation.plan import ALL_MODES, search_plan
+from specactor_ray.speculation.plan import ALL_MODES, Plan, Rejected, search_plan
 from specactor_ray.speculation.profile import Profile, load_profile, reject_foreign_profile
 from specactor_ray.speculation.survival import Survival
 

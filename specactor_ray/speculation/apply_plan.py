@@ -7,7 +7,7 @@ import math
 
 from specactor_ray.config.schema import Config, ModeName, PlanPolicy
 from specactor_ray.errors import ConfigError
-from specactor_ray.speculation.candidates import Plan
+from specactor_ray.speculation.plan import Plan
 
 
 def requests_of(config: Config) -> int:

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from specactor_ray.config.schema import ModeName
 from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import InputError
 from specactor_ray.spec.tgs import tau_coupled, tau_decoupled
-from specactor_ray.speculation.candidates import Candidate, Plan, Rejected
 from specactor_ray.speculation.costs import CostTable
 from specactor_ray.speculation.survival import Survival
 
@@ -44,6 +44,98 @@ class DraftCosts:
     table: CostTable
     free: bool = False
     """It runs on none of the planned devices (an n-gram drafter on the CPUs of a GPU machine)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What runs on which devices."""
+
+    mode: ModeName
+    method: str | None
+    """None in plain mode."""
+    draft_devices: int
+    """g_d: devices of the drafter's own in each group; 0 unless decoupled."""
+    verify_devices: int
+    """g_v: devices of each verifier."""
+
+    @property
+    def layout(self) -> tuple[ModeName, str | None, int, int]:
+        """These, without what else is said of it."""
+        return self.mode, self.method, self.draft_devices, self.verify_devices
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate(Layout):
+    """One way to run, with its prediction."""
+
+    window: int
+    """Draft tokens; 0 in plain mode."""
+    groups: int
+    batch: int
+    """b: requests of each group."""
+    probability: float
+    """p at this window; 0 in plain mode."""
+    draft_s: float
+    """D: seconds to draft a token for the whole batch."""
+    verify_s: float
+    """V: seconds of a verify step."""
+    iteration_s: float
+    """IL."""
+    tokens_per_iteration: float
+    """τ."""
+    tgs: float
+    """Tokens per second of one request."""
+    tokens_per_s: float
+    """Tokens per second of the whole cluster."""
+
+    def words(self) -> str:
+        """`decoupled ngram, 2 x (1 + 1), window 4`: groups x (verifier's devices + drafter's)."""
+        own = f" + {self.draft_devices}" if self.draft_devices else ""
+        method, window = (f" {self.method}", f", window {self.window}") if self.method is not None else ("", "")
+        return f"{self.mode.value}{method}, {self.groups} x ({self.verify_devices}{own}){window}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected(Layout):
+    """Something that was not chosen."""
+
+    kind: str
+    """`does not fit`, `not measured` or `slower`."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `search_plan` found."""
+
+    devices: int
+    """G."""
+    requests: int
+    """B: requests that run at once in the whole cluster."""
+    context: float
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+    """All that were evaluated."""
+    rejected: tuple[Rejected, ...]
+    notes: tuple[str, ...] = ()
+    """Where the prediction leaves what was measured."""
+
+    def best_by_layout(self) -> list[Candidate]:
+        """The best window of every layout, fastest first."""
+        return _best_by_layout(self.candidates)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: counts, choice, predictions (the best window of every layout), candidates, rejected, notes."""
+        return {
+            "devices": self.devices,
+            "batch": self.requests,
+            "context": self.context,
+            "chosen": _as_json(self.chosen),
+            "predictions": [_as_json(candidate) for candidate in self.best_by_layout()],
+            "candidates": [_as_json(candidate) for candidate in self.candidates],
+            "rejected": [_as_json(rejected) for rejected in self.rejected],
+            "notes": list(self.notes),
+        }
 
 
 def search_plan(
@@ -80,167 +172,144 @@ def search_plan(
     if devices < 1 or requests < 1:
         raise InputError(f"{devices} devices and a batch of {requests} cannot be planned; both must be 1 or more")
     search = _Search(verify, drafting, acceptance, devices, requests, context, round_trip_s, waits)
-    for mode in [mode for mode in ALL_MODES if mode in modes]:
-        for verify_devices in verify.devices:
-            search.verifier(mode, verify_devices)
+    for layout in search.layouts(modes):
+        search.look_at(layout)
     if not search.candidates:
         wanted = (
             f"{' or '.join(mode.value for mode in modes)} with the profiled {min(verify.devices)} or more device(s)"
         )
         raise InputError(f"no plan: {wanted} for each verifier does not fit {devices} device(s), or was not measured")
-    return search.plan()
+    chosen = max(search.candidates, key=lambda candidate: candidate.tokens_per_s)  # the first of equals
+    slower = [
+        Rejected(*candidate.layout, "slower", _slower(candidate, chosen))
+        for candidate in _best_by_layout(search.candidates)
+        if candidate.layout != chosen.layout
+    ]
+    rejected = (*search.rejected, *slower)
+    notes = tuple(search.notes(chosen))
+    return Plan(devices, requests, context, chosen, tuple(search.candidates), rejected, notes)
 
 
+@dataclass
 class _Search:
     """Collects candidates and what was left out. Arguments as of `search_plan`."""
 
-    def __init__(
-        self,
-        verify: CostTable,
-        drafting: Mapping[str, DraftCosts],
-        acceptance: Mapping[str, Survival],
-        devices: int,
-        requests: int,
-        context: float,
-        round_trip_s: float,
-        waits: bool,
-    ) -> None:
-        self._verify, self._drafting, self._acceptance = verify, drafting, acceptance
-        self._devices, self._requests, self._context, self._round_trip_s = devices, requests, context, round_trip_s
-        self._waits = waits
-        self.candidates: list[Candidate] = []
-        self._rejected: list[Rejected] = []
+    verify: CostTable
+    drafting: Mapping[str, DraftCosts]
+    acceptance: Mapping[str, Survival]
+    devices: int
+    requests: int
+    context: float
+    round_trip_s: float
+    waits: bool
+    candidates: list[Candidate] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
 
-    def verifier(self, mode: ModeName, verify_devices: int) -> None:
-        """All candidates of one mode and verifier configuration."""
-        if mode is ModeName.plain:
-            if self._admit(mode, None, 0, verify_devices, None):
-                self._evaluate(mode, None, 0, verify_devices, 0)
+    def layouts(self, modes: Sequence[ModeName]) -> Iterator[Layout]:
+        """All that these modes know, in the order in which equals are chosen."""
+        for mode in (mode for mode in ALL_MODES if mode in modes):
+            for verify_devices in self.verify.devices:
+                if mode is ModeName.plain:
+                    yield Layout(mode, None, 0, verify_devices)
+                    continue
+                for method, costs in self.drafting.items():
+                    none = mode is ModeName.coupled or costs.free
+                    for draft_devices in (0,) if none else range(1, verify_devices + 1):
+                        yield Layout(mode, method, draft_devices, verify_devices)
+
+    def look_at(self, layout: Layout) -> None:
+        """Evaluate every window of a layout, or note why that cannot be done."""
+        kind, reason = self._problem(layout)
+        if kind:
+            self.rejected.append(Rejected(*layout.layout, kind, reason))
             return
-        for method, costs in self._drafting.items():
-            for draft_devices in self._draft_device_counts(mode, costs, verify_devices):
-                if self._admit(mode, method, draft_devices, verify_devices, costs):
-                    for window in self._windows(mode, method, draft_devices, verify_devices, costs):
-                        self._evaluate(mode, method, draft_devices, verify_devices, window)
+        for window in self._windows(layout):
+            self.candidates.append(self._evaluate(layout, window))
 
-    def plan(self) -> Plan:
-        chosen = self.candidates[0]
-        for candidate in self.candidates:
-            if candidate.tokens_per_s > chosen.tokens_per_s:
-                chosen = candidate
-        found = Plan(self._devices, self._requests, self._context, chosen, tuple(self.candidates), ())
-        slower = [
-            Rejected(*candidate.layout, "slower", _slower(candidate, chosen))
-            for candidate in found.best_by_layout()
-            if candidate.layout != chosen.layout
-        ]
-        rejected = (*self._rejected, *slower)
-        return Plan(
-            self._devices, self._requests, self._context, chosen, found.candidates, rejected, tuple(self._notes(chosen))
-        )
+    def _problem(self, layout: Layout) -> tuple[str, str]:
+        """Why it cannot be evaluated: kind and reason, empty if it can."""
+        needed, method = layout.draft_devices + layout.verify_devices, layout.method
+        if needed > self.devices:
+            return "does not fit", f"needs {needed} devices, and there are {self.devices}"
+        tables = [(self.verify, layout.verify_devices, "verifying")]
+        if method is not None:
+            if method not in self.acceptance:
+                return "not measured", "its acceptance was not measured"
+            tables.append((self.drafting[method].table, self._drafts_on(layout, method), "drafting"))
+        problems = [(what, _not_covered(table, count, self._batch_of(layout))) for table, count, what in tables]
+        found = [f"{what}: {problem}" for what, problem in problems if problem]
+        return ("not measured", found[-1]) if found else ("", "")
 
-    def _draft_device_counts(self, mode: ModeName, costs: DraftCosts, verify_devices: int) -> Sequence[int]:
-        return (0,) if mode is ModeName.coupled or costs.free else range(1, verify_devices + 1)
-
-    def _drafts_on(self, mode: ModeName, costs: DraftCosts, draft_devices: int, verify_devices: int) -> int:
+    def _drafts_on(self, layout: Layout, method: str) -> int:
         """The device count at which the drafter's cost is looked up: coupled, it drafts on the verifier's devices."""
+        costs = self.drafting[method]
         if costs.free:
             return costs.table.devices[0]
-        return verify_devices if mode is ModeName.coupled else draft_devices
+        return layout.verify_devices if layout.mode is ModeName.coupled else layout.draft_devices
 
-    def _admit(
-        self, mode: ModeName, method: str | None, draft_devices: int, verify_devices: int, costs: DraftCosts | None
-    ) -> bool:
-        """Whether it can be evaluated; if not, why is noted."""
-        needed = draft_devices + verify_devices
-        reason = kind = ""
-        if needed > self._devices:
-            kind, reason = "does not fit", f"needs {needed} devices, and there are {self._devices}"
-        elif costs is not None and method not in self._acceptance:
-            kind, reason = "not measured", "its acceptance was not measured"
-        else:
-            tables = [(self._verify, verify_devices, "verifying")]
-            if costs is not None:
-                drafter = self._drafts_on(mode, costs, draft_devices, verify_devices)
-                tables.append((costs.table, drafter, "drafting"))
-            for table, count, what in tables:
-                problem = _not_covered(table, count, self._batch_of(needed))
-                if problem:
-                    kind, reason = "not measured", f"{what}: {problem}"
-        if kind:
-            self._rejected.append(Rejected(mode, method, draft_devices, verify_devices, kind, reason))
-        return not kind
-
-    def _windows(
-        self, mode: ModeName, method: str, draft_devices: int, verify_devices: int, costs: DraftCosts
-    ) -> range:
-        """1..w_max of Algorithm 1, cut at the largest window that was measured."""
-        widest = self._verify.windows(verify_devices)[-1]
-        draft_line = costs.table.line(self._drafts_on(mode, costs, draft_devices, verify_devices), self._context)
-        w_max = largest_window(draft_line, self._verify.line(verify_devices, self._context, widest))
+    def _windows(self, layout: Layout) -> range:
+        """1..w_max of Algorithm 1, cut at the largest window that was measured; none but 0 in plain mode."""
+        if layout.method is None:
+            return range(1)
+        widest = self.verify.windows(layout.verify_devices)[-1]
+        draft_line = self.drafting[layout.method].table.line(self._drafts_on(layout, layout.method), self.context)
+        w_max = largest_window(draft_line, self.verify.line(layout.verify_devices, self.context, widest))
         if w_max > widest:
             reason = f"windows {widest + 1} to {w_max} were not measured (profile with larger --windows)"
-            self._rejected.append(Rejected(mode, method, draft_devices, verify_devices, "not measured", reason))
+            self.rejected.append(Rejected(*layout.layout, "not measured", reason))
         return range(1, min(w_max, widest) + 1)
 
-    def _batch_of(self, group_devices: int) -> int:
-        return -(-group_devices * self._requests // self._devices)
+    def _batch_of(self, layout: Layout) -> int:
+        return -(-(layout.draft_devices + layout.verify_devices) * self.requests // self.devices)
 
-    def _evaluate(
-        self, mode: ModeName, method: str | None, draft_devices: int, verify_devices: int, window: int
-    ) -> None:
-        needed = draft_devices + verify_devices
-        batch = self._batch_of(needed)
-        groups = min(self._devices // needed, -(-self._requests // batch))  # none that would have nothing to do
-        verify_s = self._verify.seconds(verify_devices, batch, self._context, window)
-        draft_s = p = 0.0
-        if method is None:
-            tau, iteration_s = 1.0, verify_s
-        else:
-            costs = self._drafting[method]
-            on = self._drafts_on(mode, costs, draft_devices, verify_devices)
-            draft_s = costs.table.seconds(on, batch, self._context)
-            p = self._acceptance[method].probability(window)
-            tau, iteration_s = self._step(mode, p, window, draft_s, verify_s)
+    def _evaluate(self, layout: Layout, window: int) -> Candidate:
+        batch, method = self._batch_of(layout), layout.method
+        # No group that would have nothing to do.
+        groups = min(self.devices // (layout.draft_devices + layout.verify_devices), -(-self.requests // batch))
+        verify_s = self.verify.seconds(layout.verify_devices, batch, self.context, window)
+        draft_s, p, tau, iteration_s = 0.0, 0.0, 1.0, verify_s
+        if method is not None:
+            draft_s = self.drafting[method].table.seconds(self._drafts_on(layout, method), batch, self.context)
+            p = self.acceptance[method].probability(window)
+            tau, iteration_s = self._step(layout.mode, p, window, draft_s, verify_s)
         tgs = tau / iteration_s
-        running = min(self._requests, groups * batch)
-        self.candidates.append(
-            Candidate(
-                mode,
-                method,
-                draft_devices,
-                verify_devices,
-                window,
-                groups,
-                batch,
-                p,
-                draft_s,
-                verify_s,
-                iteration_s,
-                tau,
-                tgs,
-                running * tgs,
-            )
+        tokens_per_s = min(self.requests, groups * batch) * tgs
+        return Candidate(
+            *layout.layout, window, groups, batch, p, draft_s, verify_s, iteration_s, tau, tgs, tokens_per_s
         )
 
     def _step(self, mode: ModeName, p: float, window: int, draft_s: float, verify_s: float) -> tuple[float, float]:
         """`(τ, IL)` of a step with drafts."""
         if mode is ModeName.coupled:
             return tau_coupled(p, window), window * draft_s + verify_s
-        wait_s = window * draft_s + self._round_trip_s
+        wait_s = window * draft_s + self.round_trip_s
         waiting = tau_coupled(p, window), wait_s + verify_s
         running_on = tau_decoupled(p, window), max(window * draft_s, verify_s)
         pays = waiting[0] / waiting[1] > running_on[0] / running_on[1]
-        return waiting if self._waits and wait_s <= _MOST_WAIT_S and pays else running_on
+        return waiting if self.waits and wait_s <= _MOST_WAIT_S and pays else running_on
 
-    def _notes(self, chosen: Candidate) -> Iterator[str]:
-        contexts = self._verify.contexts(chosen.verify_devices)
-        if not contexts[0] <= self._context <= contexts[-1]:
-            near = contexts[0] if self._context < contexts[0] else contexts[-1]
-            yield f"context {self._context:g} is outside the measured {_range(contexts)}; costs are those at {near}"
-        batches = self._verify.batches(chosen.verify_devices)
+    def notes(self, chosen: Candidate) -> Iterator[str]:
+        """Where this prediction leaves what was measured."""
+        contexts = self.verify.contexts(chosen.verify_devices)
+        if not contexts[0] <= self.context <= contexts[-1]:
+            near = contexts[0] if self.context < contexts[0] else contexts[-1]
+            yield f"context {self.context:g} is outside the measured {_range(contexts)}; costs are those at {near}"
+        batches = self.verify.batches(chosen.verify_devices)
         if not batches[0] <= chosen.batch <= batches[-1]:
             yield f"batch {chosen.batch} is outside the measured {_range(batches)}; the fitted line goes on"
+
+
+def _best_by_layout(candidates: Sequence[Candidate]) -> list[Candidate]:
+    best: dict[Any, Candidate] = {}
+    for candidate in candidates:
+        known = best.get(candidate.layout)
+        if known is None or candidate.tokens_per_s > known.tokens_per_s:
+            best[candidate.layout] = candidate
+    return sorted(best.values(), key=lambda candidate: -candidate.tokens_per_s)
+
+
+def _as_json(thing: Layout) -> dict[str, Any]:
+    return {**asdict(thing), "mode": thing.mode.value}
 
 
 def largest_window(draft: tuple[float, float], verify: tuple[float, float]) -> int:

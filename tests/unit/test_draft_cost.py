@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specactor_ray.draft.cost import DraftCost
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.drafters.base import Proposer
 from specactor_ray.drafters.draft_model import DraftModelProposer
@@ -12,7 +13,6 @@ from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.messages import TailBatch
 from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.queues.link import Link, direct_sender
-from specactor_ray.speculation.draft_cost import DraftCost
 from tests.batches import news, opening
 from tests.clocks import HandClock
 from tests.tiny import tiny_draft
