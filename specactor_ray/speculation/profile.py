@@ -25,6 +25,11 @@ SAME_HARDWARE = ("cpu", "vector", "gpu")
 SAME_VERSIONS = ("torch",)
 """Packages whose version must be equal where a profile is used."""
 
+_ENTRIES: dict[str, Any] = {"device": str, "prompt_tokens": int | float, "verify": list, "verify_fits": list}
+_ENTRIES |= dict.fromkeys(("hardware", "versions", "model", "cpu_share", "methods"), dict)
+"""What a profile has, and of what type."""
+_MODEL = ("name", "dtype", "config_hash")
+
 LEAST_CPU_SHARE = 0.75
 """Below this share of its cores' time a measurement was disturbed by other work."""
 
@@ -135,6 +140,7 @@ def parse_profile(data: Any, where: str) -> Profile:
     if data.get("checksum") != _checksum({name: value for name, value in data.items() if name != "checksum"}):
         raise InputError(f"profile: {where} is damaged or was edited: its checksum does not match. {again}")
     try:
+        _check_entries(data)
         drafting, acceptance = {}, {}
         for method, entry in data["methods"].items():
             drafting[method] = DraftCosts(CostTable(points_from_json(entry["points"])), bool(entry["free"]))
@@ -185,6 +191,15 @@ def reject_foreign_profile(
     warnings = [f"{where}: {difference}; used because plan_force is set" for difference in foreign]
     changed = _differences("version", ("specactor-ray", "transformers"), profile.data["versions"], versions)
     return warnings + [f"{where}: {problem}" for problem in (*changed, *disturbed(profile.data))]
+
+
+def _check_entries(data: Mapping[str, Any]) -> None:
+    for name, kind in _ENTRIES.items():
+        if not isinstance(data.get(name), kind):
+            raise InputError(f"{name} is missing, or not what it should be")
+    for name in _MODEL:
+        if not isinstance(data["model"].get(name), str):
+            raise InputError(f"model.{name} is missing, or no text")
 
 
 def _differences(what: str, names: Sequence[str], measured: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

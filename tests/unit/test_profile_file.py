@@ -139,6 +139,18 @@ class TestFile:
         with pytest.raises(InputError, match="is no profile of specactor"):
             load_profile(file)
 
+    @pytest.mark.parametrize("name", ["device", "hardware", "versions", "model", "cpu_share", "methods"])
+    def test_missing_and_wrong_entries_are_named(self, file: Path, data: dict[str, Any], name: str) -> None:
+        for broken in ({n: v for n, v in data.items() if n != name}, {**data, name: None}):
+            file.write_text(json.dumps(seal(broken)))
+            with pytest.raises(InputError, match=f"is incomplete: {name} is missing"):
+                load_profile(file)
+
+    def test_an_incomplete_model_is_named(self, file: Path, data: dict[str, Any]) -> None:
+        file.write_text(json.dumps(seal({**data, "model": {"name": "m", "dtype": "float32"}})))
+        with pytest.raises(InputError, match=r"model\.config_hash is missing"):
+            load_profile(file)
+
     def test_missing_parts_are_named(self, file: Path, data: dict[str, Any]) -> None:
         for broken in ({**data, "verify": data["verify"][1:]}, {n: v for n, v in data.items() if n != "methods"}):
             file.write_text(json.dumps(seal(broken)))
