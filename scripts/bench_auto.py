@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[1]
 PROMPTS = ("arithmetic", "editing", "chat")
 METHODS = ("ngram", "suffix")
 VARIANTS: Mapping[str, Sequence[str]] = {"plain": (), **{f"coupled {one}": (one,) for one in METHODS}, "auto": METHODS}
-SLICES = 64
+SLICES = 256
 """Turns of a workload."""
 
 
