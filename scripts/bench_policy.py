@@ -54,6 +54,10 @@ SITUATIONS: Mapping[str, tuple[Path, Sequence[str]]] = {
     "batch 256": (SCENARIO, ["config.target.max_batch=256", "workload.requests=256"]),
     "batch 512": (SCENARIO, ["config.target.max_batch=512", "workload.requests=384", "workload.median_tokens=150"]),
     "a rollout": (SCENARIO, ["workload.arrival=at_once", "workload.sigma=1.0", "workload.requests=64"]),
+    "a large rollout": (
+        SCENARIO,
+        ["workload.arrival=at_once", "workload.sigma=1.0", "workload.requests=384", "config.target.max_batch=384"],
+    ),
     "equal drafters": (TWO, []),
     "equal and alike": (TWO, ["correlation=1"]),
     "one useless": (TWO, [USELESS]),

@@ -10,8 +10,8 @@ class DraftCost:
 
     An autoregressive drafter extends all its requests by one token in one forward, so a request waits a whole forward
     for its token; a lookup drafter fills one window after the other and answers when it is through with all. Both are
-    `seconds · requests / tokens` of an `extend`. A low quantile, because the first `extend` of a request also reads its
-    prompt, and because machines hesitate.
+    `seconds · requests / tokens` of an `extend`. A low quantile, because machines hesitate. The first `extend` of a
+    request also reads its prompt, so it counts only as long as nothing else is known.
 
     Args:
         memory: Measurements kept.
@@ -23,9 +23,12 @@ class DraftCost:
         self._recent: deque[float] = deque(maxlen=memory)
         self._quartile = 0.0
 
-    def record(self, seconds: float, requests: int, tokens: int) -> None:
+    def record(self, seconds: float, requests: int, tokens: int, reads_prompts: bool = False) -> None:
         """One `extend` lengthened the tails of `requests` requests by `tokens` tokens in all. Nonsense is ignored."""
         if requests < 1 or tokens < 1 or not 0.0 < seconds < float("inf"):
+            return
+        if reads_prompts:
+            self._quartile = self._quartile or seconds * requests / tokens
             return
         self._recent.append(seconds * requests / tokens)
         self._quartile = sorted(self._recent)[len(self._recent) // 4]

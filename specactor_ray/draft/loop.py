@@ -156,7 +156,7 @@ class DraftLoop:
         begin = self._clock.now()
         changed = self.proposer.extend()
         if changed:
-            self._note_cost(self._clock.now() - begin, changed)
+            self._note_cost(self._clock.now() - begin, changed, any(message.opened for message, _ in messages))
             self.counters.extends += 1
             self._failures_in_a_row = 0
             mirrors.note_changed(changed)
@@ -166,7 +166,7 @@ class DraftLoop:
     def _learn(self) -> bool:
         return bool(self._mirrors.with_learning(lambda learning: learning.learn()))
 
-    def _note_cost(self, seconds: float, changed: Sequence[str]) -> None:
+    def _note_cost(self, seconds: float, changed: Sequence[str], opened: bool) -> None:
         """Models add a token to each request, lookups whole tails."""
         tokens = len(self.proposer.tails(changed).tokens) if self._looks_up else len(changed)
-        self._cost.record(seconds, len(changed), tokens)
+        self._cost.record(seconds, len(changed), tokens, reads_prompts=opened and not self._looks_up)

@@ -12,6 +12,8 @@ _FADE = 1.0 - 1.0 / 16.0
 """Weight that a step loses with each one after it."""
 _SHORTEST, _LONGEST = 2, 256
 """Steps of a suspension, four times as many when drafts bring nothing after it either."""
+_FEWER = 0.5
+"""Part of its requests at which a suspension ends early."""
 _OWN_WEIGHT = 0.1
 """Weight of the newest plain step in the moving mean of what the verifier's own Python takes in one."""
 
@@ -27,6 +29,8 @@ class Suspension:
     def __init__(self) -> None:
         self._left = 0
         self._spell = _SHORTEST
+        self._rows = 0
+        """Requests when it began."""
         self._steps = 0
         """With drafts, since the last suspension."""
         self._sums = np.zeros(4)
@@ -63,23 +67,23 @@ class Suspension:
         if self._left:
             if self.is_quiet:
                 self._note_plain(own_s / num_rows)
-            self._left -= 1
-            if not self._left:
-                self._steps, self._sums = 0, np.zeros(4)
+            # Fewer requests leave more room for drafts.
+            self._left = self._left - 1 if num_rows > _FEWER * self._rows else 0
             return
         self._steps += 1
         if self._steps == 1:
+            self._sums[:] = 0.0
             return  # drafters catch up
         saved_s = max(own_s - num_rows * self._plain_row_s, 0.0)
         plain_s = max(seconds - drafting_s - saved_s, 0.0)
         self._sums = _FADE * self._sums + (num_rows + accepted, seconds, num_rows, plain_s)
         if self._steps > PROBE_STEPS:
-            self._judge()
+            self._judge(num_rows)
 
-    def _judge(self) -> None:
+    def _judge(self, num_rows: int) -> None:
         tokens, seconds, plain_tokens, plain_s = self._sums
         if tokens * plain_s < plain_tokens * seconds:
-            self._left = self._spell
+            self._left, self._steps, self._rows = self._spell, 0, num_rows
             self._spell = min(4 * self._spell, _LONGEST)
         elif self._steps > 4 * PROBE_STEPS:
             self._spell = _SHORTEST

@@ -25,6 +25,12 @@ def loop_of(proposer: Proposer, **arguments: HandClock) -> tuple[DraftLoop, list
     return loop, told
 
 
+def tiny_model() -> RaggedModel:
+    from transformers import AutoModelForCausalLM
+
+    return RaggedModel(AutoModelForCausalLM.from_pretrained(tiny_draft(), dtype=torch.float32), 4 << 20)
+
+
 def test_a_request_waits_for_the_whole_batch() -> None:
     cost = DraftCost()
     assert cost.token_s == 0.0
@@ -49,6 +55,32 @@ def test_outliers_nonsense_and_old_measurements_do_not_count() -> None:
         DraftCost(0)
 
 
+def test_reading_prompts_counts_only_as_long_as_nothing_else_is_known() -> None:
+    cost = DraftCost()
+    cost.record(3.0, 8, 8, reads_prompts=True)
+    assert cost.token_s == pytest.approx(3.0)
+    cost.record(0.01, 8, 8)
+    assert cost.token_s == pytest.approx(0.01)
+    cost.record(5.0, 8, 8, reads_prompts=True)
+    assert cost.token_s == pytest.approx(0.01)
+
+
+def test_a_model_is_not_slow_because_it_read_prompts_first() -> None:
+    class Slow(DraftModelProposer):
+        """Reading a prompt takes it three seconds, a token a tenth."""
+
+        def extend(self) -> list[str]:
+            clock.seconds += 0.1 if clock.seconds else 3.0
+            return super().extend()
+
+    clock = HandClock()
+    loop, told = loop_of(Slow(tiny_model()), clock=clock)
+    loop.deliver(news([opening(0, prompt=(1, 2, 3))]))
+    for _ in range(3):
+        loop.run_once()
+    assert told[0].token_s == pytest.approx(3.0) and told[-1].token_s == pytest.approx(0.1)
+
+
 def test_tails_carry_what_the_drafter_measured() -> None:
     loop, told = loop_of(NgramProposer(1, 4, 0, 8), clock=HandClock(tick_s=0.5))
     loop.deliver(news([opening(row, prompt=(1, 2, 3, 1, 2, 3)) for row in range(2)]))
@@ -60,10 +92,7 @@ def test_tails_carry_what_the_drafter_measured() -> None:
 
 
 def test_tails_are_told_token_by_token_and_say_when_they_are_complete() -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_draft(), dtype=torch.float32)
-    loop, told = loop_of(DraftModelProposer(RaggedModel(model, 4 << 20)))
+    loop, told = loop_of(DraftModelProposer(tiny_model()))
     loop.deliver(news([opening(0, prompt=(1, 2, 3), max_tokens=50)]))
     while loop.run_once():
         pass

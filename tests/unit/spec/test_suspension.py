@@ -86,6 +86,18 @@ def test_steps_without_requests_say_nothing() -> None:
     assert not suspension.is_on
 
 
+def test_half_as_many_requests_end_a_pause() -> None:
+    """The tail of a rollout has room for drafts."""
+    suspension = Suspension()
+    while suspension._spell < 128 or not suspension.is_on:
+        steps(suspension, 1, accepted=0, drafting_s=0.002)
+    for num_rows in (16, 12, 9):
+        suspension.record(num_rows, 0, PLAIN_S, 0.0, PLAIN_OWN_S)
+        assert suspension.is_on
+    suspension.record(8, 0, PLAIN_S, 0.0, PLAIN_OWN_S)
+    assert not suspension.is_on
+
+
 def test_new_drafters_are_tried_at_once() -> None:
     suspension = Suspension()
     while not suspension.is_on:
