@@ -23,8 +23,6 @@ class CommitOutcome:
     """How many of those the tail had guessed, counted from the first: `min(advanced, len(tail))` if all agreed."""
     survived: int = 0
     """Tail tokens left."""
-    rolled_back: bool = False
-    """The tail held a wrong token; all of it from there on is gone."""
 
 
 class RequestMirror:
@@ -79,13 +77,12 @@ class RequestMirror:
 
     def _advance(self, fresh: list[int]) -> CommitOutcome:
         matched = common_prefix(self.tail, fresh)
-        wrong = matched < len(fresh) and matched < len(self.tail)
-        if wrong:
+        if matched < len(fresh) and matched < len(self.tail):
             self.tail.clear()
         else:
             del self.tail[:matched]
         self.committed.extend(fresh)
-        return CommitOutcome(True, len(fresh), matched, survived=len(self.tail), rolled_back=wrong)
+        return CommitOutcome(True, len(fresh), matched, survived=len(self.tail))
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -298,8 +297,3 @@ def samples_of(
         for place in places:
             own = replace(params, seed=derive_seed(params.seed, *place))
             yield place, JournalEntry(f"{prefix}{place[0]}-{place[1]}", token_ids, own), reason
-
-
-def default_run_dir(config: Config, run_name: str) -> Path:
-    """Folder of a run, under `run.dir`."""
-    return Path(os.path.expanduser(config.run.dir)) / run_name

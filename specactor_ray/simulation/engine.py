@@ -82,9 +82,6 @@ class SimulatedEngine:
             self.cached_tokens -= row.context
         self._waiting.pop(request_id, None)
 
-    def committed_len(self, request_id: str) -> int:
-        return (self._admitted.get(request_id) or self._waiting[request_id]).committed
-
     def decoding(self) -> list[str]:
         self._admit()
         return [name for name, row in self._admitted.items() if not row.to_prefill]
@@ -114,7 +111,7 @@ class SimulatedEngine:
                     self.remove(name)
         self._preempt()
         result.forward_s, result.num_tokens = seconds * self._actor.process.slowness, positions + prefilled
-        result.num_prefill_tokens, result.num_rows = prefilled, len(decoding)
+        result.num_prefill_tokens = prefilled
         world.python.begin(self._actor.process)
         return result
 

@@ -17,7 +17,7 @@ from specactor_ray.simulation.roofline import DeviceSpec, ModelSpec
 SHIPPED = Path(__file__).with_name("shipped")
 """conf/simulation/hardware of the repository, which a wheel carries inside the package."""
 
-HARDWARE, MODELS, CLUSTER = "specactor hardware", "specactor models", "specactor cluster"
+HARDWARE, MODELS = "specactor hardware", "specactor models"
 
 # Key of a file → field, and how many units of the field one of the file is.
 _DEVICE_FIGURES: Mapping[str, tuple[str, float]] = {
@@ -32,29 +32,6 @@ _DEVICE_FIGURES: Mapping[str, tuple[str, float]] = {
     "link_bandwidth_gb_s": ("link_bandwidth", 1e9),
     "link_latency_us": ("link_latency_s", 1e-6),
 }
-_CLUSTER_FIGURES: Mapping[str, tuple[str, float]] = {
-    "one_way_ms": ("one_way_s", 1e-3),
-    "call_cpu_ms": ("call_cpu_s", 1e-3),
-    "put_get_ms": ("put_get_s", 1e-3),
-    "intra_node_gb_s": ("intra_node_bandwidth", 1e9),
-    "inter_node_gb_s": ("inter_node_bandwidth", 1e9),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSpec:
-    """What messages between processes cost."""
-
-    one_way_s: float
-    """From the call of an actor's method to its start."""
-    call_cpu_s: float
-    """CPU seconds of a call when many are under way."""
-    put_get_s: float
-    """A small object, written to and read from the object store."""
-    intra_node_bandwidth: float
-    """Bytes/s between GPUs of a node, one direction."""
-    inter_node_bandwidth: float
-    """Bytes/s between nodes, one direction."""
 
 
 @dataclass(frozen=True)
@@ -194,16 +171,6 @@ def find_model(name: str, models: Mapping[str, ModelSpec] | None = None) -> Mode
         problem = f"the shape of this model is not known.{did_you_mean(name.lower(), list(models))}"
         raise ConfigError(f"model {name}", problem, f"use one of {', '.join(models)}, or add it to models.yaml.")
     return model
-
-
-def load_cluster(name_or_path: str | Path = SHIPPED / "cluster.yaml") -> ClusterSpec:
-    """What messages cost.
-
-    Raises:
-        ConfigError: The file is wrong; the message names the key.
-    """
-    top = read_file(find_file(name_or_path), CLUSTER).only(("kind", "name", "cluster"))
-    return ClusterSpec(**_figures(top.section("cluster"), _CLUSTER_FIGURES))
 
 
 def _figures(section: Section, figures: Mapping[str, tuple[str, float]]) -> dict[str, float]:

@@ -68,7 +68,6 @@ class StepResult:
     num_tokens: int = 0
     """Positions in the forward (prefill and verify)."""
     num_prefill_tokens: int = 0
-    num_rows: int = 0
 
 
 class TargetEngine(Protocol):
@@ -89,9 +88,6 @@ class TargetEngine(Protocol):
 
     def remove(self, request_id: str) -> None:
         """Drop a request, running or waiting, and free its cache. Unknown ids are ignored."""
-
-    def committed_len(self, request_id: str) -> int:
-        """Output tokens committed so far. Raises KeyError for an unknown id."""
 
     def decoding(self) -> list[str]:
         """Ids of the admitted requests whose next step will sample: the ones worth a tail."""

@@ -136,9 +136,6 @@ class HfEngine:
         else:
             self._waiting.remove(row)
 
-    def committed_len(self, request_id: str) -> int:
-        return self._rows[request_id].committed
-
     def decoding(self) -> list[str]:
         return [row.request.request_id for row in self._running if row.pending == 1]
 
@@ -173,7 +170,7 @@ class HfEngine:
     def step(self, tails: Mapping[str, Tail]) -> StepResult:
         self._admit()
         plan = self._plan(tails)
-        result = StepResult(num_rows=len(plan))
+        result = StepResult()
         if not plan:
             return result
         begin = time.perf_counter()

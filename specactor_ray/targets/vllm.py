@@ -104,9 +104,6 @@ class VllmEngine:
             del self._by_core_id[row.core_id]
             self._core.abort(row.core_id)
 
-    def committed_len(self, request_id: str) -> int:
-        return self._rows[request_id].committed
-
     def decoding(self) -> list[str]:
         return [request_id for request_id, row in self._rows.items() if self._core.samples_next(row.core_id)]
 
@@ -116,7 +113,7 @@ class VllmEngine:
     def step(self, tails: Mapping[str, Tail]) -> StepResult:
         begin = time.perf_counter()
         done = self._core.step(self._drafts(tails))
-        result = StepResult(sampling_s=done.sampling_s, num_tokens=done.num_tokens, num_rows=len(done.rows))
+        result = StepResult(sampling_s=done.sampling_s, num_tokens=done.num_tokens)
         result.forward_s = time.perf_counter() - begin - done.sampling_s
         for core_id, report in done.rows.items():
             context = report.num_scheduled - report.num_drafted

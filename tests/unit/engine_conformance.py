@@ -53,7 +53,7 @@ class Collected:
             self.errors[output.request_id] = output.error
 
 
-def run(engine: TargetEngine, drafts: Drafts | None = None, max_steps: int = 5000) -> Collected:
+def run(engine: Any, drafts: Drafts | None = None, max_steps: int = 5000) -> Collected:
     """Step until the engine is empty."""
     collected = Collected()
     for _ in range(max_steps):
@@ -61,7 +61,7 @@ def run(engine: TargetEngine, drafts: Drafts | None = None, max_steps: int = 500
             return collected
         tails: Mapping[str, Tail] = {}
         if drafts is not None:
-            tails = {rid: drafts(rid, engine.committed_len(rid)) for rid in engine.decoding()}
+            tails = {rid: drafts(rid, engine._rows[rid].committed) for rid in engine.decoding()}
         for output in engine.step(tails).outputs:
             collected.take(output)
     raise AssertionError("the engine did not finish")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from specactor_ray.cli import app
 from specactor_ray.errors import ConfigError, InputError, UserError
 from specactor_ray.simulation.hardware import MeasuredHardware, ProfiledHardware, RooflineHardware, load_hardware
-from specactor_ray.simulation.hardware_files import SHIPPED, load_cluster, load_models, shipped_hardware
+from specactor_ray.simulation.hardware_files import SHIPPED, load_models, shipped_hardware
 from specactor_ray.simulation.measured import GridCost
 from specactor_ray.speculation.costs import CostPoint, CostTable
 from specactor_ray.speculation.plan import DraftCosts
@@ -65,14 +65,8 @@ def test_shipped_files_are_found_in_the_repository_and_in_a_wheel() -> None:
 def test_every_figure_names_its_source() -> None:
     for path in SHIPPED.glob("*.yaml"):
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
-        for section in ("roofline", "cluster", "models"):
+        for section in ("roofline", "models"):
             assert all(figure["source"] for figure in sections.get(section, {}).values())
-
-
-def test_cluster_figures() -> None:
-    cluster = load_cluster()
-    assert (cluster.one_way_s, cluster.call_cpu_s, cluster.put_get_s) == pytest.approx((0.00055, 0.0005, 0.0007))
-    assert cluster.intra_node_bandwidth > cluster.inter_node_bandwidth > 1e9
 
 
 def set_figure(value: Any) -> Callable[[dict[str, Any]], Any]:

@@ -123,7 +123,7 @@ class TestEngine:
             found.append(one.engine.step({"1": list(one.tokens(1)[1:3])}))
 
         assert one.run(script) == pytest.approx(2.0 * (1.010 + 1.003 + 0.1))
-        assert [(r.num_prefill_tokens, r.num_tokens, r.num_rows) for r in found] == [(10, 10, 0), (0, 3, 1)]
+        assert [(r.num_prefill_tokens, r.num_tokens) for r in found] == [(10, 10), (0, 3)]
         assert [r.forward_s for r in found] == pytest.approx([2.02, 2.006])
         assert [output.num_accepted for output in found[1].outputs] == [2]
 
@@ -169,7 +169,7 @@ class TestEngine:
         def script() -> None:
             while one.engine.has_work():
                 result = one.engine.step({})
-                rows.append((result.num_rows, result.num_prefill_tokens))
+                rows.append((result.num_tokens - result.num_prefill_tokens, result.num_prefill_tokens))
                 assert one.engine.cached_tokens <= 100 + 2
                 ended.extend(output.request_id for output in result.outputs if output.finish_reason)
 
