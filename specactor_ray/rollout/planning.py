@@ -256,8 +256,7 @@ def make_plan(
         requests=requests,
         context=profile.prompt_tokens + config.sampling.max_tokens / 2 if context is None else context,
         modes=modes,
-        round_trip_s=0.0 if paper else MESSAGE_ROUND_TRIP_S,
-        waits=not paper,
+        round_trip_s=None if paper else MESSAGE_ROUND_TRIP_S,
     )
     return replace(plan, rejected=(*unusable, *plan.rejected))
 

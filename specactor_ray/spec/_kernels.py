@@ -7,7 +7,7 @@ of three is the drafter's seat, axis 1 the request's row, axis 2 the draft posit
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,12 +16,39 @@ from specactor_ray.jit import kernel
 _jit: Any = kernel()
 
 TAKEN, STALE, MISMATCH, AHEAD, UNKNOWN, TRUNCATED, MALFORMED, FRESH, OUTCOMES = 0, 1, 2, 3, 4, 5, 6, 7, 8
-"""What becomes of a tail that arrives; places in the counts that `take_tails` returns. `FRESH`: of those taken, drafted
-in knowledge of the newest commit."""
+"""What becomes of a tail that arrives; places in the counts that `take_tails` returns.
+
+Stale: nothing past the committed prefix, or older than what is there. Mismatch: differs from what was committed
+meanwhile. Ahead: claims more committed tokens than there are. Unknown: of a request that is not open, or not with this
+drafter. Truncated: of those taken, longer than allowed, and cut. Fresh: of those taken, drafted in knowledge of the
+newest commit."""
+FATES = ("taken", "stale", "mismatch", "ahead", "unknown", "truncated", "malformed")
+"""Their names but the last, in this order, for counters."""
+
+
+class Planes(NamedTuple):
+    """Arrays of `table.RequestTable`, which documents them. They are here so that numba's cache notices a change."""
+
+    generation: np.ndarray
+    committed: np.ndarray
+    recent: np.ndarray
+    output: np.ndarray
+    totals: np.ndarray
+    assigned: np.ndarray
+    base: np.ndarray
+    tail: np.ndarray
+    length: np.ndarray
+    complete: np.ndarray
+    version: np.ndarray
+    seat_drafted: np.ndarray
+    seat_accepted: np.ndarray
+    method: np.ndarray
+    evidence: np.ndarray
 
 
 @_jit
 def take_tails(
+    seat: int,
     rows: Any,
     generations: Any,
     bases: Any,
@@ -30,29 +57,22 @@ def take_tails(
     done: Any,
     vocab_size: int,
     version: int,
-    generation: Any,
-    committed: Any,
-    output: Any,
-    assigned: Any,
-    base: Any,
-    length: Any,
-    tail: Any,
-    complete: Any,
-    versions: Any,
-    recent: Any,
+    table: Planes,
 ) -> Any:
-    """Take in a batch of tails of one drafter; `assigned` to `versions` are the drafter's own planes of the table.
+    """Take in a batch of tails of the drafter in a seat. Returns counts by what became of them.
 
     A tail is held against what was committed: equal as far as both reach, the rest is usable; different, it is dropped.
     That check alone makes loss, repetition and reordering harmless.
     """
     counts = np.zeros(OUTCOMES, np.int64)
+    generation, committed, output = table.generation, table.committed, table.output
+    base, length, tail = table.base[seat], table.length[seat], table.tail[seat]
     width = tail.shape[1]
     begin = 0
     for i in range(len(rows)):
         row, first, size = rows[i], begin, lengths[i]
         begin += size
-        if row < 0 or row >= len(generation) or generation[row] != generations[i] or not assigned[row]:
+        if row < 0 or row >= len(generation) or generation[row] != generations[i] or not table.assigned[seat, row]:
             counts[UNKNOWN] += 1
             continue
         behind = committed[row] - bases[i]
@@ -90,9 +110,10 @@ def take_tails(
             left = width
         for k in range(left):
             tail[row, k] = tokens[first + behind + k]
-        length[row], base[row], complete[row], versions[row] = left, bases[i], done[i], version
+        length[row], base[row] = left, bases[i]
+        table.complete[seat, row], table.version[seat, row] = done[i], version
         counts[TAKEN] += 1
-        counts[FRESH] += behind == 0 and recent[row]
+        counts[FRESH] += behind == 0 and table.recent[row]
     return counts
 
 
@@ -105,18 +126,8 @@ def commit(
     drafted: Any,
     accepted: Any,
     supplied: Any,
-    committed: Any,
-    output: Any,
-    totals: Any,
-    assigned: Any,
-    base: Any,
-    length: Any,
-    tail: Any,
-    seat_drafted: Any,
-    seat_accepted: Any,
-    method: Any,
-    evidence: Any,
     bucket: Any,
+    table: Planes,
     all_evidence: Any,
 ) -> int:
     """Append the next `counts[i]` tokens to the output of `rows[i]`, and judge every tail that was there by them.
@@ -128,6 +139,8 @@ def commit(
     Counts what was verified of the tail of `seats[i]` (-1: nobody's), in `totals` by row too, and fills `supplied[i]`
     with how many of its tokens were there.
     """
+    committed, output, totals, evidence = table.committed, table.output, table.totals, table.evidence
+    length, tail, method = table.length, table.tail, table.method
     refuted, first = 0, 0
     for i in range(len(rows)):
         row, fresh, part = rows[i], counts[i], bucket[i]
@@ -137,16 +150,16 @@ def commit(
         totals[2, row] += accepted[i]
         totals[3, row] += supplied[i] > 0
         if drafted[i] > 0:
-            seat_drafted[seats[i], row] += drafted[i]
-            seat_accepted[seats[i], row] += accepted[i]
+            table.seat_drafted[seats[i], row] += drafted[i]
+            table.seat_accepted[seats[i], row] += accepted[i]
         start = committed[row]
         for k in range(fresh):
             output[row, start + k] = tokens[first + k]
         for seat in range(len(method)):
-            if not assigned[seat, row]:
+            if not table.assigned[seat, row]:
                 continue
             have, kind = length[seat, row], method[seat]
-            if have > 0 or base[seat, row] == start:
+            if have > 0 or table.base[seat, row] == start:
                 guessed = 1.0 if have > 0 else 0.0
                 evidence[2, kind, row] += guessed
                 evidence[3, kind, row] += 1.0

@@ -151,26 +151,8 @@ class RequestTable:
 
     def take(self, seat: int, tails: Any, vocab_size: int) -> np.ndarray:
         """Take in the tails of one drafter (`messages.TailBatch`). Returns how many met which fate (`_kernels`)."""
-        counts: np.ndarray = _kernels.take_tails(
-            tails.rows,
-            tails.generations,
-            tails.bases,
-            tails.lengths,
-            tails.tokens,
-            tails.complete,
-            vocab_size,
-            tails.weight_version,
-            self.generation,
-            self.committed,
-            self.output,
-            self.assigned[seat],
-            self.base[seat],
-            self.length[seat],
-            self.tail[seat],
-            self.complete[seat],
-            self.version[seat],
-            self.recent,
-        )
+        arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens, tails.complete)
+        counts: np.ndarray = _kernels.take_tails(seat, *arrays, vocab_size, tails.weight_version, self._arrays())
         return counts
 
     def commit(self, step: Committed, acceptance: Acceptance) -> tuple[int, np.ndarray]:
@@ -182,23 +164,7 @@ class RequestTable:
         rows = step.rows
         start, supplied = self.committed[rows], np.empty(len(rows), np.int32)
         self._fit(int((start + step.counts).max(initial=0)) + self.window + 1)
-        refuted: int = _kernels.commit(
-            *step,
-            supplied,
-            self.committed,
-            self.output,
-            self.totals,
-            self.assigned,
-            self.base,
-            self.length,
-            self.tail,
-            self.seat_drafted,
-            self.seat_accepted,
-            self.method,
-            self.evidence,
-            bucket_of(start),
-            acceptance.evidence,
-        )
+        refuted: int = _kernels.commit(*step, supplied, bucket_of(start), self._arrays(), acceptance.evidence)
         self.recent[:] = False
         self.recent[rows] = True
         return refuted, supplied
@@ -213,6 +179,9 @@ class RequestTable:
         _kernels.gather(rows, told, self.committed, self.output, lengths, tokens)
         told[rows] = self.committed[rows]
         return lengths, tokens
+
+    def _arrays(self) -> _kernels.Planes:
+        return _kernels.Planes(*(getattr(self, name) for name in _kernels.Planes._fields))
 
     # ---- growth ----
 

@@ -12,10 +12,9 @@ of the whole cluster,
 since devices that are left over, and requests that wait, do not show in the TGS of one request. Where group sizes
 divide G, every layout runs all B requests, so this order is that of TGS, the one of the paper.
 
-The equations are the paper's, and are used as they stand unless told otherwise. Two things this product does are not
-in them and can be added: `round_trip_s`, what a message to another process takes there and back, and `waits`: a
-decoupled verifier waits a few milliseconds for the tail of its newest commit where that pays (`window.choose_wait_s`),
-and is then a coupled one whose drafter has devices of its own. See docs/design/plan.md.
+The equations are the paper's. One thing this product does is not in them and can be added (`round_trip_s`): a decoupled
+verifier waits a few milliseconds for the tail of its newest commit where that pays, and is then a coupled one whose
+drafter has devices of its own. See docs/design/plan.md.
 """
 
 from __future__ import annotations
@@ -147,8 +146,7 @@ def search_plan(
     requests: int,
     context: float,
     modes: Sequence[ModeName] = ALL_MODES,
-    round_trip_s: float = 0.0,
-    waits: bool = False,
+    round_trip_s: float | None = None,
 ) -> Plan:
     """Evaluate every candidate and take the one with the most tokens per second of the cluster.
 
@@ -163,15 +161,15 @@ def search_plan(
         requests: B.
         context: Tokens of prompt and output a request has on average.
         modes: Modes that may be chosen.
-        round_trip_s: Seconds a decoupled step that waits for drafts waits for messages beside drafting; in the paper 0.
-        waits: Decoupled verifiers wait for the newest tail where that pays. In the paper they never do.
+        round_trip_s: Decoupled verifiers wait for the newest tail where that pays; a message there and back takes so
+            many seconds. None: they never wait, as in the paper.
 
     Raises:
         InputError: G or B is below 1, or nothing that was measured fits G devices.
     """
     if devices < 1 or requests < 1:
         raise InputError(f"{devices} devices and a batch of {requests} cannot be planned; both must be 1 or more")
-    search = _Search(verify, drafting, acceptance, devices, requests, context, round_trip_s, waits)
+    search = _Search(verify, drafting, acceptance, devices, requests, context, round_trip_s)
     for layout in search.layouts(modes):
         search.look_at(layout)
     if not search.candidates:
@@ -200,8 +198,7 @@ class _Search:
     devices: int
     requests: int
     context: float
-    round_trip_s: float
-    waits: bool
+    round_trip_s: float | None
     candidates: list[Candidate] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
 
@@ -282,11 +279,11 @@ class _Search:
         """`(τ, IL)` of a step with drafts."""
         if mode is ModeName.coupled:
             return tau_coupled(p, window), window * draft_s + verify_s
-        wait_s = window * draft_s + self.round_trip_s
-        waiting = tau_coupled(p, window), wait_s + verify_s
         running_on = tau_decoupled(p, window), max(window * draft_s, verify_s)
+        wait_s = math.inf if self.round_trip_s is None else window * draft_s + self.round_trip_s
+        waiting = tau_coupled(p, window), wait_s + verify_s
         pays = waiting[0] / waiting[1] > running_on[0] / running_on[1]
-        return waiting if self.waits and wait_s <= _MOST_WAIT_S and pays else running_on
+        return waiting if wait_s <= _MOST_WAIT_S and pays else running_on
 
     def notes(self, chosen: Candidate) -> Iterator[str]:
         """Where this prediction leaves what was measured."""

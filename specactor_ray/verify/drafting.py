@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -29,26 +28,6 @@ from specactor_ray.verify.seat import DrafterLink, FeatureLog, Seat
 
 WINDOWS_EVERY = 8
 """Steps between two looks at how far drafters run ahead."""
-
-
-@dataclass(slots=True)
-class TailCounters:
-    """What became of the tails that arrived, and of those that were there."""
-
-    taken: int = 0
-    stale: int = 0
-    """Nothing past the committed prefix, or older than the tail that is there."""
-    mismatch: int = 0
-    """Differed from what had been committed meanwhile."""
-    ahead: int = 0
-    """Claimed a base longer than the committed prefix, which cannot come from this verifier's truth."""
-    unknown: int = 0
-    """For a request that is not open, or not with this drafter."""
-    truncated: int = 0
-    """Were longer than allowed and were cut (counted beside `taken`)."""
-    malformed: int = 0
-    refuted: int = 0
-    """Were there, and a commit proved them wrong."""
 
 
 class Drafting:
@@ -80,7 +59,8 @@ class Drafting:
         self.table = RequestTable(config.window)
         self.policy = Policy(config, self.table, Acceptance(priors), StepCost(), coupled)
         self.assigner = Assigner(config, self.policy, coupled, max_batch)
-        self.counters = TailCounters()
+        self.tails = dict.fromkeys((*_kernels.FATES, "refuted"), 0)
+        """What became of the tails that arrived; refuted: of those that were there, a commit proved them wrong."""
         self._vocab_size, self._clock = vocab_size, clock
         self._seats: list[Seat | None] = []
         self._seat_of: dict[str, int] = {}
@@ -154,20 +134,14 @@ class Drafting:
         return bool(batches)
 
     def _take(self, number: int, seat: Seat, batch: TailBatch, arrived_at: float) -> None:
-        table, counters = self.table, self.counters
         if 0.0 < batch.token_s < math.inf:
             seat.drafter.token_s = float(batch.token_s)
         seat.forget(batch.lost)
         if not len(batch.rows):
             return
-        found = table.take(number, batch, self._vocab_size)
-        counters.taken += int(found[_kernels.TAKEN])
-        counters.stale += int(found[_kernels.STALE])
-        counters.mismatch += int(found[_kernels.MISMATCH])
-        counters.ahead += int(found[_kernels.AHEAD])
-        counters.unknown += int(found[_kernels.UNKNOWN])
-        counters.truncated += int(found[_kernels.TRUNCATED])
-        counters.malformed += int(found[_kernels.MALFORMED])
+        found = self.table.take(number, batch, self._vocab_size)
+        for fate, count in zip(_kernels.FATES, found.tolist(), strict=False):
+            self.tails[fate] += count
         if found[_kernels.UNKNOWN]:
             seat.close_unknown(batch)
         if found[_kernels.FRESH]:
@@ -191,7 +165,7 @@ class Drafting:
         Returns int32 `(n,)` how many tokens there were of the tails that were verified."""
         acceptance = self.policy.acceptance
         refuted, supplied = self.table.commit(step, acceptance)
-        self.counters.refuted += refuted
+        self.tails["refuted"] += refuted
         if len(self):
             acceptance.fade(self.table)
             self._steps += 1
@@ -213,7 +187,7 @@ class Drafting:
         from any thread."""
         seats = [seat for seat in list(self._seats) if seat is not None]
         return {
-            "tails": asdict(self.counters),
+            "tails": dict(self.tails),
             "links": {seat.drafter.drafter_id: seat.link.link.snapshot() for seat in seats},
             **self.inbox.snapshot(),
             "ladder": self.assigner.standings,

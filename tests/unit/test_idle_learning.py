@@ -7,6 +7,7 @@ import functools
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -57,26 +58,33 @@ class School:
 
     def __init__(self, bench: Bench, teacher: str) -> None:
         self.versions: list[int] = []
-        self._bench = bench
+        self._loaded: list[Future[None]] = []
         learner = EagleLearner(copy.deepcopy(_new_head()), ONLINE)
 
         def announce(version: int, weights: Mapping[str, Any]) -> None:
             self.versions.append(version)
             taken = {name: tensor.clone() for name, tensor in weights.items()}
-            for loop in bench.drafts.values():
-                loop.load_weights(version, taken)
+            self._loaded += [loop.load_weights(version, taken) for loop in bench.drafts.values()]
 
         loop = bench.drafts[teacher]
         self._begun = loop.learn(lambda: IdleLearning(learner, RolloutRecorder(ONLINE.buffer_tokens), announce))
         self._teacher = loop
 
     def await_end(self) -> None:
-        """Until there is nothing left to learn from."""
+        """Until there is nothing left to learn from, and all have every version."""
         self._begun.result(30)
         deadline = time.monotonic() + 60
-        while self._teacher.snapshot()["learning"]["tokens"] or self._teacher.snapshot()["open_requests"]:
+        while not self._is_over():
             assert time.monotonic() < deadline
             time.sleep(0.01)
+        for loaded in self._loaded:
+            loaded.result(30)
+
+    def _is_over(self) -> bool:
+        counters = self._teacher.snapshot()
+        learning = counters["learning"]
+        announced = learning["steps"] // ONLINE.steps_per_version == learning["version"] == len(self.versions)
+        return announced and not learning["tokens"] and not counters["open_requests"]
 
 
 def drafter() -> EagleProposer:

@@ -111,8 +111,7 @@ def problems(draw: st.DrawFn) -> dict:
         "devices": draw(st.integers(max(1, min(verifiers)), 9)),
         "requests": draw(st.integers(1, 40)),
         "context": CONTEXT,
-        "round_trip_s": draw(st.sampled_from([0.0, 0.003])),
-        "waits": draw(st.booleans()),
+        "round_trip_s": draw(st.sampled_from([None, 0.0, 0.003])),
     }
 
 
@@ -145,9 +144,9 @@ def brute_force(problem: dict) -> list[tuple[float, tuple]]:
                         speed = float(written_sum(p, w, decoupled=False)) / (w * D + V)
                     else:
                         speed = float(written_sum(p, w, decoupled=True)) / max(w * D, V)
-                        tau, wait = float(written_sum(p, w, decoupled=False)), w * D + problem["round_trip_s"]
-                        if problem["waits"] and wait <= min(0.020, 0.5 * (tau - 1) * V):
-                            speed = max(speed, tau / (wait + V))
+                        round_trip_s = problem["round_trip_s"]
+                        if round_trip_s is not None and (wait := w * D + round_trip_s) <= 0.020:
+                            speed = max(speed, float(written_sum(p, w, decoupled=False)) / (wait + V))
                     found.append((min(B, (G // (g_v + g_d)) * b) * speed, (mode, method, g_d, g_v, w)))
     return found
 
@@ -230,8 +229,8 @@ class TestSearch:
         problem["acceptance"] = {"ngram": Survival.constant(0.5)}
         problem["modes"] = [ModeName.decoupled]
         never = search_plan(**problem).chosen.tokens_per_s
-        assert search_plan(**problem, waits=True, round_trip_s=0.003).chosen.tokens_per_s > 1.3 * never
-        assert search_plan(**problem, waits=True, round_trip_s=0.5).chosen.tokens_per_s == never
+        assert search_plan(**problem, round_trip_s=0.003).chosen.tokens_per_s > 1.3 * never
+        assert search_plan(**problem, round_trip_s=0.5).chosen.tokens_per_s == never
 
     def test_reasons(self) -> None:
         problem = self.even(0.5)
