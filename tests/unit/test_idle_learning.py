@@ -62,9 +62,9 @@ class School:
         learner = EagleLearner(copy.deepcopy(_new_head()), ONLINE)
 
         def announce(version: int, weights: Mapping[str, Any]) -> None:
-            self.versions.append(version)
             taken = {name: tensor.clone() for name, tensor in weights.items()}
             self._loaded += [loop.load_weights(version, taken) for loop in bench.drafts.values()]
+            self.versions.append(version)
 
         loop = bench.drafts[teacher]
         self._begun = loop.learn(lambda: IdleLearning(learner, RolloutRecorder(ONLINE.buffer_tokens), announce))
