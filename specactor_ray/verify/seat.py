@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from specactor_ray.spec.table import RequestTable
 
 _KEPT_POSITIONS = 2048
 """Hidden states kept per request, at least those of so many of the newest positions, for drafters that join later."""
+MOST_READ = 4096
+"""Tokens of the requests that are opened at once with a model: it drafts nothing before it has read them."""
 _ANSWER_WEIGHT = 0.25
 """Weight of the newest answer in the moving mean of how long the drafter takes."""
 _MOST_LAST = 1 << 20
@@ -123,8 +126,9 @@ class Seat:
         table, number = self._table, self._number
         told, windows = table.told[number], table.windows[number]
         mine = np.flatnonzero(table.assigned[number])
-        opened = tuple(self._opening(int(row)) for row in mine[told[mine] < 0])
+        opened = tuple(self._opening(row) for row in self._to_open(mine[told[mine] < 0].tolist()))
         known = self._fit_windows(len(told))
+        mine = mine[told[mine] >= 0]
         rows = mine[(told[mine] < table.committed[mine]) | (known[mine] != windows[mine])].astype(np.int32)
         closed, self._closed = tuple((*handle, finished) for handle, finished in self._closed.items()), {}
         last, self._last, self._last_tokens = self._last, [], 0
@@ -145,6 +149,14 @@ class Seat:
         return CommitBatch(
             verifier_id, rows, generations, starts, lengths, told_windows, tokens, opened, closed, features
         )
+
+    def _to_open(self, rows: list[int]) -> list[int]:
+        """Those whose turn it is; the others follow with the next deliveries."""
+        if self.link.looks_up:
+            return rows
+        requests, committed = self._table.requests, self._table.committed
+        sizes = (len(requests[row].prompt_token_ids) + int(committed[row]) for row in rows)  # type: ignore[union-attr]
+        return rows[: max(sum(size <= MOST_READ for size in accumulate(sizes)), 1)]
 
     def _opening(self, row: int) -> DraftOpen:
         table, request = self._table, self._table.requests[row]

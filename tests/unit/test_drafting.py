@@ -11,6 +11,7 @@ from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.messages import CommitBatch, SamplingParams
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec.table import Committed
+from specactor_ray.targets.base import TargetRequest
 from specactor_ray.verify import seat
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.seat import DrafterLink
@@ -86,3 +87,27 @@ def test_an_output_whose_end_is_dropped_does_not_pass_for_finished(monkeypatch: 
     message, learned = ended(monkeypatch, 1)
     assert not len(message.tokens) and not message.closed[0][2]
     assert learned == ()
+
+
+@pytest.mark.parametrize(
+    ("looks_up", "deliveries"), [(True, [["a", "b", "c", "d", "e"]]), (False, [["a", "b"], ["c"], ["d"], ["e"]])]
+)
+def test_a_model_reads_some_prompts_at_a_time(looks_up: bool, deliveries: list[list[str]]) -> None:
+    """In order, as many as fit, one at least."""
+    heard: list[CommitBatch] = []
+    drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
+    drafting.set_drafters({"d": DrafterLink("m", 8, Link(direct_sender(heard.append)), looks_up=looks_up)})
+    sizes = {"a": 0.75, "b": 0.25, "c": 0.5, "d": 1.5, "e": 0.1}
+    rows = []
+    for name, size in sizes.items():
+        prompt = (1,) * (int(size * seat.MOST_READ) - 1)
+        rows.append(drafting.table.open(TargetRequest(name, prompt, SamplingParams(max_tokens=9), (7,))))
+    drafting.revise(ints(rows))
+    for _ in range(len(sizes)):
+        drafting.flush()
+        one = np.ones(len(rows), np.int32)
+        drafting.commit(Committed(ints(rows), one, one, -one, 0 * one, 0 * one))
+    assert [opened for message in heard if (opened := [one.request_id for one in message.opened])] == deliveries
+    assert all(opened.row not in message.rows for message in heard for opened in message.opened)
+    drafting.flush()
+    assert sorted(heard[-1].rows.tolist()) == sorted(rows) and heard[-1].starts.tolist() == [5] * len(rows)
