@@ -437,7 +437,8 @@ class Controller:
         log = logger.warning if action.failed else logger.info
         log("%s is removed: %s", action.actor_id, action.reason)
         if action.failed:
-            record = record_failure(self._failures.get(member.key), now, action.reason, member.was_ready)
+            known = self._failures.get(member.key)
+            record = record_failure(known, now, action.reason, member.was_ready, member.created_at)
             self._failures[member.key] = record
         if member.key == VERIFIER:
             self._departed[member.actor_id] = _departure(action, member)

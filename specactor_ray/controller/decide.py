@@ -52,25 +52,32 @@ def decide(desired: DesiredState, observed: ObservedState, now: float, policy: P
             continue
         actions.append(removal)
         if removal.failed:  # counts for what is created in this very step
-            failures[actor.key] = record_failure(failures.get(actor.key), now, removal.reason, actor.was_ready)
+            failures[actor.key] = record_failure(
+                failures.get(actor.key), now, removal.reason, actor.was_ready, actor.created_at
+            )
     for key in _keys(desired, observed.actors):
         mine = [actor for actor in kept if actor.key == key and not actor.host]  # those come and go with their hosts
         actions += _balance(key, desired.wanted(key), mine, failures.get(key), now, policy)
     return actions
 
 
-def record_failure(record: FailureRecord | None, now: float, error: str, started: bool) -> FailureRecord:
-    """The record after one more failure.
+def record_failure(
+    record: FailureRecord | None, now: float, error: str, was_ready: bool, created_at: float
+) -> FailureRecord:
+    """The record after one more failure. Actors that were created before the failure on record fail for the same
+    reason, so all of them count once.
 
     Args:
         record: What is on record for the key so far.
         now: When it failed.
         error: Why, for people.
-        started: Whether the actor had become ready before it failed.
+        was_ready: Whether the actor had become ready before.
+        created_at: When it was created.
     """
-    record = record or FailureRecord()
-    never_started = 0 if started else record.never_started + 1
-    return replace(record, quick=record.quick + 1, never_started=never_started, last_at=now, error=error)
+    record = record or FailureRecord(last_at=float("-inf"))
+    more = created_at >= record.last_at
+    never_started = 0 if was_ready else max(record.never_started + more, 1)
+    return replace(record, quick=record.quick + more, never_started=never_started, last_at=now, error=error)
 
 
 def backoff_s(record: FailureRecord | None, policy: Policy) -> float:

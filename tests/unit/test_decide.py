@@ -56,7 +56,9 @@ class World:
             actor = self.actors.pop(action.actor_id)
             if action.failed:
                 earlier = self.failures.get(actor.key)
-                self.failures[actor.key] = record_failure(earlier, self.now, action.reason, actor.was_ready)
+                self.failures[actor.key] = record_failure(
+                    earlier, self.now, action.reason, actor.was_ready, actor.created_at
+                )
         elif isinstance(action, Drain):
             old = self.actors[action.actor_id]
             self.actors[action.actor_id] = replace(old, phase=Phase.DRAINING, phase_age_s=0.0)
@@ -227,7 +229,23 @@ def test_nothing_is_started_while_backing_off(waited: float, created: int) -> No
 def test_deaths_of_working_actors_never_give_a_method_up() -> None:
     record: FailureRecord | None = None
     for number in range(50):
-        record = record_failure(record, float(number), "killed", started=True)
+        record = record_failure(record, float(number), "killed", was_ready=True, created_at=float(number))
     assert record is not None
     assert record.never_started == 0
     assert record.quick == 50
+
+
+def test_actors_that_fail_side_by_side_count_once() -> None:
+    """One event that ends the start of four verifiers, twice: their back-off is that of two failures, not of eight."""
+    record: FailureRecord | None = None
+    for round_begins in (0.0, 10.0):
+        for number in range(4):
+            failed_at = round_begins + 5.0 + 0.1 * number
+            record = record_failure(record, failed_at, "no", was_ready=False, created_at=round_begins)
+    assert record is not None
+    assert (record.quick, record.never_started, record.last_at) == (2, 2, 15.3)
+    assert backoff_s(record, POLICY) == POLICY.backoff_s
+    record = record_failure(record, 20.0, "no", was_ready=True, created_at=0.0)
+    assert (record.quick, record.never_started) == (2, 0)
+    record = record_failure(record, 20.1, "no", was_ready=False, created_at=16.0)
+    assert (record.quick, record.never_started) == (2, 1)
