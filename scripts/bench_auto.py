@@ -112,21 +112,28 @@ def figures(variants: Mapping[str, Variant]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", default=",".join(PROMPTS), help="files of conf/prompts; default: %(default)s")
-    parser.add_argument("--temperature", default="0,1", help="default: %(default)s")
-    parser.add_argument("--batch", default="1,4,16", help="requests at once, and in all; default: %(default)s")
+    parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="files of conf/prompts; default: %(default)s")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="default: %(default)s")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 4, 16], help="requests at once; default: %(default)s"
+    )
     parser.add_argument("--tokens", type=int, default=256, help="of each output; default: %(default)s")
-    parser.add_argument("--dtype", default="float32", help="of the target; default: %(default)s")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     arguments = parser.parse_args()
+    for option in ("batch", "tokens", "threads"):
+        value = getattr(arguments, option)
+        if min(value if isinstance(value, list) else [value]) < 1:
+            parser.error(f"--{option}: must be 1 or more")
+    if arguments.json and arguments.json.exists():
+        parser.error(f"--json: {arguments.json} exists and is never overwritten; name another file")
+    for name in arguments.prompts:
+        if not (ROOT / "conf" / "prompts" / f"{name}.jsonl").is_file():
+            parser.error(f"--prompts: there is no conf/prompts/{name}.jsonl")
     torch.set_num_threads(arguments.threads)
-    names, batches = arguments.prompts.split(","), [int(one) for one in arguments.batch.split(",")]
-    temperatures = [float(one) for one in arguments.temperature.split(",")]
-    if unknown := [name for name in names if not (ROOT / "conf" / "prompts" / f"{name}.jsonl").is_file()]:
-        parser.error(f"--prompts: {unknown[0]}: there is no conf/prompts/{unknown[0]}.jsonl")
     tokenizer = load_tokenizer("smollm2-135m")
-    workloads = list(itertools.product(batches, names, temperatures))
+    workloads = list(itertools.product(arguments.batch, arguments.prompts, arguments.temperature))
     found: dict[str, Any] = {}
     with PhaseProgress(make_console(sys.stderr), "measuring", len(workloads)) as progress:
         for batch, name, temperature in workloads:
