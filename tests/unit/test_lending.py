@@ -81,7 +81,9 @@ class Fleet(World):
             case Lend():
                 assert self.is_free(self.actors[action.actor_id])
                 name = f"{action.method}-lent{next(self._numbers)}"
-                self.actors[name] = ObservedActor(name, action.method, Phase.PENDING, host=action.actor_id)
+                self.actors[name] = ObservedActor(
+                    name, action.method, Phase.PENDING, created_at=self.now, host=action.actor_id
+                )
             case Remove():
                 gone = self.actors[action.actor_id]
                 if gone.host:
