@@ -6,7 +6,7 @@ All run in one process on the same cores, without Ray, a slice of the same token
 share, whatever is compared sees the same minutes. A ratio is that of the time of all slices, its error that of the mean
 over slices.
 
-    python scripts/bench_auto.py                                        # everything; half an hour on two cores
+    python scripts/bench_auto.py                                        # everything; ten minutes on two cores
     python scripts/bench_auto.py --batch 4 --prompts editing --temperature 0 --dtype bfloat16
 """
 

@@ -5,7 +5,7 @@ in the same layout, and by plain decoding on the same verifiers.
 `x plain` is the speed relative to plain decoding, drafters' GPUs not counted (a layout is given here, what it does
 with it is judged); `of clairvoyant` relative to one who knows every probability and cost (`simulation/clairvoyant.py`).
 
-    python scripts/bench_policy.py                    # all; a quarter of an hour on two cores
+    python scripts/bench_policy.py                    # all; three minutes on two cores
     python scripts/bench_policy.py useless drifting   # some
     python scripts/bench_policy.py --json new.json --base old.json   # and what changed since old.json
 """
