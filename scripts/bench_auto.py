@@ -73,7 +73,7 @@ class Variant:
         )
 
     def run(self, tokens: int) -> None:
-        """Go on until so many tokens are committed in all; a step may commit more."""
+        """Run until `tokens` tokens are committed in total; the last step may commit more."""
         begin = time.perf_counter()
         while self.loop.metrics.committed_tokens < tokens and self.loop.run_once():
             pass

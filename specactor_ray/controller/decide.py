@@ -64,8 +64,7 @@ def decide(desired: DesiredState, observed: ObservedState, now: float, policy: P
 def record_failure(
     record: FailureRecord | None, now: float, error: str, was_ready: bool, created_at: float
 ) -> FailureRecord:
-    """The record after one more failure. Actors that were created before the failure on record fail for the same
-    reason, so all of them count once.
+    """The record after one more failure. An actor created before the failure on record is counted with that failure.
 
     Args:
         record: What is on record for the key so far.

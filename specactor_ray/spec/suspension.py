@@ -49,7 +49,7 @@ class Suspension:
         return self._left % TELL_EVERY != 0
 
     def end(self) -> None:
-        """Try drafts anew."""
+        """Resume drafting now."""
         self._left, self._steps, self._spell = 0, 0, _SHORTEST
 
     def record(self, num_rows: int, accepted: int, seconds: float, drafting_s: float, own_s: float) -> None:

@@ -293,7 +293,7 @@ class _Search:
             yield f"context {self.context:g} is outside the measured {_range(contexts)}; costs are those at {near}"
         batches = self.verify.batches(chosen.verify_devices)
         if not batches[0] <= chosen.batch <= batches[-1]:
-            yield f"batch {chosen.batch} is outside the measured {_range(batches)}; the fitted line goes on"
+            yield f"batch {chosen.batch} is outside the measured {_range(batches)}; costs are extrapolated"
 
 
 def _best_by_layout(candidates: Sequence[Candidate]) -> list[Candidate]:

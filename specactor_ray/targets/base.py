@@ -54,7 +54,7 @@ class RowOutput:
     request hand out every position once, in order, up to the one that predicted the newest token."""
     hidden_start: int = 0
     finish_reason: str | None = None
-    """`stop`, `length`, `error`, or None while the request goes on."""
+    """`stop`, `length`, `error`, or None while the request runs."""
     error: str = ""
 
 

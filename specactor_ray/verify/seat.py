@@ -14,9 +14,9 @@ from specactor_ray.spec.policy import Drafter
 from specactor_ray.spec.table import RequestTable
 
 _KEPT_POSITIONS = 2048
-"""Hidden states kept per request, at least those of so many of the newest positions, for drafters that join later."""
+"""Newest positions of each request whose hidden states are kept for drafters that join later."""
 MOST_READ = 4096
-"""Tokens of the requests that are opened at once with a model: it drafts nothing before it has read them."""
+"""Most prompt and output tokens that one delivery opens with a model, which reads them before it drafts anything."""
 _ANSWER_WEIGHT = 0.25
 """Weight of the newest answer in the moving mean of how long the drafter takes."""
 _MOST_LAST = 1 << 20

@@ -208,7 +208,7 @@ def test_a_drafter_that_never_starts_is_given_up_and_verifiers_never_are() -> No
     assert starts["ngram"] == POLICY.max_start_failures
     assert world.failures["ngram"].given_up
     assert world.failures["ngram"].error == "will not start"
-    assert POLICY.max_start_failures < starts[VERIFIER] < 20  # goes on, and backs off
+    assert POLICY.max_start_failures < starts[VERIFIER] < 20  # never given up, but backed off
     assert world.count("draft_model", Phase.READY) == 1
 
 

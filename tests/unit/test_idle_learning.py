@@ -147,7 +147,7 @@ def test_weights_that_come_in_the_middle_of_outputs_change_no_token(inline: bool
 
 
 class Pupil:
-    """A learner that has something to learn for so many steps, and notes what happens during one."""
+    """A learner with a fixed number of steps, which notes what happens during one."""
 
     skipped = tokens = 0
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specactor_ray.messages import SamplingParams, TailBatch
+from specactor_ray.spec._kernels import FATES
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.table import Committed, RequestTable
 from specactor_ray.targets.base import TargetRequest
@@ -48,7 +49,7 @@ def say(table: RequestTable, seat: int, row: int, *tokens: int, base: int | None
     """A drafter says its tail of a request; returns what became of it (`_kernels.TAKEN`, ...)."""
     at = int(table.committed[row]) if base is None else base
     claim = Claim(row, int(table.generation[row]), at, tokens, complete)
-    return int(table.take(seat, batch([claim]), 100)[:7].argmax())
+    return int(table.take(seat, batch([claim]), 100)[: len(FATES)].argmax())
 
 
 EVIDENCE = ("hits", "tries", "guesses", "answers")
