@@ -33,7 +33,7 @@ def profile(
     """
     from specactor_ray.config import load_config
     from specactor_ray.observability.console import log_through, make_console, say
-    from specactor_ray.observability.plan_report import acceptance_table, fit_table
+    from specactor_ray.observability.plan_report import acceptance_table, cost_table
     from specactor_ray.speculation.profile import disturbed
 
     settings = load_config(config_file, overrides or ())
@@ -48,7 +48,7 @@ def profile(
     axes = parse_axes(axes_wanted[0], axes_wanted[1], axes_wanted[2], repeats)
     data = run_profile(settings, axes, device_counts or default_devices(settings), output, progress, requests)
     console = make_console()
-    console.print(fit_table(data))
+    console.print(cost_table(data))
     console.print(acceptance_table(data))
     for problem in disturbed(data):
         say(console, f"warning: {problem}; measure again on a quiet machine")
@@ -105,8 +105,6 @@ def plan(
         "profile": settings.profile,
         "equations": "paper" if paper else "paper, with message round trips and bounded waits",
         "warnings": warnings,
-        "verify_fits": measured.data["verify_fits"],
-        "draft_fits": {method: entry["fits"] for method, entry in measured.data["methods"].items()},
         "plans": [plan.to_dict() for plan in plans],
     }
     if as_json:
@@ -117,10 +115,10 @@ def plan(
 
 def _show(report: dict[str, Any], data: Any) -> None:
     from specactor_ray.observability.console import make_console, say
-    from specactor_ray.observability.plan_report import chosen_line, fit_table, prediction_table, rejected_table
+    from specactor_ray.observability.plan_report import chosen_line, cost_table, prediction_table, rejected_table
 
     console = make_console()
-    console.print(fit_table(data))
+    console.print(cost_table(data))
     for plan in report["plans"]:
         console.print(prediction_table(plan))
         console.print(rejected_table(plan))

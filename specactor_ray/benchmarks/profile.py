@@ -24,7 +24,6 @@ from specactor_ray.rollout.planning import as_decoupled
 from specactor_ray.rollout.prompts import read_prompts
 from specactor_ray.rollout.target_checks import check_target
 from specactor_ray.signals import sigterm_interrupts
-from specactor_ray.speculation.costs import CostTable, fits_to_dict
 from specactor_ray.speculation.profile import parse_profile, points_to_json, seal, write_profile
 
 
@@ -160,7 +159,7 @@ def default_devices(config: Config) -> list[int]:
 
 
 def _figures(config: Config, shares: Sequence[Measured], identities: dict[str, Any]) -> dict[str, Any]:
-    """All points, the fits, and per method what was measured of it."""
+    """All points, and per method what was measured of it."""
     verify = [point for share in shares for point in share.verify]
     methods = {}
     for drafter in config.drafters:
@@ -169,10 +168,9 @@ def _figures(config: Config, shares: Sequence[Measured], identities: dict[str, A
             "identity": identities[drafter.method],
             "free": bool(config.target.gpus) and not drafter.gpus,
             "points": points_to_json(points),
-            "fits": fits_to_dict(CostTable(points)),
             "acceptance": shares[0].acceptance.get(drafter.method),
         }
-    return {"verify": points_to_json(verify), "verify_fits": fits_to_dict(CostTable(verify)), "methods": methods}
+    return {"verify": points_to_json(verify), "methods": methods}
 
 
 def _reject_devices(config: Config, devices: Sequence[int], cores: int) -> None:

@@ -55,7 +55,7 @@ class AcceptanceCounts:
         committed = min(accepted + 1, len(truth))
         self.steps += 1
         self.committed += committed
-        self.drafted += len(tail)
+        self.drafted += len(tail) if accepted < len(truth) else accepted  # behind the end nothing is right or wrong
         self.accepted += accepted
         for position in range(min(room, len(truth))):
             self.possible[position] += 1

@@ -13,16 +13,22 @@ from rich.text import Text
 _MOST_PER_REASON = 4
 
 
-def fit_table(profile: Mapping[str, Any]) -> Table:
-    """How well the cost models fit: a row per thing measured and device count."""
-    table = _table("fit of the cost models", ("cost of", "devices", "points", "mean error", "largest", "model"))
-    fits = [("verifying", profile["verify_fits"])]
-    fits += [(f"drafting, {method}", entry["fits"]) for method, entry in profile["methods"].items()]
-    for name, rows in fits:
-        for row in rows:
-            errors = (f"{row['mean_error']:.1%}", f"{row['max_error']:.1%}")
-            table.add_row(name, str(row["devices"]), str(row["points"]), *errors, Text(row["words"]))
-    table.caption = "errors: of the straight line over the batch, relative to what was measured"
+def cost_table(profile: Mapping[str, Any]) -> Table:
+    """Milliseconds at the longest context: a row per thing measured, device count and window."""
+    measured = [("verifying", profile["verify"])]
+    measured += [(f"drafting, {method}", entry["points"]) for method, entry in profile["methods"].items()]
+    batches = sorted({point["batch"] for _, points in measured for point in points})
+    context = max(point["context"] for point in profile["verify"])
+    table = _table(f"ms, context {context}", ("cost of", "devices", "window", *(f"batch {batch}" for batch in batches)))
+    for name, points in measured:
+        rows: dict[tuple[int, int], dict[int, float]] = {}
+        for point in points:
+            if point["context"] == context:
+                rows.setdefault((point["devices"], point["window"]), {})[point["batch"]] = 1e3 * point["seconds"]
+        for (devices, window), costs in sorted(rows.items()):
+            cells = (f"{costs[batch]:.3g}" if batch in costs else "-" for batch in batches)
+            table.add_row(name, str(devices), str(window) if name == "verifying" else "-", *cells)
+    table.caption = "verifying: of a step; drafting: of one token of each request"
     return table
 
 
@@ -97,8 +103,8 @@ def chosen_line(plan: Mapping[str, Any]) -> str:
 def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title, box=SIMPLE_HEAD)
     for name in columns:
-        text = name in ("cost of", "mode", "method", "model", "because", "in detail")
-        table.add_column(name, justify="left" if text else "right", no_wrap=name not in ("model", "in detail"))
+        text = name in ("cost of", "mode", "method", "because", "in detail")
+        table.add_column(name, justify="left" if text else "right", no_wrap=name != "in detail")
     return table
 
 

@@ -247,7 +247,7 @@ def make_plan(
     usable, unusable = _methods(config, profile)
     survival = {m: s for m, s in profile.acceptance.items() if m in usable}
     if acceptance is not None:
-        survival = dict.fromkeys(usable, Survival.constant(acceptance))
+        survival = dict.fromkeys(usable, Survival((acceptance,)))
     plan = search_plan(
         profile.verify,
         {method: profile.drafting[method] for method in usable},

@@ -22,8 +22,8 @@ from specactor_ray.simulation.hardware_files import (
     read_file,
     shipped_hardware,
 )
-from specactor_ray.simulation.measured import GridCost, Point
 from specactor_ray.simulation.roofline import DeviceSpec, RooflineCost, StepCost
+from specactor_ray.speculation.costs import GridCost, Point
 from specactor_ray.speculation.profile import Profile, load_profile
 
 
@@ -160,7 +160,7 @@ class ProfiledHardware:
             problem = f"draft method {what} was not profiled.{did_you_mean(what, methods)}"
             raise ConfigError(f"hardware {self.name}", problem, f"use one of {', '.join(methods)}.")
         try:
-            return GridCost.from_table(tables[what], devices)
+            return tables[what].on(devices)
         except InputError as error:
             raise ConfigError(f"hardware {self.name}", f"{what}: {error}.", "use a measured number.") from None
 

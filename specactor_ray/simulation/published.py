@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from specactor_ray.simulation.hardware import RooflineHardware
 from specactor_ray.simulation.hardware_files import HARDWARE, find_file, read_device, read_file
 from specactor_ray.simulation.roofline import RooflineCost
-from specactor_ray.spec.tgs import tau_coupled
 
 TOLERANCE = 0.15
 """A prediction further off than this share is given a reason."""
@@ -154,5 +153,5 @@ def _probability(accepted: float, window: int) -> float:
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if tau_coupled(middle, window) < 1.0 + accepted else (low, middle)
+        low, high = (middle, high) if sum(middle**i for i in range(1, window + 1)) < accepted else (low, middle)
     return low

@@ -1,6 +1,6 @@
 """Which layout, draft method, mode and window are fastest: Algorithm 1 of SpecActor (arXiv 2511.16193, section 4).
 
-What one request gains, TGS = τ / IL, is in `tgs.py`; D and V are those of `costs.py`.
+What one request gains, TGS = τ / IL, is in `spec/tgs.py`; D and V are those of `costs.py`.
 
 A *group* is a verifier on g_v devices and, if decoupled, its drafter on g_d devices of its own. G devices hold
 floor(G / (g_d + g_v)) groups (fewer are made where B requests do not fill them), and a group runs
@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from specactor_ray.config.schema import ModeName
-from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import InputError
-from specactor_ray.spec.tgs import tau_coupled, tau_decoupled
+from specactor_ray.spec.tgs import taus
 from specactor_ray.speculation.costs import CostTable
 from specactor_ray.speculation.survival import Survival
 
@@ -73,7 +74,7 @@ class Candidate(Layout):
     batch: int
     """b: requests of each group."""
     probability: float
-    """p at this window; 0 in plain mode."""
+    """p within this window; 0 in plain mode."""
     draft_s: float
     """D: seconds to draft a token for the whole batch."""
     verify_s: float
@@ -119,10 +120,6 @@ class Plan:
     notes: tuple[str, ...] = ()
     """Where the prediction leaves what was measured."""
 
-    def best_by_layout(self) -> list[Candidate]:
-        """The best window of every layout, fastest first."""
-        return _best_by_layout(self.candidates)
-
     def to_dict(self) -> dict[str, Any]:
         """For JSON: counts, choice, predictions (the best window of every layout), candidates, rejected, notes."""
         return {
@@ -130,7 +127,7 @@ class Plan:
             "batch": self.requests,
             "context": self.context,
             "chosen": _as_json(self.chosen),
-            "predictions": [_as_json(candidate) for candidate in self.best_by_layout()],
+            "predictions": [_as_json(candidate) for candidate in _best_by_layout(self.candidates)],
             "candidates": [_as_json(candidate) for candidate in self.candidates],
             "rejected": [_as_json(rejected) for rejected in self.rejected],
             "notes": list(self.notes),
@@ -148,7 +145,7 @@ def search_plan(
     modes: Sequence[ModeName] = ALL_MODES,
     round_trip_s: float | None = None,
 ) -> Plan:
-    """Evaluate every candidate and take the one with the most tokens per second of the cluster.
+    """Evaluate every layout at every measured window, and take what gives the most tokens per second of the cluster.
 
     Of equals, plain before coupled before decoupled, then the smaller verifier, drafter and window. With all modes
     the result is never below plain decoding, and it does not fall when an acceptance rises.
@@ -170,27 +167,32 @@ def search_plan(
     if devices < 1 or requests < 1:
         raise InputError(f"{devices} devices and a batch of {requests} cannot be planned; both must be 1 or more")
     search = _Search(verify, drafting, acceptance, devices, requests, context, round_trip_s)
+    candidates: list[Candidate] = []
+    rejected: list[Rejected] = []
     for layout in search.layouts(modes):
-        search.look_at(layout)
-    if not search.candidates:
+        problem = search.problem(layout)
+        if problem is None:
+            candidates += search.evaluate(layout)
+        else:
+            rejected.append(Rejected(*layout.layout, *problem))
+    if not candidates:
         wanted = (
             f"{' or '.join(mode.value for mode in modes)} with the profiled {min(verify.devices)} or more device(s)"
         )
         raise InputError(f"no plan: {wanted} for each verifier does not fit {devices} device(s), or was not measured")
-    chosen = max(search.candidates, key=lambda candidate: candidate.tokens_per_s)  # the first of equals
-    slower = [
+    chosen = max(candidates, key=lambda candidate: candidate.tokens_per_s)  # the first of equals
+    rejected += [
         Rejected(*candidate.layout, "slower", _slower(candidate, chosen))
-        for candidate in _best_by_layout(search.candidates)
+        for candidate in _best_by_layout(candidates)
         if candidate.layout != chosen.layout
     ]
-    rejected = (*search.rejected, *slower)
     notes = tuple(search.notes(chosen))
-    return Plan(devices, requests, context, chosen, tuple(search.candidates), rejected, notes)
+    return Plan(devices, requests, context, chosen, tuple(candidates), tuple(rejected), notes)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Search:
-    """Collects candidates and what was left out. Arguments as of `search_plan`."""
+    """Arguments as of `search_plan`."""
 
     verify: CostTable
     drafting: Mapping[str, DraftCosts]
@@ -199,8 +201,6 @@ class _Search:
     requests: int
     context: float
     round_trip_s: float | None
-    candidates: list[Candidate] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
 
     def layouts(self, modes: Sequence[ModeName]) -> Iterator[Layout]:
         """All that these modes know, in the order in which equals are chosen."""
@@ -214,28 +214,24 @@ class _Search:
                     for draft_devices in (0,) if none else range(1, verify_devices + 1):
                         yield Layout(mode, method, draft_devices, verify_devices)
 
-    def look_at(self, layout: Layout) -> None:
-        """Evaluate every window of a layout, or note why that cannot be done."""
-        kind, reason = self._problem(layout)
-        if kind:
-            self.rejected.append(Rejected(*layout.layout, kind, reason))
-            return
-        for window in self._windows(layout):
-            self.candidates.append(self._evaluate(layout, window))
-
-    def _problem(self, layout: Layout) -> tuple[str, str]:
-        """Why it cannot be evaluated: kind and reason, empty if it can."""
+    def problem(self, layout: Layout) -> tuple[str, str] | None:
+        """Why it cannot be evaluated, kind and reason."""
         needed, method = layout.draft_devices + layout.verify_devices, layout.method
         if needed > self.devices:
             return "does not fit", f"needs {needed} devices, and there are {self.devices}"
-        tables = [(self.verify, layout.verify_devices, "verifying")]
+        tables = [("verifying", self.verify, layout.verify_devices)]
         if method is not None:
             if method not in self.acceptance:
                 return "not measured", "its acceptance was not measured"
-            tables.append((self.drafting[method].table, self._drafts_on(layout, method), "drafting"))
-        problems = [(what, _not_covered(table, count, self._batch_of(layout))) for table, count, what in tables]
-        found = [f"{what}: {problem}" for what, problem in problems if problem]
-        return ("not measured", found[-1]) if found else ("", "")
+            tables.insert(0, ("drafting", self.drafting[method].table, self._drafts_on(layout, method)))
+        for what, table, count in tables:
+            if count not in table.devices:
+                measured = ", ".join(map(str, table.devices))
+                return "not measured", f"{what}: {count} device(s) were not measured, only {measured}"
+            batch, batches = self._batch_of(layout), table.batches(count)
+            if len(batches) == 1 and batch != batches[0]:
+                return "not measured", f"{what}: batch {batch} was not measured, only {batches[0]:g}"
+        return None
 
     def _drafts_on(self, layout: Layout, method: str) -> int:
         """The device count at which the drafter's cost is looked up: coupled, it drafts on the verifier's devices."""
@@ -244,97 +240,65 @@ class _Search:
             return costs.table.devices[0]
         return layout.verify_devices if layout.mode is ModeName.coupled else layout.draft_devices
 
-    def _windows(self, layout: Layout) -> range:
-        """1..w_max of Algorithm 1, cut at the largest window that was measured; none but 0 in plain mode."""
-        if layout.method is None:
-            return range(1)
-        widest = self.verify.windows(layout.verify_devices)[-1]
-        draft_line = self.drafting[layout.method].table.line(self._drafts_on(layout, layout.method), self.context)
-        w_max = largest_window(draft_line, self.verify.line(layout.verify_devices, self.context, widest))
-        if w_max > widest:
-            reason = f"windows {widest + 1} to {w_max} were not measured (profile with larger --windows)"
-            self.rejected.append(Rejected(*layout.layout, "not measured", reason))
-        return range(1, min(w_max, widest) + 1)
-
     def _batch_of(self, layout: Layout) -> int:
         return -(-(layout.draft_devices + layout.verify_devices) * self.requests // self.devices)
 
-    def _evaluate(self, layout: Layout, window: int) -> Candidate:
+    def evaluate(self, layout: Layout) -> Iterator[Candidate]:
+        """At windows 1, 2, ... up to the largest that was measured; at 0 in plain mode."""
         batch, method = self._batch_of(layout), layout.method
         # No group that would have nothing to do.
         groups = min(self.devices // (layout.draft_devices + layout.verify_devices), -(-self.requests // batch))
-        verify_s = self.verify.seconds(layout.verify_devices, batch, self.context, window)
-        draft_s, p, tau, iteration_s = 0.0, 0.0, 1.0, verify_s
+        most = 0 if method is None else self.verify.largest_window(layout.verify_devices)
+        survival, draft_s = np.ones(1), 0.0
         if method is not None:
+            survival = self.acceptance[method].within(most)
             draft_s = self.drafting[method].table.seconds(self._drafts_on(layout, method), batch, self.context)
-            p = self.acceptance[method].probability(window)
-            tau, iteration_s = self._step(layout.mode, p, window, draft_s, verify_s)
-        tgs = tau / iteration_s
-        tokens_per_s = min(self.requests, groups * batch) * tgs
-        return Candidate(
-            *layout.layout, window, groups, batch, p, draft_s, verify_s, iteration_s, tau, tgs, tokens_per_s
-        )
+        coupled, decoupled = (tau[0].tolist() for tau in taus(survival[None]))
+        for window in range(min(most, 1), most + 1):
+            verify_s = self.verify.seconds(layout.verify_devices, batch, self.context, window)
+            tau, iteration_s, p = 1.0, verify_s, 0.0
+            if method is not None:
+                p, steps = self.acceptance[method].probability(window), (coupled[window - 1], decoupled[window - 1])
+                tau, iteration_s = self._step(layout.mode, *steps, window * draft_s, verify_s)
+            tgs = tau / iteration_s
+            speed = min(self.requests, groups * batch) * tgs
+            yield Candidate(*layout.layout, window, groups, batch, p, draft_s, verify_s, iteration_s, tau, tgs, speed)
 
-    def _step(self, mode: ModeName, p: float, window: int, draft_s: float, verify_s: float) -> tuple[float, float]:
+    def _step(
+        self, mode: ModeName, coupled: float, decoupled: float, drafting_s: float, verify_s: float
+    ) -> tuple[float, float]:
         """`(τ, IL)` of a step with drafts."""
         if mode is ModeName.coupled:
-            return tau_coupled(p, window), window * draft_s + verify_s
-        running_on = tau_decoupled(p, window), max(window * draft_s, verify_s)
-        wait_s = math.inf if self.round_trip_s is None else window * draft_s + self.round_trip_s
-        waiting = tau_coupled(p, window), wait_s + verify_s
+            return coupled, drafting_s + verify_s
+        running_on = decoupled, max(drafting_s, verify_s)
+        wait_s = math.inf if self.round_trip_s is None else drafting_s + self.round_trip_s
+        waiting = coupled, wait_s + verify_s
         pays = waiting[0] / waiting[1] > running_on[0] / running_on[1]
         return waiting if wait_s <= _MOST_WAIT_S and pays else running_on
 
     def notes(self, chosen: Candidate) -> Iterator[str]:
         """Where this prediction leaves what was measured."""
-        contexts = self.verify.contexts(chosen.verify_devices)
-        if not contexts[0] <= self.context <= contexts[-1]:
-            near = contexts[0] if self.context < contexts[0] else contexts[-1]
-            yield f"context {self.context:g} is outside the measured {_range(contexts)}; costs are those at {near}"
-        batches = self.verify.batches(chosen.verify_devices)
-        if not batches[0] <= chosen.batch <= batches[-1]:
-            yield f"batch {chosen.batch} is outside the measured {_range(batches)}; costs are extrapolated"
+        on = chosen.verify_devices
+        for what, value, knots in (
+            ("context", self.context, self.verify.contexts(on)),
+            ("batch", chosen.batch, self.verify.batches(on)),
+        ):
+            if not knots[0] <= value <= knots[-1]:
+                yield f"{what} {value:g} is outside the measured {_range(knots)}; costs are extrapolated"
+        if chosen.window and chosen.window == self.verify.largest_window(on):
+            yield f"window {chosen.window} is the largest that was measured; profile larger --windows too"
 
 
 def _best_by_layout(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The best window of every layout, fastest first."""
     best: dict[Any, Candidate] = {}
-    for candidate in candidates:
-        known = best.get(candidate.layout)
-        if known is None or candidate.tokens_per_s > known.tokens_per_s:
-            best[candidate.layout] = candidate
-    return sorted(best.values(), key=lambda candidate: -candidate.tokens_per_s)
+    for candidate in sorted(candidates, key=lambda candidate: -candidate.tokens_per_s):
+        best.setdefault(candidate.layout, candidate)
+    return list(best.values())
 
 
 def _as_json(thing: Layout) -> dict[str, Any]:
     return {**asdict(thing), "mode": thing.mode.value}
-
-
-def largest_window(draft: tuple[float, float], verify: tuple[float, float]) -> int:
-    """`w_max = max(ceil(V'/D'), ceil(β/α))` of Algorithm 1, at least 1 and at most the largest window there is.
-
-    Beyond it w·D > V at every batch: a decoupled drafter could not keep up. V' and β are those of the largest
-    measured window, so that a cost that grows with w does not end the search early.
-
-    Args:
-        draft: (D', α).
-        verify: (V', β).
-    """
-    widest = 1
-    for cost, per_token in zip(verify, draft, strict=True):
-        if per_token > 0.0 and cost / per_token < MAX_WINDOW:
-            widest = max(widest, math.ceil(cost / per_token))
-        elif cost > 0.0:
-            widest = MAX_WINDOW
-    return widest
-
-
-def _not_covered(table: CostTable, devices: int, batch: int) -> str:
-    if devices not in table.devices:
-        return f"{devices} device(s) were not measured, only {', '.join(map(str, table.devices))}"
-    batches = table.batches(devices)
-    if len(batches) == 1 and batch != batches[0]:
-        return f"batch {batch} was not measured, only {batches[0]}"
-    return ""
 
 
 def _slower(candidate: Candidate, chosen: Candidate) -> str:
@@ -342,5 +306,5 @@ def _slower(candidate: Candidate, chosen: Candidate) -> str:
     return f"{candidate.tokens_per_s:.1f} tokens/s{window}; chosen: {chosen.tokens_per_s:.1f}"
 
 
-def _range(values: Sequence[int]) -> str:
-    return f"{values[0]} to {values[-1]}" if len(values) > 1 else str(values[0])
+def _range(values: Sequence[float]) -> str:
+    return f"{values[0]:g} to {values[-1]:g}" if len(values) > 1 else f"{values[0]:g}"

@@ -25,7 +25,7 @@ SAME_HARDWARE = ("cpu", "vector", "gpu")
 SAME_VERSIONS = ("torch",)
 """Packages whose version must be equal where a profile is used."""
 
-_ENTRIES: dict[str, Any] = {"device": str, "prompt_tokens": int | float, "verify": list, "verify_fits": list}
+_ENTRIES: dict[str, Any] = {"device": str, "prompt_tokens": int | float, "verify": list}
 _ENTRIES |= dict.fromkeys(("hardware", "versions", "model", "cpu_share", "methods"), dict)
 """What a profile has, and of what type."""
 _MODEL = ("name", "dtype", "config_hash")

@@ -43,7 +43,7 @@ class RowOutput:
     logprobs: list[float]
     """Log-probability of each token under softmax(logits / T), before top-k/top-p (T = 1 when temperature is 0)."""
     num_drafted: int = 0
-    """Draft tokens verified."""
+    """Draft tokens verified, up to an accepted one that ends the output."""
     num_accepted: int = 0
     """Draft tokens that equalled what the target sampled."""
     margins: list[float] | None = None

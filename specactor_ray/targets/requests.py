@@ -56,6 +56,7 @@ def cut_at_stop(
 
 def _keep_first(output: RowOutput, count: int) -> None:
     output.token_ids, output.logprobs = output.token_ids[:count], output.logprobs[:count]
-    output.num_accepted = min(output.num_accepted, count)
+    if output.num_accepted >= count:  # what was drafted behind the end is neither right nor wrong
+        output.num_drafted = output.num_accepted = count
     if output.margins is not None:
         output.margins = output.margins[:count]

@@ -21,10 +21,10 @@ def test_profile_then_plan(tiny_model_dir: Path, tiny_draft_model_dir: Path, tmp
     measure = ["profile", *known, "data.path=p.jsonl", *axes, "--requests", "4", "--output", "profile.json"]
     done = specactor(tmp_path, *measure)
     assert done.returncode == 0, done.stderr
-    assert "fit of the cost models" in done.stdout and "draft_model" in done.stdout
+    assert "ms, context 16" in done.stdout and "drafting, draft_model" in done.stdout
     profile = load_profile(tmp_path / "profile.json")
     assert set(profile.drafting) == set(profile.acceptance) == {"ngram", "draft_model"}
-    assert profile.verify.windows(1) == (0, 1, 3) and profile.verify.batches(1) == (1, 2)
+    assert profile.verify.largest_window(1) == 3 and profile.verify.batches(1) == (1, 2)
     assert {"cpu", "cores", "vector", "gpu"} <= profile.data["hardware"].keys()
     assert {"torch", "transformers", "specactor-ray"} <= profile.data["versions"].keys()
     again = specactor(tmp_path, *measure)

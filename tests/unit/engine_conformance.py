@@ -204,6 +204,8 @@ class EngineConformance:
             collected = run(engine, drafts)
             assert collected.tokens[ended] == free.tokens[ended][: first + 1]
             assert collected.reasons[ended] == "stop"
+            # What was drafted behind the end was neither right nor wrong.
+            assert all(output.num_drafted == output.num_accepted for output in collected.outputs)
 
     def test_max_tokens_is_exact_with_drafts(self, engine: TargetEngine) -> None:
         for limit in (1, 2, 5):
@@ -280,7 +282,8 @@ class EngineConformance:
             tail = handed.get((output.request_id, output.start), ())
             room = batch[output.request_id].sampling.max_tokens - output.start - 1
             usable = list(itertools.takewhile(lambda token: 0 <= token < engine.vocab_size, tail[:room]))
-            assert output.num_drafted == len(usable)
+            stopped = output.finish_reason == "stop" and output.num_accepted == len(output.token_ids)
+            assert output.num_drafted == (output.num_accepted if stopped else len(usable))
             right = truth.tokens[output.request_id][output.start :]
             agreed = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(usable, right, strict=False))
             assert output.num_accepted == len(list(agreed))

@@ -20,7 +20,7 @@ from specactor_ray.modeling.identity import method_identity, model_identity
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.rollout.planning import as_decoupled, make_plan, resolve_plan
 from specactor_ray.speculation.apply_plan import apply_plan, devices_of, requests_of
-from specactor_ray.speculation.costs import CostPoint, CostTable, fits_to_dict
+from specactor_ray.speculation.costs import CostPoint
 from specactor_ray.speculation.plan import ALL_MODES
 from specactor_ray.speculation.profile import load_profile, parse_profile, points_to_json, seal, write_profile
 
@@ -49,7 +49,6 @@ def profile_data(target: Path, drafters: list[DrafterConfig], survival: list[flo
             "identity": method_identity(drafter),
             "free": False,
             "points": points_to_json(draft_points(1e-4)),
-            "fits": fits_to_dict(CostTable(draft_points(1e-4))),
             "acceptance": {"survival": survival},
         }
         for drafter in drafters
@@ -62,7 +61,6 @@ def profile_data(target: Path, drafters: list[DrafterConfig], survival: list[flo
         "prompt_tokens": 20.0,
         "cpu_share": {"1": 0.98, "2": 0.93},
         "verify": points_to_json(verify),
-        "verify_fits": fits_to_dict(CostTable(verify)),
         "methods": methods,
     }
 
@@ -94,7 +92,9 @@ class TestFile:
     def test_it_is_read_as_it_was_written(self, file: Path, data: dict[str, Any]) -> None:
         profile = load_profile(file)
         assert {name: profile.data[name] for name in data} == data
-        assert profile.verify.points == tuple(verify_points())
+        for point in verify_points():
+            seconds = profile.verify.seconds(point.devices, point.batch, point.context, point.window)
+            assert seconds == pytest.approx(point.seconds)
         assert profile.acceptance["ngram"].rates == (0.9, 0.8, 0.7, 0.6)
 
     def test_it_is_never_overwritten(self, file: Path, data: dict[str, Any]) -> None:

@@ -109,7 +109,8 @@ def test_a_step_by_the_definition(tail: list[int], truth: list[int]) -> None:
     right = 0
     while right < min(len(tail), len(truth)) and tail[right] == truth[right]:
         right += 1
-    assert counts.accepted == right and committed == min(right + 1, len(truth)) and counts.drafted == len(tail)
+    assert counts.accepted == right and committed == min(right + 1, len(truth))
+    assert counts.drafted == (right if right == len(truth) else len(tail))
     for i in range(6):
         reached = i < len(tail) and i < len(truth) and tail[:i] == truth[:i]
         assert counts.possible[i] == (i < len(truth))

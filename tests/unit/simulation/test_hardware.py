@@ -17,8 +17,7 @@ from specactor_ray.cli import app
 from specactor_ray.errors import ConfigError, InputError, UserError
 from specactor_ray.simulation.hardware import MeasuredHardware, ProfiledHardware, RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import SHIPPED, load_models, shipped_hardware
-from specactor_ray.simulation.measured import GridCost
-from specactor_ray.speculation.costs import CostPoint, CostTable
+from specactor_ray.speculation.costs import CostPoint, CostTable, GridCost
 from specactor_ray.speculation.plan import DraftCosts
 from specactor_ray.speculation.profile import Profile
 
@@ -234,12 +233,12 @@ def test_a_profile_is_a_cost_beyond_its_windows() -> None:
         for context in (128, 1024)
         for batch in (1, 4, 16)
     )
-    cost = GridCost.from_table(table, 1)
+    cost = table.on(1)
     for window, context, batch in [(0, 128, 1), (4, 1024, 16), (2, 500, 8), (9, 1024, 16), (4, 4096, 16)]:
         predicted = cost.seconds(batch, batch * (window + 1), batch * context)
         assert predicted == pytest.approx(seconds(window, context, batch), rel=1e-6)
     with pytest.raises(InputError, match="2 devices were not measured"):
-        GridCost.from_table(table, 2)
+        table.on(2)
 
     hardware = ProfiledHardware("mine", Profile({"model": {"name": "m"}}, table, {"eagle": DraftCosts(table)}, {}))
     assert hardware.target_cost("m").seconds(4, 8, 4000) == cost.seconds(4, 8, 4000)

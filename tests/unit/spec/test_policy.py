@@ -19,7 +19,7 @@ from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.policy import Drafter, Policy, Wait
 from specactor_ray.spec.table import RequestTable
-from specactor_ray.spec.tgs import tau_coupled, tau_decoupled
+from specactor_ray.spec.tgs import geometric, taus
 from tests.unit.spec.tables import ints, request, say
 
 WINDOW = 8
@@ -329,8 +329,9 @@ def test_a_method_is_predicted_in_its_best_window_or_none() -> None:
     bench.plan()
     verify_s = [0.05 + 0.001 * 4 * (1 + window) for window in range(WINDOW + 1)]
     for p in (0.0, 0.3, 0.8, 1.0):
-        coupled = [tau_coupled(p, w) / (w * 0.004 + verify_s[w]) for w in range(1, WINDOW + 1)]
-        decoupled = [tau_decoupled(p, w) / max(w * 0.004, verify_s[w]) for w in range(1, WINDOW + 1)]
+        tau_coupled, tau_decoupled = (tau[0] for tau in taus(geometric(np.array([p]), WINDOW)))
+        coupled = [tau_coupled[w - 1] / (w * 0.004 + verify_s[w]) for w in range(1, WINDOW + 1)]
+        decoupled = [tau_decoupled[w - 1] / max(w * 0.004, verify_s[w]) for w in range(1, WINDOW + 1)]
         expected = max(*coupled, *decoupled, 1 / verify_s[0])
         assert bench.policy.predict("eagle", np.array([p, 0.5]))[0] == pytest.approx(expected, rel=1e-3)
 

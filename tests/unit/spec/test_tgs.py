@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.spec.tgs import tau_coupled, tau_decoupled, window_rates
+from specactor_ray.spec.tgs import geometric, taus, window_rates
 
 # Also those next to 1, where a naive quotient loses its digits.
 PROBABILITIES = st.one_of(st.floats(0, 1), st.floats(1e-15, 1e-3).map(lambda rest: 1.0 - rest))
@@ -26,24 +26,38 @@ def decoupled_sum(p: Fraction, w: int) -> Fraction:
     return sum((p**a * (1 - p) * Fraction(a + 1, 2) for a in range(w)), Fraction(0)) + w * p**w
 
 
+def both(p: float, window: int) -> list[float]:
+    """τ of coupled and decoupled iterations."""
+    return [float(tau[0, -1]) for tau in taus(geometric(np.array([p]), window))]
+
+
 @given(PROBABILITIES, st.integers(1, 24))
 def test_tau_is_the_sum_of_the_paper(p: float, window: int) -> None:
     exact = Fraction(p)
-    assert tau_coupled(p, window) == pytest.approx(float(coupled_sum(exact, window)), rel=1e-12)
-    assert tau_decoupled(p, window) == pytest.approx(float(decoupled_sum(exact, window)), rel=1e-12)
+    expected = [float(coupled_sum(exact, window)), float(decoupled_sum(exact, window))]
+    assert both(p, window) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_ends_are_exact() -> None:
-    assert (tau_coupled(0.0, 5), tau_coupled(1.0, 5)) == (1.0, 6.0)
-    assert (tau_decoupled(0.0, 5), tau_decoupled(1.0, 5)) == (0.5, 5.0)
+    assert both(0.0, 5) == [1.0, 0.5] and both(1.0, 5) == [6.0, 5.0]
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12).map(lambda rates: [1.0, *sorted(rates, reverse=True)]))
+def test_tau_of_measured_survival_is_the_sum_over_how_many_are_right(rates: list[float]) -> None:
+    window = len(rates) - 1
+    exactly = [rates[a] - rates[a + 1] for a in range(window)]
+    coupled = sum(chance * (a + 1) for a, chance in enumerate(exactly)) + (window + 1) * rates[-1]
+    decoupled = sum(chance * (a + 1) / 2 for a, chance in enumerate(exactly)) + window * rates[-1]
+    assert [float(tau[0, -1]) for tau in taus(np.array([rates]))] == pytest.approx([coupled, decoupled])
 
 
 @given(PROBABILITIES, SECONDS | st.just(0.0), COSTS, st.integers(1, 12))
 def test_a_windows_rate_is_that_of_the_better_mode(p: float, draft_s: float, verify_s: list[float], most: int) -> None:
     rates = window_rates(np.array([p]), most, draft_s, np.array(verify_s))[0]
     for window in range(1, most + 1):
-        coupled = tau_coupled(p, window) / (window * draft_s + verify_s[window])
-        decoupled = tau_decoupled(p, window) / max(window * draft_s, verify_s[window])
+        tau_coupled, tau_decoupled = both(p, window)
+        coupled = tau_coupled / (window * draft_s + verify_s[window])
+        decoupled = tau_decoupled / max(window * draft_s, verify_s[window])
         assert rates[window - 1] == pytest.approx(max(coupled, decoupled), rel=1e-12)
 
 
