@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ def requests(n: int, seed: int, temperature: float = 1.0, max_tokens: int = 40) 
 def recorded(part: str) -> tuple[list[Record], RecordStore]:
     """`train` (80 rollouts), `heldout` (20) and `greedy` (8)."""
     folder = Path(tempfile.mkdtemp(prefix="specactor-test-corpus-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     wanted = {"train": requests(80, 5), "heldout": requests(20, 6), "greedy": requests(8, 6, 0.0)}[part]
     store = RecordStore(folder, part)
     return collect(make_engine(max_batch=32), wanted, store), store
