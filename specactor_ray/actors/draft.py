@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost, LoopThread, put_weights
-from specactor_ray.cluster.calls import Call
+from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost, LoopThread
 from specactor_ray.cluster.cores import DRAFTER_SPINS
-from specactor_ray.cluster.lookup import find_controller
 from specactor_ray.controller.state import DraftSpec
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.loops.idle_learning import IdleLearning
 from specactor_ray.messages import CommitBatch, TailBatch, WeightSet
 from specactor_ray.queues.link import Link
 
@@ -28,7 +25,6 @@ class DraftActor:
         self._lock = threading.Lock()
         """Guards the start, and the list of verifiers against older ones that come late."""
         self._peers_version = -1
-        self._announced: Call | None = None
 
     def start(self) -> dict[str, Any]:
         """Bind the cores, make the proposer, start the loop. Returns pid, cores and vocabulary size. Harmless when
@@ -69,37 +65,8 @@ class DraftActor:
         return Link(self._host.calls.sender(verifier, "deliver"), clock=self._host.clock)
 
     def load_weights(self, weights: WeightSet) -> None:
-        """Take over a version of the weights it follows: the policy's, or those its method learns."""
+        """Take over a version of the weights it follows: the policy's, or those its method is taught."""
         self._do(self._running().load_weights(weights.version, self._host.fetch_weights(weights)))
-
-    def learn(self, newest: WeightSet | None) -> None:
-        """From now on, learn in idle time (`drafters.N.online`), and offer every new version to the controller.
-
-        Args:
-            newest: Where to begin; None: with the weights that were loaded first.
-        """
-        weights = self._host.fetch_weights(newest) if newest is not None else None
-        version = newest.version if newest is not None else 0
-        self._do(self._running().learn(lambda: self._make_learning(version, weights)))
-
-    def _make_learning(self, version: int, weights: Mapping[str, Any] | None) -> IdleLearning:
-        from specactor_ray.drafter_training.online import load_learner
-        from specactor_ray.drafter_training.recording import RolloutRecorder
-        from specactor_ray.drafters.eagle import EagleProposer
-
-        spec, proposer = self._spec, self._running().proposer
-        assert isinstance(proposer, EagleProposer)  # validated: no other method learns online
-        device = "cuda" if spec.gpus else "cpu"
-        learner = load_learner(spec.drafter, spec.target, device, proposer, version, weights)
-        controller = find_controller(spec.run)
-
-        def announce(version: int, weights: Mapping[str, Any]) -> None:
-            calls = self._host.calls
-            arguments = (spec.drafter.method, spec.actor_id, put_weights(version, weights, calls))
-            # Nobody waits for the answer: a version that does not arrive is made up for by the next one.
-            self._announced = calls.start(controller, "offer_weights", *arguments, deadline_s=COMMAND_TIMEOUT_S)
-
-        return IdleLearning(learner, RolloutRecorder(spec.drafter.online.buffer_tokens), announce)
 
     def forget_history(self) -> None:
         """Forget earlier outputs."""

@@ -50,11 +50,13 @@ class TaughtDrafter:
         states = self._trainer.hidden_states(taken, self._layers)
         if self._learner is None:
             return None
-        for sample, known in zip(taken, states, strict=True):
-            tokens = (*sample.prompt.tolist(), *sample.output.tolist())
-            self._learner.add(EagleExample(tokens, len(sample.prompt), known))
+        examples = [
+            EagleExample((*sample.prompt.tolist(), *sample.output.tolist()), len(sample.prompt), known)
+            for sample, known in zip(taken, states, strict=True)
+        ]
         before = self._learner.version
-        while self._learner.step() is not None:
+        for batch in self._learner.batches(examples):
+            self._learner.step(batch)
             self._trainer.progress.tick()
         if self._learner.version == before:
             return None

@@ -18,30 +18,27 @@ class OnlineWhere(str, Enum):
 
     off = "off"
     """Nobody: it stays as it was loaded."""
-    drafter = "drafter"
-    """Its first draft actor, whenever it has no open request."""
     trainer = "trainer"
     """The trainer's first rank, after each policy update."""
 
 
 @dataclass
 class OnlineConfig:
-    """Training of an EAGLE head on the rollouts it drafts for, while they go on."""
+    """Training of an EAGLE head beside the policy, on the samples of each step."""
 
     where: OnlineWhere = OnlineWhere.off
-    """`off`; `drafter` (the first draft actor of the method learns while it has no open request); or `trainer` (the
-    trainer learns from the samples of each step, after the policy update)."""
+    """`off`, or `trainer`: the trainer teaches it from the samples of each step, after the policy update."""
     learning_rate: float = 1.0e-4
     """AdamW."""
     buffer_tokens: int = 8192
-    """Most positions whose hidden states are kept to learn from, and once more as many of outputs under way; the oldest
-    go first. One takes 4 bytes x three layers x the target's hidden size (half of that in bfloat16)."""
+    """Most positions that are learned from in one step; where its samples have more, of some chosen at random. The
+    hidden states of one take 4 bytes x three layers x the target's hidden size."""
     batch_tokens: int = 256
-    """Most positions of one step. A step delays the drafts of a request that comes meanwhile, so it must be short."""
+    """Most positions of one optimizer step of the head."""
     passes: int = 4
-    """How often each position is learned from at most; then there is nothing to learn until new outputs come."""
+    """How often each position is learned from."""
     steps_per_version: int = 16
-    """Steps after which the draft actors get the new weights, with a version number that is one higher."""
+    """Optimizer steps of the head after which its weights count as a new version, with a number that is one higher."""
     depths: int = 3
     """Tokens ahead that are trained: the head's own predictions are fed back so often."""
 
@@ -87,13 +84,3 @@ def reject_two_sources_of_weights(drafter: DrafterConfig, key: str) -> None:
     if drafter.online.where is not OnlineWhere.off and drafter.follow_policy:
         problem = "true, but the drafter has weights of its own, which are learned online."
         raise ConfigError(f"{key}.follow_policy", problem, f"use false, or {key}.online.where=off.")
-
-
-def reject_learning_without_draft_actors(config: Config) -> None:
-    """A coupled verifier drafts itself, and has no time to learn while it has no draft to make."""
-    if config.mode.value != "coupled":
-        return
-    for index, drafter in enumerate(config.drafters):
-        if drafter.online.where is OnlineWhere.drafter:
-            problem = "'drafter', but in mode coupled there are no draft actors that could learn."
-            raise ConfigError(f"drafters.{index}.online.where", problem, "use trainer or off, or mode=decoupled.")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from specactor_ray.config.online import OnlineConfig, OnlineWhere
+from specactor_ray.config.online import OnlineConfig
 from specactor_ray.config.training_schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -188,7 +188,7 @@ class DrafterConfig:
     min_probability: float = 0.1
     """For `suffix`: a guess is lengthened while the estimated probability that all of it is right is at least this."""
     online: OnlineConfig = field(default_factory=OnlineConfig)
-    """For `eagle`: learning from the rollouts while they go on."""
+    """For `eagle`: learning from the samples of RL training while it goes on."""
 
 
 HISTORY_METHODS = ("ngram", "suffix")
@@ -202,7 +202,7 @@ def reads_features(drafter: DrafterConfig) -> bool:
 
 def learns_from_outputs(drafter: DrafterConfig) -> bool:
     """Whether a draft actor of the method gets better by following requests to their end."""
-    return drafter.method in HISTORY_METHODS or drafter.online.where is OnlineWhere.drafter
+    return drafter.method in HISTORY_METHODS
 
 
 @dataclass

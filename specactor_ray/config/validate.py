@@ -11,7 +11,6 @@ from typing import Any
 from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.online import (
     reject_batch_above_buffer,
-    reject_learning_without_draft_actors,
     reject_online_for_others,
     reject_online_values_out_of_range,
     reject_two_sources_of_weights,
@@ -347,7 +346,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_race_threshold_without_a_tail,
     reject_speculation_without_drafters,
     reject_lending_that_cannot_be,
-    reject_learning_without_draft_actors,
     reject_half_precision_of_drafters_on_a_cpu,
     reject_compiled_off_for_others,
     reject_method_twice,

@@ -51,7 +51,6 @@ from specactor_ray.messages import WeightSet
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_DEPARTURES = 256
-_OWN_TIMEOUT_S = 60.0
 _TICK_S = 0.2
 _SYNC_TICK_S = 0.005
 """While weights are on their way."""
@@ -101,7 +100,7 @@ class Controller:
         self._news = PeerNews(config)
         self._weights = WeightNews(config)
         self._in_place = self._clock.condition()
-        """Guards the policy's weights; notified when every verifier has the current ones."""
+        """Guards the weights; notified when every verifier has the policy's current ones."""
         self._version_in_place = 0
         self._lock = threading.Lock()
         self._forgiven: list[str] = []
@@ -203,15 +202,11 @@ class Controller:
             self._suspects.append(actor_id)
         self._wake.set()
 
-    def offer_weights(self, method: str, teacher: str, weights: WeightSet) -> None:
-        """New weights that a draft method has learnt; its draft actors get them, now and when they join later.
-
-        Args:
-            method: The draft method.
-            teacher: Who learned them: the id of the draft actor that was told to, or `trainer`. Others are ignored.
-            weights: Of a version above all earlier ones. They are copied: the teacher may die.
-        """
-        self._weights.offer(method, teacher, replace(weights, buckets=self._own(weights.buckets)))
+    def offer_weights(self, method: str, weights: WeightSet) -> None:
+        """New weights that a draft method was taught, of a version above all earlier ones; those that draft by it get
+        them, now and when they join later."""
+        with self._in_place:
+            self._weights.offer(method, weights)
         self._wake.set()
 
     def release_verifiers(self, offer: Offer) -> tuple[str, ...]:
@@ -238,11 +233,6 @@ class Controller:
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)
         return self._teardown()
-
-    def _own(self, references: Sequence[Any]) -> tuple[Any, ...]:
-        """The same objects, owned by this process: others go when their owner dies."""
-        transport = self._calls.transport
-        return tuple(transport.put(bucket) for bucket in transport.fetch(references, _OWN_TIMEOUT_S))
 
     # ---- the start ----
 
@@ -420,7 +410,7 @@ class Controller:
         seat = member.seat
         assert seat.placement is not None  # callers settle the seat first
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
-        spec = build_spec(self._config, self._run, member, self._priors)
+        spec = build_spec(self._config, member, self._priors)
         name = actor_name(self._run, member.actor_id)
         handle = self._backend.launch(cls, spec, name, seat.placement, seat.share)
         member.actor = SupervisedActor(member.actor_id, handle, self._calls, self._policy.start_timeout_s)

@@ -65,7 +65,7 @@ class Member:
     resend_at: float = 0.0
     """When to send the list again after a failure."""
     weight_version: int = 0
-    """Version that it has of the weights it follows: the policy's, or those its method learns."""
+    """Version that it has of the weights it follows: the policy's, or those its method is taught."""
     sent_version: int = 0
     """Version that it has or that is on its way to it."""
     taught_version: int = 0
@@ -180,7 +180,7 @@ def window_of(config: Config, method: str) -> int:
     return drafter.window if drafter.window is not None else config.speculation.window
 
 
-def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, float]) -> VerifierSpec | DraftSpec:
+def build_spec(config: Config, member: Member, priors: Mapping[str, float]) -> VerifierSpec | DraftSpec:
     """What the actor of this member is told to be."""
     level, cores = config.run.log_level, member.seat.cores
     if member.key == VERIFIER:
@@ -189,7 +189,6 @@ def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, fl
         plain = config.mode is ModeName.plain
         max_drafts = 0 if plain else max(window_of(config, drafter.method) for drafter in config.drafters)
         return VerifierSpec(
-            run,
             member.actor_id,
             target,
             config.speculation,
@@ -202,7 +201,7 @@ def build_spec(config: Config, run: str, member: Member, priors: Mapping[str, fl
             inline,
         )
     drafter, window = drafter_of(config, member.key), window_of(config, member.key)
-    return DraftSpec(run, member.actor_id, drafter, config.target, window, cores, drafter.gpus, level)
+    return DraftSpec(member.actor_id, drafter, config.target, window, cores, drafter.gpus, level)
 
 
 def next_view(

@@ -61,7 +61,6 @@ class InlineSpec:
 class VerifierSpec:
     """What a verifier actor needs to know."""
 
-    run: str
     actor_id: str
     """Unique for each incarnation, such as `verifier-0#3f2a`."""
     target: TargetConfig
@@ -83,7 +82,6 @@ class VerifierSpec:
 class DraftSpec:
     """What a draft actor needs to know."""
 
-    run: str
     actor_id: str
     """Unique for each incarnation, such as `ngram-1#9c0d`."""
     drafter: DrafterConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +19,6 @@ from specactor_ray.draft.mirrors import DraftCounters, Mirrors
 from specactor_ray.drafters.base import KeepsHistory, Proposer
 from specactor_ray.loops.commands import Commands
 from specactor_ray.loops.heartbeat import Heartbeat
-from specactor_ray.loops.idle_learning import IdleLearning
 from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.queues.link import Link
@@ -87,23 +86,14 @@ class DraftLoop:
         forget = self.proposer.forget_history if isinstance(self.proposer, KeepsHistory) else lambda: None
         return self._commands.call(forget)
 
-    def learn(self, make_learning: Callable[[], IdleLearning]) -> Future[None]:
-        """From now on, follow requests to learn from them, and learn whenever none is open. It is made in the loop's
-        thread; the future raises what making it raises."""
-
-        def begin() -> None:
-            self._mirrors.learning = make_learning()
-
-        return self._commands.call(begin)
-
     def stop(self) -> None:
         self._stopping.set()
         self._wake.set()
 
     def snapshot(self) -> dict[str, Any]:
         """Counters, the number of open requests and of messages that wait (`inbox`), what a draft token costs
-        (seconds), how long the step under way has taken so far (`busy_s`, 0 when there is none), what a proposer that
-        remembers outputs takes for them, and how far learning has come."""
+        (seconds), how long the step under way has taken so far (`busy_s`, 0 when there is none), and what a proposer
+        that remembers outputs takes for them."""
         memory = {
             name: getattr(self.proposer, name)
             for name in ("history_tokens", "history_bytes")
@@ -113,8 +103,7 @@ class DraftLoop:
         counters |= {"open_requests": len(self._mirrors), "inbox": len(self._inbox), "token_s": self._cost.token_s}
         counters["busy_s"] = self._heartbeat.busy_s
         counters["links"] = {verifier_id: link.snapshot() for verifier_id, link in self._mirrors.links.items()}
-        learning = self._mirrors.learning
-        return {**counters, **memory, **({"learning": learning.snapshot()} if learning is not None else {})}
+        return {**counters, **memory}
 
     # ---- the loop ----
 
@@ -145,8 +134,7 @@ class DraftLoop:
             self._heartbeat.end()
 
     def run_once(self) -> bool:
-        """Drain, extend, publish; without any open request, learn for one step: that is how long a message may have to
-        wait for it. Returns False when there was nothing to do."""
+        """Drain, extend, publish. Returns False when there was nothing to do."""
         self._wake.clear()
         self._commands.run()
         mirrors, messages = self._mirrors, self._inbox.drain()
@@ -161,10 +149,7 @@ class DraftLoop:
             self._failures_in_a_row = 0
             mirrors.note_changed(changed)
         mirrors.offer(self._cost.token_s)
-        return bool(messages or changed) or (not len(mirrors) and self._learn())
-
-    def _learn(self) -> bool:
-        return bool(self._mirrors.with_learning(lambda learning: learning.learn()))
+        return bool(messages or changed)
 
     def _note_cost(self, seconds: float, changed: Sequence[str], opened: bool) -> None:
         """Models add a token to each request, lookups whole tails."""

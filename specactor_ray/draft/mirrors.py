@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.drafters.base import Commits, Proposer, ReadsFeatures
-from specactor_ray.loops.idle_learning import IdleLearning
 from specactor_ray.messages import CommitBatch, DraftOpen, TailBatch
 from specactor_ray.queues.link import Link
 
@@ -73,8 +72,6 @@ class Mirrors:
         self.counters = DraftCounters()
         self.links: Mapping[str, Link[TailBatch]] = {}
         """Verifier → where to send tails, as listed last."""
-        self.learning: IdleLearning | None = None
-        """Follows the same requests."""
         self._drafter_id, self._proposer, self._clock = drafter_id, proposer, clock
         self._left: set[str] = set()
         self._verifiers: dict[str, _Verifier] = {}
@@ -96,20 +93,6 @@ class Mirrors:
     def leave(self, verifier_id: str) -> None:
         """Nothing will come of this verifier any more."""
         self._left.add(verifier_id)
-
-    # ---- learning ----
-
-    def with_learning(self, do: Callable[[IdleLearning], Any]) -> Any:
-        """If learning fails, it stops for good and drafting continues without it."""
-        if self.learning is None:
-            return None
-        try:
-            return do(self.learning)
-        except Exception:
-            self.counters.failures += 1
-            self.learning = None
-            logger.exception("%s: learning failed and has stopped; drafting continues", self._drafter_id)
-            return None
 
     # ---- what verifiers say ----
 
@@ -155,7 +138,6 @@ class Mirrors:
         )
         if opened.features and isinstance(self._proposer, ReadsFeatures):
             self._proposer.add_features(opened.request_id, opened.features)
-        self.with_learning(lambda learning: learning.open(opened))
 
     def _commit(self, verifier: _Verifier, message: CommitBatch) -> None:
         handles = list(zip(message.rows.tolist(), message.generations.tolist(), strict=True))
@@ -172,13 +154,13 @@ class Mirrors:
         followed[followed] = taken = self._follow(commits)
         for index in np.flatnonzero(~followed).tolist():
             self._ask_again(verifier, *handles[index])
-        if message.features or self.learning is not None:
+        if message.features and isinstance(self._proposer, ReadsFeatures):
             features = dict(message.features)
-            for (request_id, start, tokens, _), is_taken in zip(commits.rows(), taken.tolist(), strict=True):
+            for request_id, is_taken in zip(commits.request_ids, taken.tolist(), strict=True):
                 place = self._places.get(request_id)
-                if is_taken and place is not None:
-                    news = (request_id, start, tokens, features.get(place.row, ()))
-                    self._guarded(request_id, functools.partial(self._learn_from, *news))
+                if is_taken and place is not None and place.row in features:
+                    add = functools.partial(self._proposer.add_features, request_id, features[place.row])
+                    self._guarded(request_id, add)
 
     def _follow(self, commits: Commits) -> np.ndarray:
         """`Proposer.commit_batch`. Where it fails each request is tried alone (commits may be repeated), and only those
@@ -191,15 +173,9 @@ class Mirrors:
             self._give_up(commits.request_ids[0], error)
             return np.ones(1, np.bool_)
 
-    def _learn_from(self, request_id: str, start: int, tokens: Sequence[int], states: Sequence[Any]) -> None:
-        if states and isinstance(self._proposer, ReadsFeatures):
-            self._proposer.add_features(request_id, states)
-        self.with_learning(lambda learning: learning.commit(request_id, start, tokens, states))
-
     def _close(self, request_id: str, finished: bool) -> None:
         self._leave_place(request_id)
         self._proposer.close(request_id, finished)
-        self.with_learning(lambda learning: learning.close(request_id, finished))
 
     def _leave_place(self, request_id: str) -> None:
         place = self._places.pop(request_id)
@@ -291,4 +267,3 @@ class Mirrors:
         except Exception:
             self.counters.failures += 1
             logger.exception("%s: request %s could not be closed in order", self._drafter_id, request_id)
-        self.with_learning(lambda learning: learning.forget(request_id))

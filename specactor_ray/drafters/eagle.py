@@ -113,11 +113,6 @@ class EagleProposer(RowProposer):
         self.max_len = min(int(runner.config.layer.get("max_position_embeddings", 1 << 30)), runner.cache.slots)
         warm_up()
 
-    @property
-    def embedding(self) -> torch.nn.Embedding:
-        """The target's input embedding as the head holds it; it never changes."""
-        return self._runner.head.embed_tokens
-
     def open(
         self,
         request_id: str,

@@ -175,8 +175,6 @@ def _work(row: Mapping[str, Any]) -> str:
     words = [f"{counters.get('open_requests', 0)} open", f"{counters.get('tails', 0):,} tails"]
     if row.get("weight_version"):
         words.append(f"version {row['weight_version']}")
-    if "learning" in counters:
-        words.append(f"learns: {counters['learning']['steps']:,} steps")
     return ", ".join(words)
 
 

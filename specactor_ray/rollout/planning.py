@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specactor_ray.cluster.cores import cores_needed
-from specactor_ray.config.online import OnlineWhere
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError
@@ -55,8 +54,8 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
 def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[str]]:
     """`mode: auto`: coupled or decoupled, and one line with the reason; any other mode stays, without a line.
 
-    - Drafters that need draft actors (they learn there, have GPUs beside a target on CPUs, or all have `replicas: 0`
-      and so come by lending or scaling only): decoupled.
+    - Drafters that need draft actors (they have GPUs beside a target on CPUs, or all have `replicas: 0` and so come by
+      lending or scaling only): decoupled.
     - A target on CPUs: coupled. Draft actors would take cores from the verifiers; the verifiers get those that draft
       actors are configured with, as far as they exist and can be shared out in whole cores.
     - A target on GPUs: decoupled where draft actors find room beside verifiers and trainer, else coupled.
@@ -113,8 +112,6 @@ def _with_drafters(config: Config) -> Config:
 def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
     """Mode and reason."""
     for index, drafter in enumerate(config.drafters):
-        if drafter.online.where is OnlineWhere.drafter:
-            return ModeName.decoupled, f"{drafter.method} learns in its draft actor, drafters.{index}.online.where"
         if drafter.gpus and drafter.replicas and not config.target.gpus:
             return ModeName.decoupled, f"{drafter.method} has GPUs of its own, drafters.{index}.gpus"
     if not any(drafter.replicas for drafter in config.drafters):

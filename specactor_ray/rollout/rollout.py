@@ -176,7 +176,7 @@ class Rollout:
         self._run.update_weights(weights)
 
     def update_drafter(self, method: str, weights: WeightSet) -> None:
-        """Give the draft actors of a method that the trainer teaches (`online.where=trainer`) a newer version of its
+        """Give those that draft by a method that the trainer teaches (`online.where=trainer`) a newer version of its
         weights. Returns before they have it: no token depends on when they do."""
         self._run.offer_drafter_weights(method, weights)
 

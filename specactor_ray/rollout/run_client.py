@@ -10,7 +10,6 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.state import ClusterView, Phase
-from specactor_ray.controller.weights import TRAINER
 from specactor_ray.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.messages import WeightSet
 from specactor_ray.rollout.dispatch import Dispatcher
@@ -73,7 +72,7 @@ class RunClient:
 
     def offer_drafter_weights(self, method: str, weights: WeightSet) -> None:
         """See `Rollout.update_drafter`."""
-        self.ask("offer_weights", method, TRAINER, weights)
+        self.ask("offer_weights", method, weights)
 
     def call_verifiers(self, method: str) -> None:
         """Call a method of every verifier, and of none that is lost: its replacement starts afresh anyway.

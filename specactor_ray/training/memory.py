@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from specactor_ray.config.online import OnlineConfig, OnlineWhere
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig
+from specactor_ray.config.online import taught_by_trainer
+from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
 from specactor_ray.modeling.loading import parse_dtype
 from specactor_ray.rollout.memory import PROCESS_BYTES, MemoryItem, count_parameters, empty_head, plan_rollout_memory
 
@@ -21,8 +21,9 @@ def plan_memory(config: Config) -> list[MemoryItem]:
     target, trainer = config.target, config.trainer
     size, text = count_parameters(target.model, target.trust_remote_code)
     plan = plan_rollout_memory(config)
-    if config.mode is not ModeName.plain:
-        plan += _learner_items(config)
+    pupil = taught_by_trainer(config)
+    if pupil is not None:
+        plan.append(MemoryItem("trainer", f"learning of {pupil.method}", _held_by_learner(pupil, target)))
     # Weights, gradients and two moments in float32; ZeRO spreads them (stage 3 all, below only the moments).
     states = 4 * size * _FLOAT32 * 1.0 + trainer.ranks * PROCESS_BYTES
     if trainer.ranks > 1 and trainer.zero_stage < 3:
@@ -38,24 +39,14 @@ def plan_memory(config: Config) -> list[MemoryItem]:
     return plan
 
 
-def _learner_items(config: Config) -> list[MemoryItem]:
-    """Who learns a head online, where one does."""
-    items = []
-    for drafter in config.drafters:
-        online = drafter.online
-        if online.where is OnlineWhere.trainer or (online.where is OnlineWhere.drafter and drafter.replicas):
-            owner = "trainer" if online.where is OnlineWhere.trainer else "draft actors"
-            held = _held_by_learner(drafter, online, config.target)
-            items.append(MemoryItem(owner, f"learning of {drafter.method}", held))
-    return items
-
-
-def _held_by_learner(drafter: DrafterConfig, online: OnlineConfig, target: TargetConfig) -> float:
-    """Bytes of a copy of the head with gradients and two moments in float32, and of the hidden states that are kept."""
+def _held_by_learner(drafter: DrafterConfig, target: TargetConfig) -> float:
+    """Bytes of a head, of gradients and two moments of all but its embedding, and of the hidden states it learns from;
+    all in float32."""
     head = empty_head(drafter, target)
-    size = sum(parameter.numel() for name, parameter in head.named_parameters() if name != "embed_tokens.weight")
-    states = 2 * online.buffer_tokens * head.config.feature_size * parse_dtype(target.dtype).itemsize
-    return float(4 * size * _FLOAT32 + states)
+    size = sum(parameter.numel() for parameter in head.parameters())
+    trained = size - head.embed_tokens.weight.numel()
+    states = drafter.online.buffer_tokens * head.config.feature_size
+    return float(_FLOAT32 * (size + 3 * trained + states))
 
 
 def _activation_bytes(config: Config, text: Any) -> float:

@@ -18,7 +18,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.errors import InputError
 from specactor_ray.learner.batching import Sample
 from specactor_ray.training.trainer_group import TrainerGroup
-from tests.tiny import tiny_eagle, tiny_target
+from tests.tiny import tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 PROMPTS = ["Tell me about the red fox.", "Count from 3 to 9.", "Add 3 and 4."]
@@ -112,38 +112,3 @@ def test_drafters_that_follow_the_policy_get_every_version() -> None:
         time.sleep(0.5)
         late = [row["weight_version"] for row in rollout.status() if row["kind"] == "drafter"]
         assert late == [1, 1]
-
-
-@pytest.mark.slow
-def test_a_head_goes_on_learning_when_the_draft_actor_that_learned_is_killed() -> None:
-    online = {"where": "drafter", "steps_per_version": 1, "batch_tokens": 64, "depths": 1, "passes": 2}
-    head = {"method": "eagle", "model": str(tiny_eagle()), "kv_cache_gb": 0.02, "replicas": 2, "online": online}
-    waits = {"verify": "all", "draft_wait_s": 0.5}
-    settings = config("decoupled", drafters=[head], speculation=waits)
-
-    def drafters() -> list[dict[str, Any]]:
-        return [row for row in rollout.status() if row["kind"] == "drafter" and row["phase"] == "ready"]
-
-    def learned_past(version: int) -> list[dict[str, Any]]:
-        """Rows of the draft actors when both have a version above this one."""
-        deadline = time.monotonic() + 60
-        while len(rows := drafters()) < 2 or min(row["weight_version"] for row in rows) <= version:
-            assert time.monotonic() < deadline, rows
-            assert tokens(rollout) == truth
-            time.sleep(0.3)
-        return rows
-
-    with Rollout(settings) as rollout:
-        truth = tokens(rollout)
-        rows = learned_past(0)
-        (teacher,) = [row for row in rows if "learning" in row["counters"]]
-        os.kill(teacher["pid"], signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while teacher["id"] in {row["id"] for row in drafters()}:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        before = max(row["weight_version"] for row in drafters())
-        after = learned_past(before)
-        assert teacher["id"] not in {row["id"] for row in after}, "its replacement has the newest version too"
-        assert tokens(rollout) == truth
-        assert max(rollout.metrics().by_version["eagle"]) > before

@@ -22,7 +22,6 @@ from specactor_ray.rollout.planning import Devices, as_decoupled, existing_devic
 from specactor_ray.simulation.scenario import load_scenario
 
 MODEL = "{method: draft_model, model: m, gpus: 1}"
-LEARNING = "drafters=[{method: eagle, model: m, online: {where: drafter}}]"
 TAUGHT = "drafters=[{method: eagle, model: m, online: {where: trainer}}]"
 TWO_RANKS = ("target.backend=vllm", "target.tensor_parallel=2")
 
@@ -46,8 +45,6 @@ def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
         (Devices(64, 8), [], "coupled", "on CPUs"),
         (Devices(2, 0), [TAUGHT], "coupled", "on CPUs"),
         (Devices(2, 0), ["drafters=[{method: 'mine:Proposer'}, {method: ngram, replicas: 0}]"], "coupled", "on CPUs"),
-        (Devices(2, 0), [LEARNING], "decoupled", "drafters.0.online.where"),
-        (Devices(8, 0), ["target.gpus=1", LEARNING], "decoupled", "drafters.0.online.where"),
         (Devices(2, 0), ["drafters=[{method: ngram, replicas: 0}]"], "decoupled", "lending"),
         (Devices(8, 1), [f"drafters=[{{method: ngram}}, {MODEL}]"], "decoupled", "drafters.1.gpus"),
         (Devices(8, 2), ["target.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "there is room"),

@@ -302,7 +302,7 @@ class TestStatus:
             "kind": "drafter",
             "phase": "ready",
             "weight_version": 5,
-            "counters": {"open_requests": 2, "tails": 9, "learning": {"steps": 1080}},
+            "counters": {"open_requests": 2, "tails": 9},
         },
     ]
 
@@ -314,7 +314,7 @@ class TestStatus:
             "3 requests, 60 tokens, acceptance length 1.50",
             "[no room]",
             "0 open",
-            "2 open, 9 tails, version 5, learns: 1,080 steps",
+            "2 open, 9 tails, version 5",
         ):
             assert expected in text
 

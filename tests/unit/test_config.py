@@ -33,7 +33,7 @@ from specactor_ray.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[2]
 NGRAM = "drafters=[{method: ngram}]"
-EAGLE = "drafters=[{method: eagle, model: m, online: {where: drafter}}]"
+EAGLE = "drafters=[{method: eagle, model: m, online: {where: trainer}}]"
 SUFFIX = "drafters=[{method: suffix}]"
 SPLIT = ("target.backend=vllm", "target.tensor_parallel=2", "target.gpus=2")
 LENDING = (NGRAM, "mode=decoupled", "speculation.lend=true")
@@ -331,8 +331,8 @@ class TestRangesAndContradictions:
             ([SUFFIX, "drafters.0.gpus=1"], "drafters.0.gpus", "0"),
             (["drafters=[{method: draft_model}]"], "drafters.0.model", "directory"),
             (["drafters=[{method: draft_model, model: m, dtype: float16}]"], "drafters.0.dtype", "gpus=1"),
-            ([NGRAM, "drafters.0.online.where=drafter"], "drafters.0.online.where", "off"),
-            ([EAGLE, "drafters.0.online.where=elsewhere"], "drafters.0.online.where", "one of off, drafter, trainer"),
+            ([NGRAM, "drafters.0.online.where=trainer"], "drafters.0.online.where", "off"),
+            ([EAGLE, "drafters.0.online.where=drafter"], "drafters.0.online.where", "one of off, trainer"),
             ([EAGLE, "drafters.0.online.passes=0"], "drafters.0.online.passes", "1 or more"),
             ([EAGLE, "drafters.0.online.steps_per_version=0"], "drafters.0.online.steps_per_version", "1 or more"),
             ([EAGLE, "drafters.0.online.batch_tokens=1"], "drafters.0.online.batch_tokens", "2 or more"),
@@ -340,7 +340,6 @@ class TestRangesAndContradictions:
             ([EAGLE, "drafters.0.online.depths=17"], "drafters.0.online.depths", "1 to 16"),
             ([EAGLE, "drafters.0.online.learning_rate=.nan"], "drafters.0.online.learning_rate", "1e-4"),
             ([EAGLE, "drafters.0.follow_policy=true"], "drafters.0.follow_policy", "online.where=off"),
-            ([EAGLE, "mode=coupled"], "drafters.0.online.where", "trainer"),
             (["drafters=[{method: ngram}, {method: ngram}]"], "drafters.1.method", "drafters.0.replicas"),
         ],
     )
@@ -364,7 +363,7 @@ class TestRangesAndContradictions:
             ["drafters=[{method: ngram}, {method: suffix}]"],
             [EAGLE],
             [EAGLE, "mode=plain"],
-            [EAGLE, "mode=coupled", "drafters.0.online.where=trainer"],
+            [EAGLE, "mode=coupled"],
             ["mode=coupled", "target.gpus=1", "drafters=[{method: draft_model, model: m, dtype: float16}]"],
             ["mode=coupled", "drafters=[{method: 'mine:Proposer'}, {method: ngram, replicas: 0}]"],
             ["mode=plain", "target.gpus=1", "target.dtype=float16"],

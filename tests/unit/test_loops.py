@@ -365,6 +365,41 @@ def test_a_hosted_head_is_taught_between_two_steps_and_changes_no_token() -> Non
     assert versions["eagle"].keys() == {5}
 
 
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "apart"])
+def test_weights_that_come_in_the_middle_of_outputs_change_no_token(inline: bool) -> None:
+    """New versions every few milliseconds, some of them nonsense, while requests run."""
+    heads = {"eagle-0": eagle(), "eagle-1": eagle()}
+    bench = Bench(heads, True, draft_wait_s=0.05, coupled_wait_s=0.1, inline=inline)  # they are waited for
+    stop, version = threading.Event(), 0
+    good = trained_weights(load_head(str(tiny_eagle()), str(tiny_target())))
+
+    def push() -> None:
+        nonlocal version
+        while not stop.wait(0.01):
+            version += 1
+            bad = version % 3 == 0
+            weights = {name: torch.randn_like(tensor) for name, tensor in good.items()} if bad else good
+            for loop in bench.drafts.values():
+                loop.load_weights(version, weights)
+
+    thread = threading.Thread(target=push, daemon=True)
+    thread.start()
+    batch = requests(10, 1.0)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        counts = bench.verifier.snapshot()
+    finally:
+        stop.set()
+        thread.join()
+        bench.close()
+    table = counts["by_version"]["eagle"]
+    assert len(table) > 3, "no version came while requests ran, so nothing was tested"
+    assert [sum(pair[place] for pair in table.values()) for place in (0, 1)] == [
+        sum(pair[place] for pair in counts["by_drafter"].values()) for place in (0, 1)
+    ]
+    assert counts["accepted_tokens"] > 0
+
+
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
 @pytest.mark.parametrize("raises", [False, True])
 def test_a_lying_or_crashing_drafter_is_only_slow(inline: bool, raises: bool) -> None:

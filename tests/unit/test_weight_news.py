@@ -1,9 +1,8 @@
-"""Who gets which weights: the policy's and those a method learns, whoever comes, dies or offers when."""
+"""Who gets which weights: the policy's and those a method is taught, whoever comes, dies or is offered what when."""
 
 from __future__ import annotations
 
 import itertools
-import random
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member
 from specactor_ray.controller.state import VERIFIER, Phase
-from specactor_ray.controller.weights import TRAINER, WeightNews
+from specactor_ray.controller.weights import WeightNews
 from specactor_ray.errors import ActorLostError, InputError, SpecActorError
 from specactor_ray.messages import WeightSet
 from tests.clocks import HandClock
@@ -32,12 +31,6 @@ class Actor(SupervisedActor):
     def versions(self) -> list[int]:
         """Of all weights it was told to load."""
         return [one.arguments[0].version for one in self.transport.sent if one.method == "load_weights"]
-
-    @property
-    def lessons(self) -> list[int | None]:
-        """The versions it was told to learn from."""
-        told = [one.arguments[0] for one in self.transport.sent if one.method == "learn"]
-        return [None if weights is None else weights.version for weights in told]
 
     @property
     def taught(self) -> list[tuple[str, int]]:
@@ -62,7 +55,7 @@ def member(name: str, key: str = "eagle", host: str = "") -> Any:
     return made
 
 
-def config(where: str, mode: str = "decoupled") -> Config:
+def config(where: str = "trainer", mode: str = "decoupled") -> Config:
     head = {"method": "eagle", "model": "m", "online": {"where": where}}
     return from_mapping({"mode": mode, "drafters": [{"method": "ngram"}, head]})
 
@@ -80,67 +73,49 @@ def settle(news: WeightNews, members: list[Any], rounds: int = 6) -> None:
         tell(news, members)
         for one in members:
             one.actor.answer("load_weights")
-            one.actor.answer("learn")
 
 
-def test_one_draft_actor_learns_and_all_of_its_method_get_its_versions() -> None:
-    news, members = WeightNews(config("drafter")), [member("e0"), member("e1"), member("n0", "ngram")]
+def test_all_draft_actors_of_a_method_get_the_versions_it_was_taught() -> None:
+    news, members = WeightNews(config()), [member("e0"), member("lent", host="v1"), member("n0", "ngram")]
     members.append(member("v0", VERIFIER))
     settle(news, members)
     assert all(one.serves for one in members)
-    assert [one.actor.lessons for one in members] == [[None], [], [], []]
-    news.offer("eagle", "e0", WeightSet(1, ()))
-    news.offer("eagle", "e1", WeightSet(2, ()))  # nobody told it to learn
-    news.offer("ngram", "n0", WeightSet(3, ()))
+    news.offer("eagle", WeightSet(1, ()))
+    news.offer("ngram", WeightSet(3, ()))  # nobody teaches it
     settle(news, members)
-    news.offer("eagle", "e0", WeightSet(2, ()))
-    news.offer("eagle", "e0", WeightSet(3, ()))
+    news.offer("eagle", WeightSet(3, ()))
+    news.offer("eagle", WeightSet(2, ()))
     settle(news, members)
-    news.offer("eagle", "e0", WeightSet(3, ()))
+    news.offer("eagle", WeightSet(3, ()))
     settle(news, members)
     assert [one.actor.versions for one in members] == [[1, 3], [1, 3], [], []], "only the newest travels"
     assert [one.weight_version for one in members] == [3, 3, 0, 0]
 
 
-def test_one_that_joins_late_serves_when_it_has_the_newest_and_takes_over_from_there() -> None:
-    news, members = WeightNews(config("drafter")), [member("lent", host="v1"), member("e0")]
-    settle(news, members)
-    assert members[0].actor.lessons == [] and members[1].actor.lessons == [None], "those on lent seats do not learn"
-    news.offer("eagle", "e0", WeightSet(4, ()))
+def test_one_that_joins_late_serves_when_it_has_the_newest() -> None:
+    news, members = WeightNews(config()), [member("e0")]
+    news.offer("eagle", WeightSet(4, ()))
     settle(news, members)
     late = member("e1")
-    members = [late, members[1]]
-    tell(news, members)
+    tell(news, [late, *members])
     assert not late.serves and late.actor.versions == [4]
-    settle(news, members)
-    assert late.serves and late.actor.lessons == []
-    members[1].phase = Phase.DEAD
-    news.offer("eagle", "e0", WeightSet(5, ()))  # its last words: nobody else teaches yet
-    settle(news, [late, members[1]])
-    assert late.actor.lessons == [5] and late.weight_version == 5
-    news.offer("eagle", "e0", WeightSet(9, ()))  # now somebody does
-    news.offer("eagle", "e1", WeightSet(6, ()))
-    settle(news, [late])
-    assert late.weight_version == 6
+    settle(news, [late, *members])
+    assert late.serves and late.weight_version == 4
 
 
-def test_the_trainers_weights_are_taken_from_nobody_else() -> None:
-    news, members = WeightNews(config("trainer")), [member("e0")]
-    news.offer("eagle", "e0", WeightSet(1, ()))
+def test_without_a_pupil_nobody_is_taught() -> None:
+    news, members = WeightNews(config("off")), [member("e0"), member("v0", VERIFIER)]
+    news.offer("eagle", WeightSet(1, ()))
     settle(news, members)
-    assert members[0].weight_version == 0 and members[0].actor.lessons == []
-    news.offer("eagle", TRAINER, WeightSet(1, ()))
-    settle(news, members)
-    assert members[0].weight_version == 1
+    assert [one.weight_version for one in members] == [0, 0] and members[1].actor.taught == []
 
 
 def test_verifiers_that_draft_themselves_are_taught_and_the_policy_does_not_wait_for_it() -> None:
     news, verifiers = WeightNews(config("trainer", "coupled")), [member("v0", VERIFIER), member("v1", VERIFIER)]
-    news.offer("eagle", "v0", WeightSet(1, ()))
-    news.offer("eagle", TRAINER, WeightSet(2, ()))
+    news.offer("eagle", WeightSet(2, ()))
     tell(news, verifiers)
-    news.offer("eagle", TRAINER, WeightSet(3, ()))
-    news.offer("eagle", TRAINER, WeightSet(4, ()))
+    news.offer("eagle", WeightSet(3, ()))
+    news.offer("eagle", WeightSet(4, ()))
     tell(news, verifiers)
     assert all(one.serves and one.weight_version == 0 for one in verifiers) and news.in_place(verifiers)
     verifiers[0].actor.answer("teach")
@@ -153,9 +128,9 @@ def test_verifiers_that_draft_themselves_are_taught_and_the_policy_does_not_wait
 
 
 def test_the_policy_does_not_wait_for_heads() -> None:
-    news, head, verifier = WeightNews(config("drafter")), member("e0"), member("v0", VERIFIER)
+    news, head, verifier = WeightNews(config()), member("e0"), member("v0", VERIFIER)
     settle(news, [head, verifier])
-    news.offer("eagle", "e0", WeightSet(1, ()))
+    news.offer("eagle", WeightSet(1, ()))
     tell(news, [head, verifier])
     assert head.actor.awaits("load_weights")
     news.set_current(WeightSet(7, ()))
@@ -166,13 +141,10 @@ def test_the_policy_does_not_wait_for_heads() -> None:
     assert news.in_place([head, verifier]) and head.weight_version == 0 and head.serves
 
 
-def test_one_that_cannot_take_a_head_is_marked_dead_and_one_that_cannot_learn_drafts_on() -> None:
-    news, first, second = WeightNews(config("drafter")), member("e0"), member("e1")
-    tell(news, [first, second])
-    first.actor.answer("learn", "no memory")
+def test_one_that_cannot_take_a_head_is_marked_dead() -> None:
+    news, first, second = WeightNews(config()), member("e0"), member("e1")
     settle(news, [first, second])
-    assert first.actor.error is None and first.serves
-    news.offer("eagle", "e0", WeightSet(1, ()))
+    news.offer("eagle", WeightSet(1, ()))
     tell(news, [first, second])
     first.actor.answer("load_weights")
     for _ in range(3):  # once may have been bad luck
@@ -184,7 +156,7 @@ def test_one_that_cannot_take_a_head_is_marked_dead_and_one_that_cannot_learn_dr
 
 
 def test_weights_that_could_not_be_had_are_sent_again_after_a_pause() -> None:
-    news, one = WeightNews(config("drafter")), member("v0", VERIFIER)
+    news, one = WeightNews(config()), member("v0", VERIFIER)
     news.set_current(WeightSet(1, ()))
     news.tell([one], 0.0)
     one.actor.answer("load_weights", "the object is lost")
@@ -196,7 +168,7 @@ def test_weights_that_could_not_be_had_are_sent_again_after_a_pause() -> None:
 
 
 def test_one_that_is_gone_is_replaced_at_once() -> None:
-    news, one = WeightNews(config("drafter")), member("v0", VERIFIER)
+    news, one = WeightNews(config()), member("v0", VERIFIER)
     news.set_current(WeightSet(1, ()))
     tell(news, [one])
     one.actor.transport.open("v0", "load_weights")[0].answer(error=ActorLostError("killed", node_lost=True))
@@ -205,7 +177,7 @@ def test_one_that_is_gone_is_replaced_at_once() -> None:
 
 
 def test_a_success_forgets_earlier_failures() -> None:
-    news, one = WeightNews(config("drafter")), member("v0", VERIFIER)
+    news, one = WeightNews(config()), member("v0", VERIFIER)
     for version in range(1, 5):
         news.set_current(WeightSet(version, ()))
         for _ in range(2):
@@ -219,7 +191,7 @@ def test_a_success_forgets_earlier_failures() -> None:
 
 
 def test_a_verifier_serves_only_with_the_current_weights() -> None:
-    news, one = WeightNews(config("drafter")), member("v0", VERIFIER)
+    news, one = WeightNews(config()), member("v0", VERIFIER)
     tell(news, [one])
     assert one.serves and news.in_place([one])
     news.set_current(WeightSet(1, ("a",)))
@@ -236,43 +208,10 @@ def test_a_verifier_serves_only_with_the_current_weights() -> None:
 
 
 def test_a_version_is_one_set_of_weights_for_ever() -> None:
-    news = WeightNews(config("drafter"))
+    news = WeightNews(config())
     news.set_current(WeightSet(3, ("a",)))
     news.set_current(WeightSet(3, ("a",)))  # asked again, because an answer was lost
     for wrong in (WeightSet(2, ("a",)), WeightSet(3, ("b",))):
         with pytest.raises(InputError, match="come after version 3"):
             news.set_current(wrong)
     assert news.current == WeightSet(3, ("a",))
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_versions_only_grow_whoever_dies(seed: int) -> None:
-    """Each version is one learner's work: nobody ever goes back, and there is never a second set of the same number."""
-    rng, news, names = random.Random(seed), WeightNews(config("drafter")), iter(range(1000))
-    members: list[Any] = [member(f"e{next(names)}") for _ in range(2)]
-    learner_of: dict[int, str] = {}
-    said: dict[str, int] = {}
-    for _ in range(300):
-        event = rng.random()
-        if event < 0.1 and members:
-            rng.choice(members).phase = Phase.DEAD
-        elif event < 0.25 and len(members) < 4:
-            members.append(member(f"e{next(names)}", host="v9" if rng.random() < 0.3 else ""))
-        elif event < 0.4:
-            members = [one for one in members if one.phase is Phase.READY]
-        for one in members:
-            if one.actor.lessons and rng.random() < 0.4:
-                said[one.actor_id] = said.get(one.actor_id, one.actor.lessons[0] or 0) + 1
-                news.offer("eagle", one.actor_id, WeightSet(said[one.actor_id], (one.actor_id,)))
-            if rng.random() < 0.5:
-                one.actor.answer("load_weights")
-            if rng.random() < 0.5:
-                one.actor.answer("learn")
-        tell(news, members)
-        newest = news._learnt.get("eagle")
-        if newest is not None:
-            assert learner_of.setdefault(newest.version, newest.buckets[0]) == newest.buckets[0]
-            assert newest.version == max(learner_of)
-    for one in members:
-        assert one.actor.versions == sorted(set(one.actor.versions)) and len(one.actor.lessons) <= 1
-    assert len(set(learner_of.values())) > 1, "nobody took over, so nothing was tested"

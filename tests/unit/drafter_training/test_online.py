@@ -1,9 +1,9 @@
-"""Learning online: what is recorded of outputs under way, and what a learner makes of it."""
+"""Learning online: what a learner makes of a step's samples."""
 
 from __future__ import annotations
 
 import functools
-import random
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,10 +17,7 @@ from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch, new_head
 from specactor_ray.drafter_training.eagle_unroll import unroll_loss
 from specactor_ray.drafter_training.online import EagleLearner, choose_samples, load_learner
-from specactor_ray.drafter_training.recording import RolloutRecorder
-from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.drafters.registry import build_proposer
-from specactor_ray.messages import DraftOpen, Features, SamplingParams
 from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
 from specactor_ray.modeling.eagle_head import EagleHead
 from specactor_ray.modeling.loading import load_model
@@ -30,13 +27,7 @@ from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.drafter_training.recorded import make_engine
 from tests.unit.engine_conformance import requests, run
 
-SMALL = OnlineConfig(learning_rate=2e-3, buffer_tokens=4096, batch_tokens=256, passes=3, steps_per_version=4, depths=2)
-
-
-def opening(
-    request_id: str, prompt: Sequence[int], committed: Sequence[int] = (), features: tuple[Features, ...] = ()
-) -> DraftOpen:
-    return DraftOpen(0, 1, request_id, tuple(prompt), tuple(committed), SamplingParams(), 4, features)
+SMALL = OnlineConfig(learning_rate=2e-3, batch_tokens=256, passes=3, steps_per_version=4, depths=2)
 
 
 @functools.cache
@@ -46,26 +37,20 @@ def some_head() -> EagleHead:
 
 @pytest.fixture(scope="module")
 def rollouts() -> list[EagleExample]:
-    """What a draft actor records of rollouts of the tiny target; `final` is there to make a head with."""
+    """Rollouts of the tiny target; `final` is there to make a head with."""
     engine, batch = make_engine(hidden_layers=(0, 1, 2, HEAD_INPUT), max_batch=16), requests(48, 1.0, max_tokens=40)
     for request in batch:
         engine.add(request)
-    recorder, final = RolloutRecorder(1 << 20), dict[str, list[torch.Tensor]]()
-    for request in batch:
-        recorder.open(opening(request.request_id, request.prompt_token_ids))
+    tokens, states = dict[str, list[int]](), dict[str, list[torch.Tensor]]()
     for output in run(engine).outputs:
-        states = output.hidden_states
-        final.setdefault(output.request_id, []).append(from_wire(states[:, 192:]))
-        features = (Features(output.hidden_start, states[:, :192]),)
-        recorder.commit(output.request_id, output.start, output.token_ids, features)
+        tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        states.setdefault(output.request_id, []).append(from_wire(output.hidden_states))
     examples = []
     for request in batch:
-        example = recorder.close(request.request_id)
-        assert example is not None and example.first == 0 and len(example) == len(example.token_ids) - 1
-        examples.append(
-            EagleExample(example.token_ids, example.num_prompt, example.states, torch.cat(final[request.request_id]))
-        )
-    assert recorder.tokens == 0
+        ids = (*request.prompt_token_ids, *tokens[request.request_id])
+        known = torch.cat(states[request.request_id])
+        assert len(known) == len(ids) - 1
+        examples.append(EagleExample(ids, len(request.prompt_token_ids), known[:, :192], known[:, 192:]))
     return examples
 
 
@@ -90,10 +75,8 @@ def test_a_few_steps_lower_the_held_out_loss_and_leave_alone_what_is_the_targets
     head, (held_out, seen) = untrained(rollouts), (rollouts[:12], without_teacher(rollouts[12:]))
     before, loss = {name: weight.clone() for name, weight in head.named_parameters()}, loss_on(head, held_out)
     learner = EagleLearner(head, SMALL)
-    for example in seen:
-        learner.add(example)
-    for _ in range(12):
-        metrics = learner.step()
+    for batch in itertools.islice(learner.batches(seen), 12):
+        metrics = learner.step(batch)
         assert metrics is not None and 0 < metrics["tokens"] <= SMALL.batch_tokens and 0 <= metrics["overlap"] <= 1
     assert loss_on(head, held_out) < loss - 0.3
     changed = {name for name, weight in head.named_parameters() if not torch.equal(weight, before[name])}
@@ -101,28 +84,28 @@ def test_a_few_steps_lower_the_held_out_loss_and_leave_alone_what_is_the_targets
     assert learner.weights().keys() == trained_weights(head).keys()
 
 
-def test_versions_rise_with_the_steps_and_learning_ends_when_all_is_used_up(rollouts: list[EagleExample]) -> None:
-    learner = EagleLearner(untrained(rollouts), SMALL, version=7)
-    assert learner.step() is None and learner.version == 7, "nothing to learn from yet"
-    for example in without_teacher(rollouts[:20]):
-        learner.add(example)
+def learn(learner: EagleLearner, examples: Sequence[EagleExample]) -> list[dict[str, float] | None]:
+    """The metrics of all steps."""
+    return [learner.step(batch) for batch in learner.batches(examples)]
+
+
+def test_versions_rise_with_the_steps(rollouts: list[EagleExample]) -> None:
+    learner = EagleLearner(untrained(rollouts), SMALL)
+    assert learn(learner, []) == [] and learner.version == 0, "nothing to learn from yet"
     versions = []
-    while learner.step() is not None:
+    for batch in learner.batches(without_teacher(rollouts[:20])):
+        learner.step(batch)
         versions.append(learner.version)
-    assert versions == [7 + step // 4 for step in range(1, len(versions) + 1)] and versions[-1] > 9
-    assert learner.tokens == 0 and learner.steps == len(versions)
-    learner.add(without_teacher(rollouts[:1])[0])
-    assert learner.step() is not None, "new outputs are learned from again"
+    assert versions == [step // 4 for step in range(1, len(versions) + 1)] and versions[-1] > 2
+    assert learner.steps == len(versions)
 
 
 def test_equal_examples_in_equal_order_give_equal_weights(rollouts: list[EagleExample]) -> None:
     results = []
     for seed in (0, 0, 1):
-        learner = EagleLearner(untrained(rollouts), SMALL, seed=seed)
-        for number, example in enumerate(without_teacher(rollouts[:24])):
-            learner.add(example)
-            if number % 4 == 3:
-                learner.step()
+        learner = EagleLearner(untrained(rollouts), SMALL, seed)
+        for begin in (0, 8):
+            learn(learner, without_teacher(rollouts[begin : begin + 8]))
         results.append(learner.weights())
     same = [all(torch.equal(results[0][name], other[name]) for name in results[0]) for other in results[1:]]
     assert same == [True, False], "the seed orders the examples"
@@ -132,13 +115,10 @@ def test_what_is_not_finite_is_skipped_and_counted(rollouts: list[EagleExample])
     head = untrained(rollouts)
     learner, (good, bad) = EagleLearner(head, SMALL), without_teacher(rollouts[:2])
     before = {name: weight.clone() for name, weight in head.named_parameters()}
-    learner.add(EagleExample(bad.token_ids, bad.num_prompt, torch.full_like(bad.states, float("inf"))))
-    while learner.step() is not None:
-        pass
+    learn(learner, [EagleExample(bad.token_ids, bad.num_prompt, torch.full_like(bad.states, float("inf")))])
     assert learner.skipped == SMALL.passes and learner.steps == learner.version == 0
     assert all(torch.equal(weight, before[name]) for name, weight in head.named_parameters())
-    learner.add(good)
-    metrics = learner.step()
+    metrics = learner.step([good])
     assert metrics is not None and np.isfinite(metrics["loss"]) and learner.steps == 1
 
 
@@ -146,120 +126,31 @@ def test_tokens_that_the_head_cannot_say_teach_nothing(rollouts: list[EagleExamp
     head = untrained(rollouts)
     foreign = sorted(set(range(512)) - set(head.draft_token_ids().tolist()))[:8]
     learner = EagleLearner(head, SMALL)
-    learner.add(EagleExample((1, *foreign), 1, torch.zeros(8, 192)))
-    assert learner.step() is None and learner.steps == learner.skipped == 0
+    assert learn(learner, [EagleExample((1, *foreign), 1, torch.zeros(8, 192))]) == [None] * SMALL.passes
+    assert learner.steps == learner.skipped == 0
 
 
 @settings(max_examples=30)
 @given(
-    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 90)), min_size=1, max_size=8),
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 90)), max_size=8),
     batch=st.integers(2, 40),
-    room=st.integers(0, 80),
+    passes=st.integers(1, 3),
 )
-def test_the_buffer_is_bounded_and_keeps_the_newest(lengths: list[tuple[int, int]], batch: int, room: int) -> None:
-    config = OnlineConfig(buffer_tokens=batch + room, batch_tokens=batch, passes=1, steps_per_version=1, depths=1)
-    learner, number = EagleLearner(some_head(), config), 0
-    added: list[int] = []
+def test_batches_are_bounded_and_go_over_all_of_the_output(
+    lengths: list[tuple[int, int]], batch: int, passes: int
+) -> None:
+    config = OnlineConfig(batch_tokens=batch, passes=passes)
+    number, examples, outputs = 0, list[EagleExample](), list[int]()
     for prompt, output in lengths:
-        # Every state is its own number, so that what is kept tells where it comes from.
+        # Every state is its own number, so that what is learned from tells where it comes from.
         states = torch.arange(number, number + prompt + output - 1.0).unsqueeze(1).expand(-1, 192)
         number += len(states)
-        learner.add(EagleExample((1,) * (prompt + output), prompt, states))
-        added += range(number - output, number)
-        assert 0 < learner.tokens <= config.buffer_tokens
-    kept = list(iter(learner.next_examples, []))
-    places = [int(place) for examples in kept for one in examples for place in one.states[:, 0]]
-    assert len(places) == len(set(places)) and learner.tokens == 0
-    assert all(len(examples) * max(map(len, examples)) <= batch for examples in kept)
-    predicting = [place for place in sorted(places) if place in added]
-    assert predicting == added[len(added) - len(predicting) :], "the oldest go first"
-    if sum(prompt + output for prompt, output in lengths) <= config.buffer_tokens:
-        assert predicting == added, "all of the output is learned from"
-
-
-class Message:
-    """A request's true course, told piece by piece over a channel that repeats, delays and loses."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.prompt = tuple(rng.randrange(500) for _ in range(rng.randint(1, 9)))
-        self.output = [rng.randrange(500) for _ in range(rng.randint(2, 30))]
-        self.tokens = [*self.prompt, *self.output]
-        self.states = np.random.default_rng(rng.randrange(99)).standard_normal((len(self.tokens), 6), np.float32)
-
-    def features(self, begin: int, committed: int) -> tuple[Features, ...]:
-        end = len(self.prompt) + committed - 1
-        return (Features(begin, self.states[begin:end]),) if end > begin else ()
-
-    def opening(self, committed: int, begin: int = 0) -> DraftOpen:
-        known = tuple(self.output[:committed])
-        return opening("r", self.prompt, known, self.features(begin, committed))
-
-    def commit(self, start: int, end: int, begin: int) -> tuple[str, int, Sequence[int], Sequence[Features]]:
-        return "r", start, tuple(self.output[start:end]), self.features(begin, end)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_what_is_recorded_is_true_and_has_no_gaps(seed: int) -> None:
-    rng = random.Random(seed)
-    course, recorder = Message(rng), RolloutRecorder(10_000)
-    known = rng.randint(0, 1)
-    sent = rng.randint(0, 2) if known else 0
-    recorder.open(course.opening(known, sent))
-    lost = False
-    while known < len(course.output):
-        end = min(known + rng.randint(1, 5), len(course.output))
-        start = rng.randint(max(known - 3, 0), known)
-        begin = min(max(sent - rng.randint(0, 3), 0), len(course.prompt) + end - 1)
-        if rng.random() < 0.15:  # its states are lost, as when the verifier keeps the newest only
-            begin = min(begin + rng.randint(1, 6), len(course.prompt) + end - 1)
-        commit = course.commit(start, end, begin)
-        for _ in range(rng.choice([1, 1, 2])):
-            recorder.commit(*commit)
-        if rng.random() < 0.1 and end < len(course.output) - 1:
-            recorder.commit(*course.commit(end + 1, end + 2, begin))  # one is missing in between
-            assert recorder.tokens == 0
-            lost = True
-            break
-        known, sent = end, len(course.prompt) + end - 1
-    example = recorder.close("r")
-    assert recorder.tokens == 0
-    if lost:
-        assert example is None, "until it is opened again"
-        return
-    assert example is not None or sent >= len(course.tokens) - 1
-    if example is not None:
-        assert list(example.token_ids) == course.tokens and example.num_prompt == len(course.prompt)
-        assert example.first + len(example) == len(course.tokens) - 1
-        expected = course.states[example.first : len(course.tokens) - 1]
-        assert np.array_equal(example.states.numpy(), expected)
-
-
-def test_recordings_are_bounded_and_the_longest_loses_its_beginning() -> None:
-    recorder = RolloutRecorder(40)
-    for name, length in (("long", 60), ("short", 20)):
-        recorder.open(opening(name, (1, 2)))
-        for start in range(0, length, 4):
-            features = (Features(max(start - 3, 0) if start else 0, np.ones((4, 6), np.float32)),)
-            if start:
-                features = (Features(start, np.full((4, 6), start, np.float32)),)
-            recorder.commit(name, start, (5,) * 4, features)
-            assert recorder.tokens <= 40
-    long, short = recorder.close("long"), recorder.close("short")
-    assert long is not None and short is not None
-    assert (short.first, len(short)) == (0, 20) and (long.first, len(long)) == (40, 20)
-    assert recorder.tokens == 0 and recorder.close("long") is None and recorder.close("nobody") is None
-
-
-def test_a_recording_without_output_positions_teaches_nothing() -> None:
-    recorder = RolloutRecorder(40)
-    recorder.open(opening("r", (1, 2, 3, 4)))
-    assert recorder.close("r") is None
-    recorder.open(opening("r", (1, 2, 3, 4), (5,)))
-    recorder.commit("r", 0, (5,), (Features(0, np.zeros((2, 6), np.float32)),))
-    assert recorder.close("r") is None, "the states end inside the prompt"
-    recorder.open(opening("r", (1, 2, 3, 4), (5,)))
-    recorder.forget("r")
-    assert recorder.close("r") is None
+        examples.append(EagleExample((1,) * (prompt + output), prompt, states))
+        outputs += range(number - output, number)
+    batches = list(EagleLearner(some_head(), config).batches(examples))
+    assert all(one and len(one) * max(map(len, one)) <= batch for one in batches)
+    places = [int(place) for one in batches for part in one for place in part.states[:, 0]]
+    assert sorted(place for place in places if place in outputs) == sorted(outputs * passes)
 
 
 @given(lengths=st.lists(st.integers(1, 50)), room=st.integers(1, 200), seed=st.integers(0, 9))
@@ -273,16 +164,14 @@ def test_samples_are_chosen_up_to_the_room_there_is(lengths: list[int], room: in
     assert all(total + length > room for length in left), "whatever fits is taken"
 
 
-def test_a_learner_begins_where_the_newest_version_is_and_shares_the_embedding() -> None:
+def test_what_a_learner_has_learned_fits_the_running_head(rollouts: list[EagleExample]) -> None:
     target = TargetConfig(model=str(tiny_target()))
     drafter = DrafterConfig(method="eagle", model=str(tiny_eagle()), kv_cache_gb=0.01, online=SMALL)
+    learner = load_learner(drafter, target, "cpu")
+    before = {name: weight.clone() for name, weight in trained_weights(some_head()).items()}
+    assert learner.version == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in learner.weights().items())
+    learn(learner, without_teacher(rollouts[:4]))
     proposer = build_proposer(drafter, target, "cpu")
-    assert isinstance(proposer, EagleProposer)
-    newest = {name: weight + 1.0 for name, weight in trained_weights(some_head()).items()}
-    learner = load_learner(drafter, target, "cpu", proposer, 5, newest)
-    assert learner.version == 5
-    assert all(torch.equal(weight, newest[name]) for name, weight in learner.weights().items())
-    assert learner._head.embed_tokens is proposer.embedding
-    assert not proposer.embedding.weight.requires_grad
-    proposer.load_weights(6, learner.weights())  # they fit the running head
-    assert load_learner(drafter, target, "cpu").version == 0
+    proposer.load_weights(6, learner.weights())
+    assert proposer.weight_version == 6

@@ -92,18 +92,17 @@ def test_draft_actors_on_lent_seats_are_in_the_memory_plan(tmp_path: Path) -> No
 
 
 def test_a_head_and_who_learns_it_are_in_the_memory_plan(tmp_path: Path) -> None:
-    head = f"drafters=[{{method: eagle, model: {tiny_eagle()}, kv_cache_gb: 0.5, online: {{where: drafter}}}}]"
+    head = f"drafters=[{{method: eagle, model: {tiny_eagle()}, kv_cache_gb: 0.5}}]"
     plans = {}
-    for where in ("off", "drafter", "trainer"):
+    for where in ("off", "trainer"):
         config = settings(tmp_path, "mode=decoupled", head, f"drafters.0.online.where={where}")
         plans[where] = [(item.owner, item.what, item.num_bytes) for item in plan_memory(config)]
     drafting = next(item for item in plans["off"] if item[:2] == ("draft actors", "1 x eagle"))
     assert 0.5 * 2**30 < drafting[2] < 2**30
-    for where, owner in (("drafter", "draft actors"), ("trainer", "trainer")):
-        (learning,) = set(plans[where]) - set(plans["off"])
-        assert learning[:2] == (owner, "learning of eagle")
-        # At least the states that are kept: so many positions, twice, of three layers of 64 numbers.
-        assert learning[2] > 2 * 8192 * 3 * 64 * 4
+    (learning,) = set(plans["trainer"]) - set(plans["off"])
+    assert learning[:2] == ("trainer", "learning of eagle")
+    # At least the states it learns from: so many positions of three layers of 64 numbers.
+    assert learning[2] > 8192 * 3 * 64 * 4
 
 
 @pytest.mark.parametrize(
