@@ -1,6 +1,6 @@
 """The draft loop: keep drafting ahead of the last commit that is known, publish whole tails.
 
-A plain class around a proposer. Other threads only put messages into its inbox and change its list of verifiers; one
+A plain class around a proposer. Other threads only put messages into its inbox and replace its list of verifiers; one
 thread calls `run`. It knows no Ray: a verifier is a link.
 """
 
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any
 
 from specactor_ray.clock import SYSTEM, Clock
-from specactor_ray.draft.cost import DraftCost
-from specactor_ray.draft.mirrors import DraftCounters, Mirrors
+from specactor_ray.draft.mirrors import Mirrors
 from specactor_ray.drafters.base import KeepsHistory, Proposer
 from specactor_ray.loops.commands import Commands
 from specactor_ray.loops.heartbeat import Heartbeat
@@ -28,6 +27,8 @@ logger = logging.getLogger(__name__)
 _IDLE_WAIT_S = 0.5
 """Longest sleep without work; messages wake the loop at once."""
 _MAX_FAILURES = 8
+_MOST_COSTS = 31
+"""Measurements of what a draft token costs that are kept."""
 
 
 class DraftLoop:
@@ -45,18 +46,16 @@ class DraftLoop:
         self._clock = clock
         self._looks_up = isinstance(proposer, KeepsHistory)
         self._heartbeat = Heartbeat(clock.now)
-        self._cost = DraftCost()
-        self._inbox = inbox.for_drafter(proposer.vocab_size, on_cut=self._leave)
+        self._inbox = inbox.for_drafter(proposer.vocab_size)
+        self._links: Mapping[str, Link[TailBatch]] = {}
+        """Verifier → where to send tails, as listed last; any thread may replace it."""
         self._wake = clock.event()
         self._stopping = clock.event()
         self._commands = Commands(self._wake.set, self._heartbeat)
         self._mirrors = Mirrors(drafter_id, proposer, clock)
+        self._costs = deque[float](maxlen=_MOST_COSTS)
+        self._token_s = 0.0
         self._failures_in_a_row = 0
-
-    @property
-    def counters(self) -> DraftCounters:
-        """What it has done so far."""
-        return self._mirrors.counters
 
     # ---- called from other threads ----
 
@@ -66,15 +65,10 @@ class DraftLoop:
         self._wake.set()
 
     def set_verifiers(self, links: Mapping[str, Link[TailBatch]]) -> None:
-        """The complete list of verifiers, id → where to send tails. Mirrors of those that left are dropped."""
-        self._mirrors.set_verifiers(links)
+        """The complete list of verifiers, id → where to send tails. Requests of those that left are dropped."""
         for link in links.values():
             link.on_free = self._wake.set
-        self._wake.set()
-
-    def _leave(self, verifier_id: str) -> None:
-        """Nothing will come of this verifier any more."""
-        self._mirrors.leave(verifier_id)
+        self._links = dict(links)
         self._wake.set()
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
@@ -94,16 +88,14 @@ class DraftLoop:
         """Counters, the number of open requests and of messages that wait (`inbox`), what a draft token costs
         (seconds), how long the step under way has taken so far (`busy_s`, 0 when there is none), and what a proposer
         that remembers outputs takes for them."""
-        memory = {
-            name: getattr(self.proposer, name)
-            for name in ("history_tokens", "history_bytes")
-            if hasattr(self.proposer, name)
-        }
-        counters: dict[str, Any] = {**asdict(self.counters), **self._inbox.snapshot()}
-        counters |= {"open_requests": len(self._mirrors), "inbox": len(self._inbox), "token_s": self._cost.token_s}
+        counters: dict[str, Any] = {**self._mirrors.counters, **self._inbox.snapshot()}
+        counters |= {"open_requests": len(self._mirrors), "inbox": len(self._inbox), "token_s": self._token_s}
         counters["busy_s"] = self._heartbeat.busy_s
-        counters["links"] = {verifier_id: link.snapshot() for verifier_id, link in self._mirrors.links.items()}
-        return {**counters, **memory}
+        counters["links"] = {verifier_id: link.snapshot() for verifier_id, link in self._links.items()}
+        for name in ("history_tokens", "history_bytes"):
+            if hasattr(self.proposer, name):
+                counters[name] = getattr(self.proposer, name)
+        return counters
 
     # ---- the loop ----
 
@@ -121,11 +113,9 @@ class DraftLoop:
         """`run_once`; a failure is logged and counted, and loses the open requests."""
         self._heartbeat.begin()
         try:
-            worked = self.run_once()
-            self.counters.steps += worked
-            return worked
+            return self.run_once()
         except Exception:
-            self.counters.failures += 1
+            self._mirrors.counters["failures"] += 1
             self._failures_in_a_row += 1
             logger.exception("%s: a draft step failed; its requests will be opened again", self.drafter_id)
             self._mirrors.lose_all()
@@ -137,21 +127,26 @@ class DraftLoop:
         """Drain, extend, publish. Returns False when there was nothing to do."""
         self._wake.clear()
         self._commands.run()
-        mirrors, messages = self._mirrors, self._inbox.drain()
+        messages = self._inbox.drain()
         for message, _ in messages:
-            mirrors.take(message)
-        mirrors.drop_orphans()
+            self._mirrors.take(message)
         begin = self._clock.now()
         changed = self.proposer.extend()
         if changed:
-            self._note_cost(self._clock.now() - begin, changed, any(message.opened for message, _ in messages))
-            self.counters.extends += 1
+            self._note_cost(self._clock.now() - begin, changed)
+            self._mirrors.counters["extends"] += 1
             self._failures_in_a_row = 0
-            mirrors.note_changed(changed)
-        mirrors.offer(self._cost.token_s)
+        cut_off = self._inbox.cut_off
+        links = {verifier: link for verifier, link in self._links.items() if verifier not in cut_off}
+        self._mirrors.publish(changed, links, self._token_s)
         return bool(messages or changed)
 
-    def _note_cost(self, seconds: float, changed: Sequence[str], opened: bool) -> None:
-        """Models add a token to each request, lookups whole tails."""
+    def _note_cost(self, seconds: float, changed: Sequence[str]) -> None:
+        """How long one request waits for a drafted token at the load there is: `seconds · requests / tokens` of an
+        `extend`. A model gives each of its requests a token in one forward; a lookup fills one window after the other,
+        and answers when it is through with all. The lower quartile counts: machines hesitate, and the first `extend` of
+        a request also reads its prompt."""
         tokens = len(self.proposer.tails(changed).tokens) if self._looks_up else len(changed)
-        self._cost.record(seconds, len(changed), tokens, reads_prompts=opened and not self._looks_up)
+        if tokens and seconds > 0.0:
+            self._costs.append(seconds * len(changed) / tokens)
+            self._token_s = sorted(self._costs)[len(self._costs) // 4]

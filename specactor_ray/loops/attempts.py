@@ -32,7 +32,3 @@ class EndedAttempts:
         """This attempt must not be begun."""
         newest = self._newest.get(request_id)
         return newest is not None and attempt <= newest
-
-    def __len__(self) -> int:
-        """Requests remembered."""
-        return len(self._newest)

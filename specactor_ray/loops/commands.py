@@ -46,9 +46,7 @@ class Commands:
         """Run what is there, in the caller's thread. Returns whether there was anything."""
         worked = False
         while not self._queue.empty():
-            worked = True
-            self._heartbeat.begin()
             self._queue.get()()
-        if worked:
             self._heartbeat.begin()
+            worked = True
         return worked

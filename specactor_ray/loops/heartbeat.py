@@ -12,8 +12,6 @@ class Heartbeat:
         now: Monotonic seconds.
     """
 
-    __slots__ = ("_began", "_now")
-
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._began: float | None = None

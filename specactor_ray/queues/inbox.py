@@ -56,17 +56,10 @@ class Inbox(Generic[M]):
         check: Raises `Malformed`.
         sender: Name of the attribute that holds the sender's id.
         clock: Stamps what arrives.
-        on_cut: Called once with every sender that is cut off, in the thread that delivered its message.
     """
 
-    def __init__(
-        self,
-        check: Callable[[Any], None],
-        sender: str,
-        clock: Clock = SYSTEM,
-        on_cut: Callable[[str], None] = lambda sender: None,
-    ) -> None:
-        self._check, self._sender, self._clock, self._on_cut = check, sender, clock, on_cut
+    def __init__(self, check: Callable[[Any], None], sender: str, clock: Clock = SYSTEM) -> None:
+        self._check, self._sender, self._clock = check, sender, clock
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[tuple[M, float]]] = {}
         self._malformed: dict[str, int] = {}
@@ -121,7 +114,6 @@ class Inbox(Generic[M]):
                 self.cut_off[name] = None
         if cut:
             logger.error("%s is cut off after %d malformed messages; the last: %s", name, count, problem)
-            self._on_cut(name)
         elif count == 1:
             logger.warning("a malformed message of %s is dropped: %s", name, problem)
 
@@ -150,13 +142,8 @@ def for_verifier(vocab_size: int, clock: Clock = SYSTEM) -> Inbox[TailBatch]:
     return Inbox(check, "drafter_id", clock)
 
 
-def for_drafter(vocab_size: int | None, on_cut: Callable[[str], None]) -> Inbox[CommitBatch]:
-    """What verifiers send to a drafter.
-
-    Args:
-        vocab_size: Token ids must lie in `[0, vocab_size)`; None: any vocabulary.
-        on_cut: Called once with every verifier that is cut off, in the thread that delivered its message.
-    """
+def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
+    """What verifiers send to a drafter; token ids must lie in `[0, vocab_size)`, None: any vocabulary."""
     limit = _ANY_TOKEN if vocab_size is None else vocab_size
 
     def check(message: Any) -> None:
@@ -185,7 +172,7 @@ def for_drafter(vocab_size: int | None, on_cut: Callable[[str], None]) -> Inbox[
             "features are not in order",
         )
 
-    return Inbox(check, "verifier_id", on_cut=on_cut)
+    return Inbox(check, "verifier_id")
 
 
 def _check_open(one: Any, limit: int) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from specactor_ray.draft.cost import DraftCost
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.drafters.base import Proposer
 from specactor_ray.drafters.draft_model import DraftModelProposer
@@ -31,38 +32,29 @@ def tiny_model() -> RaggedModel:
     return RaggedModel(AutoModelForCausalLM.from_pretrained(tiny_draft(), dtype=torch.float32), 4 << 20)
 
 
-def test_a_request_waits_for_the_whole_batch() -> None:
-    cost = DraftCost()
-    assert cost.token_s == 0.0
-    cost.record(0.010, requests=8, tokens=8)
-    assert cost.token_s == pytest.approx(0.010), "one forward gives each of 8 requests one token"
-    cost = DraftCost()
-    cost.record(0.010, requests=4, tokens=32)
-    assert cost.token_s == pytest.approx(0.010 / 8), "eight tokens for each of four requests, after 10 ms"
+def test_an_outlier_does_not_count_and_an_old_measurement_is_forgotten() -> None:
+    class Uneven(NgramProposer):
+        """Every third answer takes it nine seconds."""
+
+        def extend(self) -> list[str]:
+            changed = super().extend()
+            if changed:
+                clock.seconds += next(durations)
+            return changed
+
+    clock, durations = HandClock(), itertools.chain([0.01, 0.01, 9.0] * 20, itertools.repeat(0.02))
+    (loop, _), costs = loop_of(Uneven(1, 4, 0, 8), clock=clock), list[float]()
+    for number in range(100):
+        loop.deliver(news([opening(0, f"r{number}", window=1)]))
+        loop.run_once()
+        costs.append(loop.snapshot()["token_s"])
+    assert costs[:60] == pytest.approx([0.01] * 60) and costs[-1] == pytest.approx(0.02)
 
 
-def test_outliers_nonsense_and_old_measurements_do_not_count() -> None:
-    cost = DraftCost(memory=5)
-    for seconds in (0.01, 0.01, 9.0, 0.01, 0.01):
-        cost.record(seconds, 1, 1)
-    for seconds, requests, tokens in ((0.0, 1, 1), (-1.0, 1, 1), (float("nan"), 1, 1), (1.0, 0, 1), (1.0, 1, 0)):
-        cost.record(seconds, requests, tokens)
-    assert cost.token_s == pytest.approx(0.01)
-    for _ in range(4):
-        cost.record(0.02, 1, 1)
-    assert cost.token_s == pytest.approx(0.02)
-    with pytest.raises(ValueError, match="memory"):
-        DraftCost(0)
-
-
-def test_reading_prompts_counts_only_as_long_as_nothing_else_is_known() -> None:
-    cost = DraftCost()
-    cost.record(3.0, 8, 8, reads_prompts=True)
-    assert cost.token_s == pytest.approx(3.0)
-    cost.record(0.01, 8, 8)
-    assert cost.token_s == pytest.approx(0.01)
-    cost.record(5.0, 8, 8, reads_prompts=True)
-    assert cost.token_s == pytest.approx(0.01)
+def test_a_clock_that_stands_still_measures_nothing() -> None:
+    loop, told = loop_of(NgramProposer(1, 4, 0, 8), clock=HandClock())
+    loop.deliver(news([opening(0)]))
+    assert loop.run_once() and told[0].token_s == 0.0
 
 
 def test_a_model_is_not_slow_because_it_read_prompts_first() -> None:

@@ -169,10 +169,6 @@ def messages(box: Inbox[Any]) -> list[Any]:
     return [message for message, _ in box.drain()]
 
 
-def for_drafter(vocab_size: int | None = VOCAB, left: list[str] | None = None) -> Inbox[CommitBatch]:
-    return inbox.for_drafter(vocab_size, (left if left is not None else []).append)
-
-
 @pytest.mark.parametrize("message", FOR_VERIFIER)
 def test_a_verifier_drops_what_is_malformed_and_keeps_the_rest(message: object) -> None:
     box = inbox.for_verifier(VOCAB)
@@ -184,7 +180,7 @@ def test_a_verifier_drops_what_is_malformed_and_keeps_the_rest(message: object) 
 
 @pytest.mark.parametrize("message", FOR_DRAFTER)
 def test_a_drafter_drops_what_is_malformed_and_keeps_the_rest(message: object) -> None:
-    box = for_drafter()
+    box = inbox.for_drafter(VOCAB)
     for one in (COMMIT, message, COMMIT):
         box.put(one)
     assert messages(box) == [COMMIT] * 2
@@ -201,22 +197,21 @@ def test_lengths_that_overflow_do_not_add_up() -> None:
 def test_where_the_vocabulary_is_unknown_any_token_goes() -> None:
     large = dataclasses.replace(COMMIT, tokens=ints([1, 2, 2**31 - 1]))
     for vocab_size, kept in ((VOCAB, []), (None, [large])):
-        box = for_drafter(vocab_size)
+        box = inbox.for_drafter(vocab_size)
         box.put(large)
         assert messages(box) == kept
 
 
 def test_a_sender_of_nonsense_is_cut_off_alone_and_logged_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
-    left: list[str] = []
-    box = for_drafter(left=left)
+    box = inbox.for_drafter(VOCAB)
     bad, other = dataclasses.replace(COMMIT, starts=ints([3, -1])), dataclasses.replace(COMMIT, verifier_id="w")
     for message in [bad] * MOST_MALFORMED + [None] * 3 * MOST_MALFORMED:
         box.put(message)
     box.put(COMMIT)
-    assert messages(box) == [COMMIT] and not left
+    assert messages(box) == [COMMIT] and not box.cut_off
     for message in [bad] * 50 + [COMMIT, other]:
         box.put(message)
-    assert left == ["v"] and list(box.cut_off) == ["v"] and messages(box) == [other]
+    assert list(box.cut_off) == ["v"] and messages(box) == [other]
     assert box.snapshot() == {"malformed": {"v": MOST_MALFORMED + 50, UNKNOWN: 3 * MOST_MALFORMED}, "cut_off": ["v"]}
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 3, "the first of each sender, and the end"
@@ -322,7 +317,7 @@ BATCHES = st.one_of(
 
 @given(st.lists(BATCHES, min_size=1, max_size=6))
 def test_nothing_that_arrives_raises_and_what_is_let_in_does_no_harm(arriving: list[Any]) -> None:
-    table, boxes = RequestTable(4), [inbox.for_verifier(VOCAB), for_drafter()]
+    table, boxes = RequestTable(4), [inbox.for_verifier(VOCAB), inbox.for_drafter(VOCAB)]
     rows = [table.open(request(str(number), [1, 2, 3])) for number in range(4)]
     for row in rows:
         table.seat_row(0, row, 4)

@@ -1,0 +1,136 @@
+"""What a draft loop follows: whose requests, for how long, and that what fails costs one request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.messages import Features, SamplingParams, TailBatch
+from specactor_ray.queues.inbox import MOST_MALFORMED
+from specactor_ray.queues.link import Link, direct_sender
+from tests.batches import news, opening
+from tests.clocks import HandClock
+
+
+class Picky(NgramProposer):
+    """Whatever it is to do for the request `bad` fails, where `fails` names it; works on hidden states, too."""
+
+    def __init__(self, fails: str) -> None:
+        super().__init__(1, 4, 100, 8)
+        self._fails = fails
+
+    def _break(self, what: str, request_id: str) -> None:
+        if (what, request_id) == (self._fails, "bad"):
+            raise RuntimeError("a proposer's bug")
+
+    def open(
+        self, request_id: str, prompt: Sequence[int], committed: Sequence[int], sampling: SamplingParams, window: int
+    ) -> None:
+        super().open(request_id, prompt, committed, sampling, window)
+        self._break("open", request_id)
+
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
+        self._break("commit", request_id)
+        return super().commit(request_id, start, token_ids, window)
+
+    def add_features(self, request_id: str, features: Sequence[Features]) -> None:
+        self._break("features", request_id)
+
+    def close(self, request_id: str, finished: bool = True) -> None:
+        super().close(request_id, finished)
+        if finished:
+            self._break("close", request_id)
+
+
+def loop_of(proposer: NgramProposer) -> tuple[DraftLoop, HandClock, list[TailBatch]]:
+    """A loop with one verifier, and what that is told."""
+    clock, told = HandClock(), list[TailBatch]()
+    loop = DraftLoop("d", proposer, clock)
+    loop.set_verifiers({"v0": Link(direct_sender(told.append), clock=clock)})
+    return loop, clock, told
+
+
+def open_at(loop: DraftLoop) -> int:
+    """Requests that are open after a round."""
+    loop.run_once()
+    return int(loop.snapshot()["open_requests"])
+
+
+@pytest.mark.parametrize(("fails", "lost"), [("open", True), ("commit", True), ("features", True), ("close", False)])
+def test_what_fails_costs_one_request(fails: str, lost: bool, caplog: pytest.LogCaptureFixture) -> None:
+    loop, _, told = loop_of(Picky(fails))
+    features = tuple((row, (Features(5, np.zeros((1, 2), np.float32)),)) for row in range(2))
+    loop.deliver(news([opening(0, "good"), opening(1, "bad")]))
+    loop.run_once()
+    loop.deliver(news(commits=[(0, 0, [2], 4), (1, 0, [2], 4)], features=features))
+    loop.run_once()
+    assert loop.snapshot()["open_requests"] == (1 if lost else 2)
+    loop.deliver(news(closed=[(1, True)]))
+    loop.run_once()
+    assert loop.snapshot()["open_requests"] == 1 and loop.proposer.tails(["good"]).bases.tolist() == [1]
+    asked = {handle for batch in told for handle in batch.lost}
+    assert asked == ({(1, 1)} if lost else set()) and loop.snapshot()["failures"] == 1
+    assert "request bad has failed" in caplog.text
+
+
+def test_what_is_unknown_or_has_a_gap_is_asked_for_again() -> None:
+    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
+    loop.deliver(news([opening(0)], commits=[(7, 0, [2], 4)]))
+    loop.run_once()
+    loop.deliver(news(commits=[(0, 3, [2], 4)]))
+    loop.run_once()
+    assert [batch.lost for batch in told] == [((7, 1),), ((0, 1),)] and loop.snapshot()["resyncs"] == 2
+    loop.deliver(news([opening(0)]))
+    loop.run_once()
+    assert told[-1].lost == () and told[-1].rows.tolist() == [0]
+
+
+def test_a_row_or_a_request_that_is_used_again_replaces_what_was_there() -> None:
+    loop, _, _ = loop_of(NgramProposer(1, 4, 100, 8))
+    loop.deliver(news([opening(0, "a"), opening(1, "b")]))
+    assert open_at(loop) == 2
+    loop.deliver(news([opening(0, "c")]))
+    assert open_at(loop) == 2 and loop.proposer.tails(["b", "c"])
+    loop.deliver(news([opening(4, "c")], verifier_id="v1"))
+    loop.deliver(news(closed=[(0, True)]))
+    assert open_at(loop) == 2, "it has moved to another verifier; what the first says of it is over"
+
+
+def test_requests_of_a_verifier_that_left_are_dropped_at_once() -> None:
+    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
+    loop.deliver(news([opening(0)]))
+    assert open_at(loop) == 1 and told
+    loop.set_verifiers({})
+    assert open_at(loop) == 0
+
+
+def test_a_verifier_that_is_not_listed_yet_is_followed_for_a_while() -> None:
+    """Its message came before the list with it, or after the one without it; or it came and went between two."""
+    loop, clock, told = loop_of(NgramProposer(1, 4, 100, 8))
+    loop.deliver(news([opening(0)], verifier_id="v1"))
+    assert open_at(loop) == 1
+    loop.set_verifiers({"v1": Link(direct_sender(told.append))})
+    loop.set_verifiers({})
+    clock.seconds += 20.0
+    assert open_at(loop) == 1 and not told
+    loop.set_verifiers({"v1": Link(direct_sender(told.append))})
+    assert open_at(loop) == 1 and told[0].rows.tolist() == [0]
+    loop.set_verifiers({})
+    assert open_at(loop) == 0
+    loop.deliver(news([opening(0)], verifier_id="v1"))
+    assert open_at(loop) == 1
+    clock.seconds += 31.0
+    assert open_at(loop) == 0
+
+
+def test_requests_of_a_verifier_that_is_cut_off_are_dropped() -> None:
+    loop, _, _ = loop_of(NgramProposer(1, 4, 100, 8))
+    loop.deliver(news([opening(0)]))
+    assert open_at(loop) == 1
+    for _ in range(MOST_MALFORMED + 1):
+        loop.deliver(news(commits=[(0, -1, [2], 4)]))
+    assert open_at(loop) == 0
