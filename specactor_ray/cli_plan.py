@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -74,14 +75,12 @@ def plan(
     context: Annotated[
         int | None, typer.Option(help="Mean tokens of prompt and output. Default: by the prompts.", show_default=False)
     ] = None,
-    paper: Annotated[
-        bool, typer.Option("--paper", help="The paper's equations alone: no messages, decoupled never waits.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
     """Choose mode, layout, draft method and window by a profile, and say what was rejected and why."""
     from specactor_ray.config import load_config
-    from specactor_ray.observability.console import log_through, make_console
+    from specactor_ray.observability.console import log_through, make_console, say
+    from specactor_ray.observability.plan_report import cost_table, prediction_table
     from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, usable_profile
     from specactor_ray.speculation.apply_plan import requests_of
 
@@ -98,36 +97,24 @@ def plan(
     measured, warnings = usable_profile(settings, settings.plan_force)
     count = checked_devices(settings, devices if devices is not None else settings.plan_devices, "--devices")
     plans = [
-        make_plan(settings, measured, count, requests, context=context, acceptance=acceptance, paper=paper)
-        for requests in batches
+        make_plan(settings, measured, count, requests, context=context, acceptance=acceptance) for requests in batches
     ]
-    report: dict[str, Any] = {
-        "profile": settings.profile,
-        "equations": "paper" if paper else "paper, with message round trips and bounded waits",
-        "warnings": warnings,
-        "plans": [plan.to_dict() for plan in plans],
-    }
     if as_json:
+        predicted = [{**asdict(plan), "chosen": asdict(plan.chosen)} for plan in plans]
+        report = {"profile": settings.profile, "warnings": warnings, "plans": predicted}
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
         return
-    _show(report, measured.data)
-
-
-def _show(report: dict[str, Any], data: Any) -> None:
-    from specactor_ray.observability.console import make_console, say
-    from specactor_ray.observability.plan_report import chosen_line, cost_table, prediction_table, rejected_table
-
     console = make_console()
-    console.print(cost_table(data))
-    for plan in report["plans"]:
+    console.print(cost_table(measured.data))
+    for plan in plans:
         console.print(prediction_table(plan))
-        console.print(rejected_table(plan))
-    for warning in report["warnings"]:
+        for reason in plan.rejected:
+            say(console, f"rejected: {reason}")
+    for warning in warnings:
         say(console, f"warning: {warning}")
-    for plan in report["plans"]:
-        for note in plan["notes"]:
-            say(console, f"batch {plan['batch']}: {note}")
-        say(console, chosen_line(plan))
+    for plan in plans:
+        for line in (*plan.notes, plan.words()):
+            say(console, f"batch {plan.batch}: {line}")
 
 
 def _named(batches: str, windows: str, contexts: str) -> list[tuple[str, str]]:

@@ -20,7 +20,6 @@ from specactor_ray.drafters.base import ReadsFeatures, RowProposer
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import Features, SamplingParams
-from specactor_ray.speculation.survival import Survival, survival_from_counts
 
 
 @dataclass(frozen=True)
@@ -147,14 +146,15 @@ def _reject_silent(proposer: RowProposer, ids: Sequence[str], context: int) -> N
 class Acceptance:
     """What came of drafting for all recorded requests."""
 
-    survival: Survival
+    survival: tuple[float, ...]
+    """S_1, S_2, ...: the share of steps at which the first i draft tokens were there and right."""
     steps: int
     drafted: int
     accepted: int
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "survival": list(self.survival.rates),
+            "survival": list(self.survival),
             "steps": self.steps,
             "supply": self.drafted / max(self.steps, 1),
             "acceptance_rate": self.accepted / max(self.drafted, 1),
@@ -165,12 +165,16 @@ class Acceptance:
 def measure_acceptance(proposer: RowProposer, recorded: Sequence[Recorded], window: int, batch: int) -> Acceptance:
     """Draft for the recorded requests, `batch` at a time, in order: a later one may learn from those that ended.
 
-    A step near the end of an output tells nothing about depths beyond it, and is not counted there.
+    A step near the end of an output tells nothing about depths beyond it, and is not counted there; depths that no
+    step tells about are left out.
 
     Raises:
         InputError: The outputs are too short to hold any draft against.
     """
     records = [Record(index, one.prompt, one.output, one.sampling, "length") for index, one in enumerate(recorded)]
     counts = replay(proposer, records, window, batch, features=lambda record: recorded[record.index].states)
-    survival = survival_from_counts(counts.possible, counts.right)
-    return Acceptance(survival, counts.steps, counts.drafted, counts.accepted)
+    rates = [right / possible for right, possible in zip(counts.right, counts.possible, strict=True) if possible]
+    if not rates:
+        raise InputError("no draft could be held against an output: the outputs are too short to measure acceptance")
+    survival = np.minimum.accumulate(rates)  # fewer steps tell about greater depths, by chance better ones
+    return Acceptance(tuple(survival.tolist()), counts.steps, counts.drafted, counts.accepted)

@@ -7,6 +7,7 @@ import functools
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from specactor_ray.rollout.planning import as_decoupled
 from specactor_ray.rollout.prompts import read_prompts
 from specactor_ray.rollout.target_checks import check_target
 from specactor_ray.signals import sigterm_interrupts
-from specactor_ray.speculation.profile import parse_profile, points_to_json, seal, write_profile
+from specactor_ray.speculation.profile import seal, write_profile
 
 
 def run_profile(
@@ -82,7 +83,6 @@ def run_profile(
         "axes": {**vars(axes), "devices": sorted({*devices}), "draft_window": axes.draft_window},
         **_figures(config, shares, identities),
     }
-    parse_profile(seal(data), str(output))  # what is written can be read
     write_profile(output, data)
     return seal(data)
 
@@ -167,10 +167,10 @@ def _figures(config: Config, shares: Sequence[Measured], identities: dict[str, A
         methods[drafter.method] = {
             "identity": identities[drafter.method],
             "free": bool(config.target.gpus) and not drafter.gpus,
-            "points": points_to_json(points),
-            "acceptance": shares[0].acceptance.get(drafter.method),
+            "points": [asdict(point) for point in points],
+            "acceptance": shares[0].acceptance[drafter.method],
         }
-    return {"verify": points_to_json(verify), "methods": methods}
+    return {"verify": [asdict(point) for point in verify], "methods": methods}
 
 
 def _reject_devices(config: Config, devices: Sequence[int], cores: int) -> None:

@@ -9,22 +9,19 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from specactor_ray.cluster.cores import cores_needed
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
-from specactor_ray.config.validate import validate
+from specactor_ray.config.validate import MAX_WINDOW, validate
 from specactor_ray.errors import ConfigError
 from specactor_ray.observability.environment import hardware, versions
+from specactor_ray.spec.tgs import geometric, share_right
 from specactor_ray.speculation.apply_plan import apply_plan, devices_of, requests_of
-from specactor_ray.speculation.plan import ALL_MODES, Plan, Rejected, search_plan
+from specactor_ray.speculation.plan import ALL_MODES, Method, Plan, search_plan
 from specactor_ray.speculation.profile import Profile, load_profile, reject_foreign_profile
-from specactor_ray.speculation.survival import Survival
 
 logger = logging.getLogger(__name__)
-
-MESSAGE_ROUND_TRIP_S = 0.003
-"""What a commit and its answer take over Ray, 2 to 4 ms on two cores. The paper's equations have no
-messages; without this, decoupled steps that wait for drafts would be promised time they do not have."""
-
 
 DEFAULT_METHOD = "suffix"
 """What `mode: auto` drafts by where no method is configured: it needs no model and costs next to nothing."""
@@ -170,10 +167,7 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
     plan = make_plan(config, profile, devices_to_plan_for(config), requests_of(config), modes=modes)
     resolved = apply_plan(config, plan)
     validate(resolved)
-    plain = [c.tokens_per_s for c in plan.candidates if c.mode is ModeName.plain]
-    against = f" (plain: {max(plain):.1f})" if plain else ""
-    line = f"plan: {plan.chosen.words()}, batch {plan.chosen.batch}; predicted {plan.chosen.tokens_per_s:.1f} tokens/s"
-    return resolved, [*(f"warning: {warning}" for warning in warnings), *plan.notes, line + against]
+    return resolved, [*(f"warning: {warning}" for warning in warnings), *plan.notes, f"plan: {plan.words()}"]
 
 
 def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
@@ -189,12 +183,15 @@ def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
         raise ConfigError("profile", "is not set.", "name the file: profile=profile.json")
     profile, target = load_profile(config.profile), config.target
     device = "cuda" if target.gpus else "cpu"
-    if profile.device != device:
-        problem = f"{config.profile} was measured on {profile.device}, and target.gpus is {target.gpus}."
+    if profile.data["device"] != device:
+        problem = f"{config.profile} was measured on {profile.data['device']}, and target.gpus is {target.gpus}."
         raise ConfigError("profile", problem, "name a profile of the same kind of device.")
-    here = {**hardware(), "gpu": gpu_name() if device == "cuda" else None}
-    model = model_identity(target.model, target.dtype, target.trust_remote_code)
-    return profile, reject_foreign_profile(profile, config.profile, model, here, versions(), force)
+    here = {
+        "model": model_identity(target.model, target.dtype, target.trust_remote_code),
+        "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
+        "versions": versions(),
+    }
+    return profile, reject_foreign_profile(profile, config.profile, here, force)
 
 
 def ladder_priors(config: Config) -> dict[str, float]:
@@ -209,9 +206,9 @@ def ladder_priors(config: Config) -> dict[str, float]:
     profile, _ = usable_profile(config, config.plan_force)
     priors = {}
     for drafter in config.drafters:
-        survival = profile.acceptance.get(drafter.method)
-        if survival is not None:
-            priors[drafter.method] = survival.probability(drafter.window or config.speculation.window)
+        method, window = profile.methods.get(drafter.method), drafter.window or config.speculation.window
+        if method is not None:
+            priors[drafter.method] = share_right(method.survival[: window + 1])
     return priors
 
 
@@ -224,7 +221,6 @@ def make_plan(
     context: float | None = None,
     acceptance: float | None = None,
     modes: Sequence[ModeName] = ALL_MODES,
-    paper: bool = False,
 ) -> Plan:
     """Plan with the draft methods that are both configured and measured.
 
@@ -236,24 +232,21 @@ def make_plan(
         context: Mean tokens of prompt and output. Default: the profile's prompts and half of sampling.max_tokens.
         acceptance: p of every method, in place of what was measured.
         modes: Modes that may be chosen.
-        paper: The paper's equations as they stand: messages take no time, decoupled verifiers never wait for drafts.
 
     Raises:
         InputError: Nothing that was measured fits.
     """
-    usable, unusable = _methods(config, profile)
-    survival = {m: s for m, s in profile.acceptance.items() if m in usable}
+    methods, unusable = _methods(config, profile)
     if acceptance is not None:
-        survival = dict.fromkeys(usable, Survival((acceptance,)))
+        survival = geometric(np.array([acceptance]), MAX_WINDOW)[0]
+        methods = {name: replace(method, survival=survival) for name, method in methods.items()}
     plan = search_plan(
         profile.verify,
-        {method: profile.drafting[method] for method in usable},
-        survival,
+        methods,
         devices=devices,
         requests=requests,
-        context=profile.prompt_tokens + config.sampling.max_tokens / 2 if context is None else context,
+        context=profile.data["prompt_tokens"] + config.sampling.max_tokens / 2 if context is None else context,
         modes=modes,
-        round_trip_s=None if paper else MESSAGE_ROUND_TRIP_S,
     )
     return replace(plan, rejected=(*unusable, *plan.rejected))
 
@@ -294,11 +287,12 @@ def existing_devices(config: Config) -> Devices | None:
     return Devices(cores, gpus or 0)
 
 
-def _methods(config: Config, profile: Profile) -> tuple[list[str], list[Rejected]]:
+def _methods(config: Config, profile: Profile) -> tuple[dict[str, Method], list[str]]:
     """Configured methods the profile speaks of, and the others with the reason."""
     from specactor_ray.modeling.identity import method_identity, same_method
 
-    usable, unusable = [], []
+    usable: dict[str, Method] = {}
+    unusable: list[str] = []
     for drafter in config.drafters:
         entry = profile.data["methods"].get(drafter.method)
         if entry is None:
@@ -306,11 +300,8 @@ def _methods(config: Config, profile: Profile) -> tuple[list[str], list[Rejected
         elif not same_method(entry["identity"], method_identity(drafter)):
             reason = "the profile was measured with another model or other settings of it"
         else:
-            usable.append(drafter.method)
+            usable[drafter.method] = profile.methods[drafter.method]
             continue
         logger.warning("plan: %s is left out: %s", drafter.method, reason)
-        unusable += [
-            Rejected(mode, drafter.method, 0, 0, "not measured", reason)
-            for mode in (ModeName.coupled, ModeName.decoupled)
-        ]
+        unusable.append(f"{drafter.method}: {reason}")
     return usable, unusable

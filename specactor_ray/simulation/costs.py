@@ -14,9 +14,7 @@ from specactor_ray.simulation.hardware_files import find_model, load_models
 from specactor_ray.simulation.roofline import StepCost
 from specactor_ray.simulation.scenario import ScenarioConfig
 from specactor_ray.simulation.world import DraftTime, LinearTime, Times, World
-from specactor_ray.speculation.costs import CostPoint, CostTable
-from specactor_ray.speculation.plan import DraftCosts
-from specactor_ray.speculation.profile import Profile
+from specactor_ray.speculation.costs import CostPoint, cost_grids
 
 _LOOKUP = LinearTime(0.0, 5e-6)
 """Of the token that a lookup finds, where no profile tells."""
@@ -46,10 +44,9 @@ def profile_world(
 ) -> World:
     """The world of a machine that was measured: points of verifying, and of each draft method. Of a point that is there
     more than once the mean counts."""
-    costs = {method: DraftCosts(CostTable(_mean(points)), free=False) for method, points in drafting.items()}
-    model = scenario.config.target.model
-    profile = Profile({"model": {"name": model}}, CostTable(_mean(verify)), costs, {})
-    return _timed_world(scenario, ProfiledHardware("profile", profile))
+    costs = {method: cost_grids(_mean(points)) for method, points in drafting.items()}
+    hardware = ProfiledHardware("profile", scenario.config.target.model, cost_grids(_mean(verify)), costs)
+    return _timed_world(scenario, hardware)
 
 
 def _timed_world(scenario: ScenarioConfig, hardware: Hardware) -> World:

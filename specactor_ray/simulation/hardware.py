@@ -24,15 +24,7 @@ from specactor_ray.simulation.hardware_files import (
 )
 from specactor_ray.simulation.roofline import DeviceSpec, RooflineCost, StepCost
 from specactor_ray.speculation.costs import GridCost, Point
-from specactor_ray.speculation.profile import Profile, load_profile
-
-
-class DraftCost(StepCost, Protocol):
-    """A `StepCost` of an autoregressive drafter."""
-
-    def draft_seconds(self, rows: int, tokens_per_row: int, context_tokens: int) -> float:
-        """Seconds to draft `tokens_per_row` tokens for every row, one after the other."""
-        ...
+from specactor_ray.speculation.profile import load_profile
 
 
 class Hardware(Protocol):
@@ -45,7 +37,7 @@ class Hardware(Protocol):
         """What a step of a target costs on this many GPUs of a node."""
         ...
 
-    def draft_cost(self, model: str, gpus: int = 1) -> DraftCost:
+    def draft_cost(self, model: str, gpus: int = 1) -> StepCost:
         """What a drafter's steps cost."""
         ...
 
@@ -64,7 +56,9 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     """
     path = find_file(name_or_path)
     if path.suffix == ".json":
-        return ProfiledHardware(path.stem, load_profile(path))
+        profile = load_profile(path)
+        drafting = {name: method.costs for name, method in profile.methods.items()}
+        return ProfiledHardware(path.stem, str(profile.data["model"]["name"]), profile.verify, drafting)
     top = read_file(path, HARDWARE).only(
         ("kind", "name", "device", "source", "roofline", "measured"), ("name", "device")
     )
@@ -137,32 +131,34 @@ class ProfiledHardware:
     """The machine of a profile: the target that was profiled, and its draft methods by name."""
 
     name: str
-    profile: Profile
+    target: str
+    """The model that was profiled."""
+    verify: Mapping[int, GridCost]
+    """Device count → steps of the target."""
+    drafting: Mapping[str, Mapping[int, GridCost]]
+    """Draft method → device count → its steps."""
 
     def target_cost(self, model: str, gpus: int = 1) -> GridCost:
-        measured = str(self.profile.data["model"]["name"])
-        if model != measured:
-            raise ConfigError(
-                f"hardware {self.name}", f"this profile is of {measured}, not {model}.", f"use {measured}."
-            )
-        return self._grid("verifying", gpus)
+        if model != self.target:
+            problem = f"this profile is of {self.target}, not {model}."
+            raise ConfigError(f"hardware {self.name}", problem, f"use {self.target}.")
+        return self._on(gpus, "verifying", self.verify)
 
     def draft_cost(self, model: str, gpus: int = 1) -> GridCost:
-        return self._grid(model, gpus)
+        if model not in self.drafting:
+            methods = list(self.drafting)
+            problem = f"draft method {model} was not profiled.{did_you_mean(model, methods)}"
+            raise ConfigError(f"hardware {self.name}", problem, f"use one of {', '.join(methods)}.")
+        return self._on(gpus, model, self.drafting[model])
 
     def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
         raise ConfigError(f"hardware {self.name}", "a profile does not tell memory.", "write the cache in tokens.")
 
-    def _grid(self, what: str, devices: int) -> GridCost:
-        tables = {"verifying": self.profile.verify} | {name: cost.table for name, cost in self.profile.drafting.items()}
-        if what not in tables:
-            methods = list(self.profile.drafting)
-            problem = f"draft method {what} was not profiled.{did_you_mean(what, methods)}"
-            raise ConfigError(f"hardware {self.name}", problem, f"use one of {', '.join(methods)}.")
-        try:
-            return tables[what].on(devices)
-        except InputError as error:
-            raise ConfigError(f"hardware {self.name}", f"{what}: {error}.", "use a measured number.") from None
+    def _on(self, devices: int, what: str, costs: Mapping[int, GridCost]) -> GridCost:
+        if devices not in costs:
+            problem = f"{what}: {devices} devices were not measured; those measured are {', '.join(map(str, costs))}."
+            raise ConfigError(f"hardware {self.name}", problem, "use a measured number.")
+        return costs[devices]
 
 
 def _read_measured(top: Section) -> MeasuredHardware:

@@ -25,10 +25,30 @@ def geometric(probability: np.ndarray, window: int) -> np.ndarray:
     return powers
 
 
+def share_right(survival: np.ndarray) -> float:
+    """p of `(window + 1,)` S_i: the share of draft tokens that were right, of those before which all were."""
+    return float(survival[1:].sum() / survival[:-1].sum())
+
+
 def taus(survival: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`(n, window)` each: τ of coupled and of decoupled iterations at windows 1, 2, ..., for `(n, window + 1)` S_i."""
     sums = np.cumsum(survival, axis=1)
     return sums[:, 1:], (sums[:, :-1] + np.arange(1, survival.shape[1]) * survival[:, 1:]) / 2.0
+
+
+def iterations(
+    survival: np.ndarray, draft_s: float, verify_s: np.ndarray
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """τ and IL of coupled iterations, τ and IL of decoupled ones, at windows 1, 2, ...: `(n, window)` and `(window,)`.
+
+    Args:
+        survival: `(n, window + 1)` S_i.
+        draft_s: D.
+        verify_s: `(window + 1,)` V(0), V(1), ...
+    """
+    coupled, decoupled = taus(survival)
+    drafting_s, seconds = np.arange(1, survival.shape[1]) * draft_s, np.maximum(verify_s[1:], _TINY_S)
+    return (coupled, drafting_s + seconds), (decoupled, np.maximum(drafting_s, seconds))
 
 
 def window_rates(probability: np.ndarray, window: int, draft_s: float, verify_s: np.ndarray) -> np.ndarray:
@@ -40,7 +60,5 @@ def window_rates(probability: np.ndarray, window: int, draft_s: float, verify_s:
         draft_s: D.
         verify_s: `verify_s[w]` is V(w); `window + 1` values at least.
     """
-    drafting = np.arange(1, window + 1) * draft_s
-    seconds = np.maximum(verify_s[1 : window + 1], _TINY_S)
-    coupled, decoupled = taus(geometric(probability, window))
-    return np.maximum(coupled / (drafting + seconds), decoupled / np.maximum(drafting, seconds))
+    coupled, decoupled = iterations(geometric(probability, window), draft_s, verify_s[: window + 1])
+    return np.maximum(coupled[0] / coupled[1], decoupled[0] / decoupled[1])

@@ -11,44 +11,38 @@ of the whole cluster,
 
 since devices that are left over, and requests that wait, do not show in the TGS of one request. Where group sizes
 divide G, every layout runs all B requests, so this order is that of TGS, the one of the paper.
-
-The equations are the paper's. One thing this product does is not in them and can be added (`round_trip_s`): a decoupled
-verifier waits a few milliseconds for the tail of its newest commit where that pays, and is then a coupled one whose
-drafter has devices of its own. See docs/design/plan.md.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import InputError
-from specactor_ray.spec.tgs import taus
-from specactor_ray.speculation.costs import CostTable
-from specactor_ray.speculation.survival import Survival
+from specactor_ray.spec.tgs import iterations, share_right
+from specactor_ray.speculation.costs import GridCost
 
-_MOST_WAIT_S = 0.020
-"""Longest wait of a decoupled step."""
 ALL_MODES = (ModeName.plain, ModeName.coupled, ModeName.decoupled)
 
 
 @dataclass(frozen=True, slots=True)
-class DraftCosts:
-    """What a draft method costs."""
+class Method:
+    """What was measured of a draft method."""
 
-    table: CostTable
+    costs: Mapping[int, GridCost]
+    """Device count → D."""
+    survival: np.ndarray
+    """`(depth + 1,)` S_0 = 1, S_1, ...: the share of steps at which the first i draft tokens were there and right."""
     free: bool = False
     """It runs on none of the planned devices (an n-gram drafter on the CPUs of a GPU machine)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """What runs on which devices."""
+class Candidate:
+    """A layout at its best window, with its prediction."""
 
     mode: ModeName
     method: str | None
@@ -57,51 +51,23 @@ class Layout:
     """g_d: devices of the drafter's own in each group; 0 unless decoupled."""
     verify_devices: int
     """g_v: devices of each verifier."""
-
-    @property
-    def layout(self) -> tuple[ModeName, str | None, int, int]:
-        """These, without what else is said of it."""
-        return self.mode, self.method, self.draft_devices, self.verify_devices
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate(Layout):
-    """One way to run, with its prediction."""
-
-    window: int
-    """Draft tokens; 0 in plain mode."""
     groups: int
     batch: int
     """b: requests of each group."""
+    window: int
+    """Draft tokens; 0 in plain mode."""
     probability: float
     """p within this window; 0 in plain mode."""
     draft_s: float
     """D: seconds to draft a token for the whole batch."""
     verify_s: float
     """V: seconds of a verify step."""
-    iteration_s: float
-    """IL."""
     tokens_per_iteration: float
     """τ."""
     tgs: float
     """Tokens per second of one request."""
     tokens_per_s: float
     """Tokens per second of the whole cluster."""
-
-    def words(self) -> str:
-        """`decoupled ngram, 2 x (1 + 1), window 4`: groups x (verifier's devices + drafter's)."""
-        own = f" + {self.draft_devices}" if self.draft_devices else ""
-        method, window = (f" {self.method}", f", window {self.window}") if self.method is not None else ("", "")
-        return f"{self.mode.value}{method}, {self.groups} x ({self.verify_devices}{own}){window}"
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected(Layout):
-    """Something that was not chosen."""
-
-    kind: str
-    """`does not fit`, `not measured` or `slower`."""
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,201 +76,140 @@ class Plan:
 
     devices: int
     """G."""
-    requests: int
+    batch: int
     """B: requests that run at once in the whole cluster."""
     context: float
-    chosen: Candidate
-    candidates: tuple[Candidate, ...]
-    """All that were evaluated."""
-    rejected: tuple[Rejected, ...]
-    notes: tuple[str, ...] = ()
-    """Where the prediction leaves what was measured."""
+    """Tokens of prompt and output that a request has on average."""
+    predictions: tuple[Candidate, ...]
+    """Every layout that can be predicted, fastest first."""
+    rejected: tuple[str, ...]
+    """What cannot be predicted, and why."""
+    notes: tuple[str, ...]
+    """Where the prediction of the choice leaves what was measured."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: counts, choice, predictions (the best window of every layout), candidates, rejected, notes."""
-        return {
-            "devices": self.devices,
-            "batch": self.requests,
-            "context": self.context,
-            "chosen": _as_json(self.chosen),
-            "predictions": [_as_json(candidate) for candidate in _best_by_layout(self.candidates)],
-            "candidates": [_as_json(candidate) for candidate in self.candidates],
-            "rejected": [_as_json(rejected) for rejected in self.rejected],
-            "notes": list(self.notes),
-        }
+    @property
+    def chosen(self) -> Candidate:
+        return self.predictions[0]
+
+    def words(self) -> str:
+        """The choice in one line, with the speed of the best of every mode."""
+        chosen, best = self.chosen, dict[str, float]()
+        for candidate in self.predictions:
+            best.setdefault(candidate.mode.value, candidate.tokens_per_s)
+        layout = _words(chosen.mode, chosen.method, chosen.groups, chosen.verify_devices, chosen.draft_devices)
+        speeds = ", ".join(f"{mode} {speed:.1f}" for mode, speed in best.items())
+        return f"{layout}, window {chosen.window}, batch {chosen.batch}; predicted tokens/s: {speeds}"
 
 
 def search_plan(
-    verify: CostTable,
-    drafting: Mapping[str, DraftCosts],
-    acceptance: Mapping[str, Survival],
+    verify: Mapping[int, GridCost],
+    methods: Mapping[str, Method],
     *,
     devices: int,
     requests: int,
     context: float,
     modes: Sequence[ModeName] = ALL_MODES,
-    round_trip_s: float | None = None,
 ) -> Plan:
-    """Evaluate every layout at every measured window, and take what gives the most tokens per second of the cluster.
+    """Algorithm 1: predict every layout at every measured window, and take what gives the most tokens per second.
 
     Of equals, plain before coupled before decoupled, then the smaller verifier, drafter and window. With all modes
     the result is never below plain decoding, and it does not fall when an acceptance rises.
 
     Args:
-        verify: V; its device counts are the verifier configurations.
-        drafting: Draft method → D.
-        acceptance: Draft method → measured acceptance; a method without is not measured.
+        verify: Device count → V; these counts are the verifier configurations.
+        methods: Draft methods by name.
         devices: G.
         requests: B.
-        context: Tokens of prompt and output a request has on average.
+        context: Tokens of prompt and output that a request has on average.
         modes: Modes that may be chosen.
-        round_trip_s: Decoupled verifiers wait for the newest tail where that pays; a message there and back takes so
-            many seconds. None: they never wait, as in the paper.
 
     Raises:
-        InputError: G or B is below 1, or nothing that was measured fits G devices.
+        InputError: Nothing that was measured fits G devices.
     """
-    if devices < 1 or requests < 1:
-        raise InputError(f"{devices} devices and a batch of {requests} cannot be planned; both must be 1 or more")
-    search = _Search(verify, drafting, acceptance, devices, requests, context, round_trip_s)
-    candidates: list[Candidate] = []
-    rejected: list[Rejected] = []
-    for layout in search.layouts(modes):
-        problem = search.problem(layout)
-        if problem is None:
-            candidates += search.evaluate(layout)
-        else:
-            rejected.append(Rejected(*layout.layout, *problem))
-    if not candidates:
-        wanted = (
-            f"{' or '.join(mode.value for mode in modes)} with the profiled {min(verify.devices)} or more device(s)"
-        )
-        raise InputError(f"no plan: {wanted} for each verifier does not fit {devices} device(s), or was not measured")
-    chosen = max(candidates, key=lambda candidate: candidate.tokens_per_s)  # the first of equals
-    rejected += [
-        Rejected(*candidate.layout, "slower", _slower(candidate, chosen))
-        for candidate in _best_by_layout(candidates)
-        if candidate.layout != chosen.layout
-    ]
-    notes = tuple(search.notes(chosen))
-    return Plan(devices, requests, context, chosen, tuple(candidates), tuple(rejected), notes)
-
-
-@dataclass(frozen=True)
-class _Search:
-    """Arguments as of `search_plan`."""
-
-    verify: CostTable
-    drafting: Mapping[str, DraftCosts]
-    acceptance: Mapping[str, Survival]
-    devices: int
-    requests: int
-    context: float
-    round_trip_s: float | None
-
-    def layouts(self, modes: Sequence[ModeName]) -> Iterator[Layout]:
-        """All that these modes know, in the order in which equals are chosen."""
-        for mode in (mode for mode in ALL_MODES if mode in modes):
-            for verify_devices in self.verify.devices:
-                if mode is ModeName.plain:
-                    yield Layout(mode, None, 0, verify_devices)
-                    continue
-                for method, costs in self.drafting.items():
-                    none = mode is ModeName.coupled or costs.free
-                    for draft_devices in (0,) if none else range(1, verify_devices + 1):
-                        yield Layout(mode, method, draft_devices, verify_devices)
-
-    def problem(self, layout: Layout) -> tuple[str, str] | None:
-        """Why it cannot be evaluated, kind and reason."""
-        needed, method = layout.draft_devices + layout.verify_devices, layout.method
-        if needed > self.devices:
-            return "does not fit", f"needs {needed} devices, and there are {self.devices}"
-        tables = [("verifying", self.verify, layout.verify_devices)]
-        if method is not None:
-            if method not in self.acceptance:
-                return "not measured", "its acceptance was not measured"
-            tables.insert(0, ("drafting", self.drafting[method].table, self._drafts_on(layout, method)))
-        for what, table, count in tables:
-            if count not in table.devices:
-                measured = ", ".join(map(str, table.devices))
-                return "not measured", f"{what}: {count} device(s) were not measured, only {measured}"
-            batch, batches = self._batch_of(layout), table.batches(count)
-            if len(batches) == 1 and batch != batches[0]:
-                return "not measured", f"{what}: batch {batch} was not measured, only {batches[0]:g}"
-        return None
-
-    def _drafts_on(self, layout: Layout, method: str) -> int:
-        """The device count at which the drafter's cost is looked up: coupled, it drafts on the verifier's devices."""
-        costs = self.drafting[method]
-        if costs.free:
-            return costs.table.devices[0]
-        return layout.verify_devices if layout.mode is ModeName.coupled else layout.draft_devices
-
-    def _batch_of(self, layout: Layout) -> int:
-        return -(-(layout.draft_devices + layout.verify_devices) * self.requests // self.devices)
-
-    def evaluate(self, layout: Layout) -> Iterator[Candidate]:
-        """At windows 1, 2, ... up to the largest that was measured; at 0 in plain mode."""
-        batch, method = self._batch_of(layout), layout.method
-        # No group that would have nothing to do.
-        groups = min(self.devices // (layout.draft_devices + layout.verify_devices), -(-self.requests // batch))
-        most = 0 if method is None else self.verify.largest_window(layout.verify_devices)
+    predictions: list[Candidate] = []
+    rejected: list[str] = []
+    for mode, name, g_d, g_v in _layouts(verify, methods, modes):
+        size, costs = g_d + g_v, verify[g_v]
+        batches, positions, _ = costs.knots
+        batch = -(-size * requests // devices)
+        layout = _words(mode, name, 1, g_v, g_d)
+        if size > devices:
+            rejected.append(f"{layout}: needs {size} devices, and there are {devices}")
+            continue
+        if len(batches) == 1 and batch != batches[0]:
+            rejected.append(f"{layout}: batch {batch} was not measured, only {batches[0]:g}")
+            continue
         survival, draft_s = np.ones(1), 0.0
-        if method is not None:
-            survival = self.acceptance[method].within(most)
-            draft_s = self.drafting[method].table.seconds(self._drafts_on(layout, method), batch, self.context)
-        coupled, decoupled = (tau[0].tolist() for tau in taus(survival[None]))
-        for window in range(min(most, 1), most + 1):
-            verify_s = self.verify.seconds(layout.verify_devices, batch, self.context, window)
-            tau, iteration_s, p = 1.0, verify_s, 0.0
-            if method is not None:
-                p, steps = self.acceptance[method].probability(window), (coupled[window - 1], decoupled[window - 1])
-                tau, iteration_s = self._step(layout.mode, *steps, window * draft_s, verify_s)
-            tgs = tau / iteration_s
-            speed = min(self.requests, groups * batch) * tgs
-            yield Candidate(*layout.layout, window, groups, batch, p, draft_s, verify_s, iteration_s, tau, tgs, speed)
-
-    def _step(
-        self, mode: ModeName, coupled: float, decoupled: float, drafting_s: float, verify_s: float
-    ) -> tuple[float, float]:
-        """`(τ, IL)` of a step with drafts."""
-        if mode is ModeName.coupled:
-            return coupled, drafting_s + verify_s
-        running_on = decoupled, max(drafting_s, verify_s)
-        wait_s = math.inf if self.round_trip_s is None else drafting_s + self.round_trip_s
-        waiting = coupled, wait_s + verify_s
-        pays = waiting[0] / waiting[1] > running_on[0] / running_on[1]
-        return waiting if wait_s <= _MOST_WAIT_S and pays else running_on
-
-    def notes(self, chosen: Candidate) -> Iterator[str]:
-        """Where this prediction leaves what was measured."""
-        on = chosen.verify_devices
-        for what, value, knots in (
-            ("context", self.context, self.verify.contexts(on)),
-            ("batch", chosen.batch, self.verify.batches(on)),
-        ):
-            if not knots[0] <= value <= knots[-1]:
-                yield f"{what} {value:g} is outside the measured {_range(knots)}; costs are extrapolated"
-        if chosen.window and chosen.window == self.verify.largest_window(on):
-            yield f"window {chosen.window} is the largest that was measured; profile larger --windows too"
+        if name is not None:
+            method = methods[name]
+            survival = method.survival[: int(positions[-1])]
+            draft_s = method.costs[g_d or g_v].step(batch, context)  # coupled: it drafts on the verifier's devices
+        verify_s = np.array([costs.step(batch, context, window) for window in range(len(survival))])
+        window, tau, iteration_s = _best_window(mode, survival, draft_s, verify_s)
+        groups = min(devices // size, -(-requests // batch))  # no group that would have nothing to do
+        predictions.append(
+            Candidate(
+                mode=mode,
+                method=name,
+                draft_devices=g_d,
+                verify_devices=g_v,
+                groups=groups,
+                batch=batch,
+                window=window,
+                probability=share_right(survival[: window + 1]) if window else 0.0,
+                draft_s=draft_s,
+                verify_s=float(verify_s[window]),
+                tokens_per_iteration=tau,
+                tgs=tau / iteration_s,
+                tokens_per_s=min(requests, groups * batch) * tau / iteration_s,
+            )
+        )
+    if not predictions:
+        wanted = " or ".join(mode.value for mode in modes)
+        raise InputError(f"no plan: {wanted} as profiled does not fit {devices} device(s), or was not measured")
+    predictions.sort(key=lambda candidate: -candidate.tokens_per_s)  # equals stay in their order
+    notes = tuple(_notes(predictions[0], verify[predictions[0].verify_devices], context))
+    return Plan(devices, requests, context, tuple(predictions), tuple(rejected), notes)
 
 
-def _best_by_layout(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The best window of every layout, fastest first."""
-    best: dict[Any, Candidate] = {}
-    for candidate in sorted(candidates, key=lambda candidate: -candidate.tokens_per_s):
-        best.setdefault(candidate.layout, candidate)
-    return list(best.values())
+def _layouts(
+    verify: Mapping[int, GridCost], methods: Mapping[str, Method], modes: Sequence[ModeName]
+) -> Iterator[tuple[ModeName, str | None, int, int]]:
+    """Mode, method, g_d (g_v at most) and g_v of all that was measured, in the order in which equals are chosen."""
+    for mode in (mode for mode in ALL_MODES if mode in modes):
+        for g_v in verify:
+            if mode is ModeName.plain:
+                yield mode, None, 0, g_v
+                continue
+            for name, method in methods.items():
+                none = mode is ModeName.coupled or method.free
+                for g_d in (0,) if none else range(1, g_v + 1):
+                    if (g_d or g_v) in method.costs:
+                        yield mode, name, g_d, g_v
 
 
-def _as_json(thing: Layout) -> dict[str, Any]:
-    return {**asdict(thing), "mode": thing.mode.value}
+def _best_window(
+    mode: ModeName, survival: np.ndarray, draft_s: float, verify_s: np.ndarray
+) -> tuple[int, float, float]:
+    """The window w of the best TGS, with its τ and IL; `survival` and `verify_s` are S_w and V(w) for w = 0, 1, ..."""
+    if mode is ModeName.plain:
+        return 0, 1.0, float(verify_s[0])
+    coupled, decoupled = iterations(survival[None], draft_s, verify_s)
+    tau, iteration_s = coupled if mode is ModeName.coupled else decoupled
+    best = int(np.argmax(tau / iteration_s))
+    return best + 1, float(tau[0, best]), float(iteration_s[best])
 
 
-def _slower(candidate: Candidate, chosen: Candidate) -> str:
-    window = f" at its best window, {candidate.window}" if candidate.window else ""
-    return f"{candidate.tokens_per_s:.1f} tokens/s{window}; chosen: {chosen.tokens_per_s:.1f}"
+def _notes(chosen: Candidate, verify: GridCost, context: float) -> Iterator[str]:
+    batches, positions, contexts = verify.knots
+    for what, value, knots in (("context", context, contexts), ("batch", chosen.batch, batches)):
+        if not knots[0] <= value <= knots[-1]:
+            yield f"{what} {value:g} is outside the measured {knots[0]:g} to {knots[-1]:g}; costs are extrapolated"
+    if chosen.window and chosen.window + 1 == positions[-1]:
+        yield f"window {chosen.window} is the largest that was measured; profile larger --windows too"
 
 
-def _range(values: Sequence[float]) -> str:
-    return f"{values[0]:g} to {values[-1]:g}" if len(values) > 1 else f"{values[0]:g}"
+def _words(mode: ModeName, method: str | None, groups: int, verify_devices: int, draft_devices: int) -> str:
+    """`decoupled ngram, 2 x (1 + 1)`: groups x (verifier's devices + drafter's)."""
+    own = f" + {draft_devices}" if draft_devices else ""
+    return f"{mode.value}{f' {method}' if method else ''}, {groups} x ({verify_devices}{own})"

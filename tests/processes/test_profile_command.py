@@ -23,8 +23,8 @@ def test_profile_then_plan(tiny_model_dir: Path, tiny_draft_model_dir: Path, tmp
     assert done.returncode == 0, done.stderr
     assert "ms, context 16" in done.stdout and "drafting, draft_model" in done.stdout
     profile = load_profile(tmp_path / "profile.json")
-    assert set(profile.drafting) == set(profile.acceptance) == {"ngram", "draft_model"}
-    assert profile.verify.largest_window(1) == 3 and profile.verify.batches(1) == (1, 2)
+    assert set(profile.methods) == {"ngram", "draft_model"}
+    assert profile.verify[1].knots == ((1, 2), (1, 2, 4), (16,))
     assert {"cpu", "cores", "vector", "gpu"} <= profile.data["hardware"].keys()
     assert {"torch", "transformers", "specactor-ray"} <= profile.data["versions"].keys()
     again = specactor(tmp_path, *measure)

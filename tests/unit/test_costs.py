@@ -1,4 +1,4 @@
-"""Cost tables: exact where it was measured, lines between, what is refused."""
+"""Cost grids: exact where it was measured, lines between, what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specactor_ray.errors import InputError
-from specactor_ray.speculation.costs import CostPoint, CostTable
+from specactor_ray.speculation.costs import CostPoint, cost_grids
 
 
 def grid(seconds, devices=(1,), windows=(0, 4), contexts=(64, 512), batches=(1, 4, 16)) -> list[CostPoint]:
@@ -18,26 +18,22 @@ def grid(seconds, devices=(1,), windows=(0, 4), contexts=(64, 512), batches=(1, 
 
 
 class TestBetweenMeasured:
-    table = CostTable(grid(lambda g, w, c, b: b * (0.01 + 0.002 * w) + 0.05 + 1e-4 * c, windows=(0, 1, 2, 4, 8)))
+    table = cost_grids(grid(lambda g, w, c, b: b * (0.01 + 0.002 * w) + 0.05 + 1e-4 * c, windows=(0, 1, 2, 4, 8)))
 
     @given(st.integers(0, 8), st.floats(64, 512), st.integers(1, 40))
     def test_windows_and_contexts_are_interpolated(self, window: int, context: float, batch: int) -> None:
         expected = batch * (0.01 + 0.002 * window) + 0.05 + 1e-4 * context
-        assert self.table.seconds(1, batch, context, window) == pytest.approx(expected)
+        assert self.table[1].step(batch, context, window) == pytest.approx(expected)
 
     def test_beyond_the_measured_lines_go_on_and_below_it_the_nearest_counts(self) -> None:
-        assert self.table.seconds(1, 4, 9000, 2) == pytest.approx(4 * 0.014 + 0.05 + 0.9)
-        assert self.table.seconds(1, 4, 0, 2) == self.table.seconds(1, 4, 64, 2)
-
-    def test_devices_that_were_not_measured(self) -> None:
-        with pytest.raises(InputError, match="2 devices were not measured; those measured are 1"):
-            self.table.seconds(2, 4, 64, 1)
+        assert self.table[1].step(4, 9000, 2) == pytest.approx(4 * 0.014 + 0.05 + 0.9)
+        assert self.table[1].step(4, 0, 2) == self.table[1].step(4, 64, 2)
 
     def test_a_bend_is_followed(self) -> None:
         """Flat up to a batch of 8, then proportional, as when a weight-bound step becomes compute-bound."""
-        table = CostTable(grid(lambda g, w, c, b: 0.1 * max(b, 8), batches=(1, 2, 4, 8, 16, 32, 64)))
+        table = cost_grids(grid(lambda g, w, c, b: 0.1 * max(b, 8), batches=(1, 2, 4, 8, 16, 32, 64)))
         for batch, rows in ((1, 8), (5, 8), (8, 8), (12, 12), (64, 64), (128, 128)):
-            assert table.seconds(1, batch, 64) == pytest.approx(0.1 * rows)
+            assert table[1].step(batch, 64) == pytest.approx(0.1 * rows)
 
 
 class TestRefused:
@@ -46,16 +42,7 @@ class TestRefused:
         points = grid(lambda g, w, c, b: 0.1 * b)
         large, small = (next(p for p in points if (p.window, p.context, p.batch) == (4, 512, b)) for b in (16, 1))
         points.remove(large)
-        assert CostTable(points).seconds(1, 16, 512, 4) == pytest.approx(1.6)
+        assert cost_grids(points)[1].step(16, 512, 4) == pytest.approx(1.6)
         points.remove(small)
         with pytest.raises(InputError, match="the step of 1 rows, 5 positions and 512 tokens is missing"):
-            CostTable(points)
-
-    @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-    def test_times_that_cannot_be(self, seconds: float) -> None:
-        with pytest.raises(InputError, match="not a cost that can have been measured"):
-            CostTable(grid(lambda g, w, c, b: seconds))
-
-    def test_no_points(self) -> None:
-        with pytest.raises(InputError, match="no costs were measured"):
-            CostTable([])
+            cost_grids(points)

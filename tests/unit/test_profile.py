@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,24 @@ class TestAcceptance:
 
     def test_a_drafter_that_is_always_right_and_one_that_never_is(self, recorded: list[Recorded]) -> None:
         oracle = Oracle({(*one.prompt, one.sampling.seed): one.output for one in recorded})
-        assert set(measure_acceptance(oracle, recorded, WINDOW, batch=4).survival.rates) == {1.0}
+        assert set(measure_acceptance(oracle, recorded, WINDOW, batch=4).survival) == {1.0}
         wrong = Oracle({(*one.prompt, one.sampling.seed): [9999] * 200 for one in recorded})
-        assert set(measure_acceptance(wrong, recorded, WINDOW, batch=4).survival.rates) == {0.0}
+        assert set(measure_acceptance(wrong, recorded, WINDOW, batch=4).survival) == {0.0}
         assert not oracle.open_requests and oracle.finished == len(recorded)
 
     def test_a_step_at_the_end_of_an_output_tells_nothing_beyond_it(self) -> None:
         one = Recorded((1, 2), (5, 6, 7), SamplingParams(max_tokens=100))
         oracle = Oracle({(1, 2, 0): [5, 6, 7, 8, 9]})
-        assert measure_acceptance(oracle, [one], 8, batch=1).survival.rates == (1.0, 1.0)
+        assert measure_acceptance(oracle, [one], 8, batch=1).survival == (1.0, 1.0)
+        with pytest.raises(InputError, match="no draft could be held against"):
+            measure_acceptance(oracle, [replace(one, output=(5,))], 8, batch=1)
+
+    def test_greater_depths_are_never_right_more_often(self) -> None:
+        """Of the first tokens of two outputs one is right; only that output has a second one, and it is right too."""
+        short = Recorded((1, 2), (5, 6), SamplingParams(max_tokens=100, seed=1))
+        long = Recorded((1, 2), (5, 6, 7), SamplingParams(max_tokens=100, seed=2))
+        oracle = Oracle({(1, 2, 1): [5, 9], (1, 2, 2): [5, 6, 7]})
+        assert measure_acceptance(oracle, [short, long], 8, batch=1).survival == (0.5, 0.5)
 
 
 class Oracle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from specactor_ray.rollout.planning import as_decoupled, make_plan, resolve_plan
 from specactor_ray.speculation.apply_plan import apply_plan, devices_of, requests_of
 from specactor_ray.speculation.costs import CostPoint
 from specactor_ray.speculation.plan import ALL_MODES
-from specactor_ray.speculation.profile import load_profile, parse_profile, points_to_json, seal, write_profile
+from specactor_ray.speculation.profile import load_profile, seal, write_profile
 
 WINDOWS, CONTEXTS, BATCHES, CORES = (0, 1, 4), (32, 256), (1, 8), (1, 2)
 
@@ -48,7 +49,7 @@ def profile_data(target: Path, drafters: list[DrafterConfig], survival: list[flo
         drafter.method: {
             "identity": method_identity(drafter),
             "free": False,
-            "points": points_to_json(draft_points(1e-4)),
+            "points": [asdict(point) for point in draft_points(1e-4)],
             "acceptance": {"survival": survival},
         }
         for drafter in drafters
@@ -60,7 +61,7 @@ def profile_data(target: Path, drafters: list[DrafterConfig], survival: list[flo
         "model": model_identity(str(target), "float32"),
         "prompt_tokens": 20.0,
         "cpu_share": {"1": 0.98, "2": 0.93},
-        "verify": points_to_json(verify),
+        "verify": [asdict(point) for point in verify],
         "methods": methods,
     }
 
@@ -93,9 +94,9 @@ class TestFile:
         profile = load_profile(file)
         assert {name: profile.data[name] for name in data} == data
         for point in verify_points():
-            seconds = profile.verify.seconds(point.devices, point.batch, point.context, point.window)
+            seconds = profile.verify[point.devices].step(point.batch, point.context, point.window)
             assert seconds == pytest.approx(point.seconds)
-        assert profile.acceptance["ngram"].rates == (0.9, 0.8, 0.7, 0.6)
+        assert profile.methods["ngram"].survival.tolist() == [1.0, 0.9, 0.8, 0.7, 0.6]
 
     def test_it_is_never_overwritten(self, file: Path, data: dict[str, Any]) -> None:
         before = file.read_bytes()
@@ -139,24 +140,6 @@ class TestFile:
         with pytest.raises(InputError, match="is no profile of specactor"):
             load_profile(file)
 
-    @pytest.mark.parametrize("name", ["device", "hardware", "versions", "model", "cpu_share", "methods"])
-    def test_missing_and_wrong_entries_are_named(self, file: Path, data: dict[str, Any], name: str) -> None:
-        for broken in ({n: v for n, v in data.items() if n != name}, {**data, name: None}):
-            file.write_text(json.dumps(seal(broken)))
-            with pytest.raises(InputError, match=f"is incomplete: {name} is missing"):
-                load_profile(file)
-
-    def test_an_incomplete_model_is_named(self, file: Path, data: dict[str, Any]) -> None:
-        file.write_text(json.dumps(seal({**data, "model": {"name": "m", "dtype": "float32"}})))
-        with pytest.raises(InputError, match=r"model\.config_hash is missing"):
-            load_profile(file)
-
-    def test_missing_parts_are_named(self, file: Path, data: dict[str, Any]) -> None:
-        for broken in ({**data, "verify": data["verify"][1:]}, {n: v for n, v in data.items() if n != "methods"}):
-            file.write_text(json.dumps(seal(broken)))
-            with pytest.raises(InputError, match=r"is incomplete: .*(missing|methods)"):
-                load_profile(file)
-
 
 class TestAnotherPlace:
     def rewritten(self, file: Path, data: dict[str, Any], section: str, **changes: Any) -> None:
@@ -180,9 +163,9 @@ class TestAnotherPlace:
     @pytest.mark.parametrize(
         ("section", "changes", "words"),
         [
-            ("hardware", {"cpu": "Abacus 3000"}, "hardware of cpu: Abacus 3000 there"),
-            ("hardware", {"vector": ["amx_bf16"]}, "hardware of vector"),
-            ("versions", {"torch": "1.0"}, "version of torch: 1.0 there"),
+            ("hardware", {"cpu": "Abacus 3000"}, "hardware.cpu: Abacus 3000 there"),
+            ("hardware", {"vector": ["amx_bf16"]}, "hardware.vector: "),
+            ("versions", {"torch": "1.0"}, "versions.torch: 1.0 there"),
         ],
     )
     def test_other_hardware_or_torch_only_if_forced(
@@ -199,7 +182,7 @@ class TestAnotherPlace:
         self, file: Path, data: dict[str, Any], tiny_model_dir: Path
     ) -> None:
         self.rewritten(file, data, "versions", **{"specactor-ray": "0.0.1"})
-        assert "version of specactor-ray: 0.0.1 there" in resolve_plan(auto(file, tiny_model_dir))[1][0]
+        assert "versions.specactor-ray: 0.0.1 there" in resolve_plan(auto(file, tiny_model_dir))[1][0]
 
     def test_a_busy_machine_is_a_warning(self, file: Path, data: dict[str, Any], tiny_model_dir: Path) -> None:
         self.rewritten(file, data, "cpu_share", **{"2": 0.31})
@@ -224,7 +207,7 @@ class TestResolve:
         assert resolved.plan is PlanPolicy.fixed and resolve_plan(resolved) == (resolved, [])
         assert resolved.mode is not ModeName.plain and resolved.speculation.window == 4
         assert devices_of(resolved) <= 2 and requests_of(resolved) >= 8
-        assert lines[-1].startswith(f"plan: {resolved.mode.value} ngram") and "tokens/s (plain:" in lines[-1]
+        assert lines[-1].startswith(f"plan: {resolved.mode.value} ngram") and ", plain " in lines[-1]
 
     def test_drafts_that_are_never_right_give_plain_decoding(
         self, file: Path, data: dict[str, Any], tiny_model_dir: Path
@@ -260,8 +243,8 @@ class TestResolve:
         assert resolve_plan(auto(file, tiny_model_dir, "drafters.0.min_match=3"))[0].mode is ModeName.plain
         assert resolve_plan(auto(file, tiny_model_dir, "drafters.0.replicas=0"))[0].drafters[0].replicas > 0
 
-    def test_what_it_makes_is_valid_and_fits(self, data: dict[str, Any]) -> None:
-        profile = parse_profile(seal(data), "x")
+    def test_what_it_makes_is_valid_and_fits(self, file: Path) -> None:
+        profile = load_profile(file)
         base = from_mapping({"drafters": [{"method": "ngram", "window": 3}]})
 
         @settings(max_examples=40)
@@ -303,9 +286,10 @@ class TestCommand:
         for plan in report["plans"]:
             found = {(row["mode"], row["method"]) for row in plan["predictions"]}
             assert found == {("plain", None), ("coupled", "ngram"), ("decoupled", "ngram")}
-            assert plan["chosen"]["tokens_per_s"] == max(row["tokens_per_s"] for row in plan["candidates"])
+            assert plan["chosen"]["tokens_per_s"] == max(row["tokens_per_s"] for row in plan["predictions"])
         code, out, _ = self.run(capsys, *known, "cluster.num_cpus=2", "--acceptance", "0")
-        assert code == 0 and "batch 16: plain, g_d=0" in out and "slower" in out and "does not fit" in out
+        assert code == 0 and "batch 16: plain, " in out
+        assert "rejected: decoupled ngram, 1 x (2 + 1): needs 3 devices, and there are 2" in out
 
     @pytest.mark.parametrize(
         ("arguments", "problem"),

@@ -17,9 +17,7 @@ from specactor_ray.cli import app
 from specactor_ray.errors import ConfigError, InputError, UserError
 from specactor_ray.simulation.hardware import MeasuredHardware, ProfiledHardware, RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import SHIPPED, load_models, shipped_hardware
-from specactor_ray.speculation.costs import CostPoint, CostTable, GridCost
-from specactor_ray.speculation.plan import DraftCosts
-from specactor_ray.speculation.profile import Profile
+from specactor_ray.speculation.costs import CostPoint, GridCost, cost_grids
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -159,7 +157,7 @@ def test_measured_steps_are_met_and_interpolated(tmp_path: Path) -> None:
     step_s = cost.seconds(8, 32, 8 * 4096)
     assert cost.seconds(8, 32, 8 * 4096, 320) == pytest.approx(step_s * 11)  # the price of its positions
     assert cost.seconds(0, 0, 0, 320) == pytest.approx(step_s * 10)
-    assert hardware.draft_cost("qwen2.5-7b").draft_seconds(1, 3, 512) == pytest.approx(3 * cost.seconds(1, 1, 513))
+    assert hardware.draft_cost("qwen2.5-7b") is cost
     assert hardware.cache_tokens("qwen2.5-7b", 1, 0.9) == load_hardware("h200").cache_tokens("qwen2.5-7b", 1, 0.9)
 
 
@@ -227,22 +225,20 @@ def test_a_profile_is_a_cost_beyond_its_windows() -> None:
     def seconds(window: int, context: int, batch: int) -> float:
         return 0.01 + 0.001 * batch * (window + 1) + 1e-6 * context
 
-    table = CostTable(
+    table = cost_grids(
         CostPoint(1, window, context, batch, seconds(window, context, batch))
         for window in (0, 4)
         for context in (128, 1024)
         for batch in (1, 4, 16)
     )
-    cost = table.on(1)
+    cost = table[1]
     for window, context, batch in [(0, 128, 1), (4, 1024, 16), (2, 500, 8), (9, 1024, 16), (4, 4096, 16)]:
         predicted = cost.seconds(batch, batch * (window + 1), batch * context)
         assert predicted == pytest.approx(seconds(window, context, batch), rel=1e-6)
-    with pytest.raises(InputError, match="2 devices were not measured"):
-        table.on(2)
 
-    hardware = ProfiledHardware("mine", Profile({"model": {"name": "m"}}, table, {"eagle": DraftCosts(table)}, {}))
+    hardware = ProfiledHardware("mine", "m", table, {"eagle": table})
     assert hardware.target_cost("m").seconds(4, 8, 4000) == cost.seconds(4, 8, 4000)
-    assert hardware.draft_cost("eagle").draft_seconds(4, 2, 512) == 2 * cost.seconds(4, 4, 514)
+    assert hardware.draft_cost("eagle") is cost
     for refused, says in [
         (lambda: hardware.target_cost("n"), "this profile is of m, not n"),
         (lambda: hardware.target_cost("m", 2), "2 devices were not measured"),

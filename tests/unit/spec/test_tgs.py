@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.spec.tgs import geometric, taus, window_rates
+from specactor_ray.spec.tgs import geometric, share_right, taus, window_rates
 
 # Also those next to 1, where a naive quotient loses its digits.
 PROBABILITIES = st.one_of(st.floats(0, 1), st.floats(1e-15, 1e-3).map(lambda rest: 1.0 - rest))
@@ -36,6 +36,15 @@ def test_tau_is_the_sum_of_the_paper(p: float, window: int) -> None:
     exact = Fraction(p)
     expected = [float(coupled_sum(exact, window)), float(decoupled_sum(exact, window))]
     assert both(p, window) == pytest.approx(expected, rel=1e-12)
+
+
+@given(st.floats(1e-3, 1.0), st.integers(1, 12))
+def test_p_of_a_geometric_survival_is_its_p_at_every_window(p: float, window: int) -> None:
+    assert share_right(geometric(np.array([p]), window)[0]) == pytest.approx(p, rel=1e-9)
+
+
+def test_p_of_measured_survival() -> None:
+    assert share_right(np.array([1.0, 0.5, 0.4])) == pytest.approx(0.9 / 1.5)
 
 
 def test_the_ends_are_exact() -> None:
