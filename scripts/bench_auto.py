@@ -33,17 +33,17 @@ from rich.table import Table
 from specactor_ray.config.schema import DrafterConfig, SpeculationConfig, TargetConfig, learns_from_outputs
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.drafters.registry import build_proposer
-from specactor_ray.messages import SamplingParams
+from specactor_ray.messages import CommitBatch, SamplingParams
 from specactor_ray.modeling.loading import load_tokenizer
 from specactor_ray.observability.console import make_console
 from specactor_ray.observability.phase_progress import PhaseProgress
+from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.registry import build_engine
 from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.inline import InlineDrafter, link_to
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.seat import DrafterLink
+from specactor_ray.verify.seat import HostedDrafter
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ("arithmetic", "editing", "chat")
@@ -59,18 +59,16 @@ class Variant:
     def __init__(self, methods: Sequence[str], target: TargetConfig) -> None:
         self._engine, config = build_engine(target, "cpu", 0), SpeculationConfig()
         self._drafting = Drafting("verifier-0", True, config, self._engine.vocab_size, max_batch=target.max_batch)
-        self.loop = VerifyLoop(self._engine, self._drafting, [self._inline(one, target) for one in methods])
+        self.loop = VerifyLoop(self._engine, self._drafting, [self._hosted(one, target) for one in methods])
         self.seconds: list[float] = []
         """Of each slice."""
 
-    def _inline(self, method: str, target: TargetConfig) -> InlineDrafter:
+    def _hosted(self, method: str, target: TargetConfig) -> HostedDrafter:
         config = DrafterConfig(method)
         loop = DraftLoop(f"{method}-0", build_proposer(config, target, "cpu"))
-        window = SpeculationConfig().window
-        looks_up = learns_from_outputs(config)
-        return InlineDrafter(
-            loop, DrafterLink(method, window, link_to(loop), config.max_batch, looks_up=looks_up, inline=True)
-        )
+        link: Link[CommitBatch] = Link(direct_sender(loop.deliver))
+        looks_up, window = learns_from_outputs(config), SpeculationConfig().window
+        return HostedDrafter(method, window, link, config.max_batch, looks_up=looks_up, loop=loop)
 
     def run(self, tokens: int) -> None:
         """Run until `tokens` tokens are committed in total; the last step may commit more."""

@@ -65,7 +65,7 @@ class Producer:
             rows = np.arange(requests, dtype=np.int32)
             lengths, tokens = np.full_like(rows, WINDOW), np.tile(np.arange(WINDOW, dtype=np.int32), requests)
             bases = np.full_like(rows, len(begun) - 1)
-            return TailBatch("d", rows, np.ones_like(rows), bases, lengths, np.ones(requests, np.bool_), tokens)
+            return TailBatch("d", rows, np.ones_like(rows), bases, lengths, tokens)
 
         due = time.time()
         while told < rounds - 1:

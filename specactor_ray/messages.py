@@ -104,14 +104,11 @@ class CommitBatch:
 
     verifier_id: str
     rows: np.ndarray
-    """int32 `(n,)`, as `generations`, `starts`, `lengths` and `windows`."""
+    """int32 `(n,)`, as `generations`, `starts` and `lengths`."""
     generations: np.ndarray
     starts: np.ndarray
     """Output position of the first token."""
     lengths: np.ndarray
-    """Tokens; 0 where only the window has changed."""
-    windows: np.ndarray
-    """Most draft tokens past this commit."""
     tokens: np.ndarray
     """int32, those of all rows one after the other."""
     opened: tuple[DraftOpen, ...] = ()
@@ -136,11 +133,8 @@ class TailBatch:
     generations: np.ndarray
     bases: np.ndarray
     lengths: np.ndarray
-    complete: np.ndarray
-    """bool: no more will come before the next commit. The window is full, or there is no better guess."""
     tokens: np.ndarray
     """int32, those of all tails one after the other."""
-    weight_version: int = 0
     token_s: float = 0.0
     """The drafter's moving seconds per drafted token for one request, at the load it has now; 0 if unknown."""
     lost: tuple[tuple[int, int], ...] = ()

@@ -19,13 +19,13 @@ def opening(
 
 def news(
     opened: Iterable[DraftOpen] = (),
-    commits: Iterable[tuple[int, int, Sequence[int], int]] = (),
+    commits: Iterable[tuple[int, int, Sequence[int]]] = (),
     closed: Iterable[tuple[int, bool]] = (),
     verifier_id: str = "v0",
     features: Iterable[tuple[int, tuple[Features, ...]]] = (),
 ) -> CommitBatch:
-    """What a verifier says of rows in their first generation: `commits` are (row, start, tokens, window), `closed` are
-    (row, finished)."""
+    """What a verifier says of rows in their first generation: `commits` are (row, start, tokens), `closed` are (row,
+    finished)."""
     said = list(commits)
 
     def column(values: Iterable[int]) -> np.ndarray:
@@ -33,12 +33,11 @@ def news(
 
     return CommitBatch(
         verifier_id,
-        column(row for row, _, _, _ in said),
+        column(row for row, _, _ in said),
         column(1 for _ in said),
-        column(start for _, start, _, _ in said),
-        column(len(tokens) for _, _, tokens, _ in said),
-        column(window for _, _, _, window in said),
-        column(token for _, _, tokens, _ in said for token in tokens),
+        column(start for _, start, _ in said),
+        column(len(tokens) for _, _, tokens in said),
+        column(token for _, _, tokens in said for token in tokens),
         tuple(opened),
         tuple((row, 1, finished) for row, finished in closed),
         tuple(features),

@@ -16,7 +16,6 @@ class Liar(RowProposer):
 
     method = "liar"
     vocab_size = None
-    weight_version = 0
 
     def __init__(self, config: Any = None) -> None:
         self._rng = random.Random(1)
@@ -25,7 +24,7 @@ class Liar(RowProposer):
     def open(self, request_id: str, prompt: Any, committed: Any, sampling: SamplingParams, window: int) -> None:
         self._known[request_id] = len(committed)
 
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
         if request_id not in self._known:
             return False
         self._known[request_id] = start + len(token_ids)

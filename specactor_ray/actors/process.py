@@ -71,7 +71,6 @@ class ActorHost:
             spec.mode is Mode.COUPLED,
             spec.speculation,
             engine.vocab_size,
-            self.clock,
             max_batch=spec.target.max_batch,
             priors=spec.priors,
         )

@@ -12,11 +12,10 @@ from specactor_ray.config.schema import learns_from_outputs, reads_features
 from specactor_ray.controller.state import VERIFIER, DraftEndpoint, InlineSpec, VerifierSpec
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import CommitBatch, TailBatch, ToRollout, WeightSet
-from specactor_ray.queues.link import Link
+from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.targets.base import TargetRequest
-from specactor_ray.verify.inline import InlineDrafter, link_to
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.seat import DrafterLink
+from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 
 
 class VerifierActor:
@@ -42,23 +41,23 @@ class VerifierActor:
         spec, clock = self._spec, self._host.clock
         engine = self._host.build_engine(spec)
         drafting = self._host.build_drafting(spec, engine)
-        return VerifyLoop(engine, drafting, [self._inline(hosted) for hosted in spec.inline], clock)
+        return VerifyLoop(engine, drafting, [self._host_drafter(hosted) for hosted in spec.inline], clock)
 
-    def _inline(self, hosted: InlineSpec) -> InlineDrafter:
+    def _host_drafter(self, hosted: InlineSpec) -> HostedDrafter:
         drafter, spec, clock = hosted.drafter, self._spec, self._host.clock
         drafter_id = spec.actor_id.replace(VERIFIER, drafter.method, 1)  # ngram-0#3f2a in verifier-0#3f2a
         device = "cuda" if spec.gpus else "cpu"
         loop = DraftLoop(drafter_id, self._host.build_proposer(drafter, spec.target, device), clock)
-        link = DrafterLink(
+        return HostedDrafter(
             drafter.method,
             hosted.window,
-            link_to(loop, clock),
+            Link(direct_sender(loop.deliver), clock=clock),
             drafter.max_batch,
             reads_features=reads_features(drafter),
             looks_up=learns_from_outputs(drafter),
-            inline=True,
+            loop=loop,
+            follows_policy=drafter.follow_policy,
         )
-        return InlineDrafter(loop, link, drafter.follow_policy)
 
     def ping(self) -> dict[str, Any]:
         """Counters. Raises when the loop has ended by an error: the controller then replaces this actor."""

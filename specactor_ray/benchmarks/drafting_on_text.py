@@ -58,11 +58,10 @@ def hand_over(
     request_id: str,
     start: int,
     tokens: Sequence[int],
-    window: int,
     features: Sequence[Features] = (),
 ) -> None:
     """Committed tokens, and the states that came with them, reach the proposer as a draft loop brings them."""
-    if not proposer.commit(request_id, start, tokens, window):
+    if not proposer.commit(request_id, start, tokens):
         raise SpecActorError(f"{proposer.method} lost track of a request while it was profiled")
     add_features(proposer, request_id, features)
 
@@ -123,7 +122,7 @@ def seconds_per_token(
             committed[request_id] += count
         begin_s = time.perf_counter()
         for request_id, start, tokens, features in commits:
-            hand_over(proposer, request_id, start, tokens, window, features)
+            hand_over(proposer, request_id, start, tokens, features)
         draft_all(proposer)
         seconds.append((time.perf_counter() - begin_s) / window)
     for request_id in ids:

@@ -207,18 +207,16 @@ def learns_from_outputs(drafter: DrafterConfig) -> bool:
 
 @dataclass
 class SpeculationConfig:
-    """How far drafters run ahead and how long a verifier may wait for them."""
+    """How far drafters run ahead, and what is verified of their drafts."""
 
     window: int = 8
     """Draft window: most tokens a drafter runs past the last commit it knows."""
     verify: VerifyPolicy = VerifyPolicy.auto
-    """How many supplied draft tokens a step verifies: `auto` or `all`. With `all` every step waits, too: in `coupled`
-    for whole windows, in `decoupled` for a first token where `draft_wait_s` is set."""
-    draft_wait_s: float | None = None
-    """`decoupled`: longest wait per step for a tail drafted from the newest commit. Default: as long as
-    it pays, by what drafting and answers take."""
-    coupled_wait_s: float = 1.0
-    """`coupled`: longest wait per step for the tails of the newest commit, where waiting pays at all."""
+    """How many supplied draft tokens a step verifies: `auto` or `all`. With `all`, `coupled` verifiers draft whole
+    windows at every step."""
+    draft_wait_s: float = 0.0
+    """`decoupled`: longest wait per step for the first draft token of requests that have none. Drafters run ahead, so
+    waiting pays at the smallest batches at best (`docs/design/policy.md`)."""
     lend: bool | None = None
     """`decoupled`: at the tail of a rollout, when verifiers run out of requests, put them to sleep and run draft actors
     on their cores and GPUs until they are needed again. Default: yes, where there are two verifiers or more."""

@@ -70,7 +70,6 @@ POSITIVE_NUMBERS = (
     "cluster.health_timeout_s",
     "cluster.stall_timeout_s",
     "target.kv_cache_gb",
-    "speculation.coupled_wait_s",
 )
 
 
@@ -103,8 +102,8 @@ def reject_numbers_not_positive(config: Config) -> None:
 
 def reject_wait_below_zero(config: Config) -> None:
     wait = config.speculation.draft_wait_s
-    if wait is not None and not 0.0 <= wait < math.inf:
-        fix = "use 0 (never wait), a number of seconds, or null to derive it from the measured step time."
+    if not 0.0 <= wait < math.inf:
+        fix = "use 0 (never wait) or a number of seconds."
         raise ConfigError("speculation.draft_wait_s", f"{wait!r} is not a time of 0 or more.", fix)
 
 

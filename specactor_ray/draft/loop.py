@@ -128,7 +128,7 @@ class DraftLoop:
         self._wake.clear()
         self._commands.run()
         messages = self._inbox.drain()
-        for message, _ in messages:
+        for message in messages:
             self._mirrors.take(message)
         begin = self._clock.now()
         changed = self.proposer.extend()

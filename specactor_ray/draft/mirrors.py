@@ -107,7 +107,6 @@ class Mirrors:
             [request_id for request_id in requests if request_id is not None],
             message.starts[followed],
             message.lengths[followed],
-            message.windows[followed],
             message.tokens[np.repeat(followed, message.lengths)],
         )
         self.counters["commits"] += len(commits.request_ids)
@@ -203,7 +202,6 @@ class Mirrors:
             np.array(rows, np.int32),
             np.array(generations, np.int32),
             *self._proposer.tails(list(changed)),
-            self._proposer.weight_version,
             token_s,
             tuple(lost.items()),
         )

@@ -118,7 +118,7 @@ class _Replay:
         base, tail = self._proposer.tail(self.request_id)
         usable = tail[:room] if base == begin else ()
         self._committed += self._counts.add_step(usable, output[begin:], room)
-        self._proposer.commit(self.request_id, begin, output[begin : self._committed], self._window)
+        self._proposer.commit(self.request_id, begin, output[begin : self._committed])
         self._add_features()
 
     def _add_features(self) -> None:

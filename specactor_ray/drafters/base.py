@@ -21,28 +21,25 @@ class Commits(NamedTuple):
 
     request_ids: Sequence[str]
     starts: np.ndarray
-    """int32 `(n,)`, as `lengths` and `windows`: output position of the first token."""
+    """int32 `(n,)`, as `lengths`: output position of the first token."""
     lengths: np.ndarray
-    windows: np.ndarray
-    """Most tokens of the tail from now on."""
     tokens: np.ndarray
     """int32, those of all requests one after the other."""
 
-    def rows(self) -> Iterator[tuple[str, int, list[int], int]]:
-        """Request, start, tokens and window, one request after the other."""
+    def rows(self) -> Iterator[tuple[str, int, list[int]]]:
+        """Request, start and tokens, one request after the other."""
         end, tokens = 0, self.tokens.tolist()
-        arrays = (self.starts.tolist(), self.lengths.tolist(), self.windows.tolist())
-        for request_id, start, length, window in zip(self.request_ids, *arrays, strict=True):
+        for request_id, start, length in zip(
+            self.request_ids, self.starts.tolist(), self.lengths.tolist(), strict=True
+        ):
             begin, end = end, end + length
-            yield request_id, start, tokens[begin:end], window
+            yield request_id, start, tokens[begin:end]
 
     def split(self) -> Iterator[Commits]:
         """Each request alone."""
-        for n, (request_id, _, tokens, _) in enumerate(self.rows()):
+        for n, (request_id, _, tokens) in enumerate(self.rows()):
             one = slice(n, n + 1)
-            yield Commits(
-                [request_id], self.starts[one], self.lengths[one], self.windows[one], np.array(tokens, np.int32)
-            )
+            yield Commits([request_id], self.starts[one], self.lengths[one], np.array(tokens, np.int32))
 
 
 class Tails(NamedTuple):
@@ -52,8 +49,6 @@ class Tails(NamedTuple):
     """int32 `(n,)`: the committed length that the mirror knows."""
     lengths: np.ndarray
     """int32 `(n,)`: tokens guessed after it."""
-    complete: np.ndarray
-    """bool `(n,)`: a further `extend` would not lengthen the tail."""
     tokens: np.ndarray
     """int32, those of all requests one after the other."""
 
@@ -65,8 +60,6 @@ class Proposer(Protocol):
     """The method's name: `ngram`, `draft_model`, ..."""
     vocab_size: int | None
     """Size of the drafter's vocabulary; None when the method works on token ids of any vocabulary."""
-    weight_version: int
-    """Version of the weights the tails were drafted with; 0 for methods without weights."""
 
     def open(
         self,
@@ -106,14 +99,14 @@ class Proposer(Protocol):
         """Forget the request; unknown ids are ignored. `finished`: its output is complete and may be learned from."""
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        """Take new weights (name → tensor); methods without weights only note the version."""
+        """Take new weights (name → tensor); methods without weights ignore them."""
 
 
 class RowProposer(Proposer, Protocol):
     """A proposer that goes from request to request; the base class of most."""
 
     @abc.abstractmethod
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
         """`commit_batch` for one request."""
 
     @abc.abstractmethod
@@ -136,7 +129,6 @@ class RowProposer(Proposer, Protocol):
         return Tails(
             np.array(bases, np.int32),
             np.array(list(map(len, tails)), np.int32),
-            ~np.array(list(map(self.pending, request_ids)), np.bool_),
             np.array([token for tail in tails for token in tail], np.int32),
         )
 

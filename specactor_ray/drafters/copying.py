@@ -55,7 +55,6 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
             raise ValueError(f"min_match is {min_match} and max_match is {max_match}; need 1 <= min_match <= max_match")
         if history_tokens < 0 or max_batch < 1:
             raise ValueError(f"history_tokens is {history_tokens} (0 or more), max_batch is {max_batch} (1 or more)")
-        self.weight_version = 0
         self._min, self._max, self._max_batch = min_match, max_match, max_batch
         self._requests: dict[str, RequestT] = {}
         self._refused: OrderedDict[str, int] = OrderedDict()
@@ -98,16 +97,14 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
         mirror = RequestMirror(prompt_token_ids, committed_token_ids, sampling, window)
         self._requests[request_id] = self._take_in(request_id, mirror)
 
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
         request = self._requests.get(request_id)
         if request is None:
             return self._commit_refused(request_id, start + len(token_ids))
         mirror = request.mirror
-        old_window = mirror.window
-        outcome = mirror.commit(start, token_ids, window)
+        outcome = mirror.commit(start, token_ids)
         if outcome.advanced:
             self._advance(request, outcome)
-        if outcome.advanced or mirror.window > old_window:
             self._unanswered[request_id] = None
         return outcome.ok
 
@@ -137,8 +134,7 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
             self._let_go(request_id, request, finished)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        """There are none: notes the version. Earlier outputs stay, the new policy resembles the old one."""
-        self.weight_version = version
+        """There are none. Earlier outputs stay, the new policy resembles the old one."""
 
     @property
     def num_requests(self) -> int:

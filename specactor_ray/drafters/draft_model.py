@@ -66,7 +66,6 @@ class DraftModelProposer(RowProposer):
         self._max_batch = max_batch
         self._requests: dict[str, _Mirrored] = {}
         self.vocab_size: int | None = model.vocab_size
-        self.weight_version = 0
         self.max_len = min(model.max_positions, model.cache.slots)
         warm_up()
 
@@ -86,12 +85,12 @@ class DraftModelProposer(RowProposer):
         cache = None if crowded else self._model.cache.open(wanted)
         self._requests[request_id] = _Mirrored(mirror, cache)
 
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
         entry = self._requests.get(request_id)
         if entry is None:
             return False
         known = entry.mirror.base_len
-        outcome = entry.mirror.commit(start, token_ids, window)
+        outcome = entry.mirror.commit(start, token_ids)
         if not outcome.ok:
             return False
         entry.answered = False
@@ -125,7 +124,6 @@ class DraftModelProposer(RowProposer):
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
-        self.weight_version = version
         for entry in self._requests.values():
             entry.mirror.tail.clear()
             if entry.cache is not None:

@@ -30,8 +30,6 @@ from specactor_ray.sampling import own_noise, warm_up
 _MAX_STEP_TOKENS = 512
 """Most positions in one forward; the states of a long prompt are read in chunks of this size."""
 _FIRST_RESERVATION = 128
-_MOST_UNREAD = _MAX_STEP_TOKENS
-"""States kept of a request that is decoded plainly; one forward reads them when it is drafted for again."""
 
 
 @dataclass(slots=True)
@@ -109,7 +107,6 @@ class EagleProposer(RowProposer):
         self._runner, self._max_batch, self._shared_noise = runner, max_batch, shared_noise
         self._entries: dict[str, _Entry] = {}
         self.vocab_size: int | None = runner.config.vocab_size
-        self.weight_version = 0
         self.max_len = min(int(runner.config.layer.get("max_position_embeddings", 1 << 30)), runner.cache.slots)
         warm_up()
 
@@ -128,9 +125,9 @@ class EagleProposer(RowProposer):
         wanted = min(len(prompt_token_ids) + len(committed_token_ids) + _FIRST_RESERVATION, self.max_len)
         self._entries[request_id] = _Entry(mirror, None if crowded else self._runner.cache.open(wanted))
 
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
         entry = self._entries.get(request_id)
-        if entry is None or not entry.mirror.commit(start, token_ids, window).ok:
+        if entry is None or not entry.mirror.commit(start, token_ids).ok:
             return False
         entry.answered = False
         return True
@@ -152,11 +149,6 @@ class EagleProposer(RowProposer):
             if span.begin > entry.next_state:
                 entry.begin_anew([], span.begin)
             entry.unread.append(Features(entry.next_state, span.states[entry.next_state - span.begin :]))
-        if entry.mirror.window == 0 and entry.next_state - entry.anchor > _MOST_UNREAD:
-            begin = entry.next_state - _MOST_UNREAD
-            kept = [span for span in entry.unread if span.end > begin]
-            kept[0] = Features(max(begin, kept[0].begin), kept[0].states[max(begin - kept[0].begin, 0) :])
-            entry.begin_anew(kept, kept[0].begin)
 
     def extend(self) -> list[str]:
         reported: dict[str, None] = {}
@@ -186,7 +178,6 @@ class EagleProposer(RowProposer):
         """New weights of the head. Entries that the old ones made stay: they are a little off, and rebuilding them
         would take states that are gone."""
         self._runner.load_weights(state_dict)
-        self.weight_version = version
 
     # ---- one forward ----
 
@@ -194,10 +185,8 @@ class EagleProposer(RowProposer):
         return entry.cache is not None and (self._can_anchor(entry) or self._can_run_ahead(entry))
 
     def _can_anchor(self, entry: _Entry) -> bool:
-        """There are true states to read, the token after each is known, and guesses are wanted. States that are not
-        read at once (the request is decoded plainly for a while) wait for that."""
-        ready = bool(entry.unread) and entry.next_state < entry.known and entry.known <= self.max_len
-        return ready and entry.mirror.window > 0
+        """There are true states to read, and the token after each is known."""
+        return bool(entry.unread) and entry.next_state < entry.known and entry.known <= self.max_len
 
     def _can_run_ahead(self, entry: _Entry) -> bool:
         """The head has read all that is committed, and its tail may be lengthened or has to be gone through again."""

@@ -57,22 +57,20 @@ class RequestMirror:
 
     @property
     def room(self) -> int:
-        """Tokens the tail may still grow by; 0 also when the window shrank below the tail."""
+        """Tokens the tail may still grow by; never below 0."""
         return max(0, self.window - len(self.tail))
 
-    def commit(self, start: int, token_ids: Sequence[int], window: int) -> CommitOutcome:
+    def commit(self, start: int, token_ids: Sequence[int]) -> CommitOutcome:
         """Output tokens `[start, start + n)` are final.
 
-        A commit that reaches less far than the mirror is late; its window is out of date and ignored. An empty one
-        at the end only sets the window. A contradiction to committed tokens cannot come from one truth (a request
-        has moved, or a message was garbled): it is treated as a gap, so that opening afresh repairs it.
+        A commit that reaches less far than the mirror is late and changes nothing. A contradiction to committed tokens
+        cannot come from one truth (a request has moved, or a message was garbled): it is treated as a gap, so that
+        opening afresh repairs it.
         """
         known = self.base_len
         overlap = known - start
         if start < 0 or overlap < 0 or self.committed[start : start + len(token_ids)] != list(token_ids[:overlap]):
             return CommitOutcome(ok=False, survived=len(self.tail))
-        if start + len(token_ids) >= known:
-            self.window = window
         return self._advance(list(token_ids[overlap:]))
 
     def _advance(self, fresh: list[int]) -> CommitOutcome:

@@ -150,14 +150,13 @@ def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
     table = Table(title="draft ladder", box=SIMPLE_HEAD)
     for name in ("method", "output positions"):
         table.add_column(name)
-    for name in ("acceptance", "has a guess", "ms per draft token", "predicted tokens/s"):
+    for name in ("acceptance", "ms per draft token", "predicted tokens/s"):
         table.add_column(name, justify="right")
     for (method, bucket), (_, standing, token_s) in seen.items():
         table.add_row(
             method,
             bucket,
             f"{standing['acceptance']:.1%}",
-            f"{standing['guessing']:.0%}",
             f"{1e3 * token_s:.2f}" if token_s else "-",
             f"{standing['tgs']:.1f}",
         )

@@ -33,7 +33,7 @@ def write_report(folder: Path, summary: Mapping[str, Any], records: Sequence[Map
     lines += [f"| {phase} | {seconds[phase]:.1f} | {100 * seconds[phase] / whole:.1f}% |" for phase in _PHASES]
     lines += [f"| in all | {seconds['step']:.1f} | |", ""]
     lines += [f"![{name}]({name})" for name in plots]
-    lines += ["", *_steps_table(records), "", *_versions_table(totals["drafters"])]
+    lines += ["", *_steps_table(records), "", *_drafts_table(totals["drafters"])]
     hardware = ", ".join(f"{name} {value}" for name, value in summary["hardware"].items())
     packages = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
     lines += [f"Machine: {hardware}.", "", f"Packages: {packages}.", ""]
@@ -58,16 +58,15 @@ def _steps_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _versions_table(drafters: Mapping[str, Mapping[str, Sequence[int]]]) -> list[str]:
-    """Acceptance by version of the drafters whose weights changed: the newest versions of each."""
-    lines = []
-    for method, table in drafters.items():
-        newest = sorted(table.items(), key=lambda item: int(item[0]))[-_MOST_ROWS:]
-        if len(table) > 1:
-            lines += [f"| {method} version | drafted | accepted | acceptance |", "|---|---|---|---|"]
-            lines += [f"| {name} | {total} | {right} | {100 * right / total:.1f}% |" for name, (total, right) in newest]
-            lines.append("")
-    return lines
+def _drafts_table(drafters: Mapping[str, Sequence[int]]) -> list[str]:
+    """Acceptance by draft method."""
+    lines = ["| drafter | drafted | accepted | acceptance |", "|---|---|---|---|"]
+    lines += [
+        f"| {method} | {drafted} | {right} | {100 * right / drafted:.1f}% |"
+        for method, (drafted, right) in drafters.items()
+        if drafted
+    ]
+    return [*lines, ""] if drafters else []
 
 
 def _write_plots(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -17,7 +17,6 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.errors import InputError
 from specactor_ray.messages import CommitBatch, DraftOpen, Features, SamplingParams, TailBatch
 
@@ -55,13 +54,12 @@ class Inbox(Generic[M]):
     Args:
         check: Raises `Malformed`.
         sender: Name of the attribute that holds the sender's id.
-        clock: Stamps what arrives.
     """
 
-    def __init__(self, check: Callable[[Any], None], sender: str, clock: Clock = SYSTEM) -> None:
-        self._check, self._sender, self._clock = check, sender, clock
+    def __init__(self, check: Callable[[Any], None], sender: str) -> None:
+        self._check, self._sender = check, sender
         self._lock = threading.Lock()
-        self._waiting: dict[str, deque[tuple[M, float]]] = {}
+        self._waiting: dict[str, deque[M]] = {}
         self._malformed: dict[str, int] = {}
         self.cut_off: dict[str, None] = {}
         """Senders that are not listened to any more."""
@@ -80,13 +78,13 @@ class Inbox(Generic[M]):
             return
         with self._lock:
             waiting = self._waiting.setdefault(sender, deque())
-            waiting.append((message, self._clock.now()))
+            waiting.append(message)
             if len(waiting) > MOST_WAITING:
                 waiting.popleft()
                 self.dropped += 1
 
-    def drain(self) -> list[tuple[M, float]]:
-        """Everything that waits, sender by sender, and when it arrived. Never blocks."""
+    def drain(self) -> list[M]:
+        """Everything that waits, sender by sender. Never blocks."""
         if not self._waiting:
             return []
         with self._lock:
@@ -118,28 +116,21 @@ class Inbox(Generic[M]):
             logger.warning("a malformed message of %s is dropped: %s", name, problem)
 
 
-def for_verifier(vocab_size: int, clock: Clock = SYSTEM) -> Inbox[TailBatch]:
+def for_verifier(vocab_size: int) -> Inbox[TailBatch]:
     """What drafters send to a verifier; token ids must lie in `[0, vocab_size)`."""
 
     def check(message: Any) -> None:
         _require(type(message) is TailBatch, f"{type(message).__name__} is no message of a drafter")
         _require(_is_id(message.drafter_id), "the drafter's id is no string, or far too long")
-        count = _check_arrays(message.rows, message.generations, message.bases, message.lengths)
+        _check_arrays(message.rows, message.generations, message.bases, message.lengths)
         _check_tokens(message.lengths, message.tokens, vocab_size)
-        _require(
-            type(message.complete) is np.ndarray
-            and message.complete.dtype == np.bool_
-            and message.complete.shape == (count,),
-            "complete is no array of booleans, one for each row",
-        )
-        _require(_is_count(message.weight_version), "weight_version is no version")
         _require(
             type(message.token_s) in (float, int) and 0.0 <= message.token_s <= _MAX_TOKEN_S,
             "token_s is no number of seconds",
         )
         _require(type(message.lost) is tuple and all(map(_is_handle, message.lost)), "lost holds no handles")
 
-    return Inbox(check, "drafter_id", clock)
+    return Inbox(check, "drafter_id")
 
 
 def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
@@ -149,8 +140,7 @@ def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
     def check(message: Any) -> None:
         _require(type(message) is CommitBatch, f"{type(message).__name__} is no message of a verifier")
         _require(_is_id(message.verifier_id), "the verifier's id is no string, or far too long")
-        _check_arrays(message.rows, message.generations, message.starts, message.lengths, message.windows)
-        _require(not len(message.windows) or int(message.windows.max()) <= _MAX_WINDOW, f"a window above {_MAX_WINDOW}")
+        _check_arrays(message.rows, message.generations, message.starts, message.lengths)
         _check_tokens(message.lengths, message.tokens, limit)
         _require(type(message.opened) is tuple, "opened is no tuple")
         for one in message.opened:
@@ -190,8 +180,8 @@ def _require(good: bool, problem: str) -> None:
         raise Malformed(problem)
 
 
-def _check_arrays(rows: Any, *others: Any) -> int:
-    """int32 arrays of one length, nothing negative; returns the length."""
+def _check_arrays(rows: Any, *others: Any) -> None:
+    """int32 arrays of one length, nothing negative."""
     for array in (rows, *others):
         _require(
             type(array) is np.ndarray and array.dtype == np.int32 and array.ndim == 1 and len(array) == len(rows),
@@ -200,7 +190,6 @@ def _check_arrays(rows: Any, *others: Any) -> int:
     signs = functools.reduce(operator.or_, (rows, *others))  # negative where one of them is
     _require(not len(rows) or int(signs.min()) >= 0, "a row, a position or a length is negative")
     _require(len(rows) <= _MAX_ROWS and (not len(rows) or int(rows.max()) < _MAX_ROWS), f"a row above {_MAX_ROWS}")
-    return len(rows)
 
 
 def _check_tokens(lengths: np.ndarray, tokens: Any, limit: int) -> None:

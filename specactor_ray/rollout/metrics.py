@@ -8,7 +8,7 @@ from typing import Any
 
 from specactor_ray.verify.metrics import StepCounters
 
-_NOT_SUMS = ("by_drafter", "by_version", "drafted_by_position", "accepted_by_position", "protocol_median_s")
+_NOT_SUMS = ("by_drafter", "drafted_by_position", "accepted_by_position", "protocol_median_s")
 """Counters that are merged in ways of their own."""
 
 
@@ -27,9 +27,6 @@ class RolloutMetrics(StepCounters):
             total.protocol_median_s = max(total.protocol_median_s, one.get("protocol_median_s", 0.0))
             for drafter_id, (drafted, accepted) in one.get("by_drafter", {}).items():
                 total.record_drafter(drafter_id, drafted, accepted)
-            for method, versions in one.get("by_version", {}).items():
-                for version, (drafted, accepted) in sorted(versions.items()):
-                    total.record_version(method, version, drafted, accepted)
             total.count_positions(one.get("drafted_by_position", ()), one.get("accepted_by_position", ()))
         return total
 

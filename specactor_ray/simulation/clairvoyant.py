@@ -71,7 +71,5 @@ class ClairvoyantDrafting(Drafting):
 
     def __init__(self, spec: VerifierSpec, engine: SimulatedEngine, clock: VirtualClock, world: World) -> None:
         coupled = spec.mode is Mode.COUPLED
-        super().__init__(
-            spec.actor_id, coupled, spec.speculation, engine.vocab_size, clock, max_batch=spec.target.max_batch
-        )
+        super().__init__(spec.actor_id, coupled, spec.speculation, engine.vocab_size, max_batch=spec.target.max_batch)
         self.policy.acceptance, self.policy.cost = KnownAcceptance(world), KnownCost(world, engine, clock)

@@ -33,7 +33,6 @@ class SimulatedProposer:
         random: A number in [0, 1), for what corrupt drafters say.
     """
 
-    weight_version = 0
     vocab_size: int | None
 
     def __init__(self, name: str, method: str, clock: VirtualClock, world: World, random: Callable[[], float]) -> None:
@@ -82,12 +81,9 @@ class SimulatedProposer:
         slots = np.array([self._slots.get(request_id, -1) for request_id in commits.request_ids], np.int32)
         overlap, ends = self._base[slots] - commits.starts, np.cumsum(commits.lengths)
         good = (slots >= 0) & (overlap >= 0)
-        slots, overlap, ends, lengths, windows = (
-            array[good] for array in (slots, overlap, ends, commits.lengths, commits.windows)
-        )
-        fresh, newest = np.maximum(lengths - overlap, 0), lengths >= overlap
-        self._window[slots[newest]] = windows[newest]
-        self._widen(max(windows.max(initial=0), fresh.max(initial=0)))
+        slots, overlap, ends, lengths = (array[good] for array in (slots, overlap, ends, commits.lengths))
+        fresh = np.maximum(lengths - overlap, 0)
+        self._widen(fresh.max(initial=0))
         number = np.arange(fresh.max(initial=0))
         told = commits.tokens.take((ends - fresh)[:, None] + number, mode="clip") if len(number) else number
         tested = number < np.minimum(fresh, self._length[slots])[:, None]
@@ -172,14 +168,10 @@ class SimulatedProposer:
         tokens = ahead[np.arange(ahead.shape[1]) < lengths[:, None]]
         if self._name in self._world.corrupt:
             tokens = np.array([int(self._random() * 2e9) - 10**9 for _ in range(len(tokens))], np.int32)
-        grows = lengths < self._window[slots]
-        if self._time.is_lookup:
-            grows &= self._changed[slots]
-        return Tails(self._base[slots], lengths, ~grows, tokens)
+        return Tails(self._base[slots], lengths, tokens)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._clock.work(self._world.times.sync_s)
-        self.weight_version = version
 
 
 class TimedProposer:
@@ -193,7 +185,7 @@ class TimedProposer:
     """
 
     def __init__(self, inner: Proposer, clock: VirtualClock, world: World, name: str) -> None:
-        self.method, self.vocab_size, self.weight_version = inner.method, inner.vocab_size, inner.weight_version
+        self.method, self.vocab_size = inner.method, inner.vocab_size
         self.commit_batch, self.tails, self.load_weights = inner.commit_batch, inner.tails, inner.load_weights
         self.forget_history = getattr(inner, "forget_history", lambda: None)
         self._inner, self._clock, self._world, self._name = inner, clock, world, name

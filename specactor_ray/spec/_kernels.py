@@ -15,15 +15,14 @@ from specactor_ray.jit import kernel
 
 _jit: Any = kernel()
 
-TAKEN, STALE, MISMATCH, AHEAD, UNKNOWN, TRUNCATED, MALFORMED, FRESH, OUTCOMES = 0, 1, 2, 3, 4, 5, 6, 7, 8
+TAKEN, STALE, MISMATCH, AHEAD, UNKNOWN, TRUNCATED, MALFORMED = range(7)
 """What becomes of a tail that arrives; places in the counts that `take_tails` returns.
 
 Stale: nothing past the committed prefix, or older than what is there. Mismatch: differs from what was committed
 meanwhile. Ahead: claims more committed tokens than there are. Unknown: of a request that is not open, or not with this
-drafter. Truncated: of those taken, longer than allowed, and cut. Fresh: of those taken, drafted in knowledge of the
-newest commit."""
+drafter. Truncated: of those taken, longer than allowed, and cut."""
 FATES = ("taken", "stale", "mismatch", "ahead", "unknown", "truncated", "malformed")
-"""Their names but the last, in this order, for counters."""
+"""Their names, in this order, for counters."""
 
 
 class Planes(NamedTuple):
@@ -31,15 +30,12 @@ class Planes(NamedTuple):
 
     generation: np.ndarray
     committed: np.ndarray
-    recent: np.ndarray
     output: np.ndarray
     totals: np.ndarray
     assigned: np.ndarray
     base: np.ndarray
     tail: np.ndarray
     length: np.ndarray
-    complete: np.ndarray
-    version: np.ndarray
     seat_drafted: np.ndarray
     seat_accepted: np.ndarray
     method: np.ndarray
@@ -54,9 +50,7 @@ def take_tails(
     bases: Any,
     lengths: Any,
     tokens: Any,
-    done: Any,
     vocab_size: int,
-    version: int,
     table: Planes,
 ) -> Any:
     """Take in a batch of tails of the drafter in a seat. Returns counts by what became of them.
@@ -64,7 +58,7 @@ def take_tails(
     A tail is held against what was committed: equal as far as both reach, the rest is usable; different, it is dropped.
     That check alone makes loss, repetition and reordering harmless.
     """
-    counts = np.zeros(OUTCOMES, np.int64)
+    counts = np.zeros(len(FATES), np.int64)
     generation, committed, output = table.generation, table.committed, table.output
     base, length, tail = table.base[seat], table.length[seat], table.tail[seat]
     width = tail.shape[1]
@@ -111,9 +105,7 @@ def take_tails(
         for k in range(left):
             tail[row, k] = tokens[first + behind + k]
         length[row], base[row] = left, bases[i]
-        table.complete[seat, row], table.version[seat, row] = done[i], version
         counts[TAKEN] += 1
-        counts[FRESH] += behind == 0 and table.recent[row]
     return counts
 
 
@@ -133,8 +125,7 @@ def commit(
     """Append the next `counts[i]` tokens to the output of `rows[i]`, and judge every tail that was there by them.
 
     Evidence goes to (method, row), and to (method, range of output positions `bucket[i]`): hits in tries of draft
-    tokens whose predecessors were right, and guesses in steps at which the drafter knew the whole prefix. Tails that
-    agree keep the rest, the others go. Returns how many were refuted.
+    tokens whose predecessors were right. Tails that agree keep the rest, the others go. Returns how many were refuted.
 
     Counts what was verified of the tail of `seats[i]` (-1: nobody's), in `totals` by row too, and fills `supplied[i]`
     with how many of its tokens were there.
@@ -159,12 +150,6 @@ def commit(
             if not table.assigned[seat, row]:
                 continue
             have, kind = length[seat, row], method[seat]
-            if have > 0 or table.base[seat, row] == start:
-                guessed = 1.0 if have > 0 else 0.0
-                evidence[2, kind, row] += guessed
-                evidence[3, kind, row] += 1.0
-                all_evidence[2, kind, part] += guessed
-                all_evidence[3, kind, part] += 1.0
             if have == 0:
                 continue
             tested, right = min(have, fresh), 0
@@ -207,16 +192,15 @@ _PER_NAT = 24.0
 
 
 @_jit
-def choose(probability: Any, weight: Any, supply: Any, room: Any, curve: Any, seats: Any, lengths: Any) -> float:
+def choose(probability: Any, supply: Any, room: Any, curve: Any, seats: Any, lengths: Any) -> float:
     """Draft tokens to verify per row, so that expected committed tokens per second are the most.
 
-    A row whose drafter `s` has `n` tokens commits `1 + weight * sum_{i=1..n} p^i` tokens on average, so its i-th draft
-    token gains `weight * p^i`. These gains fall with `i`, and the cost depends only on how many positions there are in
-    all: for every total the best choice takes the largest gains, and it is enough to compare the totals. Gains are
-    compared by bins.
+    A row whose drafter has `n` tokens commits `1 + sum_{i=1..n} p^i` tokens on average, so its i-th draft token gains
+    `p^i`. These gains fall with `i`, and the cost depends only on how many positions there are in all: for every total
+    the best choice takes the largest gains, and it is enough to compare the totals. Gains are compared by bins.
 
     Args:
-        probability, weight, supply: `(seats, rows)`.
+        probability, supply: `(seats, rows)`.
         room: `(rows,)` most draft tokens of each row.
         curve: `curve[j]`: seconds of the step with `j` draft tokens in all, whatever precedes it included.
         seats, lengths: `(rows,)`, filled: whose tail is best for the row (-1: nobody's), and how much of it pays.
@@ -233,13 +217,13 @@ def choose(probability: Any, weight: Any, supply: Any, room: Any, curve: Any, se
             if n <= 0 or p <= 0.0:
                 continue
             expected = n if p >= 1.0 else p * (1.0 - p**n) / (1.0 - p)
-            if weight[seat, row] * expected > score:
-                best, score = seat, weight[seat, row] * expected
+            if expected > score:
+                best, score = seat, expected
         seats[row], lengths[row] = best, 0
         if best < 0:
             continue
-        p, gain = min(probability[best, row], 1.0), weight[best, row]
-        step, place = -np.log(p) * _PER_NAT, -np.log(gain) * _PER_NAT
+        p, gain, place = min(probability[best, row], 1.0), 1.0, 0.0
+        step = -np.log(p) * _PER_NAT
         for _ in range(min(supply[best, row], room[row])):
             gain *= p
             place += step
@@ -257,56 +241,24 @@ def choose(probability: Any, weight: Any, supply: Any, room: Any, curve: Any, se
         if rate > best_rate:
             best_rate, limit = rate, place
     for row in range(rows):
-        best = seats[row]
-        if best < 0 or limit < 0:
-            continue
-        step = -np.log(min(probability[best, row], 1.0)) * _PER_NAT
-        place = -np.log(weight[best, row]) * _PER_NAT + step
-        while lengths[row] < min(supply[best, row], room[row]) and int(place) <= limit:
-            lengths[row] += 1
-            place += step
+        if seats[row] < 0 or limit < 0:
+            continue  # `limit`: the last bin that pays
+        step = -np.log(min(probability[seats[row], row], 1.0)) * _PER_NAT
+        lengths[row] = min(supply[seats[row], row], room[row])
+        if step > 0.0:
+            lengths[row] = min(lengths[row], int(np.ceil((limit + 1) / step)) - 1)
     return best_rate
 
 
 @_jit
-def worthwhile_rounds(
-    probability: Any,
-    hoped: Any,
-    supply: Any,
-    most_of_row: Any,
-    late: Any,
-    room: Any,
-    curve: Any,
-    token_s: float,
-    most: int,
-    wanted: Any,
-) -> int:
-    """Compare `choose` now with `choose` after 1, 2, ..., `most` rounds of drafting, each of which takes `token_s`.
-
-    Args:
-        probability, supply, room, curve: As of `choose`, now.
-        hoped: `(seats, rows)` chance that what is drafted is a guess at all.
-        most_of_row: `(seats, rows)` how long the tail may become.
-        late: `(seats, rows)` rounds that pass before it grows.
-        wanted: `(rows,)`, filled: what would be verified after the best number of rounds; 0 where that is none.
-
-    Returns:
-        The number.
-    """
+def best_rounds(probability: Any, supply: Any, longest: Any, room: Any, curve: Any, token_s: float, most: int) -> int:
+    """Compare `choose` now with `choose` after 1, 2, ..., `most` rounds of drafting, each of which takes `token_s` and
+    lengthens every tail by one token, up to `longest` `(seats, rows)`. Returns the best number of rounds."""
     best_rate, rounds = 0.0, 0
-    weight, grown = np.ones(supply.shape), supply.copy()
     seats, lengths = np.empty(len(room), np.int32), np.empty(len(room), np.int32)
     for number in range(most + 1):
-        if number > 0:
-            weight[:] = hoped
-            for seat in range(len(supply)):
-                for row in range(len(room)):
-                    more = supply[seat, row] + max(number - late[seat, row], 0.0)
-                    grown[seat, row] = int(min(more, float(most_of_row[seat, row])))
-        rate = choose(probability, weight, grown, room, curve + number * token_s, seats, lengths)
+        grown = np.minimum(supply + number, longest)
+        rate = choose(probability, grown, room, curve + number * token_s, seats, lengths)
         if rate > best_rate:
             best_rate, rounds = rate, number
-            wanted[:] = lengths
-    if rounds == 0:
-        wanted[:] = 0
     return rounds

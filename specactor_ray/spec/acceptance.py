@@ -39,7 +39,7 @@ class Acceptance:
         self._given = dict(priors or {})
         self.methods: list[str] = []
         self.prior = np.full(methods, DEFAULT_PRIOR)
-        self.evidence = np.zeros((4, methods, BUCKETS))
+        self.evidence = np.zeros((2, methods, BUCKETS))
         """As `RequestTable.evidence`, by range of output positions."""
 
     def number(self, method: str) -> int:
@@ -56,25 +56,12 @@ class Acceptance:
 
     def of_method(self) -> np.ndarray:
         """`(methods, BUCKETS)` chance that a token is right given that those before it are."""
-        return self._drawn(self.evidence[:2], self.prior)
+        return _draw(self.evidence, _draw(self.evidence.sum(axis=2), self.prior)[:, None])
 
     def probability(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
         """`(methods, rows)` the same for single requests, at their output positions."""
         average = self.of_method().take(bucket_of(table.committed[rows]), axis=1)
-        return _draw(table.evidence[:2].take(rows, axis=2), average)
-
-    def guessing(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
-        """`(methods, rows)` chance that there is a guess at all."""
-        average = self.guessing_of_method().take(bucket_of(table.committed[rows]), axis=1)
-        return _draw(table.evidence[2:].take(rows, axis=2), average)
-
-    def guessing_of_method(self) -> np.ndarray:
-        """`(methods, BUCKETS)` the same over all requests."""
-        return self._drawn(self.evidence[2:], np.ones(len(self.prior)))
-
-    @staticmethod
-    def _drawn(evidence: np.ndarray, prior: np.ndarray) -> np.ndarray:
-        return _draw(evidence, _draw(evidence.sum(axis=2), prior)[:, None])
+        return _draw(table.evidence.take(rows, axis=2), average)
 
 
 def _draw(evidence: np.ndarray, prior: np.ndarray) -> np.ndarray:

@@ -2,7 +2,9 @@
 
 A request has one *base* drafter, of the method that promises most and has room, and beside it every lookup that has
 room for it: they cost nothing and learn from what they follow. In a race it has drafters of further methods (SpecActor,
-arXiv 2511.16193, Algorithm 3). A base drafter comes before a racer, and no race takes a request's base drafter.
+arXiv 2511.16193, Algorithm 3). Assignments are made afresh, base drafters first, then lookups, then racers, so a racer
+never holds a place that a base drafter wants. Whoever drafts for a request already is preferred, since another one
+first has to read it.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.spec.acceptance import BUCKETS, bucket_of
-from specactor_ray.spec.policy import Drafter, Policy
+from specactor_ray.spec.acceptance import BUCKETS
+from specactor_ray.spec.policy import Policy
 
 REVISE_EVERY = 16
 """Steps between two looks at all requests."""
 SWITCH_GAIN = 0.15
-"""Part by which another method must promise to be faster: a new drafter first has to read the whole request."""
+"""Part by which another method must promise to be faster."""
 SWITCH_SHARE = 8
 """One request in this many changes its method at one look: what the new method is worth shows on them."""
 
@@ -74,87 +76,76 @@ def assign_race(
     return assigned
 
 
+def draft_ladder(methods: Sequence[str], promised: np.ndarray) -> list[list[str]]:
+    """The draft ladder of each request: `methods`, best first, by `(methods, requests)` predicted tokens per second. Of
+    equals the first."""
+    return [[methods[n] for n in column] for column in np.argsort(-promised, axis=0, kind="stable").T.tolist()]
+
+
 class Places:
-    """Which drafter drafts for which request, and where there is room: the `assigned` plane of the table, and how many
-    rows each seat has.
+    """An assignment in the making: `wanted`, `(seats, rows)`, and how many requests each seat has in it.
 
     Args:
         policy: Its table and drafters.
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._policy, self._table = policy, policy.table
-        self.loads: list[int] = []
-        """Requests by seat; true between `count` and the next change that is not made here."""
-        self.changes: list[Change] = []
-        """What was opened and closed since they were taken."""
+        self._assigned = policy.table.assigned
+        self.wanted = np.zeros_like(self._assigned)
+        self.loads = [0] * len(self.wanted)
+        self.drafters = {seat: one for seat, one in enumerate(policy.drafters) if one is not None}
+        self.able = np.zeros(len(self.wanted), np.bool_)
+        self.able[[seat for seat, one in self.drafters.items() if one.able]] = True
 
-    def count(self) -> None:
-        """Count the requests of each seat anew."""
-        self.loads = self._table.assigned.sum(axis=1).tolist()
+    def methods(self, looks_up: bool) -> list[str]:
+        """Methods that look up, or the others."""
+        return list(dict.fromkeys(one.method for one in self.drafters.values() if one.looks_up == looks_up))
 
-    def take_changes(self) -> list[Change]:
-        changes, self.changes = self.changes, []
-        return changes
+    def free_seats(self, method: str) -> list[int]:
+        """Drafters of this method that can be reached and have room, the least loaded one first."""
+        loads, mine = self.loads, [seat for seat, one in self.drafters.items() if one.method == method and one.able]
+        return sorted((seat for seat in mine if loads[seat] < self.drafters[seat].max_batch), key=loads.__getitem__)
 
-    # ---- drafters ----
+    def free_seat(self, row: int, method: str) -> int | None:
+        """The one of them that drafts for the request already, or the first."""
+        free = self.free_seats(method)
+        return min(free, key=lambda seat: not self._assigned[seat, row], default=None)
 
-    def drafter(self, seat: int) -> Drafter | None:
-        return self._policy.drafters[seat] if seat < len(self._policy.drafters) else None
+    def take(self, seat: int, row: int) -> None:
+        """The drafter will draft for the request."""
+        self.wanted[seat, row] = True
+        self.loads[seat] += 1
 
-    def seats(self) -> list[tuple[int, Drafter]]:
-        """All that are taken."""
-        return [(seat, one) for seat, one in enumerate(self._policy.drafters) if one is not None]
+    def leave(self, seat: int, row: int) -> None:
+        """It will not, after all."""
+        self.wanted[seat, row] = False
+        self.loads[seat] -= 1
 
-    def methods(self) -> list[str]:
-        """Those of all drafters."""
-        return list(dict.fromkeys(one.method for _, one in self.seats()))
+    def settle(self, rows: np.ndarray, held: np.ndarray, rankings: Sequence[Sequence[str]], level: bool) -> None:
+        """Give each request one drafter: the one it has, if that can be reached, or one of the best method with room.
 
-    def seats_of(self, method: str) -> list[int]:
-        """Drafters of this method that can be reached."""
-        return [seat for seat, one in self.seats() if one.method == method and one.able]
-
-    def is_able(self, seat: int) -> bool:
-        """The drafter is there and can be reached."""
-        drafter = self.drafter(seat)
-        return drafter is not None and drafter.able
-
-    def roomiest(self, method: str) -> int | None:
-        """The least loaded drafter of this method that has room."""
-        loads, drafters = self.loads, self._policy.drafters
-        free = [
-            (loads[seat], seat)
-            for seat in self.seats_of(method)
-            if loads[seat] < drafters[seat].max_batch  # type: ignore[union-attr]
-        ]
-        return min(free)[1] if free else None
-
-    def seat_for(self, row: int, method: str) -> int | None:
-        """The drafter of this method that drafts for the request already, or the least loaded one that has room."""
-        mine = [seat for seat in self.seats_of(method) if self.has(seat, row)]
-        return mine[0] if mine else self.roomiest(method)
-
-    # ---- requests ----
-
-    def has(self, seat: int, row: int) -> bool:
-        """The drafter drafts for the request."""
-        return bool(self._table.assigned[seat, row])
-
-    def open(self, seat: int, row: int) -> None:
-        """The drafter drafts for the request from now on, if it does not yet."""
-        drafter = self.drafter(seat)
-        assert drafter is not None
-        if not self.has(seat, row):
-            self._table.seat_row(seat, row, drafter.window)
-            self.loads[seat] += 1
-            self.changes.append((seat, row, True))
-
-    def shut(self, seat: int, row: int) -> None:
-        """It does no more."""
-        if self.has(seat, row):
-            self._table.unseat_row(seat, row)
-            self.loads[seat] -= 1
-            self.changes.append((seat, row, False))
+        Args:
+            rows: The requests.
+            held: `(rows,)` the seat that each has; -1: none. Set to the one it has then.
+            rankings: Methods in the order of preference, for each.
+            level: Drafters of one method share their requests evenly, as far as there is room.
+        """
+        stays = (held >= 0) & self.able[held]
+        for row, seat in zip(rows[stays].tolist(), held[stays].tolist(), strict=True):
+            self.take(seat, row)
+        for index in np.flatnonzero(~stays).tolist():
+            row = int(rows[index])
+            seats = (self.free_seat(row, method) for method in rankings[index])
+            held[index] = next((seat for seat in seats if seat is not None), held[index])
+            if held[index] >= 0:
+                self.take(int(held[index]), row)
+        for index in np.flatnonzero(held >= 0).tolist() if level else ():
+            row, seat = int(rows[index]), int(held[index])
+            free = self.free_seats(self.drafters[seat].method)
+            if free and self.loads[free[0]] + 1 < self.loads[seat]:
+                self.leave(seat, row)
+                self.take(free[0], row)
+                held[index] = free[0]
 
 
 class Assigner:
@@ -169,146 +160,83 @@ class Assigner:
 
     def __init__(self, config: SpeculationConfig, policy: Policy, coupled: bool, max_batch: int) -> None:
         self._policy, self._table = policy, policy.table
-        self._places = Places(policy)
         self._race, self._coupled = config.race, coupled
         self._race_below = max(1, max_batch // 4) if config.race_below is None else config.race_below
-        self._base: dict[int, int] = {}
-        """Row → seat of its base drafter."""
-        self._begun: dict[int, None] = {}
-        """Rows that have been in a step."""
-        self._steps, self._due, self._racing = 0, False, False
+        self._steps, self._freed, self._racing = 0, False, False
         self.standings: dict[str, Any] = {}
-        """Plain data for status displays, made anew with every look: other threads may read it at any time."""
+        """Plain data for status displays, made anew with every revision: other threads may read it at any time."""
 
-    # ---- what happens ----
-
-    def set_drafters(self) -> list[Change]:
-        """The list of drafters has changed."""
-        self._base = {row: seat for row, seat in self._base.items() if self._places.has(seat, row)}
-        self._places.count()
-        self._serve(list(self._begun))
-        self._level()
-        return self._places.take_changes()
-
-    def remove(self, row: int) -> None:
+    def free(self) -> None:
         """A request leaves; its place is given away at the next step, if somebody waits for one."""
-        self._base.pop(row, None)
-        if self._begun.pop(row, False) is None:
-            self._due |= len(self._base) < len(self._begun)
+        self._freed = True
 
     def step(self, decoding: np.ndarray) -> list[Change]:
         """A step over these rows begins. Requests that still wait for their turn have no drafters."""
+        table = self._table
         self._steps += 1
-        fresh = [row for row in decoding.tolist() if row not in self._begun]
-        self._begun.update(dict.fromkeys(fresh))
-        racing = self._is_racing(len(decoding))
-        looks = self._due or racing != self._racing or self._steps % REVISE_EVERY == 0
-        if not (fresh or looks):
+        racing, fresh = self._is_racing(len(decoding)), not table.begun[decoding].all()
+        freed = self._freed and bool((table.home[decoding] < 0).any())
+        if not (fresh or freed or racing != self._racing or self._steps % REVISE_EVERY == 0):
             return []
-        self._places.count()
-        if looks:
-            self._look(racing)
-        else:
-            self._serve(fresh)
-        return self._places.take_changes()
+        table.begun[decoding] = True
+        self._racing = racing
+        return self.revise()
 
-    def _look(self, racing: bool) -> None:
-        """At all requests."""
-        if self._racing and not racing:
-            self._close_racers()
-        self._due, self._racing = False, racing
-        rows = list(self._begun)
-        self._serve(rows)
-        if racing:
-            self._start_race(rows)
-        self._switch(rows)
-        self.standings = describe(self._policy, self._rates(), racing, self._places.loads)
+    def revise(self, level: bool = False) -> list[Change]:
+        """Who drafts for what from now on; `level`: the list of drafters has changed."""
+        table, self._freed = self._table, False
+        rows, places = np.flatnonzero(table.begun), Places(self._policy)
+        models, lookups = places.methods(looks_up=False), places.methods(looks_up=True)
+        promised = self._promised([*models, *lookups], rows)
+        home = table.home[rows]
+        places.settle(rows, home, draft_ladder(models, promised[: len(models)]), level)
+        if len(models) > 1 and not level:
+            self._switch(places, models, promised, rows, home)
+        table.home[rows] = home
+        for method in lookups:
+            held = np.full(len(rows), -1)
+            for seat in (seat for seat, one in places.drafters.items() if one.method == method):
+                held[table.assigned[seat, rows]] = seat
+            places.settle(rows, held, [[method]] * len(rows), level)
+        if self._racing and len(rows):
+            ladder = draft_ladder([*models, *lookups], promised.mean(axis=1, keepdims=True))
+            self._start_race(places, rows, ladder[0])
+        changes = [
+            (seat, row, bool(places.wanted[seat, row]))
+            for seat, row in np.argwhere(places.wanted != table.assigned).tolist()
+        ]
+        for seat, row, opened in changes:
+            (table.assign if opened else table.release)(seat, row)
+        self.standings = self._describe(places)
+        return changes
 
     # ---- the ladder ----
 
-    def rank(self, bucket: int) -> list[str]:
-        """The draft ladder: methods by what they promise at this range of output positions, best first."""
-        rates = self._rates()[:, bucket]
-        return sorted(self._places.methods(), key=lambda method: -rates[self._policy.acceptance.number(method)])
+    def _promised(self, methods: Sequence[str], rows: np.ndarray) -> np.ndarray:
+        """`(methods, rows)` predicted tokens per second of each request."""
+        acceptance, promised = self._policy.acceptance, np.zeros((len(methods), len(rows)))
+        chances = acceptance.probability(self._table, rows)
+        for index, method in enumerate(methods):
+            promised[index] = self._policy.predict(method, chances[acceptance.number(method)])
+        return promised
 
-    def _rates(self) -> np.ndarray:
-        """`(methods, BUCKETS)` predicted tokens per second of a request."""
-        acceptance = self._policy.acceptance
-        rates = np.zeros((len(acceptance.prior), BUCKETS))
-        for method in self._places.methods():
-            number = acceptance.number(method)
-            rates[number] = self._policy.predict(method, acceptance.of_method()[number])
-        return rates
-
-    def _serve(self, rows: Sequence[int]) -> None:
-        """Give each of these a base drafter and its lookups, as far as there is room."""
-        places, rankings = self._places, dict[int, list[str]]()
-        lookups = list(dict.fromkeys(one.method for _, one in places.seats() if one.looks_up))
-        for row in rows if places.methods() else ():
-            bucket = int(bucket_of(self._table.committed[row : row + 1])[0])
-            if bucket not in rankings:
-                rankings[bucket] = [method for method in self.rank(bucket) if method not in lookups]
-            base = self._base.get(row)
-            if base is None or not places.is_able(base):
-                seats = (places.seat_for(row, method) for method in rankings[bucket])
-                seat = next((seat for seat in seats if seat is not None), None)
-                seat = self._oust(rankings[bucket]) if seat is None else seat
-                if seat is not None and seat != base:
-                    self._move(row, base, seat)
-            for method in lookups:
-                if not any(places.has(seat, row) for seat in places.seats_of(method)):
-                    seat = places.roomiest(method)
-                    if seat is not None:
-                        places.open(seat, row)
-
-    def _switch(self, rows: Sequence[int]) -> None:
+    def _switch(
+        self, places: Places, models: Sequence[str], promised: np.ndarray, rows: np.ndarray, home: np.ndarray
+    ) -> None:
         """Give requests to a method that promises to be faster, a few at a time."""
-        policy, table, places = self._policy, self._table, self._places
-        models = list(dict.fromkeys(one.method for _, one in places.seats() if not one.looks_up))
-        mine = np.array([row for row in rows if row in self._base], np.int32)
-        if len(models) < 2 or not len(mine):
-            return
-        own = policy.acceptance.probability(table, mine)
-        numbers = [policy.acceptance.number(method) for method in models]
-        rates = np.stack([policy.predict(method, own[n]) for method, n in zip(models, numbers, strict=True)])
-        current = np.array([numbers.index(table.method[self._base[row]]) for row in mine.tolist()])
-        best = rates.argmax(axis=0)
-        gain = rates.max(axis=0) / rates[current, np.arange(len(mine))]
-        for index in np.argsort(-gain)[: max(1, len(mine) // SWITCH_SHARE)]:
+        has = np.flatnonzero(home >= 0)
+        current = [models.index(places.drafters[seat].method) for seat in home[has].tolist()]
+        gain = promised[: len(models), has].max(axis=0, initial=0.0) / promised[current, has]
+        for index in np.argsort(-gain)[: max(1, len(has) // SWITCH_SHARE)].tolist():
             if gain[index] <= 1.0 + SWITCH_GAIN:
                 break
-            row = int(mine[index])
-            seat = places.seat_for(row, models[best[index]])
+            at = int(has[index])
+            row = int(rows[at])
+            seat = places.free_seat(row, models[int(promised[: len(models), at].argmax())])
             if seat is not None:
-                self._move(row, self._base[row], seat)
-
-    def _level(self) -> None:
-        """Move requests from the fullest to the emptiest drafter of a method until they differ by one at most."""
-        places, assigned = self._places, self._table.assigned
-        for method in places.methods():
-            peers = places.seats_of(method)
-            while len(peers) > 1:
-                full, empty = max(peers, key=places.loads.__getitem__), places.roomiest(method)
-                if empty is None or places.loads[full] - places.loads[empty] <= 1:
-                    break
-                movable = np.flatnonzero(assigned[full] & ~assigned[empty])
-                if not len(movable):
-                    break
-                row = int(movable[0])
-                if self._base.get(row) == full:
-                    self._move(row, full, empty)
-                else:
-                    places.shut(full, row)
-                    places.open(empty, row)
-
-    def _move(self, row: int, base: int | None, seat: int) -> None:
-        """Another base drafter, in place of `base`."""
-        self._base[row] = seat
-        if base is not None and self._racing and self._places.has(seat, row) and self._places.is_able(base):
-            return  # they change places in the race
-        if base is not None:
-            self._places.shut(base, row)
-        self._places.open(seat, row)
+                places.leave(int(home[at]), row)
+                places.take(seat, row)
+                home[at] = seat
 
     # ---- the race ----
 
@@ -324,76 +252,43 @@ class Assigner:
             case _:
                 return False
 
-    def _start_race(self, rows: Sequence[int]) -> None:
-        policy, table, places = self._policy, self._table, self._places
-        methods = self.rank(0)
-        if len(methods) < 2 or not rows:
-            return
-        probability = policy.acceptance.probability(table, np.array(rows, np.int32))[table.method]
-        served = np.where(table.assigned[:, rows], probability, 0.0).max(axis=0)
-        slowest = [rows[index] for index in np.argsort(served, kind="stable")]
-        method_of = {seat: one.method for seat, one in places.seats()}
+    def _start_race(self, places: Places, rows: np.ndarray, ranking: Sequence[str]) -> None:
+        """Racers that there are stay as far as there is room; Algorithm 3 adds those that are missing."""
+        table, drafters = self._table, places.drafters
+        serving = {
+            row: {drafters[s].method for s in np.flatnonzero(places.wanted[:, row]).tolist()} for row in rows.tolist()
+        }
+        for seat, row in np.argwhere(table.assigned & ~places.wanted & places.able[:, None]).tolist():
+            method = drafters[seat].method
+            if method not in serving[row] and places.loads[seat] < drafters[seat].max_batch:
+                places.take(seat, row)
+                serving[row].add(method)
+        chances = self._policy.acceptance.probability(table, rows)[table.method]
+        served = np.where(places.wanted[:, rows], chances, 0.0).max(axis=0)
         workers = {
-            seat: Worker(one.method, places.loads[seat], one.max_batch) for seat, one in places.seats() if one.able
+            seat: Worker(one.method, places.loads[seat], one.max_batch) for seat, one in drafters.items() if one.able
         }
-        serving = {row: [method_of.get(seat, "") for seat in np.flatnonzero(table.assigned[:, row])] for row in rows}
-        for seat, row in assign_race(slowest, methods, workers, serving):
-            places.open(seat, row)
+        for seat, row in assign_race(rows[np.argsort(served, kind="stable")].tolist(), ranking, workers, serving):
+            places.take(seat, row)
 
-    def _close_racers(self) -> None:
-        for seat, row in np.argwhere(self._table.assigned).tolist():
-            drafter = self._places.drafter(seat)
-            if drafter is not None and not drafter.looks_up and self._base.get(row) != seat:
-                self._places.shut(seat, row)
-
-    def _oust(self, methods: Sequence[str]) -> int | None:
-        """Where no drafter has room, a racer gives way to a base drafter: that of the request that does best without
-        it. Returns the seat in which there is room now."""
-        table, places = self._table, self._places
-        for method in methods:
-            for seat in places.seats_of(method):
-                rows = np.flatnonzero(table.assigned[seat]).tolist()
-                rows = [row for row in rows if (base := self._base.get(row, seat)) != seat and places.is_able(base)]
-                if rows:
-                    chances = self._policy.acceptance.probability(table, np.array(rows, np.int32))
-                    left = chances[table.method[[self._base[row] for row in rows]], np.arange(len(rows))]
-                    places.shut(seat, rows[int(left.argmax())])
-                    return seat
-        return None
-
-
-def describe(policy: Policy, rates: np.ndarray, racing: bool, loads: Sequence[int]) -> dict[str, Any]:
-    """The ladder and the race as plain data.
-
-    Args:
-        policy: Its drafters and what is known of their methods.
-        rates: `(methods, BUCKETS)` predicted tokens per second of a request.
-        racing: Whether there is a race.
-        loads: Requests by seat.
-    """
-    acceptance = policy.acceptance
-    chances, guessing = acceptance.of_method(), acceptance.guessing_of_method()
-    tried = acceptance.evidence[1]
-    drafters = [(seat, one) for seat, one in enumerate(policy.drafters) if one is not None]
-    methods = {}
-    for _, drafter in drafters:
-        number = acceptance.number(drafter.method)
-        buckets = {
-            BUCKET_NAMES[bucket]: {
-                "drafted": round(float(tried[number, bucket]), 1),
-                "acceptance": float(chances[number, bucket]),
-                "guessing": float(guessing[number, bucket]),
-                "tgs": float(rates[number, bucket]),
+    def _describe(self, places: Places) -> dict[str, Any]:
+        """The ladder and the race as plain data."""
+        acceptance, methods = self._policy.acceptance, dict[str, Any]()
+        for drafter in places.drafters.values():
+            number = acceptance.number(drafter.method)
+            chances, tried = acceptance.of_method()[number], acceptance.evidence[1, number]
+            rates = self._policy.predict(drafter.method, chances)
+            buckets = {
+                BUCKET_NAMES[n]: {
+                    "drafted": round(float(tried[n]), 1),
+                    "acceptance": float(chances[n]),
+                    "tgs": float(rates[n]),
+                }
+                for n in np.flatnonzero(tried >= 1.0).tolist()
             }
-            for bucket in range(BUCKETS)
-            if tried[number, bucket] >= 1.0
-        }
-        methods[drafter.method] = {"token_s": drafter.token_s, "buckets": buckets}
-    return {
-        "methods": methods,
-        "racing": racing,
-        "loads": {drafter.drafter_id: loads[seat] for seat, drafter in drafters},
-    }
+            methods[drafter.method] = {"token_s": drafter.token_s, "buckets": buckets}
+        loads = {one.drafter_id: places.loads[seat] for seat, one in places.drafters.items()}
+        return {"methods": methods, "racing": self._racing, "loads": loads}
 
 
 BUCKET_NAMES = ("0-63", *(f"{64 << n}-{(128 << n) - 1}" for n in range(BUCKETS - 2)), f"{64 << (BUCKETS - 2)}+")

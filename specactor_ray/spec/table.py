@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -52,38 +52,34 @@ class RequestTable:
         """Of the request in the row; 0: the row is free."""
         self.committed = np.zeros(rows, np.int32)
         """Output tokens committed."""
-        self.recent = np.zeros(rows, np.bool_)
-        """The newest step committed something of it."""
         self.limit = np.zeros(rows, np.int32)
         """Most of them."""
         self.output = np.zeros((rows, _FIRST_TOKENS), np.int32)
         """They themselves."""
         self.totals = np.zeros((4, rows), np.int32)
         """Decode steps; draft tokens verified, and right; steps at which a draft token was there."""
+        self.begun = np.zeros(rows, np.bool_)
+        """It has been in a step; before, nobody drafts for it."""
+        self.home = np.full(rows, -1, np.int32)
+        """Seat of its base drafter (`assign.py`); -1: it has none."""
         # Per seat and row.
         self.assigned = np.zeros((seats, rows), np.bool_)
         """The drafter drafts for the request."""
         self.told = np.zeros((seats, rows), np.int32)
         """Committed tokens that it was told; -1: it has yet to be told of the request."""
-        self.windows = np.zeros((seats, rows), np.int16)
-        """How far it may run ahead."""
         self.base = np.full((seats, rows), -1, np.int32)
         """Committed tokens that it knew when it said its newest tail; -1: it has said nothing."""
         self.tail = np.zeros((seats, rows, window), np.int32)
         """The part of that tail that lies past the committed prefix."""
         self.length = np.zeros((seats, rows), np.int32)
         """Its tokens; 0 where the drafter does not draft for the request."""
-        self.complete = np.zeros((seats, rows), np.bool_)
-        """It will add nothing before the next commit."""
-        self.version = np.zeros((seats, rows), np.int32)
-        """Of the weights that the tail was drafted with."""
         self.seat_drafted, self.seat_accepted = np.zeros((seats, rows), np.int32), np.zeros((seats, rows), np.int32)
         """Draft tokens of the seat that were verified for the request, and right."""
         self.method = np.zeros(seats, np.int32)
         """Draft method of each seat."""
         # Per method and row.
-        self.evidence = np.zeros((4, methods, rows))
-        """Hits and tries of draft tokens; steps at which there was a guess, and at which there could have been one."""
+        self.evidence = np.zeros((2, methods, rows))
+        """Hits and tries of draft tokens."""
         self._generations = 0
         self._free = list(range(rows))[::-1]
 
@@ -104,17 +100,15 @@ class RequestTable:
         self.requests[row], self.generation[row] = request, self._generations
         self.committed[row], self.limit[row] = known, request.sampling.max_tokens
         self.output[row, :known] = request.committed_token_ids
-        self.recent[row] = False
-        self.totals[:, row] = 0
-        for plane in (self.assigned, self.told, self.windows, self.length, self.seat_drafted, self.seat_accepted):
+        self.begun[row], self.home[row], self.totals[:, row] = False, -1, 0
+        for plane in (self.assigned, self.length, self.seat_drafted, self.seat_accepted):
             plane[:, row] = 0
-        self.base[:, row] = -1
         self.evidence[:, :, row] = 0.0
         return row
 
     def close(self, row: int) -> None:
         """Free a row."""
-        self.requests[row], self.generation[row] = None, 0
+        self.requests[row], self.generation[row], self.begun[row] = None, 0, False
         self.assigned[:, row] = False
         self.length[:, row] = 0
         self._free.append(row)
@@ -129,21 +123,22 @@ class RequestTable:
         while seats < count:
             seats *= 2
         if seats > len(self.method):
-            for name, array in self._planes():
-                setattr(self, name, _enlarged(array, 0, seats))
+            for name in (*_BY_SEAT, "method"):
+                setattr(self, name, _enlarged(getattr(self, name), 0, seats))
 
     def clear_seat(self, seat: int, method: int) -> None:
         """A drafter of this method takes the seat; nothing is known of it."""
         self.method[seat] = method
-        self.assigned[seat], self.length[seat], self.base[seat] = False, 0, -1
-        self.seat_drafted[seat] = self.seat_accepted[seat] = 0
+        self.home[self.home == seat] = -1
+        for plane in (self.assigned, self.length, self.seat_drafted, self.seat_accepted):
+            plane[seat] = 0
 
-    def seat_row(self, seat: int, row: int, window: int) -> None:
+    def assign(self, seat: int, row: int) -> None:
         """The drafter drafts for the request from now on; it has yet to be told."""
-        self.assigned[seat, row], self.windows[seat, row], self.told[seat, row] = True, window, -1
+        self.assigned[seat, row], self.told[seat, row] = True, -1
         self.base[seat, row], self.length[seat, row] = -1, 0
 
-    def unseat_row(self, seat: int, row: int) -> None:
+    def release(self, seat: int, row: int) -> None:
         """The drafter drafts for the request no more."""
         self.assigned[seat, row], self.length[seat, row] = False, 0
 
@@ -151,8 +146,8 @@ class RequestTable:
 
     def take(self, seat: int, tails: Any, vocab_size: int) -> np.ndarray:
         """Take in the tails of one drafter (`messages.TailBatch`). Returns how many met which fate (`_kernels`)."""
-        arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens, tails.complete)
-        counts: np.ndarray = _kernels.take_tails(seat, *arrays, vocab_size, tails.weight_version, self._arrays())
+        arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens)
+        counts: np.ndarray = _kernels.take_tails(seat, *arrays, vocab_size, self._arrays())
         return counts
 
     def commit(self, step: Committed, acceptance: Acceptance) -> tuple[int, np.ndarray]:
@@ -165,8 +160,6 @@ class RequestTable:
         start, supplied = self.committed[rows], np.empty(len(rows), np.int32)
         self._fit(int((start + step.counts).max(initial=0)) + self.window + 1)
         refuted: int = _kernels.commit(*step, supplied, bucket_of(start), self._arrays(), acceptance.evidence)
-        self.recent[:] = False
-        self.recent[rows] = True
         return refuted, supplied
 
     def untold(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -194,25 +187,20 @@ class RequestTable:
 
     def _grow_rows(self) -> None:
         old = len(self.requests)
-        for name, array in self._planes(skip="method"):
-            setattr(self, name, _enlarged(array, 1, 2 * old))
+        for name in (*_BY_SEAT, "totals"):
+            setattr(self, name, _enlarged(getattr(self, name), 1, 2 * old))
         self.evidence = _enlarged(self.evidence, 2, 2 * old)
-        for name in ("generation", "committed", "recent", "limit", "output"):
+        for name in _BY_ROW:
             setattr(self, name, _enlarged(getattr(self, name), 0, 2 * old))
-        self.totals = _enlarged(self.totals, 1, 2 * old)
         self.requests += [None] * old
         self._free = list(range(old, 2 * old))[::-1]
 
-    def _planes(self, skip: str = "") -> Iterator[tuple[str, np.ndarray]]:
-        names = ("assigned", "told", "windows", "base", "tail", "length", "complete", "version", "method")
-        for name in (*names, "seat_drafted", "seat_accepted"):
-            if name != skip:
-                yield name, getattr(self, name)
+
+_BY_ROW = ("generation", "committed", "begun", "home", "limit", "output")
+_BY_SEAT = ("assigned", "told", "base", "tail", "length", "seat_drafted", "seat_accepted")
 
 
 def _enlarged(array: np.ndarray, axis: int, size: int) -> np.ndarray:
-    shape = list(array.shape)
-    shape[axis] = size
-    larger = np.zeros(shape, array.dtype)
-    larger[tuple(slice(length) for length in array.shape)] = array
+    larger = np.zeros((*array.shape[:axis], size, *array.shape[axis + 1 :]), array.dtype)
+    larger[tuple(map(slice, array.shape))] = array
     return larger

@@ -98,11 +98,14 @@ def load_profile(path: str | Path) -> Profile:
         raise InputError(f"profile: {path} {problem}. {_AGAIN}")
     if data != seal({name: value for name, value in data.items() if name != "checksum"}):
         raise InputError(f"profile: {path} is damaged or was edited: its checksum does not match. {_AGAIN}")
-    methods = {
-        name: Method(_grids(entry["points"]), np.array([1.0, *entry["acceptance"]["survival"]]), entry["free"])
-        for name, entry in data["methods"].items()
-    }
-    return Profile(data, _grids(data["verify"]), methods)
+    try:
+        methods = {
+            name: Method(_grids(entry["points"]), np.array([1.0, *entry["acceptance"]["survival"]]), entry["free"])
+            for name, entry in data["methods"].items()
+        }
+        return Profile(data, _grids(data["verify"]), methods)
+    except (KeyError, TypeError, InputError) as error:
+        raise InputError(f"profile: {path} is incomplete: {error}. {_AGAIN}") from None
 
 
 def reject_foreign_profile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import mean, pstdev
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,6 @@ class StepRecorder:
             "train": self._train_figures(experience, update),
             "gap": {"mean": update["logprob_gap"], "max": update["logprob_gap_max"]},
             "speed": {**self._speed_figures(experience, seconds), "sync_bytes": sync_bytes},
-            "drafter": drafter_figures(self._rollout.metrics().by_version),
             "seconds": {name: round(value, 4) for name, value in seconds.items()},
             "failures": {"reward": dict(experience.reward_failures), "rollout": dict(experience.rollout_failures)},
         }
@@ -205,12 +204,11 @@ class StepRecorder:
             logger.warning(
                 "step %d: only %.1f%% of the draft tokens of %s were right, usually %.1f%%: it does not follow the "
                 "policy any more. Tokens are not affected, the speed is. Look at drafters.N.follow_policy and "
-                "drafters.N.online of the method, and at the versions in metrics.jsonl (drafter.%s.by_version)",
+                "drafters.N.online of the method, and at speed.by_method in metrics.jsonl",
                 record["step"],
                 100.0 * now,
                 method,
                 100.0 * usual,
-                method,
             )
         for reason, count in record["failures"]["reward"].items():
             logger.warning("step %d: %d rewards failed: %s", record["step"], count, reason)
@@ -219,22 +217,6 @@ class StepRecorder:
 def _counts(record: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """Method → (drafted, accepted) of a step's record."""
     return {method: (drafted, accepted) for method, (drafted, accepted) in record["speed"]["by_method"].items()}
-
-
-def drafter_figures(by_version: Mapping[str, Mapping[int, Sequence[int]]]) -> dict[str, dict[str, Any]]:
-    """Of each method whose drafts were verified: `version`, `acceptance`, and `by_version` (version → [drafted,
-    accepted]).
-
-    Args:
-        by_version: Method → version → (drafted, accepted).
-    """
-    figures = {}
-    for method, counts in by_version.items():
-        drafted, accepted = (sum(pair[place] for pair in counts.values()) for place in (0, 1))
-        if drafted:
-            table = {str(version): list(pair) for version, pair in sorted(counts.items())}
-            figures[method] = {"version": max(counts), "acceptance": accepted / drafted, "by_version": table}
-    return figures
 
 
 def _totals(records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -249,17 +231,16 @@ def _totals(records: list[dict[str, Any]]) -> dict[str, Any]:
         "last_reward": records[-1]["train"]["reward_mean"] if records else None,
         "skipped_updates": sum(int(record["train"]["skipped"]) for record in records),
         "reward_failures": sum(sum(record["failures"]["reward"].values()) for record in records),
-        "drafters": _drafters_by_version(records),
+        "drafters": _drafts_by_method(records),
     }
 
 
-def _drafters_by_version(records: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
-    """Method → version of its weights → [drafted, accepted] over all steps."""
-    sums: dict[str, dict[str, list[int]]] = {}
+def _drafts_by_method(records: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Method → [drafted, accepted] over all steps."""
+    sums: dict[str, list[int]] = {}
     for record in records:
-        for method, figures in record.get("drafter", {}).items():
-            for version, (drafted, accepted) in figures["by_version"].items():
-                pair = sums.setdefault(method, {}).setdefault(version, [0, 0])
-                pair[0] += drafted
-                pair[1] += accepted
+        for method, (drafted, accepted) in _counts(record).items():
+            pair = sums.setdefault(method, [0, 0])
+            pair[0] += drafted
+            pair[1] += accepted
     return sums

@@ -81,9 +81,6 @@ def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         for name, value in record[section].items():
             if isinstance(value, int | float):
                 yield f"{section}/{name}", float(value)
-    for method, figures in record.get("drafter", {}).items():
-        yield f"drafter/{method}/version", float(figures["version"])
-        yield f"drafter/{method}/acceptance", float(figures["acceptance"])
     for method, (drafted, accepted) in record["speed"].get("by_method", {}).items():
         if drafted:
             yield f"speed/acceptance_rate/{method}", accepted / drafted

@@ -13,21 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.messages import Features, SamplingParams, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.spec import _kernels
 from specactor_ray.spec.acceptance import Acceptance
-from specactor_ray.spec.assign import Assigner
+from specactor_ray.spec.assign import Assigner, Change
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.policy import Drafter, Policy
 from specactor_ray.spec.table import Committed, RequestTable
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.targets.base import Tail, TargetRequest
 from specactor_ray.verify.seat import DrafterLink, FeatureLog, Seat
-
-WINDOWS_EVERY = 8
-"""Steps between two looks at how far drafters run ahead."""
 
 
 class Drafting:
@@ -36,9 +32,8 @@ class Drafting:
     Args:
         verifier_id: Incarnation id of the verifier; drafters answer to it.
         coupled: Drafters take turns with the verifier on its own cores.
-        config: Windows, waits, races.
+        config: Windows and races.
         vocab_size: Of the target.
-        clock: What waits are measured by; the same as of the loop that calls it.
         max_batch: Most requests the verifier runs at once.
         priors: Draft method → chance that a token is right, as measured offline.
     """
@@ -49,72 +44,60 @@ class Drafting:
         coupled: bool,
         config: SpeculationConfig,
         vocab_size: int,
-        clock: Clock = SYSTEM,
         max_batch: int = 16,
         priors: Mapping[str, float] | None = None,
     ) -> None:
         warm_up()
-        self.verifier_id = verifier_id
-        self.inbox = inbox.for_verifier(vocab_size, clock)
+        self.verifier_id, self.wait_s = verifier_id, config.draft_wait_s
+        self.inbox = inbox.for_verifier(vocab_size)
         self.table = RequestTable(config.window)
-        self.policy = Policy(config, self.table, Acceptance(priors), StepCost(), coupled)
+        self.policy = Policy(config, self.table, Acceptance(priors), StepCost())
         self.assigner = Assigner(config, self.policy, coupled, max_batch)
         self.tails = dict.fromkeys((*_kernels.FATES, "refuted"), 0)
         """What became of the tails that arrived; refuted: of those that were there, a commit proved them wrong."""
-        self._vocab_size, self._clock = vocab_size, clock
-        self._seats: list[Seat | None] = []
-        self._seat_of: dict[str, int] = {}
+        self._vocab_size = vocab_size
+        self._seats: dict[str, Seat] = {}
         self._features = FeatureLog()
-        self._steps = 0
 
     def __len__(self) -> int:
         """Drafters."""
-        return len(self._seat_of)
+        return len(self._seats)
 
     # ---- drafters ----
 
     def set_drafters(self, links: Mapping[str, DrafterLink]) -> None:
         """The complete list of drafters now."""
-        for drafter_id in [name for name in self._seat_of if name not in links]:
-            seat = self._seat_of.pop(drafter_id)
-            self._seats[seat] = self.policy.drafters[seat] = None
-            self.table.clear_seat(seat, 0)
+        drafters = self.policy.drafters
+        for drafter_id in [name for name in self._seats if name not in links]:
+            number = self._seats.pop(drafter_id).number
+            drafters[number] = None
+            self.table.clear_seat(number, 0)
         for drafter_id, link in links.items():
-            if drafter_id not in self._seat_of:
-                self._sit_down(drafter_id, link)
-        self._tell(self.assigner.set_drafters())
+            if drafter_id not in self._seats:
+                number = drafters.index(None) if None in drafters else len(drafters)
+                self.table.fit_seats(number + 1)
+                self.table.clear_seat(number, self.policy.acceptance.number(link.method))
+                seat = Seat(number, drafter_id, link, self.table, self._features)
+                drafters[number : number + 1] = [seat]
+                self._seats[drafter_id] = seat
+        self._tell(self.assigner.revise(level=True))
         self.policy.suspension.end()
 
-    def _sit_down(self, drafter_id: str, link: DrafterLink) -> None:
-        if None in self._seats:
-            number = self._seats.index(None)
-        else:
-            number = len(self._seats)
-            self._seats.append(None)
-            self.policy.drafters.append(None)
-            self.table.fit_seats(number + 1)
-        seat = Seat(number, drafter_id, link, self.table, self._features)
-        self._seats[number], self.policy.drafters[number] = seat, seat.drafter
-        self._seat_of[drafter_id] = number
-        self.table.clear_seat(number, self.policy.acceptance.number(link.method))
-
-    def _tell(self, changes: list[tuple[int, int, bool]]) -> None:
-        """(seat, row, opened or closed) of the assignment."""
+    def _tell(self, changes: list[Change]) -> None:
         for number, row, opened in changes:
-            seat = self._seats[number]
-            if seat is not None and not opened:
-                seat.let_go(row, int(self.table.generation[row]))
+            drafter = self.policy.drafters[number]
+            if drafter is not None and not opened:
+                self._seats[drafter.drafter_id].let_go(row, int(self.table.generation[row]))
 
     # ---- requests ----
 
     def close(self, row: int, finished: bool) -> None:
         """A request leaves its row."""
-        for number in np.flatnonzero(self.table.assigned[:, row]):
-            seat = self._seats[number]
-            if seat is not None:
+        for seat in self._seats.values():
+            if self.table.assigned[seat.number, row]:
                 seat.end(row, finished)
         self._features.drop(row)
-        self.assigner.remove(row)
+        self.assigner.free()
         self.table.close(row)
 
     def keep_features(self, row: int, features: Features) -> None:
@@ -126,32 +109,22 @@ class Drafting:
     def take_messages(self) -> bool:
         """Take in what drafters sent since the last call. Returns whether there was anything."""
         batches = self.inbox.drain()
-        for batch, arrived_at in batches:
-            number = self._seat_of.get(batch.drafter_id)
-            seat = self._seats[number] if number is not None else None
-            if number is not None and seat is not None:
-                self._take(number, seat, batch, arrived_at)
+        for batch in batches:
+            if (seat := self._seats.get(batch.drafter_id)) is not None:
+                self._take(seat, batch)
         return bool(batches)
 
-    def _take(self, number: int, seat: Seat, batch: TailBatch, arrived_at: float) -> None:
+    def _take(self, seat: Seat, batch: TailBatch) -> None:
         if 0.0 < batch.token_s < math.inf:
-            seat.drafter.token_s = float(batch.token_s)
+            seat.token_s = float(batch.token_s)
         seat.forget(batch.lost)
         if not len(batch.rows):
             return
-        found = self.table.take(number, batch, self._vocab_size)
-        for fate, count in zip(_kernels.FATES, found.tolist(), strict=False):
+        found = self.table.take(seat.number, batch, self._vocab_size)
+        for fate, count in zip(_kernels.FATES, found.tolist(), strict=True):
             self.tails[fate] += count
         if found[_kernels.UNKNOWN]:
-            seat.close_unknown(batch)
-        if found[_kernels.FRESH]:
-            seat.note_answer(arrived_at)
-
-    def note_silence(self, waited_s: float) -> None:
-        """A wait of this length was in vain."""
-        for seat in self._seats:
-            if seat is not None:
-                seat.note_silence(waited_s)
+            seat.let_go_unknown(batch)
 
     # ---- steps ----
 
@@ -159,36 +132,44 @@ class Drafting:
         """A step over these rows begins: look at who drafts for what, if it is time."""
         self._tell(self.assigner.step(rows))
 
+    def choose(self, rows: np.ndarray) -> tuple[np.ndarray, dict[str, Tail]]:
+        """What a step over these rows verifies: int32 `(rows,)` whose tail, -1 for none, and request → tail."""
+        if not self._seats or not len(rows) or self.policy.suspension.is_on:
+            return np.full(len(rows), -1, np.int32), {}
+        seats, lengths = self.policy.choose(rows)
+        chosen = np.flatnonzero(lengths)
+        tails = self.table.tail[seats[chosen], rows[chosen]].tolist()
+        requests, counts = self.table.requests, lengths[chosen].tolist()
+        return seats, {
+            requests[row].request_id: tail[:count]  # type: ignore[union-attr]
+            for row, tail, count in zip(rows[chosen].tolist(), tails, counts, strict=True)
+        }
+
     def commit(self, step: Committed) -> np.ndarray:
-        """A step committed tokens: judge the tails that were there by it, and decide how far drafters run ahead.
+        """A step committed tokens: judge the tails that were there by it.
 
         Returns int32 `(n,)` how many tokens there were of the tails that were verified."""
         acceptance = self.policy.acceptance
         refuted, supplied = self.table.commit(step, acceptance)
         self.tails["refuted"] += refuted
-        if len(self):
+        if self._seats:
             acceptance.fade(self.table)
-            self._steps += 1
-            if self._steps % WINDOWS_EVERY == 0:
-                self.policy.set_windows(step.rows)
         return supplied
 
     # ---- what drafters are told ----
 
     def flush(self) -> None:
         """Tell drafters what they do not know yet, unless they are still busy with the last delivery."""
-        for seat in self._seats:
-            if seat is not None:
-                seat.drafter.able = seat.link.link.failed is None and seat.drafter.drafter_id not in self.inbox.cut_off
-                seat.tell(self.verifier_id, self._clock.now())
+        for seat in self._seats.values():
+            seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
+            seat.tell(self.verifier_id)
 
     def snapshot(self) -> dict[str, Any]:
         """What became of tails, how links fare, malformed messages and what is thought of each method; may be called
         from any thread."""
-        seats = [seat for seat in list(self._seats) if seat is not None]
         return {
             "tails": dict(self.tails),
-            "links": {seat.drafter.drafter_id: seat.link.link.snapshot() for seat in seats},
+            "links": {drafter_id: seat.link.snapshot() for drafter_id, seat in self._seats.copy().items()},
             **self.inbox.snapshot(),
             "ladder": self.assigner.standings,
         }
@@ -199,14 +180,14 @@ def warm_up() -> None:
     """Compile the kernels of `spec/` for the types they are called with: seconds where numba's cache is cold, which a
     running step should not wait for."""
     table, acceptance, cost = RequestTable(1), Acceptance(), StepCost()
-    policy = Policy(SpeculationConfig(window=1), table, acceptance, cost, coupled=False)
+    policy = Policy(SpeculationConfig(window=1), table, acceptance, cost)
     policy.drafters.append(Drafter("", "", 1, 1))
     cost.record(1, 1.0)
     rows = np.array([table.open(TargetRequest(str(i), (0,), SamplingParams())) for i in range(2)], np.int32)
     zero = np.zeros(2, np.int32)
-    table.assigned[0], table.windows[0] = True, 1
-    policy.plan_wait(rows)
-    table.take(0, TailBatch("", rows, table.generation[rows], zero, zero + 1, zero > 0, zero), 1)
+    table.assigned[0] = True
+    policy.plan_rounds(rows)
+    table.take(0, TailBatch("", rows, table.generation[rows], zero, zero + 1, zero), 1)
     seats, lengths = policy.choose(rows)
     table.commit(Committed(rows, zero + 1, zero, seats, lengths, zero), acceptance)
     table.untold(0, rows)

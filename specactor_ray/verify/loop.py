@@ -19,13 +19,13 @@ from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.loops.commands import Commands
 from specactor_ray.loops.heartbeat import Heartbeat
 from specactor_ray.messages import TailBatch, ToRollout
+from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec.policy import Positions, Seconds
-from specactor_ray.targets.base import Tail, TargetEngine, TargetRequest
+from specactor_ray.targets.base import TargetEngine, TargetRequest
 from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.inline import InlineDrafter, InlineDrafters
 from specactor_ray.verify.metrics import StepMetrics
 from specactor_ray.verify.requests import Requests
-from specactor_ray.verify.seat import DrafterLink
+from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ class VerifyLoop:
     Args:
         engine: The target; only the loop's thread touches it after `run` began.
         drafting: The side of drafts: who drafts, what is verified, whom to tell.
-        inline: Drafters in this process, which the loop drives; the others are made known by `set_drafters`.
+        hosted: Drafters of this process, which the loop drives between two steps (docs/design/inline.md). Those of
+            other processes are made known by `set_drafters`.
         clock: What steps and waits are measured by; the same as of `drafting`.
     """
 
@@ -47,23 +48,26 @@ class VerifyLoop:
         self,
         engine: TargetEngine,
         drafting: Drafting,
-        inline: Sequence[InlineDrafter] = (),
+        hosted: Sequence[HostedDrafter] = (),
         clock: Clock = SYSTEM,
     ) -> None:
         self.vocab_size = engine.vocab_size
         self.error: BaseException | None = None
         """What ended the loop, if the engine failed."""
         self._engine, self._clock = engine, clock
-        self._drafting, self._table = drafting, drafting.table
+        self._drafting = drafting
         self._suspension = drafting.policy.suspension
         self._wake = clock.event()
         self._stopping = clock.event()
         self._heartbeat = Heartbeat(clock.now)
         self._commands = Commands(self._wake.set, self._heartbeat)
         self._requests = Requests(engine, drafting, clock)
-        self._inline = InlineDrafters(drafting.verifier_id, inline, drafting.inbox.put, clock)
-        self._links: Mapping[str, DrafterLink] = {}
-        if inline:
+        self._hosted = hosted
+        self.drafter_links: Mapping[str, DrafterLink] = {}
+        """The drafters in other processes as they were set last."""
+        for drafter in hosted:
+            drafter.loop.set_verifiers({drafting.verifier_id: Link(direct_sender(drafting.inbox.put), clock=clock)})
+        if hosted:
             self.set_drafters({})
 
     # ---- called from other threads ----
@@ -94,13 +98,9 @@ class VerifyLoop:
 
     def set_drafters(self, links: Mapping[str, DrafterLink]) -> None:
         """The complete list of drafters in other processes, by id."""
-        self._links = links
-        self._commands.put(lambda: self._drafting.set_drafters({**self._inline.links, **links}))
-
-    @property
-    def drafter_links(self) -> Mapping[str, DrafterLink]:
-        """The drafters in other processes as they were set last."""
-        return self._links
+        self.drafter_links = links
+        mine = {drafter.loop.drafter_id: drafter for drafter in self._hosted}
+        self._commands.put(lambda: self._drafting.set_drafters({**mine, **links}))
 
     def reset_metrics(self) -> None:
         """Set all counters to zero."""
@@ -118,11 +118,23 @@ class VerifyLoop:
 
     def teach(self, method: str, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
         """Replace the weights of a drafter of this process between two steps."""
-        return self._commands.call(functools.partial(self._inline.teach, method, version, state_dict))
+
+        def load() -> None:
+            for drafter in self._hosted:
+                if drafter.method == method:
+                    drafter.loop.proposer.load_weights(version, state_dict)
+
+        return self._commands.call(load)
 
     def forget_history(self) -> Future[None]:
         """Let the drafters of this process forget earlier outputs."""
-        return self._commands.call(self._inline.forget_history)
+
+        def forget() -> None:
+            for drafter in self._hosted:
+                drafter.loop.forget_history()
+            self._draft()
+
+        return self._commands.call(forget)
 
     def sleep(self) -> Future[None]:
         """Give up the cache's memory until `wake`."""
@@ -156,7 +168,7 @@ class VerifyLoop:
             "weight_version": self._engine.weight_version,
             "busy_s": self._heartbeat.busy_s,
         }
-        return {**counters, **loads, "inline": self._inline.snapshot()}
+        return {**counters, **loads, "inline": {one.loop.drafter_id: one.loop.snapshot() for one in self._hosted}}
 
     # ---- the loop ----
 
@@ -194,11 +206,11 @@ class VerifyLoop:
         if not self._engine.has_work():
             self._drafting.take_messages()
             self._drafting.flush()
-            self._inline.draft()  # nothing but to close what has ended
+            self._draft()  # nothing but to close what has ended
             return False
         rows = self._requests.decoding()
         waiting_s = self._await_drafts(rows)
-        seats, tails = self._choose(rows)
+        seats, tails = self._drafting.choose(rows)
         result = self._engine.step(tails)
         accepted = self._requests.commit(result, rows, seats)
         self._requests.publish()
@@ -213,51 +225,54 @@ class VerifyLoop:
     # ---- drafts ----
 
     def _await_drafts(self, rows: np.ndarray) -> float:
-        """Take what drafters sent; wait, bounded, where a wait pays. Returns the seconds spent waiting."""
-        drafting, policy = self._drafting, self._drafting.policy
+        """Take what drafters sent, and let those of this thread draft as far as it pays.
+
+        Returns:
+            Seconds that requests waited for drafts.
+        """
+        drafting = self._drafting
         if not len(drafting) or self._suspension.is_quiet:
             return 0.0
-        self._inline.look_up()
+        for drafter in self._hosted:
+            if drafter.looks_up:
+                drafter.loop.run_guarded()
         drafting.take_messages()
         drafting.revise(rows)
         if not len(rows) or self._suspension.is_on:
             return 0.0
-        rounds, seconds = policy.plan_wait(rows)
-        if not rounds or policy.is_served(rows):
-            return 0.0
-        drafting.flush()
+        rounds = drafting.policy.plan_rounds(rows) if self._hosted else 0
         begin = self._clock.now()
-        served = False
-        while not served and not self._stopping.is_set():
-            left = begin + seconds - self._clock.now()
-            if left <= 0:
-                drafting.note_silence(seconds)
-                break
-            if not self._inline.draft():
-                if not self._links:
-                    break  # nobody is left who could answer
-                self._wake.wait(left)
-                self._wake.clear()
-            if drafting.take_messages():
-                served = policy.is_served(rows)
+        if not self._hosted:
+            self._await_tails(rows, begin + drafting.wait_s)
+        elif rounds:
+            drafting.flush()
+            while rounds and self._draft():
+                rounds -= 1
+            drafting.take_messages()
         return self._clock.now() - begin
 
-    def _choose(self, rows: np.ndarray) -> tuple[np.ndarray, dict[str, Tail]]:
-        """What to verify: `(rows,)` whose tail, and request → tail."""
-        if not len(self._drafting) or not len(rows) or self._suspension.is_on:
-            return np.full(len(rows), -1, np.int32), {}
-        seats, lengths = self._drafting.policy.choose(rows)
-        chosen = np.flatnonzero(lengths)
-        tails = self._table.tail[seats[chosen], rows[chosen]].tolist()
-        requests, counts = self._table.requests, lengths[chosen].tolist()
-        return seats, {
-            requests[row].request_id: tail[:count]  # type: ignore[union-attr]
-            for row, tail, count in zip(rows[chosen].tolist(), tails, counts, strict=True)
-        }
+    def _draft(self) -> bool:
+        """One step of every drafter of this thread: a model drafts one more token for each of its requests. One that
+        fails is logged and loses its requests. Returns False when there was nothing to do."""
+        worked = [drafter.loop.run_guarded() for drafter in self._hosted]
+        return any(worked)
+
+    def _await_tails(self, rows: np.ndarray, until: float) -> None:
+        """Wait for requests without a tail. Drafters of other processes run ahead; by default nobody waits for them."""
+        while not self._stopping.is_set():
+            left = until - self._clock.now()
+            if left <= 0.0 or not self._drafting.policy.is_waiting(rows):
+                return
+            self._drafting.flush()
+            self._wake.wait(left)
+            self._wake.clear()
+            self._drafting.take_messages()
 
     def _load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         if version <= self._engine.weight_version:
             return
         self._requests.clear()
         self._engine.load_weights(version, state_dict)
-        self._inline.load_weights(version, state_dict)
+        for drafter in self._hosted:
+            if drafter.follows_policy:
+                drafter.loop.proposer.load_weights(version, state_dict)

@@ -14,8 +14,6 @@ from specactor_ray.spec.policy import Seconds
 from specactor_ray.targets.base import StepResult
 
 _RECENT_STEPS = 2048
-KEPT_VERSIONS = 64
-"""Versions of a method's weights that are told apart, the newest; so the counters stay small whatever drafters say."""
 
 
 @dataclass
@@ -45,8 +43,6 @@ class StepCounters:
     failed_requests: int = 0
     by_drafter: dict[str, list[int]] = field(default_factory=dict)
     """Drafter id → [drafted, accepted]."""
-    by_version: dict[str, dict[int, list[int]]] = field(default_factory=dict)
-    """Draft method → version of its weights → [drafted, accepted], counted like `by_drafter`."""
     drafted_by_position: list[int] = field(default_factory=list)
     """How often the 1st, 2nd, ... draft token of a tail was verified."""
     accepted_by_position: list[int] = field(default_factory=list)
@@ -57,15 +53,6 @@ class StepCounters:
         pair = self.by_drafter.setdefault(drafter_id, [0, 0])
         pair[0] += drafted
         pair[1] += accepted
-
-    def record_version(self, method: str, version: int, drafted: int, accepted: int) -> None:
-        """`accepted` of `drafted` verified tokens, drafted with this version of the method's weights, were right."""
-        versions = self.by_version.setdefault(method, {})
-        pair = versions.setdefault(version, [0, 0])
-        pair[0] += drafted
-        pair[1] += accepted
-        if len(versions) > KEPT_VERSIONS:
-            del versions[min(versions)]
 
     def count_positions(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Add counts per draft position; `accepted` is no longer than `drafted`."""
@@ -111,17 +98,12 @@ class StepMetrics(StepCounters):
         """All counters as plain data. May be called from any thread while the loop goes on counting."""
         # A copy is one step to other threads. A list of items is not: it allocates, so the collector may let them in.
         pairs = {drafter_id: list(pair) for drafter_id, pair in self.by_drafter.copy().items()}
-        versions = {
-            method: {version: list(pair) for version, pair in table.copy().items()}
-            for method, table in self.by_version.copy().items()
-        }
         recent = list(self._recent_protocol)
         numbers = {counter.name: getattr(self, counter.name) for counter in fields(StepCounters)}
         # Counting goes on between the two copies; a reader may rely on equal lengths.
         accepted = list(self.accepted_by_position)
         positions = {"drafted_by_position": self.drafted_by_position[: len(accepted)], "accepted_by_position": accepted}
-        tables = {"by_drafter": pairs, "by_version": versions}
-        return {**numbers, **positions, **tables, "protocol_median_s": median(recent) if recent else 0.0}
+        return {**numbers, **positions, "by_drafter": pairs, "protocol_median_s": median(recent) if recent else 0.0}
 
 
 def _at_least(lengths: np.ndarray) -> list[int]:

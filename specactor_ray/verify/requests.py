@@ -135,18 +135,11 @@ class Requests:
 
     def _credit(self, step: Committed) -> None:
         """Count what was verified for those who drafted it."""
-        metrics, drafters, mine = self.metrics, self._drafting.policy.drafters, np.flatnonzero(step.drafted)
-        if not len(mine):
-            return
-        rows, seats, drafted, accepted = (one[mine] for one in (step.rows, step.seats, step.drafted, step.accepted))
-        keys = self._table.version[seats, rows].astype(np.int64) * len(drafters) + seats
-        keys, inverse = np.unique(keys, return_inverse=True)
-        sums = (np.bincount(inverse, drafted), np.bincount(inverse, accepted))
-        for key, *numbers in zip(keys.tolist(), *(one.astype(int).tolist() for one in sums), strict=True):
-            version, seat = divmod(key, len(drafters))
-            if (drafter := drafters[seat]) is not None:
-                metrics.record_drafter(drafter.drafter_id, *numbers)
-                metrics.record_version(drafter.method, version, *numbers)
+        for seat in np.unique(step.seats[step.drafted > 0]).tolist():
+            drafter, mine = self._drafting.policy.drafters[seat], step.seats == seat
+            if drafter is not None:
+                sums = (int(step.drafted[mine].sum()), int(step.accepted[mine].sum()))
+                self.metrics.record_drafter(drafter.drafter_id, *sums)
 
     def _end(self, output: RowOutput) -> None:
         row, table = self._row_of[output.request_id], self._table

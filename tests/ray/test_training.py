@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import ray
 
+from specactor_ray import Rollout
 from specactor_ray.config import load_config
+from specactor_ray.messages import WeightSet
 from specactor_ray.observability.console import make_console
 from specactor_ray.training.loop import TrainOutcome, train
 from specactor_ray.training.run_folder import read_metrics
@@ -166,23 +168,36 @@ def test_drafts_change_nothing_that_is_learnt(learnt: list[dict[str, Any]], task
     assert all(record["gap"]["mean"] < 1e-4 for record in (*learnt, *plain))
 
 
+def versions_in_use(rollout: Rollout) -> set[int]:
+    """Of the weights that draft actors have."""
+    return {row["weight_version"] for row in rollout.status() if row["kind"] == "drafter"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["decoupled", "coupled"])
 def test_a_head_learns_while_training_goes_on_and_changes_nothing_that_is_learnt(
-    mode: str, learnt: list[dict[str, Any]], tasks: Path, tmp_path: Path
+    mode: str, learnt: list[dict[str, Any]], tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     online = "{where: trainer, steps_per_version: 2, learning_rate: 0.001, batch_tokens: 128, depths: 2}"
     head = f"drafters=[{{method: eagle, model: {tiny.tiny_eagle()}, kv_cache_gb: 0.02, online: {online}}}]"
     always = (f"mode={mode}", "speculation.verify=all", "speculation.draft_wait_s=0.5")
+    versions, update_drafter = list[int](), Rollout.update_drafter
+
+    def update(rollout: Rollout, method: str, weights: WeightSet) -> None:
+        update_drafter(rollout, method, weights)
+        versions.append(weights.version)
+        end = time.monotonic() + 60.0
+        while mode == "decoupled" and weights.version not in versions_in_use(rollout):
+            assert time.monotonic() < end, f"version {weights.version} has not arrived"
+            time.sleep(0.1)
+
+    monkeypatch.setattr(Rollout, "update_drafter", update)
     outcome = run(settings(tasks, tmp_path, "taught", head, "trainer.steps=2", *always))
     done = records(outcome.folder)
-    figures = [record["drafter"]["eagle"] for record in done]
-    versions = [figure["version"] for figure in figures]
-    assert versions[0] == 0 and versions == sorted(versions) and versions[-1] > 0, figures
-    assert all(0.0 < figure["acceptance"] <= 1.0 for figure in figures)
-    written = dict(numbers(done[-1]))
-    assert written["drafter/eagle/version"] == versions[-1]
-    assert written["drafter/eagle/acceptance"] == figures[-1]["acceptance"]
-    table = json.loads((outcome.folder / "summary.json").read_text())["totals"]["drafters"]["eagle"]
-    assert {int(version) for version in table} == {int(v) for figure in figures for v in figure["by_version"]}
+    assert len(versions) == 2 and 0 < versions[0] < versions[1]
+    figures = [record["speed"]["by_method"]["eagle"] for record in done]
+    assert all(0 < accepted <= drafted for drafted, accepted in figures)
+    assert dict(numbers(done[-1]))["speed/acceptance_rate/eagle"] == figures[-1][1] / figures[-1][0]
+    table = json.loads((outcome.folder / "summary.json").read_text())["totals"]["drafters"]
+    assert table == {"eagle": [sum(column) for column in zip(*figures, strict=True)]}
     assert [record["train"] for record in done] == [record["train"] for record in learnt[:2]]

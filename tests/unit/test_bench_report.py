@@ -322,12 +322,12 @@ class TestStatus:
         assert ladder_table(self.ROWS) is None
 
         def row(drafted: float, acceptance: float) -> dict[str, Any]:
-            standing = {"drafted": drafted, "acceptance": acceptance, "guessing": 0.5, "tgs": 31.5}
+            standing = {"drafted": drafted, "acceptance": acceptance, "tgs": 31.5}
             rung = {"token_s": 0.002, "buckets": {"0-63": standing, "64-255": {**standing, "drafted": 0.0}}}
             return {"counters": {"ladder": {"methods": {"eagle": rung}}}}
 
         text = rendered(ladder_table([row(10.0, 0.25), row(400.0, 0.625), {"counters": None}]))
-        for expected in ("eagle", "0-63", "62.5%", "50%", "2.00", "31.5"):
+        for expected in ("eagle", "0-63", "62.5%", "2.00", "31.5"):
             assert expected in text
         assert "64-255" not in text and "25.0%" not in text
 

@@ -287,12 +287,12 @@ class TestRangesAndContradictions:
             (["cluster.health_timeout_s=1"], "cluster.health_timeout_s", "health_interval_s"),
             (["speculation.window=0"], "speculation.window", "1 to 128"),
             (["speculation.window=129"], "speculation.window", "1 to 128"),
-            (["speculation.draft_wait_s=-0.1"], "speculation.draft_wait_s", "null"),
+            (["speculation.draft_wait_s=null"], "speculation.draft_wait_s", "a number"),
+            (["speculation.draft_wait_s=-0.1"], "speculation.draft_wait_s", "use 0 (never wait)"),
             (["drafters=[" + ",".join(f"{{method: 'm:C{i}'}}" for i in range(9)) + "]"], "drafters", "take some out"),
             (["speculation.race_below=0"], "speculation.race_below", "1 or more"),
             (["speculation.race=always", "speculation.race_below=4"], "speculation.race_below", "race=tail"),
             (["speculation.verifiers_per_group=-1"], "speculation.verifiers_per_group", "0 or more"),
-            (["speculation.coupled_wait_s=0"], "speculation.coupled_wait_s", "above 0"),
             (["sampling.temperature=-1"], "sampling.temperature", ""),
             (["sampling.top_p=0"], "sampling.top_p", ""),
             (["sampling.top_k=-1"], "sampling.top_k", ""),
@@ -353,7 +353,7 @@ class TestRangesAndContradictions:
         "items",
         [
             [NGRAM, "drafters.0.replicas=0"],
-            [NGRAM, "speculation.window=128", "speculation.draft_wait_s=0"],
+            [NGRAM, "speculation.window=128", "speculation.draft_wait_s=1e3"],
             [NGRAM, "mode=plain"],
             [NGRAM, "drafters.0.cores=0.25", "speculation.lend=false"],
             [NGRAM, "drafters.0.cores=2", "speculation.lend=null"],
@@ -405,12 +405,12 @@ class TestWriting:
         name=st.one_of(st.none(), st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)),
         folder=st.text(st.characters(codec="utf-8", exclude_characters="$\\\0", exclude_categories=["C"]), min_size=1),
         window=st.integers(1, 128),
-        wait=st.one_of(st.none(), st.floats(0, 1e3)),
+        wait=st.floats(0, 1e3),
         mode=st.sampled_from(ModeName),
         layers=st.lists(st.integers(0, 99), unique=True),
     )
     def test_yaml_round_trip(
-        self, name: str | None, folder: str, window: int, wait: float | None, mode: ModeName, layers: list[int]
+        self, name: str | None, folder: str, window: int, wait: float, mode: ModeName, layers: list[int]
     ) -> None:
         if not folder.strip():
             folder = "runs"

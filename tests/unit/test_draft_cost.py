@@ -83,17 +83,15 @@ def test_tails_carry_what_the_drafter_measured() -> None:
     assert not loop.run_once()
 
 
-def test_tails_are_told_token_by_token_and_say_when_they_are_complete() -> None:
+def test_tails_are_told_token_by_token_until_they_fill_the_window() -> None:
     loop, told = loop_of(DraftModelProposer(tiny_model()))
     loop.deliver(news([opening(0, prompt=(1, 2, 3), max_tokens=50)]))
     while loop.run_once():
         pass
-    assert [(batch.lengths.tolist(), batch.complete.tolist()) for batch in told] == [
-        ([length], [length == 4]) for length in (1, 2, 3, 4)
-    ]
-    loop.deliver(news(commits=[(0, 0, told[3].tokens[:1].tolist(), 3)]))
+    assert [batch.lengths.tolist() for batch in told] == [[1], [2], [3], [4]]
+    loop.deliver(news(commits=[(0, 0, told[3].tokens[:1].tolist())]))
     while loop.run_once():
         pass
-    (left,) = told[4:]
-    assert left.bases.tolist() == [1] and left.complete.all(), "what a commit leaves of a tail may fill the window, too"
-    assert left.tokens.tolist() == told[3].tokens[1:].tolist()
+    (lengthened,) = told[4:]
+    assert lengthened.bases.tolist() == [1] and lengthened.lengths.tolist() == [4]
+    assert lengthened.tokens[:3].tolist() == told[3].tokens[1:].tolist(), "what a commit leaves of a tail stays"

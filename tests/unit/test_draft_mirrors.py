@@ -33,9 +33,9 @@ class Picky(NgramProposer):
         super().open(request_id, prompt, committed, sampling, window)
         self._break("open", request_id)
 
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
         self._break("commit", request_id)
-        return super().commit(request_id, start, token_ids, window)
+        return super().commit(request_id, start, token_ids)
 
     def add_features(self, request_id: str, features: Sequence[Features]) -> None:
         self._break("features", request_id)
@@ -66,7 +66,7 @@ def test_what_fails_costs_one_request(fails: str, lost: bool, caplog: pytest.Log
     features = tuple((row, (Features(5, np.zeros((1, 2), np.float32)),)) for row in range(2))
     loop.deliver(news([opening(0, "good"), opening(1, "bad")]))
     loop.run_once()
-    loop.deliver(news(commits=[(0, 0, [2], 4), (1, 0, [2], 4)], features=features))
+    loop.deliver(news(commits=[(0, 0, [2]), (1, 0, [2])], features=features))
     loop.run_once()
     assert loop.snapshot()["open_requests"] == (1 if lost else 2)
     loop.deliver(news(closed=[(1, True)]))
@@ -79,9 +79,9 @@ def test_what_fails_costs_one_request(fails: str, lost: bool, caplog: pytest.Log
 
 def test_what_is_unknown_or_has_a_gap_is_asked_for_again() -> None:
     loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
-    loop.deliver(news([opening(0)], commits=[(7, 0, [2], 4)]))
+    loop.deliver(news([opening(0)], commits=[(7, 0, [2])]))
     loop.run_once()
-    loop.deliver(news(commits=[(0, 3, [2], 4)]))
+    loop.deliver(news(commits=[(0, 3, [2])]))
     loop.run_once()
     assert [batch.lost for batch in told] == [((7, 1),), ((0, 1),)] and loop.snapshot()["resyncs"] == 2
     loop.deliver(news([opening(0)]))
@@ -132,5 +132,5 @@ def test_requests_of_a_verifier_that_is_cut_off_are_dropped() -> None:
     loop.deliver(news([opening(0)]))
     assert open_at(loop) == 1
     for _ in range(MOST_MALFORMED + 1):
-        loop.deliver(news(commits=[(0, -1, [2], 4)]))
+        loop.deliver(news(commits=[(0, -1, [2])]))
     assert open_at(loop) == 0

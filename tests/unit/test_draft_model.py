@@ -67,8 +67,8 @@ def test_tails_after_any_history_are_those_of_a_fresh_model(reference: torch.nn.
             fresh = list(tail[: rng.randint(0, len(tail))]) + [rng.randrange(400) for _ in range(rng.randint(0, 2))]
             if not fresh:
                 continue
-            assert drafter.commit(f"r{i}", len(committed[i]), fresh, window=5)
-            assert drafter.commit(f"r{i}", len(committed[i]), fresh, window=5), "a repeated commit is harmless"
+            assert drafter.commit(f"r{i}", len(committed[i]), fresh)
+            assert drafter.commit(f"r{i}", len(committed[i]), fresh), "a repeated commit is harmless"
             committed[i] += fresh
     extend_fully(drafter)
     for i, prompt in enumerate(prompts):
@@ -82,10 +82,10 @@ def test_tails_after_any_history_are_those_of_a_fresh_model(reference: torch.nn.
 
 def test_a_gap_or_an_unknown_request_asks_for_a_resync() -> None:
     drafter = proposer()
-    assert not drafter.commit("nobody", 0, [1], 4)
+    assert not drafter.commit("nobody", 0, [1])
     drafter.open("r", (5, 6, 7), (), SamplingParams(), 4)
-    assert not drafter.commit("r", 3, [1], 4)
-    assert drafter.commit("r", 0, [1], 4)
+    assert not drafter.commit("r", 3, [1])
+    assert drafter.commit("r", 0, [1])
 
 
 def test_requests_beyond_the_limit_are_answered_with_no_guess() -> None:
@@ -94,7 +94,7 @@ def test_requests_beyond_the_limit_are_answered_with_no_guess() -> None:
         drafter.open(name, (5, 6, 7), (), SamplingParams(max_tokens=20), 3)
     extend_fully(drafter)
     assert len(drafter.tail("a")[1]) == 3 and drafter.tail("b") == (0, ())
-    assert drafter.commit("b", 0, [9], 3)
+    assert drafter.commit("b", 0, [9])
     assert drafter.extend() == ["b"], "each commit is answered once"
     assert drafter.extend() == []
 
@@ -135,7 +135,7 @@ def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(reference: t
     extend_fully(drafter)
     for i in (0, 2):
         assert drafter.tail(f"r{i}")[1] == expected_tail(reference, prompts[i], [], samplings[i], 5)
-    assert drafter.commit("r1", 0, [9], 5)
+    assert drafter.commit("r1", 0, [9])
     assert drafter.extend() == ["r1"], "each further commit is answered"
     for i in range(3):
         drafter.close(f"r{i}")
@@ -161,7 +161,7 @@ def test_new_weights_drop_tails_of_the_old_ones(reference: torch.nn.Module) -> N
         for parameter in changed.parameters():
             parameter.mul_(1.2)
     drafter.load_weights(3, changed.state_dict())
-    assert drafter.weight_version == 3 and drafter.tail("r")[1] == ()
+    assert drafter.tail("r")[1] == ()
     extend_fully(drafter)
     assert drafter.tail("r")[1] == expected_tail(changed, prompt, [], sampling, 4)
 

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch
 from specactor_ray.drafter_training.eagle_unroll import EagleBatch, unroll
-from specactor_ray.drafters import eagle
 from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.messages import Features, SamplingParams
@@ -95,7 +94,7 @@ class Sequence:
     def commit(self, drafter: EagleProposer, fresh: list[int], repeat: int = 0) -> None:
         start = len(self.output)
         self.output += fresh
-        assert drafter.commit(self.name, start, fresh, WINDOW)
+        assert drafter.commit(self.name, start, fresh)
         drafter.add_features(self.name, self.new_features(repeat))
 
 
@@ -172,8 +171,8 @@ def test_limits_are_answered_quietly() -> None:
         request.commit(drafter, [9])
     extend_fully(drafter)
     assert len(drafter.tail(first.name)[1]) == WINDOW and drafter.tail(second.name) == (1, ())
-    assert not drafter.commit("nobody", 0, [1], WINDOW)
-    assert not drafter.commit(first.name, 5, [1], WINDOW), "a gap asks for a fresh open"
+    assert not drafter.commit("nobody", 0, [1])
+    assert not drafter.commit(first.name, 5, [1]), "a gap asks for a fresh open"
     with pytest.raises(ValueError, match="the head reads 192"):
         drafter.add_features(first.name, [Features(0, states_of(50, 0, width=64))])
 
@@ -430,47 +429,4 @@ def test_new_weights_take_effect_in_a_running_head() -> None:
     request.commit(drafter, [9])
     extend_fully(drafter)
     expected = expected_tail(other, request.states, request.tokens, len(request.prompt), request.sampling)
-    assert drafter.tail(request.name)[1] == expected and drafter.weight_version == 3
-
-
-def test_a_request_that_is_not_drafted_for_costs_no_forward_until_it_is_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, request = EagleProposer(EagleRunner(head(), 4 << 20)), Sequence(1, 0.0)
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    request.commit(drafter, [5])
-    extend_fully(drafter)
-    forward, calls = EagleRunner.forward, list[int]()
-    monkeypatch.setattr(EagleRunner, "forward", lambda self, chunks: calls.append(1) or forward(self, chunks))
-    for fresh in ([7], [8, 9], [10]):
-        start = len(request.output)
-        request.output += fresh
-        assert drafter.commit(request.name, start, fresh, 0)
-        drafter.add_features(request.name, request.new_features())
-        assert extend_fully(drafter) == [request.name], "every commit is answered"
-        assert drafter.tail(request.name)[1] == ()
-    assert not calls
-    request.commit(drafter, [11])
-    extend_fully(drafter)
-    expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
-    assert calls and drafter.tail(request.name)[1] == expected
-
-
-def test_states_of_a_request_that_is_not_drafted_for_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eagle, "_MOST_UNREAD", 10)
-    drafter, request = EagleProposer(EagleRunner(head(), 4 << 20)), Sequence(1, 0.0)
-    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    request.commit(drafter, [5])
-    extend_fully(drafter)
-    for step in range(20):
-        start, fresh = len(request.output), [7 + step, 9]
-        request.output += fresh
-        assert drafter.commit(request.name, start, fresh, 0)
-        drafter.add_features(request.name, request.new_features())
-        extend_fully(drafter)
-        entry = drafter._entries[request.name]
-        assert sum(len(span.states) for span in entry.unread) <= 10
-    request.commit(drafter, [11])
-    extend_fully(drafter)
-    first = len(request.tokens) - 1 - 11
-    assert drafter._entries[request.name].first == first, "ten states from before, and that of the last commit"
-    expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling, first)
     assert drafter.tail(request.name)[1] == expected

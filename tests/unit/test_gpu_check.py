@@ -142,13 +142,13 @@ def test_an_oracle_is_right_as_often_as_it_is_told() -> None:
 
 def test_an_oracle_follows_commits_to_the_end_of_the_output() -> None:
     oracle = OracleProposer({"r": [5, 6, 7]}, 1.0, 100)
-    assert not oracle.commit("r", 0, [5], 4), "not open"
+    assert not oracle.commit("r", 0, [5]), "not open"
     oracle.open("r", (1,), (), SamplingParams(), 2)
     oracle.extend()
     assert oracle.tail("r") == (0, (5, 6))
-    assert oracle.commit("r", 0, [5], 2) and oracle.extend() == ["r"] and oracle.tail("r") == (1, (6, 7))
-    assert not oracle.commit("r", 3, [9], 2), "a gap"
-    assert oracle.commit("r", 1, [8], 2) and oracle.extend() == ["r"]
+    assert oracle.commit("r", 0, [5]) and oracle.extend() == ["r"] and oracle.tail("r") == (1, (6, 7))
+    assert not oracle.commit("r", 3, [9]), "a gap"
+    assert oracle.commit("r", 1, [8]) and oracle.extend() == ["r"]
     assert oracle.tail("r") == (2, (7,)), "after another token the guess is that of the position"
     oracle.close("r")
     assert oracle.extend() == []

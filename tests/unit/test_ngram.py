@@ -104,7 +104,7 @@ def test_tails_are_those_of_the_rule(low, extra, history_tokens, most, known_pro
     with mock.patch.object(suffix_index, "MAX_CANDIDATES", most):
         proposer = NgramProposer(low, high, history_tokens)
         reference = Reference(low, high, history_tokens, most)
-        open_requests: dict[str, tuple[tuple[int, ...], list[int], list[int], list[int]]] = {}
+        open_requests: dict[str, tuple[tuple[int, ...], list[int], list[int], int]] = {}
         dirty: list[str] = []
         for number, output in enumerate(outputs):
             prompt = known_prompts[number % len(known_prompts)]
@@ -115,13 +115,13 @@ def test_tails_are_those_of_the_rule(low, extra, history_tokens, most, known_pro
             if name == "open":
                 prompt = known_prompts[which % len(known_prompts)]
                 proposer.open(request, prompt, ids, SAMPLING, number)
-                open_requests[request] = (prompt, list(ids), [], [number])
+                open_requests[request] = (prompt, list(ids), [], number)
                 dirty = [r for r in dirty if r != request] + [request]
             elif name == "extend":
                 assert proposer.extend() == dirty
                 for each in dirty:
                     prompt, committed, tail, window = open_requests[each]
-                    reference.fill(prompt, committed, tail, window[0])
+                    reference.fill(prompt, committed, tail, window)
                 dirty = []
             elif name in ("close", "cancel"):
                 proposer.close(request, finished=name == "close")
@@ -130,29 +130,24 @@ def test_tails_are_those_of_the_rule(low, extra, history_tokens, most, known_pro
                 if closed and name == "close":
                     reference.record(closed[0], closed[1])
             elif request not in open_requests:
-                assert proposer.commit(request, 0, ids, number) is False
+                assert proposer.commit(request, 0, ids) is False
             else:
-                _, committed, tail, window = open_requests[request]
+                _, committed, tail, _ = open_requests[request]
                 base = len(committed)
                 if name == "gap":
-                    assert proposer.commit(request, base + 1 + which, ids, number) is False
+                    assert proposer.commit(request, base + 1 + which, ids) is False
                 elif name == "late":
                     start, end = max(0, base - number), max(0, base - which)
-                    reach = max(start, end)
-                    assert proposer.commit(request, start, committed[start:end], 3) is True
-                    if reach == base:
-                        dirty += [request] if window[0] < 3 and request not in dirty else []
-                        window[0] = 3
+                    assert proposer.commit(request, start, committed[start:end]) is True
                 else:
                     # Half of the commits agree with the tail, as far as they go.
                     fresh = (tail + ids)[:number] if which else ids
                     overlap = min(base, which)
-                    assert proposer.commit(request, base - overlap, committed[base - overlap :] + fresh, 5) is True
+                    assert proposer.commit(request, base - overlap, committed[base - overlap :] + fresh) is True
                     tail[:] = tail[len(fresh) :] if tail[: len(fresh)] == fresh[: len(tail)] else []
                     committed.extend(fresh)
-                    if (fresh or window[0] < 5) and request not in dirty:
+                    if fresh and request not in dirty:
                         dirty.append(request)
-                    window[0] = 5
             for each, (_, committed, tail, _) in open_requests.items():
                 assert proposer.tail(each) == (len(committed), tuple(tail))
                 assert proposer.pending(each) == (each in dirty)
@@ -167,9 +162,11 @@ def drafted(proposer: NgramProposer, request_id: str = "r") -> list[int]:
 
 def test_it_is_a_proposer() -> None:
     proposer: Proposer = NgramProposer()
-    assert (proposer.method, proposer.vocab_size, proposer.weight_version) == ("ngram", None, 0)
+    assert (proposer.method, proposer.vocab_size) == ("ngram", None)
+    proposer.open("r", [1, 2, 3, 1, 2], [], SAMPLING, 2)
+    proposer.extend()
     proposer.load_weights(3, {})
-    assert proposer.weight_version == 3
+    assert proposer.tail("r") == (0, (3, 1)), "it has no weights"
 
 
 def test_copies_what_followed_the_longest_match() -> None:
@@ -194,11 +191,11 @@ def test_refills_behind_a_surviving_tail_and_rolls_back_cleanly() -> None:
     proposer = NgramProposer(2, 8)
     proposer.open("r", [1, 2, 3, 4, 5, 6, 7, 8], [1, 2], SAMPLING, 3)
     assert drafted(proposer) == [3, 4, 5]
-    assert proposer.commit("r", 2, [3, 4], 3)
+    assert proposer.commit("r", 2, [3, 4])
     assert drafted(proposer) == [5, 6, 7]
-    assert proposer.commit("r", 4, [9], 3)
+    assert proposer.commit("r", 4, [9])
     assert drafted(proposer) == []
-    assert proposer.commit("r", 5, [1, 2], 3)
+    assert proposer.commit("r", 5, [1, 2])
     assert drafted(proposer) == [3, 4, 9], "the latest occurrence is the own output; the wrong 5, 6, 7 left no trace"
 
 
@@ -209,10 +206,10 @@ def test_every_commit_is_answered_once_also_without_a_guess() -> None:
     assert proposer.extend() == ["r"]
     assert not proposer.pending("r")
     assert proposer.extend() == []
-    proposer.commit("r", 0, [9], 4)
+    proposer.commit("r", 0, [9])
     assert proposer.extend() == ["r"]
     assert proposer.tail("r") == (1, ())
-    proposer.commit("r", 0, [9], 4)
+    proposer.commit("r", 0, [9])
     assert proposer.extend() == [], "a repeated commit asks nothing new"
 
 
@@ -297,12 +294,12 @@ def test_more_requests_than_places_are_refused_quietly() -> None:
     assert proposer.num_requests == 1
     assert proposer.extend() == ["a", "b"]
     assert proposer.tail("b") == (1, ())
-    assert proposer.commit("nobody", 1, [1, 2], 2) is False
-    assert proposer.commit("b", 1, [1, 2], 2) is True
+    assert proposer.commit("nobody", 1, [1, 2]) is False
+    assert proposer.commit("b", 1, [1, 2]) is True
     assert proposer.extend() == ["b"]
     assert proposer.tail("b") == (3, ())
     proposer.close("a")
-    assert proposer.commit("b", 3, [3], 2) is False, "now there is a place: ask to open it"
+    assert proposer.commit("b", 3, [3]) is False, "now there is a place: ask to open it"
     proposer.open("b", [1, 2, 3, 1, 2], [3, 1, 2, 3], SAMPLING, 2)
     assert drafted(proposer, "b") == [1, 2]
     for number in range(100):

@@ -72,7 +72,7 @@ class TestAcceptance:
                 while proposer.extend():
                     pass
                 row = engine.step({name: proposer.tail(name)[1]}).outputs[0]
-                proposer.commit(name, len(output), row.token_ids, WINDOW)
+                proposer.commit(name, len(output), row.token_ids)
                 output += row.token_ids
                 steps, accepted = steps + 1, accepted + row.num_accepted
             assert tuple(output) == one.output, "the recorded output is what the target says"
@@ -108,7 +108,7 @@ class TestAcceptance:
 class Oracle:
     """A proposer that looks the answer up by prompt and seed."""
 
-    method, vocab_size, weight_version = "oracle", None, 0
+    method, vocab_size = "oracle", None
 
     def __init__(self, answers: dict[tuple[int, ...], Any]) -> None:
         self._answers = answers
@@ -119,7 +119,7 @@ class Oracle:
     def open(self, request_id: str, prompt: Any, committed: Any, sampling: SamplingParams, window: int) -> None:
         self.open_requests[request_id] = [self._answers[(*prompt, sampling.seed)], len(committed), window, False]
 
-    def commit(self, request_id: str, start: int, tokens: Any, window: int) -> bool:
+    def commit(self, request_id: str, start: int, tokens: Any) -> bool:
         request = self.open_requests[request_id]
         assert start == request[1]
         request[1], request[3] = start + len(tokens), False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.spec.policy import Seconds
 from specactor_ray.targets.base import StepResult
-from specactor_ray.verify.metrics import KEPT_VERSIONS, StepMetrics
+from specactor_ray.verify.metrics import StepMetrics
 
 
 def record_rows(metrics: StepMetrics, *rows: tuple[int, int, int, int]) -> None:
@@ -69,22 +68,3 @@ def test_positions_are_counted_separately_and_merge_at_any_length() -> None:
     assert parts[0]["drafted_by_position"] == [2, 1, 1, 1], "merging leaves the parts alone"
     assert sum(total.drafted_by_position) == total.drafted_tokens == 11
     assert (total.row_steps, total.supplied_row_steps, total.accepted_tokens) == (4, 3, 9)
-
-
-def test_acceptance_is_counted_by_version_and_only_the_newest_are_told_apart() -> None:
-    parts = []
-    for shift in (0, 1):
-        metrics = StepMetrics()
-        for version in range(3):
-            metrics.record_version("eagle", version + shift, 10, version)
-        metrics.record_version("ngram", 0, 4, 4)
-        parts.append(metrics.to_dict())
-    total = RolloutMetrics.merge(parts)
-    assert total.by_version == {"eagle": {0: [10, 0], 1: [20, 1], 2: [20, 3], 3: [10, 2]}, "ngram": {0: [8, 8]}}
-    assert parts[0]["by_version"]["eagle"] == {0: [10, 0], 1: [10, 1], 2: [10, 2]}, "merging leaves the parts alone"
-    assert total.to_dict()["by_version"]["eagle"][3] == [10, 2]
-    rng = random.Random(0)
-    for version in rng.sample(range(100_000), 3 * KEPT_VERSIONS):
-        metrics.record_version("liar", version, 1, 0)
-    kept = metrics.to_dict()["by_version"]["liar"]
-    assert len(kept) == KEPT_VERSIONS

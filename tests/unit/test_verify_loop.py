@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from specactor_ray.config.schema import SpeculationConfig
+from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.loops.attempts import EndedAttempts
 from specactor_ray.messages import Finished, Progress, Refused, SamplingParams, ToRollout
+from specactor_ray.queues.link import Link
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
+from specactor_ray.verify.seat import DrafterLink
+from tests import virtual
 from tests.batches import news, opening
 from tests.clocks import HandClock
 from tests.tiny import tiny_target
 from tests.unit.engine_conformance import requests
-from tests.unit.test_loops import engine, truth_of
+from tests.unit.test_loops import engine, ragged, truth_of
 
 torch.set_num_threads(1)
 
@@ -30,7 +36,7 @@ class Verifier:
 
     def __init__(self) -> None:
         self.clock, self.engine = HandClock(), engine()
-        drafting = Drafting("v0", False, SpeculationConfig(), self.engine.vocab_size, self.clock)
+        drafting = Drafting("v0", False, SpeculationConfig(), self.engine.vocab_size)
         self.loop = VerifyLoop(self.engine, drafting, clock=self.clock)
         self.events: list[ToRollout] = []
 
@@ -237,3 +243,75 @@ def test_a_draft_loop_has_a_heartbeat_too() -> None:
     assert seen == [45.0, 45.0]
     clock.seconds += 5.0
     assert (loop.snapshot()["busy_s"], loop.snapshot()["extends"]) == (0.0, 1)
+
+
+# ---- waits for drafters in other processes, on virtual time ----
+
+LINK_S, STEP_S = 0.01, 0.001
+"""A message takes so long in either direction, and a step; models take no time."""
+
+
+def decode(deaf: bool = False, **speculation: Any) -> dict[str, Any]:
+    """Counters after one request, with the target as its own drafter, which may hear nothing."""
+    bench, target = virtual.Bench(), engine()
+    kernel, clock = bench.kernel, bench.clock
+    drafting = Drafting("v0", False, SpeculationConfig(**speculation), target.vocab_size)
+    loop = VerifyLoop(target, drafting, clock=clock)
+    twin = DraftLoop("twin", DraftModelProposer(ragged(tiny_target())), clock)
+
+    def link(deliver: Callable[[Any], None]) -> Link[Any]:
+        def send(message: object) -> Future[None]:
+            sent = Future[None]()
+
+            def arrive() -> None:
+                deliver(message)
+                sent.set_result(None)
+
+            kernel.at(kernel.now + LINK_S, arrive)
+            return sent
+
+        return Link(send, clock=clock)
+
+    def body() -> None:
+        clock.spawn(twin.run, "draft")
+        loop.submit([one()])
+        loop.run_once()
+        while target.has_work():
+            clock.sleep(STEP_S)
+            loop.run_once()
+
+    loop.set_drafters({"twin": DrafterLink("draft_model", 8, link(deaf_ear if deaf else twin.deliver))})
+    twin.set_verifiers({"v0": link(loop.deliver)})
+    bench.run(body)
+    events = loop.poll(0, 0.0)[1]
+    assert [token for event in events if isinstance(event, Progress) for token in event.tokens] == truth_of([one()])[
+        "r0"
+    ]
+    return loop.snapshot()
+
+
+def deaf_ear(message: object) -> None:
+    """What arrives here is not heard."""
+
+
+def test_by_default_nobody_waits_for_a_drafter_of_another_process() -> None:
+    counters = decode()
+    assert counters["waiting_s"] == counters["drafted_tokens"] == 0, "its drafts always come too late"
+
+
+def test_a_step_waits_for_first_tokens_if_it_is_told_how_long() -> None:
+    counters = decode(draft_wait_s=0.5, verify=VerifyPolicy.all)
+    assert counters["accepted_tokens"] > 0.5 * counters["committed_tokens"]
+    assert 2 * LINK_S <= counters["waiting_s"] <= 2 * LINK_S * counters["steps"], "no longer than for an answer"
+
+
+def test_a_drafter_that_is_silent_is_waited_for_as_long_as_that() -> None:
+    counters = decode(deaf=True, draft_wait_s=0.5, verify=VerifyPolicy.all)
+    assert counters["steps"] == counters["committed_tokens"] > 1
+    assert counters["waiting_s"] == pytest.approx(0.5 * (counters["steps"] - 1)), "the first step reads the prompt"
+
+
+def test_drafts_that_are_waited_for_in_vain_are_left_alone() -> None:
+    counters = decode(deaf=True, draft_wait_s=0.5)
+    assert 0 < counters["suspended_steps"] < counters["steps"]
+    assert counters["waiting_s"] <= 0.5 * (counters["steps"] - counters["suspended_steps"])

@@ -48,7 +48,7 @@ def config(mode: str, drafters: list[dict[str, Any]], backend: str = "vllm", ver
         "target": {**target, "backend": backend, "replicas": verifiers},
         "drafters": drafters,
         "cluster": {"address": "local", "pin_cores": False, "health_interval_s": 0.5, "health_timeout_s": 5.0},
-        "speculation": {"window": 6, "verify": "all", "draft_wait_s": 0.02, "coupled_wait_s": 0.5},
+        "speculation": {"window": 6, "verify": "all", "draft_wait_s": 0.02},
     }
     return from_mapping(settings)
 

@@ -24,15 +24,14 @@ from specactor_ray.benchmarks.gpu_check.settings import EndToEndGrid
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.messages import Finished, Mode, Progress, SamplingParams
+from specactor_ray.messages import CommitBatch, Finished, Mode, Progress, SamplingParams
 from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.inline import InlineDrafter, link_to
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.seat import DrafterLink
+from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 
 _VERIFIER, _DRAFTER = "verifier-0", "oracle-0"
 _STEP_TOKENS = 2048
@@ -137,14 +136,14 @@ def _loop(
         yield VerifyLoop(engine, drafting)
         return
     drafter = DraftLoop(_DRAFTER, oracle)
-    inline = mode is Mode.COUPLED
-    link = DrafterLink(oracle.method, window, link_to(drafter), looks_up=True, inline=inline)
-    if inline:
-        yield VerifyLoop(engine, drafting, [InlineDrafter(drafter, link)])
+    link: Link[CommitBatch] = Link(direct_sender(drafter.deliver))
+    if mode is Mode.COUPLED:
+        hosted = HostedDrafter(oracle.method, window, link, looks_up=True, loop=drafter)
+        yield VerifyLoop(engine, drafting, [hosted])
         return
     verifier = VerifyLoop(engine, drafting)
     drafter.set_verifiers({_VERIFIER: Link(direct_sender(verifier.deliver))})
-    verifier.set_drafters({_DRAFTER: link})
+    verifier.set_drafters({_DRAFTER: DrafterLink(oracle.method, window, link, looks_up=True)})
     thread = threading.Thread(target=drafter.run, name="draft", daemon=True)
     thread.start()
     try:

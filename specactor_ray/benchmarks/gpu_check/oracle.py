@@ -25,7 +25,6 @@ class OracleProposer(RowProposer):
     """
 
     method = "oracle"
-    weight_version = 0
 
     def __init__(self, outputs: Mapping[str, Sequence[int]], accuracy: float, vocab_size: int, seed: int = 0) -> None:
         self.vocab_size: int | None = vocab_size
@@ -47,9 +46,9 @@ class OracleProposer(RowProposer):
         self._mirrors[request_id] = RequestMirror(prompt_token_ids, committed_token_ids, sampling, window)
         self._unanswered[request_id] = None
 
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int], window: int) -> bool:
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
         mirror = self._mirrors.get(request_id)
-        if mirror is None or not mirror.commit(start, token_ids, window).ok:
+        if mirror is None or not mirror.commit(start, token_ids).ok:
             return False
         self._unanswered[request_id] = None
         return True
@@ -75,4 +74,4 @@ class OracleProposer(RowProposer):
         self._unanswered.pop(request_id, None)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        self.weight_version = version
+        """There are none."""

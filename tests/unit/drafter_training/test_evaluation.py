@@ -49,7 +49,7 @@ def coupled(engine: HfEngine, proposer: Proposer, record: Record, window: int) -
                 proposer.extend()
             tails[decoding] = proposer.tail(request_id)[1]
         for output in engine.step(tails).outputs:
-            assert proposer.commit(request_id, output.start, output.token_ids, window)
+            assert proposer.commit(request_id, output.start, output.token_ids)
             tokens += output.token_ids
             if tails:
                 counts.steps += 1

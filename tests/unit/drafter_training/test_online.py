@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Sequence
@@ -17,12 +18,16 @@ from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch, new_head
 from specactor_ray.drafter_training.eagle_unroll import unroll_loss
 from specactor_ray.drafter_training.online import EagleLearner, choose_samples, load_learner
+from specactor_ray.drafters.base import Proposer, ReadsFeatures
+from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.drafters.registry import build_proposer
+from specactor_ray.messages import Features, SamplingParams
 from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
 from specactor_ray.modeling.eagle_head import EagleHead
+from specactor_ray.modeling.eagle_runner import EagleRunner
 from specactor_ray.modeling.loading import load_model
 from specactor_ray.modeling.ragged_model import HEAD_INPUT
-from specactor_ray.modeling.wire import from_wire
+from specactor_ray.modeling.wire import from_wire, to_wire
 from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.drafter_training.recorded import make_engine
 from tests.unit.engine_conformance import requests, run
@@ -164,6 +169,20 @@ def test_samples_are_chosen_up_to_the_room_there_is(lengths: list[int], room: in
     assert all(total + length > room for length in left), "whatever fits is taken"
 
 
+def tails_of(proposer: Proposer, rollouts: Sequence[EagleExample]) -> list[list[int]]:
+    """What is drafted behind some rollouts."""
+    tails = []
+    for one in rollouts[:12]:
+        proposer.open("r", one.token_ids, (), SamplingParams(temperature=0.0), 4)
+        assert isinstance(proposer, ReadsFeatures)
+        proposer.add_features("r", [Features(0, to_wire(one.states))])
+        while proposer.extend():
+            pass
+        tails.append(proposer.tails(["r"]).tokens.tolist())
+        proposer.close("r", finished=False)
+    return tails
+
+
 def test_what_a_learner_has_learned_fits_the_running_head(rollouts: list[EagleExample]) -> None:
     target = TargetConfig(model=str(tiny_target()))
     drafter = DrafterConfig(method="eagle", model=str(tiny_eagle()), kv_cache_gb=0.01, online=SMALL)
@@ -173,5 +192,7 @@ def test_what_a_learner_has_learned_fits_the_running_head(rollouts: list[EagleEx
     assert all(torch.equal(weight, before[name]) for name, weight in learner.weights().items())
     learn(learner, without_teacher(rollouts[:4]))
     proposer = build_proposer(drafter, target, "cpu")
+    untaught = tails_of(proposer, rollouts)
     proposer.load_weights(6, learner.weights())
-    assert proposer.weight_version == 6
+    taught = EagleProposer(EagleRunner(copy.deepcopy(learner._head), 10 << 20))
+    assert tails_of(proposer, rollouts) == tails_of(taught, rollouts) != untaught

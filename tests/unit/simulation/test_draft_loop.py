@@ -16,7 +16,7 @@ class Broken(SimulatedProposer):
 
     def extend(self) -> list[str]:
         self._clock.work(0.1)
-        if self._mirrors:
+        if self._slots:
             raise RuntimeError("CUDA error")
         return []
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from specactor_ray.messages import SamplingParams, TailBatch
-from specactor_ray.spec._kernels import FATES
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.table import Committed, RequestTable
 from specactor_ray.targets.base import TargetRequest
@@ -21,7 +20,6 @@ class Claim(NamedTuple):
     generation: int
     base: int
     tokens: tuple[int, ...]
-    complete: bool = False
 
 
 def request(name: str, committed: Sequence[int] = (), max_tokens: int = 1000) -> TargetRequest:
@@ -32,27 +30,25 @@ def ints(values: Sequence[int]) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def batch(claims: Sequence[Claim], version: int = 0) -> TailBatch:
+def batch(claims: Sequence[Claim]) -> TailBatch:
     return TailBatch(
         "d",
         ints([claim.row for claim in claims]),
         ints([claim.generation for claim in claims]),
         ints([claim.base for claim in claims]),
         ints([len(claim.tokens) for claim in claims]),
-        np.array([claim.complete for claim in claims], np.bool_),
         ints([token for claim in claims for token in claim.tokens]),
-        version,
     )
 
 
-def say(table: RequestTable, seat: int, row: int, *tokens: int, base: int | None = None, complete: bool = False) -> int:
+def say(table: RequestTable, seat: int, row: int, *tokens: int, base: int | None = None) -> int:
     """A drafter says its tail of a request; returns what became of it (`_kernels.TAKEN`, ...)."""
     at = int(table.committed[row]) if base is None else base
-    claim = Claim(row, int(table.generation[row]), at, tokens, complete)
-    return int(table.take(seat, batch([claim]), 100)[: len(FATES)].argmax())
+    claim = Claim(row, int(table.generation[row]), at, tokens)
+    return int(table.take(seat, batch([claim]), 100).argmax())
 
 
-EVIDENCE = ("hits", "tries", "guesses", "answers")
+EVIDENCE = ("hits", "tries")
 """What `RequestTable.evidence` and `Acceptance.evidence` hold."""
 
 

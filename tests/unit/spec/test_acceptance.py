@@ -29,7 +29,7 @@ def one_seat(*committed: int, priors: dict[str, float] | None = None) -> tuple[R
     table.clear_seat(0, acceptance.number("eagle"))
     rows = [table.open(request(str(number), [1] * length)) for number, length in enumerate(committed)]
     for row in rows:
-        table.seat_row(0, row, 8)
+        table.assign(0, row)
     return table, acceptance, ints(rows)
 
 
@@ -74,26 +74,13 @@ def test_only_the_first_wrong_token_counts_as_a_miss() -> None:
     assert acceptance.probability(table, rows)[0, 0] == pytest.approx(0.6, abs=0.02)
 
 
-def test_guesses_count_only_where_the_drafter_knew_the_prefix() -> None:
-    table, acceptance, rows = one_seat(0, 0, 0)
-    assert acceptance.guessing(table, rows)[0] == pytest.approx([1.0] * 3), "of the unknown the best is hoped for"
-    for _ in range(30):
-        say(table, 0, rows[0], 1)
-        say(table, 0, rows[1])  # it knows the prefix and has no guess
-        commit(table, acceptance, {row: [1] for row in rows.tolist()})
-    overall = drawn(30, 60, 1.0)
-    average = drawn(30, 60, overall)
-    expected = [drawn(30, 30, average), drawn(0, 30, average), average]
-    assert acceptance.guessing(table, rows)[0] == pytest.approx(expected), "who is silent is late, not without a guess"
-
-
 def test_an_observation_counts_half_after_its_half_life_whatever_happens_since() -> None:
     table, acceptance, rows = one_seat(0, 0)
     observe(table, acceptance, rows[0], hits=0, misses=64)
     low = acceptance.probability(table, rows)[0]
     for _ in range(int(HALF_LIFE_STEPS)):
         acceptance.fade(table)
-    for evidence in (acceptance.evidence[1, 0, 0], table.evidence[1, 0, rows[0]], acceptance.evidence[3, 0, 0]):
+    for evidence in (acceptance.evidence[1, 0, 0], table.evidence[1, 0, rows[0]]):
         assert evidence == pytest.approx(32.0)
     half = drawn(0, 32, drawn(0, 32, drawn(0, 32, DEFAULT_PRIOR)))
     assert acceptance.probability(table, rows)[0, 0] == pytest.approx(half)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig
 from specactor_ray.spec.acceptance import Acceptance
-from specactor_ray.spec.assign import REVISE_EVERY, SWITCH_SHARE, Assigner, Worker, assign_race
+from specactor_ray.spec.assign import REVISE_EVERY, SWITCH_SHARE, Assigner, Worker, assign_race, draft_ladder
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.policy import Drafter, Policy
 from specactor_ray.spec.table import RequestTable
@@ -70,6 +70,13 @@ def test_its_invariants(stragglers, ranking, workers, serving):  # type: ignore[
             assert all(loads[n] >= worker.max_batch for n, worker in workers.items() if worker.method == method)
 
 
+@given(st.lists(st.lists(st.sampled_from([1.0, 2.0, 2.5, 9.0]), min_size=4, max_size=4), max_size=5))
+def test_the_ladder_of_each_request_is_its_own(promised: list[list[float]]) -> None:
+    ladders = draft_ladder(METHODS, np.array(promised).reshape(-1, 4).T)
+    assert ladders == [sorted(METHODS, key=lambda method: -rates[METHODS.index(method)]) for rates in promised]
+    assert draft_ladder([], np.zeros((0, 3))) == [[], [], []]
+
+
 # ---- the assigner ----
 
 
@@ -85,7 +92,7 @@ class Bench:
         for count in (1, 2, 4, 8, 16, 32, 64):
             cost.record(count, 0.05 + 0.0001 * count)
         config = SpeculationConfig(**{"race": RaceName.off, **speculation})
-        self.policy = Policy(config, self.table, self.acceptance, cost, coupled)
+        self.policy = Policy(config, self.table, self.acceptance, cost)
         self.assigner = Assigner(config, self.policy, coupled, 16)
         self.open: set[tuple[int, int]] = set()
         """(seat, row), by what drafters were told."""
@@ -100,7 +107,7 @@ class Bench:
 
     def remove(self, row: int) -> None:
         self.open = {pair for pair in self.open if pair[1] != row}
-        self.assigner.remove(row)
+        self.assigner.free()
         self.table.close(row)
         self.rows.remove(row)
 
@@ -110,13 +117,13 @@ class Bench:
             self.policy.drafters[seat : seat + 1] = [one]
             self.table.fit_seats(seat + 1)
             self.table.clear_seat(seat, self.acceptance.number(one.method))
-        self.told(self.assigner.set_drafters())
+        self.told(self.assigner.revise(level=True))
 
     def leave(self, seat: int) -> None:
         self.policy.drafters[seat] = None
         self.table.clear_seat(seat, 0)
         self.open = {pair for pair in self.open if pair[0] != seat}
-        self.told(self.assigner.set_drafters())
+        self.told(self.assigner.revise(level=True))
 
     def told(self, changes: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
         assert len({change[:2] for change in changes}) == len(changes), "closed and opened again at once"
@@ -140,6 +147,22 @@ class Bench:
 
     def seats(self, row: int) -> list[int]:
         return sorted(seat for seat, one in self.open if one == row)
+
+    def is_served(self, row: int) -> bool:
+        """The request has a base drafter that can be reached."""
+        seat = int(self.table.home[row])
+        assert seat < 0 or (seat, row) in self.open
+        drafter = self.policy.drafters[seat] if seat >= 0 else None
+        return drafter is not None and drafter.able
+
+    def is_level(self) -> bool:
+        """Drafters of one method have as many requests each, as far as there is room."""
+        able = [(one, load) for one, load in zip(self.policy.drafters, self.loads, strict=True) if one and one.able]
+        return not any(
+            one.method == peer.method and load + 1 < most and load < one.max_batch
+            for one, load in able
+            for peer, most in able
+        )
 
     @property
     def loads(self) -> list[int]:
@@ -186,13 +209,13 @@ def test_the_ladder_ranks_by_promised_speed_at_each_place() -> None:
     for method, p in (("eagle", 0.2), ("draft_model", 0.6), ("ngram", 0.95)):
         bench.acceptance.evidence[1, bench.acceptance.number(method), late] = 1e5
         bench.acceptance.evidence[0, bench.acceptance.number(method), late] = 1e5 * p
-    assert bench.assigner.rank(early) == ["eagle", "draft_model", "ngram"]
-    assert bench.assigner.rank(late) == ["ngram", "draft_model", "eagle"]
     rows = [bench.add("early"), bench.add("late", 1500)]
     bench.step()
     assert [bench.seats(row) for row in rows] == [[1, 2], [0, 2]], "lookups beside each, and never the base"
     bench.policy.drafters[1].token_s = 1.0  # type: ignore[union-attr]
-    assert bench.assigner.rank(early)[0] == "draft_model", "dear drafts are slow"
+    new = bench.add("new")
+    bench.step()
+    assert bench.seats(new) == [0, 2], "dear drafts are slow"
 
 
 def test_lookups_follow_all_they_have_room_for() -> None:
@@ -213,6 +236,14 @@ def test_newcomers_take_their_share() -> None:
     assert all(len(bench.seats(row)) == 1 for row in bench.rows)
     bench.leave(0)
     assert bench.loads == [0, 6, 1] and bench.step(2 * REVISE_EVERY) == []
+
+
+def test_who_has_one_request_more_than_another_has_its_share() -> None:
+    bench = Bench(*(drafter("eagle", number=number) for number in range(2)), requests=7)
+    bench.step()
+    before = bench.open.copy()
+    bench.join(drafter("draft_model"))
+    assert bench.open == before
 
 
 def test_requests_leave_a_drafter_that_is_out_of_reach_if_there_is_another() -> None:
@@ -312,9 +343,8 @@ def test_no_base_drafter_is_taken_away() -> None:
     bench.policy.drafters[0].able = False  # type: ignore[union-attr]
     new = bench.add("new")
     bench.step()
-    assert bench.seats(bench.rows[0]) == [0, 1] and not bench.seats(new), "the racer is all it has"
-    bench.step(2 * REVISE_EVERY)
-    assert bench.seats(bench.rows[0]) == [1] and not bench.seats(new), "and is its base from now on"
+    assert bench.seats(bench.rows[0]) == [1] and not bench.seats(new), "the racer is its base from now on"
+    assert bench.step(2 * REVISE_EVERY) == []
     bench.join(drafter("ngram"))
     bench.policy.drafters[2].able = False  # type: ignore[union-attr]
     assert bench.step(REVISE_EVERY) == [] and bench.loads == [0, 1, 2]
@@ -345,6 +375,18 @@ def test_base_and_racer_change_places_without_being_opened_again() -> None:
     assert bench.loads == [1, 2, 1], "a method once for each"
 
 
+def test_of_several_drafters_the_racer_becomes_the_base() -> None:
+    bench = Bench(drafter("eagle"), drafter("draft_model"), drafter("draft_model"), requests=2, race=RaceName.always)
+    fast, slow = bench.rows
+    bench.good("draft_model", 0.1)
+    bench.good("eagle", 0.9, [fast])
+    bench.good("eagle", 0.3, [slow])
+    bench.step()
+    assert (bench.seats(fast), bench.seats(slow)) == ([0, 2], [0, 1])
+    bench.policy.drafters[0].able = False  # type: ignore[union-attr]
+    assert bench.step(REVISE_EVERY) == [(0, fast, False), (0, slow, False)], "nobody has to read a request"
+
+
 def test_the_ladder_is_shown_as_plain_data() -> None:
     bench = Bench(drafter("eagle", token_s=0.003), drafter("ngram"), requests=2, race=RaceName.always)
     bench.acceptance.evidence[1, 0, 0], bench.acceptance.evidence[0, 0, 0] = 50.0, 40.0
@@ -364,6 +406,7 @@ def test_whatever_happens_room_is_kept_and_nobody_waits_beside_a_free_place(seed
     bench = Bench(race=race)
     joined = 0
     for _ in range(250):
+        served = set(filter(bench.is_served, bench.rows))
         match rng.choice(["add", "add", "remove", "join", "leave", "lose", "learn", "step", "step", "step", "step"]):
             case "add" if len(bench.rows) < 12:
                 bench.add(committed=rng.choice([0, 70, 3000]))
@@ -372,15 +415,20 @@ def test_whatever_happens_room_is_kept_and_nobody_waits_beside_a_free_place(seed
             case "join" if sum(one is not None for one in bench.policy.drafters) < 5:
                 joined += 1
                 bench.join(drafter(rng.choice(METHODS), rng.randint(1, 5), joined))
+                assert race is not RaceName.off or bench.is_level(), "drafters of a method share the load"
             case "leave" if any(bench.policy.drafters) and rng.random() < 0.5:
-                bench.leave(rng.choice([seat for seat, one in enumerate(bench.policy.drafters) if one is not None]))
+                seat = rng.choice([seat for seat, one in enumerate(bench.policy.drafters) if one is not None])
+                served -= {row for row in served if bench.table.home[row] == seat}
+                bench.leave(seat)
             case "lose" if any(bench.policy.drafters):
                 rng.choice([one for one in bench.policy.drafters if one is not None]).able = False
+                served.clear()
             case "learn" if bench.rows and bench.acceptance.methods:
                 bench.good(rng.choice(bench.acceptance.methods), rng.random(), rng.choice([None, bench.rows[:3]]))
             case "step":
                 decoding = rng.sample(bench.rows, rng.randint(0, len(bench.rows)))
                 bench.step(rng.choice([1, REVISE_EVERY]), decoding)
+        assert all(map(bench.is_served, served & set(bench.rows))), "a base drafter was taken away"
         of_row: dict[int, list[Drafter]] = defaultdict(list)
         for seat, row in bench.open:
             one = bench.policy.drafters[seat]

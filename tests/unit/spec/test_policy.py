@@ -1,4 +1,4 @@
-"""What is verified, what a step waits for and how far drafters run ahead, against brute force."""
+"""What is verified, and how far drafters draft that take turns with the verifier, against brute force."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.spec import _kernels
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import Drafter, Policy, Wait
+from specactor_ray.spec.policy import Drafter, Policy
 from specactor_ray.spec.table import RequestTable
 from specactor_ray.spec.tgs import geometric, taus
-from tests.unit.spec.tables import ints, request, say
+from tests.unit.spec.tables import commit, ints, request, say
 
 WINDOW = 8
-REMOTE = Drafter("d", "eagle", WINDOW, 64, token_s=0.001)
-INLINE = replace(REMOTE, inline=True)
-LOOKUP = Drafter("n", "ngram", WINDOW, 64, looks_up=True, inline=True, token_s=1e-5)
+MODEL = Drafter("d", "eagle", WINDOW, 64, token_s=0.001)
+LOOKUP = Drafter("n", "ngram", WINDOW, 64, looks_up=True, token_s=1e-5)
 
 
 def gained(p: float, length: int) -> float:
@@ -33,13 +32,12 @@ def gained(p: float, length: int) -> float:
 
 
 def chosen(
-    p: np.ndarray, supply: np.ndarray, room: np.ndarray, curve: np.ndarray, weight: np.ndarray | None = None
+    p: np.ndarray, supply: np.ndarray, room: np.ndarray, curve: np.ndarray
 ) -> tuple[float, list[int], list[int]]:
     """What `_kernels.choose` says; one seat where the arrays are flat."""
     p, supply = np.atleast_2d(p), np.atleast_2d(supply).astype(np.int32)
     seats, lengths = np.zeros(len(room), np.int32), np.zeros(len(room), np.int32)
-    weight = np.ones_like(p) if weight is None else np.atleast_2d(weight)
-    rate = _kernels.choose(p, weight, supply, room.astype(np.int32), curve, seats, lengths)
+    rate = _kernels.choose(p, supply, room.astype(np.int32), curve, seats, lengths)
     return rate, seats.tolist(), lengths.tolist()
 
 
@@ -48,14 +46,13 @@ def test_hardly_any_other_choice_commits_more_per_second(seed: int) -> None:
     """All lengths of a few requests, where positions cost the same or ever more."""
     rng = np.random.default_rng(seed)
     rows = int(rng.integers(1, 5))
-    p, weight = rng.uniform(0.02, 1.0, rows), rng.uniform(0.1, 1.0, rows)
-    supply, room = rng.integers(0, 5, rows), rng.integers(0, 6, rows)
+    p, supply, room = rng.uniform(0.02, 1.0, rows), rng.integers(0, 5, rows), rng.integers(0, 6, rows)
     drafts = np.arange(4 * rows + 1)
     curve = 0.05 + 10 ** rng.uniform(-4, -1) * drafts ** rng.uniform(1.0, 1.5)
-    rate, _, lengths = chosen(p, supply, room, curve, weight)
+    rate, _, lengths = chosen(p, supply, room, curve)
 
     def rate_of(choice: Sequence[int]) -> float:
-        tokens = rows + sum(w * gained(q, n) for q, w, n in zip(p, weight, choice, strict=True))
+        tokens = rows + sum(map(gained, p, choice))
         return float(tokens / curve[sum(choice)])
 
     most = np.minimum(supply, room).tolist()
@@ -90,11 +87,45 @@ def test_the_better_request_gets_the_positions() -> None:
 
 def test_of_several_tails_the_one_that_promises_most_is_taken() -> None:
     p = np.array([[0.9, 0.9, 0.5, 0.5, 0.5], [0.6, 0.6, 0.9, 0.9, 0.9]])
-    supply = np.array([[1, 5, 3, 3, 0], [8, 8, 1, 9, 0]])
-    weight = np.array([[1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0, 1.0]])
-    seats, lengths = chosen(p, supply, np.array([8, 8, 8, 8, 8]), np.ones(41), weight)[1:]
+    supply = np.array([[1, 5, 3, 3, 0], [8, 8, 1, 0, 0]])
+    seats, lengths = chosen(p, supply, np.array([8, 8, 8, 8, 8]), np.ones(41))[1:]
     assert seats == [1, 0, 1, 0, -1] and lengths == [8, 5, 1, 3, 0]
-    assert chosen(p, supply, np.ones(5), np.ones(41), weight)[1] == [0, 0, 1, 0, -1], "no more than there is room for"
+    assert chosen(p, supply, np.ones(5), np.ones(41))[1] == [0, 0, 1, 0, -1], "no more than there is room for"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_hardly_any_other_number_of_rounds_commits_more_per_second(seed: int) -> None:
+    """Tails of two drafters that grow to different lengths; all lengths that may then be verified."""
+    rng = np.random.default_rng(seed)
+    rows, most = int(rng.integers(1, 4)), 4
+    p, room = rng.uniform(0.02, 1.0, (2, rows)), rng.integers(0, 5, rows).astype(np.int32)
+    supply = rng.integers(0, 3, (2, rows)).astype(np.int32)
+    longest = np.maximum(supply, rng.integers(0, 5, (2, rows))).astype(np.int32)
+    curve = 0.05 + 10 ** rng.uniform(-4, -1) * np.arange(5 * rows) ** rng.uniform(1.0, 1.5)
+    token_s = 10 ** rng.uniform(-4, -1.5)
+
+    def best_rate(rounds: int) -> float:
+        there = np.minimum(np.minimum(supply + rounds, longest), room)
+        gains = [[max(map(gained, p[:, row], np.minimum(there[:, row], n))) for n in range(5)] for row in range(rows)]
+        choices = product(range(5), repeat=rows)
+        return max(
+            (rows + sum(map(list.__getitem__, gains, choice))) / (curve[sum(choice)] + rounds * token_s)
+            for choice in choices
+            if (np.array(choice) <= there.max(axis=0)).all()
+        )
+
+    rounds = _kernels.best_rounds(p, supply, longest, room, curve, token_s, most)
+    assert 0 <= rounds <= most
+    assert best_rate(rounds) >= 0.97 * max(map(best_rate, range(most + 1)))
+
+
+def test_rounds_that_bring_nothing_are_not_drafted() -> None:
+    p, none, room, curve = np.full((1, 2), 0.8), np.zeros((1, 2), np.int32), np.full(2, 9, np.int32), np.ones(40)
+    assert _kernels.best_rounds(p, none, none + 3, room, curve, 0.001, 8) == 3, "tails grow no further"
+    assert _kernels.best_rounds(p, none + 3, none + 3, room, curve, 0.001, 8) == 0
+    assert _kernels.best_rounds(p, none, none + 8, np.full(2, 2, np.int32), curve, 0.001, 8) == 2, "nor is there room"
+    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.001, 5) == 5, "no more than allowed"
+    assert _kernels.best_rounds(p, none, none + 8, room, curve, 1.0, 8) == 0, "they are too dear"
 
 
 # ---- the policy ----
@@ -117,216 +148,153 @@ class Bench:
         rows: int = 4,
         prior: float = 0.8,
         cost: StepCost | None = None,
-        coupled: bool = False,
         room: int = 500,
         **speculation: Any,
     ) -> None:
         self.table = RequestTable(WINDOW)
         self.acceptance = Acceptance({"eagle": prior, "ngram": prior})
         config = SpeculationConfig(window=WINDOW, **speculation)
-        self.policy = Policy(config, self.table, self.acceptance, cost or step_cost(), coupled)
+        self.policy = Policy(config, self.table, self.acceptance, cost or step_cost())
         self.rows = ints([self.table.open(request(str(number), (), room + 1)) for number in range(rows)])
         self.table.fit_seats(len(drafters))
         for seat, drafter in enumerate(map(replace, drafters)):
             self.policy.drafters.append(drafter)
             self.table.clear_seat(seat, self.acceptance.number(drafter.method))
             for row in self.rows.tolist():
-                self.table.seat_row(seat, row, drafter.window)
-
-    def plan(self) -> Wait:
-        return self.policy.plan_wait(self.rows)
-
-    def say(self, lengths: Sequence[int], complete: bool = False, seat: int = 0) -> None:
-        for row, length in zip(self.rows.tolist(), lengths, strict=True):
-            say(self.table, seat, row, *[1] * length, complete=complete)
+                self.table.assign(seat, row)
 
     @property
-    def ordered(self) -> list[int]:
-        return self.table.windows[0, self.rows].tolist()
+    def rounds(self) -> int:
+        return self.policy.plan_rounds(self.rows)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.policy.is_waiting(self.rows)
+
+    def say(self, lengths: Sequence[int], seat: int = 0) -> None:
+        for row, length in zip(self.rows.tolist(), lengths, strict=True):
+            say(self.table, seat, row, *[1] * length)
 
 
-@pytest.mark.parametrize("drafter", [REMOTE, INLINE], ids=["remote", "inline"])
+@pytest.mark.parametrize("there", [0, 2, 5])
 @pytest.mark.parametrize("prior", [0.05, 0.4, 0.7, 0.9, 0.99])
 @pytest.mark.parametrize("token_s", [0.0002, 0.003, 0.01, 0.03, 0.2])
-def test_a_step_waits_as_long_as_pays(drafter: Drafter, prior: float, token_s: float) -> None:
+def test_drafters_that_take_turns_draft_as_far_as_it_pays(token_s: float, prior: float, there: int) -> None:
     """All requests are alike, so every number of rounds can be tried."""
-    bench = Bench(replace(drafter, token_s=token_s), prior=prior, coupled=drafter.inline)
-    most = WINDOW if drafter.inline else 4
+    bench = Bench(replace(MODEL, token_s=token_s), prior=prior)
+    bench.say([there] * 4)
 
-    def rate(rounds: int, length: int) -> float:
-        return 4 * (1 + gained(prior, length)) / (0.05 + 0.001 * 4 * (1 + length) + token_s * rounds)
+    def rate(rounds: int) -> float:
+        longest = min(there + rounds, WINDOW)
+        seconds = [0.05 + 0.001 * 4 * (1 + length) + token_s * rounds for length in range(longest + 1)]
+        return max(4 * (1 + gained(prior, length)) / seconds[length] for length in range(longest + 1))
 
-    rounds, _ = bench.plan()
-    assert rounds <= most
-    assert bench.policy.wanted.tolist() == [rounds] * 4, "what is drafted is verified"
-    assert rate(rounds, rounds) >= 0.99 * max(rate(number, number) for number in range(most + 1))
+    rounds = bench.rounds
+    assert 0 <= rounds <= WINDOW - there
+    assert rate(rounds) >= 0.99 * max(map(rate, range(WINDOW + 1)))
     if prior <= 0.4 and token_s >= 0.03:
         assert not rounds
-    if prior >= 0.7 and token_s <= 0.003:
+    if prior >= 0.7 and token_s <= 0.003 and not there:
         assert rounds
 
 
-def test_a_wait_is_bounded_by_what_it_should_take_or_by_what_the_configuration_says() -> None:
-    drafters = replace(REMOTE, token_s=0.002), replace(REMOTE, drafter_id="e", token_s=0.001)
-    rounds, seconds = Bench(*drafters).plan()
-    assert rounds and 0.002 * rounds <= seconds <= 2 * 0.002 * rounds, "the slowest counts"
-    assert Bench(*drafters, draft_wait_s=0.7).plan() == (rounds, 0.7)
-    assert Bench(INLINE, coupled=True, coupled_wait_s=0.3).plan().seconds == 0.3
+def test_drafters_of_one_thread_take_turns() -> None:
+    pair = [replace(MODEL, token_s=0.006), replace(MODEL, drafter_id="e", token_s=0.006)]
+    assert 0 < Bench(*pair).rounds < Bench(pair[0]).rounds == Bench(replace(LOOKUP, token_s=9.0), pair[0]).rounds
 
 
-def test_drafters_of_one_thread_take_turns_and_others_run_at_once() -> None:
-    pair = [replace(INLINE, token_s=0.006), replace(INLINE, drafter_id="e", token_s=0.006)]
-    alone = Bench(pair[0], coupled=True).plan().rounds
-    assert Bench(*pair, coupled=True).plan().rounds < alone
-    pair = [replace(REMOTE, token_s=0.006), replace(REMOTE, drafter_id="e", token_s=0.006)]
-    assert Bench(*pair).plan().rounds == Bench(pair[0]).plan().rounds > 0
+def test_drafters_whose_pace_is_unknown_are_tried_for_a_few_rounds() -> None:
+    assert Bench(replace(MODEL, token_s=0.0)).rounds == 3
+    assert Bench(replace(MODEL, token_s=0.0, window=2)).rounds == 2
+    assert Bench(replace(MODEL, token_s=0.0), cost=step_cost(0.01, 10.0)).rounds == 0, "drafts would be too dear anyway"
 
 
-def test_an_answer_that_takes_long_is_not_waited_for() -> None:
-    assert Bench(REMOTE).plan().rounds > 0
-    late = Bench(replace(REMOTE, answer_s=1.0))
-    assert late.plan() == (0, 0.0)
-    late.say([0] * 4)
-    assert late.plan().rounds > 0, "it has begun to draft from the newest commit"
+@pytest.mark.parametrize("verify", list(VerifyPolicy))
+def test_nobody_drafts_before_a_step_was_timed_or_where_no_model_can(verify: VerifyPolicy) -> None:
+    assert Bench(MODEL, verify=verify).rounds > 0
+    assert Bench(MODEL, cost=StepCost(), verify=verify).rounds == 0
+    assert Bench(replace(MODEL, able=False), verify=verify).rounds == 0
+    assert Bench(verify=verify).rounds == 0
+    assert Bench(LOOKUP, verify=verify).rounds == 0, "what it finds is there"
+    left = Bench(MODEL, verify=verify)
+    left.policy.drafters[0] = None
+    assert left.rounds == 0
+    unserved = Bench(MODEL, verify=verify)
+    for row in unserved.rows.tolist():
+        unserved.table.release(0, row)
+    assert unserved.rounds == 0
 
 
-@pytest.mark.parametrize("drafter", [REMOTE, INLINE], ids=["remote", "inline"])
-def test_a_drafter_whose_pace_is_unknown_is_tried_for_a_few_rounds(drafter: Drafter) -> None:
-    bench = Bench(replace(drafter, token_s=0.0), coupled=drafter.inline)
-    assert bench.plan().rounds == 3 and bench.policy.wanted.tolist() == [3] * 4
+def test_nobody_drafts_where_enough_is_there_or_nothing_has_room() -> None:
+    found = Bench(replace(MODEL, token_s=0.01), LOOKUP)
+    assert found.rounds > 0
+    found.say([WINDOW] * 4, seat=1)
+    assert found.rounds == 0, "a lookup has found as much"
+    bench = Bench(MODEL)
+    bench.table.limit[bench.rows] = [1, 2, 3, 3]
+    assert bench.rounds == 2, "behind the last draft token comes one of the target's own"
+    bench.table.limit[bench.rows] = 1
+    assert bench.rounds == 0
 
 
-def test_nothing_is_waited_for_before_a_step_was_timed_or_where_nobody_can_answer() -> None:
-    assert Bench(INLINE, cost=StepCost(), coupled=True).plan() == (0, 0.0)
-    assert Bench(replace(REMOTE, able=False)).plan() == (0, 0.0)
-    assert Bench().plan() == (0, 0.0)
-    done = Bench(REMOTE)
-    done.say([2] * 4, complete=True)
-    assert done.plan() == (0, 0.0)
-    full = Bench(REMOTE)
-    full.say([WINDOW] * 4)
-    assert full.plan() == (0, 0.0)
+def test_who_verifies_all_drafts_whole_windows() -> None:
+    bench = Bench(replace(MODEL, window=5), MODEL, prior=0.02, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all)
+    assert bench.rounds == WINDOW
+    bench.policy.drafters[1] = None
+    assert bench.rounds == 5
 
 
-def test_who_runs_ahead_is_waited_for_only_by_requests_that_have_nothing() -> None:
-    bench = Bench(REMOTE)
-    bench.say([1] * 4)
-    assert bench.plan().rounds == 0, "what comes later is for the next step"
-    bench = Bench(REMOTE)
-    bench.say([0, 1, 1, 1])
-    assert bench.plan().rounds > 0
-    inline = Bench(INLINE, coupled=True)
-    inline.say([1] * 4)
-    assert inline.plan().rounds > 0 and min(inline.policy.wanted) > 1, "nobody drafts during the step"
+def test_a_step_waits_for_requests_without_a_tail_whose_drafters_have_yet_to_answer() -> None:
+    assert not Bench().is_waiting
+    bench = Bench(MODEL)
+    assert bench.is_waiting
+    bench.say([1, 1, 2, 0])
+    assert not bench.is_waiting, "one has answered that it has no guess"
+    row = int(bench.rows[0])
+    commit(bench.table, bench.acceptance, {row: [1]})
+    assert bench.is_waiting, "the tail is used up"
+    say(bench.table, 0, row, 1, 2, base=0)
+    assert not bench.is_waiting, "that answer is older and still holds"
+    commit(bench.table, bench.acceptance, {row: [1]})
+    assert bench.is_waiting
+    for nobody in (replace(MODEL, able=False), None):
+        bench.policy.drafters[0] = nobody
+        assert not bench.is_waiting, "nobody is left who could answer"
+    bench.policy.drafters[0] = MODEL
+    bench.table.release(0, row)
+    assert not bench.is_waiting
 
-
-@pytest.mark.parametrize("guesses", [True, False])
-def test_lookups_that_hardly_ever_find_anything_are_not_waited_for(guesses: bool) -> None:
-    bench = Bench(replace(LOOKUP, token_s=0.01), coupled=True)
-    bench.table.evidence[3, 0, bench.rows], bench.table.evidence[2, 0, bench.rows] = 200.0, 200.0 * guesses
-    assert (bench.plan().rounds > 0) == guesses
-
-
-def test_a_wait_ends_when_each_request_has_what_is_wanted_or_cannot_get_it() -> None:
-    bench = Bench(REMOTE)
-    rounds = bench.plan().rounds
-    assert rounds > 1 and not bench.policy.is_served(bench.rows)
-    bench.say([rounds, rounds, rounds, rounds - 1])
-    assert not bench.policy.is_served(bench.rows)
-    say(bench.table, 0, 3, *[1] * (rounds - 1), complete=True)
-    assert bench.policy.is_served(bench.rows), "it has no better guess"
-
-    bench = Bench(REMOTE)
-    bench.plan()
-    bench.policy.drafters[0].able = False  # type: ignore[union-attr]
-    assert bench.policy.is_served(bench.rows), "nobody is left who could answer"
-
-    two = Bench(REMOTE, replace(REMOTE, drafter_id="e"))
-    rounds = two.plan().rounds
-    two.say([0] * 4, complete=True)
-    assert not two.policy.is_served(two.rows), "the other one still drafts"
-    two.say([rounds] * 4, seat=1)
-    assert two.policy.is_served(two.rows)
+    two = Bench(MODEL, LOOKUP)
+    two.say([0] * 4)
+    assert two.is_waiting, "the other one may still find something"
+    two.say([2] * 4, seat=1)
+    assert not two.is_waiting
 
 
 # Even a guess that is hardly ever right.
 @pytest.mark.parametrize("prior", [0.02, 0.3, 0.9])
 def test_verify_all_takes_all_that_is_there(prior: float) -> None:
-    bench = Bench(REMOTE, prior=prior, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all, room=6)
-    bench.plan()
+    bench = Bench(MODEL, prior=prior, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all, room=6)
     bench.say([0, 1, 5, 8])
     seats, lengths = bench.policy.choose(bench.rows)
     assert lengths.tolist() == [0, 1, 5, 6] and seats.tolist() == [-1, 0, 0, 0]
-    bench = Bench(REMOTE, prior=prior, cost=step_cost(0.01, 10.0))
-    bench.plan()
+    bench = Bench(MODEL, prior=prior, cost=step_cost(0.01, 10.0))
     bench.say([0, 1, 5, 8])
     assert not bench.policy.choose(bench.rows)[1].any(), "at this cost no draft token pays"
 
 
-def test_a_coupled_step_that_verifies_all_waits_for_whole_windows() -> None:
-    bench = Bench(INLINE, cost=step_cost(0.01, 10.0), coupled=True, verify=VerifyPolicy.all)
-    bench.say([0, 3, 8, 2])
-    say(bench.table, 0, 3, 1, 1, 1, complete=True)
-    assert bench.plan().rounds == WINDOW
-    assert bench.policy.wanted.tolist() == [8, 8, 0, 0] and bench.ordered == [8, 8, 0, 0]
-
-
-@pytest.mark.parametrize("wait_s", [None, 0.0, 0.5])
-def test_a_decoupled_step_that_verifies_all_waits_for_a_first_token_if_told_how_long(wait_s: float | None) -> None:
-    bench = Bench(REMOTE, prior=0.0, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all, draft_wait_s=wait_s)
-    bench.say([0, 3, 8, 1])
-    assert bench.plan() == (Wait(1, 0.5) if wait_s else Wait(0, 0.0))
-    assert bench.policy.wanted.tolist() == ([1, 1, 0, 1] if wait_s else [0] * 4)
-    assert bench.policy.is_served(bench.rows) == (not wait_s)
-
-
 @pytest.mark.parametrize("verify", list(VerifyPolicy))
-@pytest.mark.parametrize("drafter", [REMOTE, INLINE], ids=["remote", "inline"])
-def test_requests_without_room_get_nothing(drafter: Drafter, verify: VerifyPolicy) -> None:
+def test_no_more_is_verified_than_there_is_room_for(verify: VerifyPolicy) -> None:
     """Behind the last draft token comes one of the target's own."""
-    bench = Bench(drafter, coupled=drafter.inline, verify=verify)
+    bench = Bench(MODEL, verify=verify)
     bench.table.limit[bench.rows] = [1, 2, 3, 100]
-    bench.plan()
-    wanted = bench.policy.wanted.tolist()
-    assert wanted[:2] == [0, 1] and wanted[2] <= 2 <= wanted[3]
     bench.say([4] * 4)
     assert bench.policy.choose(bench.rows)[1].tolist() == [0, 1, 2, 4]
-    last = Bench(replace(drafter, token_s=0.0), coupled=drafter.inline, verify=verify, room=0)
-    assert last.plan().rounds == 0
-
-
-def test_drafters_of_this_thread_are_ordered_what_is_wanted_and_no_more() -> None:
-    bench = Bench(INLINE, LOOKUP, coupled=True)
-    bench.table.evidence[0, 0, bench.rows], bench.table.evidence[1, 0, bench.rows] = [200, 160, 60, 1], 200
-    bench.table.evidence[3, 1, bench.rows] = 200  # lookups find nothing
-    bench.plan()
-    wanted = bench.policy.wanted.tolist()
-    assert bench.ordered == wanted == sorted(wanted, reverse=True) and wanted[0] > wanted[2] and wanted[3] == 0
-    assert bench.table.windows[1, bench.rows].tolist() == [WINDOW] * 4, "lookups cost nothing"
-    bench.table.limit[bench.rows] = 1
-    bench.plan()
-    assert bench.ordered == [0] * 4
-    bench.policy.set_windows(bench.rows)
-    assert bench.ordered == [0] * 4, "they draft only while a step waits"
-    bench.table.limit[bench.rows] = 100
-    bench.plan()
-    assert bench.ordered == wanted, "an order of nothing does not last"
-    dear = Bench(replace(INLINE, token_s=1.0), coupled=True)
-    dear.say([3] * 4)
-    dear.plan()
-    assert dear.ordered == [0] * 4, "what is there need not be ordered"
-
-
-def test_drafters_that_run_at_once_run_as_far_as_they_may() -> None:
-    bench = Bench(replace(REMOTE, window=5), LOOKUP, replace(REMOTE, drafter_id="e"))
-    bench.table.windows[:] = 1
-    bench.policy.set_windows(bench.rows)
-    assert bench.table.windows[:3, bench.rows].tolist() == [[5] * 4, [WINDOW] * 4, [WINDOW] * 4]
 
 
 def test_a_method_is_predicted_in_its_best_window_or_none() -> None:
-    bench = Bench(replace(REMOTE, token_s=0.004))
-    bench.plan()
+    bench = Bench(replace(MODEL, token_s=0.004))
+    bench.policy.choose(bench.rows)
     verify_s = [0.05 + 0.001 * 4 * (1 + window) for window in range(WINDOW + 1)]
     for p in (0.0, 0.3, 0.8, 1.0):
         tau_coupled, tau_decoupled = (tau[0] for tau in taus(geometric(np.array([p]), WINDOW)))
@@ -340,13 +308,12 @@ def test_nothing_is_chosen_but_what_is_there() -> None:
     """At random: tails of two drafters, unseated rows, closed seats, narrow rooms."""
     rng = random.Random(0)
     for _ in range(100):
-        bench = Bench(REMOTE, replace(REMOTE, drafter_id="e", method="ngram"), rows=5, prior=rng.random())
+        bench = Bench(MODEL, replace(MODEL, drafter_id="e", method="ngram"), rows=5, prior=rng.random())
         bench.table.limit[bench.rows] = [rng.randint(1, 12) for _ in range(5)]
         for seat, row in product(range(2), bench.rows.tolist()):
             say(bench.table, seat, row, *[1] * rng.randint(0, 8))
             if rng.random() < 0.3:
-                bench.table.unseat_row(seat, row)
-        bench.plan()
+                bench.table.release(seat, row)
         seats, lengths = bench.policy.choose(bench.rows)
         for row, seat, length in zip(bench.rows.tolist(), seats.tolist(), lengths.tolist(), strict=True):
             assert length < bench.table.limit[row]

@@ -108,7 +108,7 @@ def test_new_drafters_are_tried_at_once() -> None:
 
 def policy_after(config: SpeculationConfig, seconds: Seconds) -> Policy:
     """After many steps of 16 rows with 48 draft tokens, of which none is right."""
-    policy = Policy(config, RequestTable(8), Acceptance(), StepCost(), coupled=True)
+    policy = Policy(config, RequestTable(8), Acceptance(), StepCost())
     for _ in range(PROBE_STEPS + 1):
         policy.record(16, Positions(64, 0), 0, seconds)
     return policy
@@ -124,13 +124,13 @@ def test_the_configuration_may_demand_drafts() -> None:
 def test_the_time_of_prompts_says_nothing_of_drafts() -> None:
     """Of 100 positions 40 are prompts: a request has them once, however fast it is decoded. Drafts that save a fifth
     of the rest save less than what is waited for them."""
-    policy = Policy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost(), coupled=True)
+    policy = Policy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost())
     for number in (16, 60, 100):
         policy.cost.record(number, number / 1000.0)
     for _ in range(PROBE_STEPS + 1):
         policy.record(50, Positions(100, 40), 10, Seconds(0.1 + 0.003, 0.1, 0.003))
     assert policy.suspension.is_on
-    policy = Policy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost(), coupled=True)
+    policy = Policy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost())
     for _ in range(PROBE_STEPS + 1):
         policy.record(50, Positions(200, 140), 0, Seconds(0.3, 0.2, 0.1))
     assert not policy.suspension.is_on and not policy.cost.is_known, "steps of prompts alone are not judged"

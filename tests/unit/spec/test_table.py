@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 
 import numpy as np
 import pytest
 
-from specactor_ray.spec._kernels import (
-    AHEAD,
-    FRESH,
-    MALFORMED,
-    MISMATCH,
-    OUTCOMES,
-    STALE,
-    TAKEN,
-    TRUNCATED,
-    UNKNOWN,
-)
+from specactor_ray.spec._kernels import AHEAD, FATES, MALFORMED, MISMATCH, STALE, TAKEN, TRUNCATED, UNKNOWN
 from specactor_ray.spec.acceptance import Acceptance, bucket_of
 from specactor_ray.spec.table import RequestTable
 from tests.unit.spec.tables import EVIDENCE, Claim, batch, commit, request, say
@@ -34,8 +24,6 @@ class Held:
 
     tail: tuple[int, ...] = ()
     base: int = -1
-    complete: bool = False
-    version: int = 0
     told: int = -1
 
 
@@ -45,7 +33,6 @@ class Known:
 
     generation: int
     output: list[int]
-    recent: bool = False
     held: dict[int, Held] = field(default_factory=dict)
     evidence: dict[int, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
@@ -58,7 +45,7 @@ class Naive:
         self.method: dict[int, int] = {}
         self.overall: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
 
-    def take(self, seat: int, claim: Claim, version: int) -> list[int]:
+    def take(self, seat: int, claim: Claim) -> list[int]:
         known = self.rows.get(claim.row)
         if known is None or known.generation != claim.generation or seat not in known.held:
             return [UNKNOWN]
@@ -74,17 +61,14 @@ class Naive:
         shorter = claim.base == held.base and len(left) < len(held.tail) and held.tail[: len(left)] == left
         if (past and not left) or outdated or shorter:
             return [STALE]
-        held.tail, held.base, held.complete, held.version = left[:WINDOW], claim.base, claim.complete, version
-        return [TAKEN] + [TRUNCATED] * (len(left) > WINDOW) + [FRESH] * (not past and known.recent)
+        held.tail, held.base = left[:WINDOW], claim.base
+        return [TAKEN] + [TRUNCATED] * (len(left) > WINDOW)
 
     def commit(self, fresh: dict[int, list[int]]) -> int:
         refuted = 0
-        for known in self.rows.values():
-            known.recent = False
         for row, tokens in fresh.items():
             known = self.rows[row]
-            start, known.recent = len(known.output), True
-            bucket = max(0, start.bit_length() - 6)
+            bucket = max(0, len(known.output).bit_length() - 6)
             known.output = known.output + tokens
             for seat, held in known.held.items():
                 pairs = list(zip(held.tail, tokens, strict=False))
@@ -92,8 +76,6 @@ class Naive:
                 for counts in (known.evidence[self.method[seat]], self.overall[self.method[seat], bucket]):
                     counts["hits"] += right
                     counts["tries"] += min(right + 1, len(pairs))
-                    counts["answers"] += bool(held.tail) or held.base == start
-                    counts["guesses"] += bool(held.tail)
                 refuted += right < len(pairs)
                 held.tail = held.tail[len(tokens) :] if right == len(pairs) else ()
         return refuted
@@ -109,7 +91,7 @@ class Pair:
         self.opened, self.fates = 0, Counter[int]()
 
     def act(self) -> None:
-        actions = {self.open: 6, self.close: 1, self.join: 1, self.seat: 8, self.unseat: 1, self.take: 12}
+        actions = {self.open: 6, self.close: 1, self.join: 1, self.assign: 8, self.release: 1, self.take: 12}
         actions |= {self.commit: 6, self.tell: 3}
         self.rng.choices(list(actions), list(actions.values()))[0]()
 
@@ -134,17 +116,17 @@ class Pair:
         self.table.fit_seats(seat + 1)
         self.table.clear_seat(seat, method)
 
-    def seat(self) -> None:
+    def assign(self) -> None:
         if self.naive.rows and self.naive.method:
             seat = self.rng.choice(list(self.naive.method))
             for row in self.rng.choices(list(self.naive.rows), k=3):
                 self.naive.rows[row].held[seat] = Held()
-                self.table.seat_row(seat, row, 3)
+                self.table.assign(seat, row)
 
-    def unseat(self) -> None:
+    def release(self) -> None:
         for seat, row in self.rng.sample(self.pairs(), min(1, len(self.pairs()))):
             del self.naive.rows[row].held[seat]
-            self.table.unseat_row(seat, row)
+            self.table.release(seat, row)
 
     def pairs(self) -> list[tuple[int, int]]:
         return [(seat, row) for row, known in self.naive.rows.items() for seat in known.held]
@@ -159,20 +141,19 @@ class Pair:
         if tokens and rng.random() < 0.2:
             tokens[rng.randrange(len(tokens))] = rng.choice([-1, 0, VOCAB])
         tokens = tokens[: rng.randrange(12)]
-        return Claim(row, known.generation + (rng.random() < 0.05), base, tuple(tokens), rng.random() < 0.5)
+        return Claim(row, known.generation + (rng.random() < 0.05), base, tuple(tokens))
 
     def take(self) -> None:
         if not self.naive.method:
             return
         seat = self.rng.choice([*self.naive.method, *(one for one, _ in self.pairs())])
-        version = self.rng.randrange(9)
         self.said[seat] += [self.claim(seat) for _ in range(self.rng.randrange(5))]
         # Lost, repeated, late, and in any order.
         recent = self.said[seat][-12:]
         claims = self.rng.sample(recent, self.rng.randint(0, min(6, len(recent))))
-        outcomes = Counter(outcome for claim in claims for outcome in self.naive.take(seat, claim, version))
-        counts = self.table.take(seat, batch(claims, version), VOCAB)
-        assert counts.tolist() == [outcomes[place] for place in range(OUTCOMES)]
+        outcomes = Counter(outcome for claim in claims for outcome in self.naive.take(seat, claim))
+        counts = self.table.take(seat, batch(claims), VOCAB)
+        assert counts.tolist() == [outcomes[place] for place in range(len(FATES))]
         self.fates += outcomes
 
     def commit(self) -> None:
@@ -207,14 +188,11 @@ class Pair:
         assert sorted(table.rows().tolist()) == sorted(naive.rows) and len(table) == len(naive.rows)
         assert sorted(map(tuple, np.argwhere(table.assigned).tolist())) == sorted(self.pairs())
         for row, known in naive.rows.items():
-            assert table.generation[row] == known.generation and table.recent[row] == known.recent
+            assert table.generation[row] == known.generation
             assert table.output[row, : table.committed[row]].tolist() == known.output
             for seat, held in known.held.items():
                 tail = tuple(table.tail[seat, row, : table.length[seat, row]].tolist())
-                found = Held(tail, table.base[seat, row], held.complete, held.version, table.told[seat, row])
-                if held.base >= 0:
-                    found = replace(found, complete=table.complete[seat, row], version=table.version[seat, row])
-                assert found == held
+                assert Held(tail, table.base[seat, row], table.told[seat, row]) == held
             for method in range(METHODS):
                 for place, name in enumerate(EVIDENCE):
                     assert table.evidence[place, method, row] == known.evidence[method][name]
@@ -229,7 +207,7 @@ def test_whatever_is_said_the_table_is_that_of_the_rules(seed: int) -> None:
     for _ in range(300):
         pair.act()
         pair.check()
-    assert len(pair.fates) == OUTCOMES and pair.naive.overall, "it does not try everything"
+    assert len(pair.fates) == len(FATES) and pair.naive.overall, "it does not try everything"
 
 
 def test_growth_keeps_everything() -> None:
@@ -249,7 +227,7 @@ def test_growth_keeps_everything() -> None:
         now = getattr(table, name)
         assert now.ndim == array.ndim and now.dtype == array.dtype
         assert np.array_equal(now[tuple(slice(size) for size in array.shape)], array), name
-    table.seat_row(3, new, 4)
+    table.assign(3, new)
     assert say(table, 3, new, 1, 2) == TAKEN and table.length[3, new] == 2
 
 
@@ -257,20 +235,37 @@ def test_a_row_that_is_used_again_knows_nothing_of_the_request_before() -> None:
     table, acceptance = RequestTable(WINDOW), Acceptance(methods=8)
     table.clear_seat(0, 1)
     row = table.open(request("old", [5]))
-    table.seat_row(0, row, 4)
+    table.assign(0, row)
     old = Claim(row, int(table.generation[row]), 1, (6, 7))
     table.take(0, batch([old]), 100)
     commit(table, acceptance, {row: [6]}, {row: (0, 2, 1)})
     assert table.totals[:, row].tolist() == [1, 2, 1, 1] and table.seat_drafted[0, row] == 2
+    table.begun[row], table.home[row] = True, 0
     table.close(row)
+    assert not table.begun[row]
     assert table.open(request("new", [5], max_tokens=9)) == row and table.requests[row].request_id == "new"  # type: ignore[union-attr]
     assert table.take(0, batch([old]), 100)[UNKNOWN] == 1
     assert not table.assigned[:, row].any() and table.limit[row] == 9
+    assert not table.begun[row] and table.home[row] == -1
     for array in (*table.totals, *table.evidence[:, 1], table.seat_drafted[0], table.seat_accepted[0]):
         assert array[row] == 0
-    table.seat_row(0, row, 4)
+    table.assign(0, row)
     assert table.take(0, batch([old]), 100)[UNKNOWN] == 1, "the handle is another one"
-    assert not table.recent[row] and table.base[0, row] == -1
+    assert table.base[0, row] == -1
+
+
+def test_a_seat_that_is_taken_again_knows_nothing_of_the_drafter_before() -> None:
+    table = RequestTable(WINDOW)
+    table.fit_seats(2)
+    rows = [table.open(request(name)) for name in "ab"]
+    for seat, row in enumerate(rows):
+        table.assign(seat, row)
+        say(table, seat, row, 1, 2)
+        table.home[row], table.seat_drafted[seat, row], table.seat_accepted[seat, row] = seat, 2, 1
+    table.clear_seat(0, 3)
+    assert table.method[0] == 3 and table.home[rows].tolist() == [-1, 1]
+    for array in (table.assigned, table.length, table.seat_drafted, table.seat_accepted):
+        assert not array[0].any() and array[1, rows[1]]
 
 
 def test_steps_are_counted_by_row() -> None:
@@ -280,7 +275,7 @@ def test_steps_are_counted_by_row() -> None:
     for seat in (0, 1):
         table.clear_seat(seat, seat)
         for row in (a, b, c):
-            table.seat_row(seat, row, 4)
+            table.assign(seat, row)
     say(table, 1, a, 1, 2, 3, 4)
     say(table, 0, b, 1, 2, 3)
     commit(table, acceptance, {a: [1, 9], b: [1, 2, 3], c: [5]}, {a: (1, 4, 1), b: (0, 2, 2)})

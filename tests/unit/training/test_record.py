@@ -17,43 +17,38 @@ from specactor_ray.observability.training_report import write_report
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.training.checkpoint import CheckpointStore, TrainState
 from specactor_ray.training.experience import Experience
-from specactor_ray.training.record import StepRecorder, _totals, drafter_figures
+from specactor_ray.training.record import StepRecorder, _totals
 from specactor_ray.training.run_folder import TrainingRun
 from specactor_ray.training.tracking import numbers
 
 
-def record(step: int, by_version: dict[str, dict[int, list[int]]]) -> dict[str, Any]:
+def record(step: int, by_method: dict[str, list[int]]) -> dict[str, Any]:
     train = {"reward_mean": 0.5, "pass_rate": 0.0, "length_mean": 8.0, "entropy": 1.0, "loss": 0.1, "grad_norm": 1.0}
-    speed = {"tokens": 10, "tokens_per_s": 5.0, "acceptance_length": 1.2, "supply": 2.0}
+    speed = {"tokens": 10, "tokens_per_s": 5.0, "acceptance_length": 1.2, "supply": 2.0, "by_method": by_method}
     return {
         "step": step,
         "train": {**train, "skipped": 0},
         "gap": {"mean": 0.0},
         "speed": speed,
-        "drafter": drafter_figures(by_version),
         "seconds": {"step": 1.0, "rollout": 0.5},
         "failures": {"reward": {}},
     }
 
 
 RECORDS = [
-    record(1, {"eagle": {0: [10, 2]}, "ngram": {0: [4, 4]}}),
-    record(2, {"eagle": {0: [10, 1], 9: [10, 4], 10: [20, 13]}, "ngram": {0: [0, 0]}}),
+    record(1, {"eagle": [10, 2], "ngram": [4, 4]}),
+    record(2, {"eagle": [40, 18], "ngram": [0, 0], "suffix": [0, 0]}),
 ]
 
 
-def test_a_step_has_the_newest_version_and_the_acceptance_over_all() -> None:
-    assert RECORDS[0]["drafter"]["ngram"] == {"version": 0, "acceptance": 1.0, "by_version": {"0": [4, 4]}}
-    eagle = RECORDS[1]["drafter"]["eagle"]
-    assert (eagle["version"], eagle["acceptance"]) == (10, 18 / 40)
-    assert list(eagle["by_version"]) == ["0", "9", "10"] and "ngram" not in RECORDS[1]["drafter"]
-    written = dict(numbers(RECORDS[1]))
-    assert (written["drafter/eagle/version"], written["drafter/eagle/acceptance"]) == (10.0, 0.45)
+def test_acceptance_is_tracked_for_each_method_that_drafted() -> None:
+    tracked = {name: value for name, value in numbers(RECORDS[1]) if name.startswith("speed/acceptance_rate/")}
+    assert tracked == {"speed/acceptance_rate/eagle": 0.45}
 
 
-def test_the_whole_run_has_a_table_by_version(tmp_path: Path) -> None:
+def test_the_whole_run_has_a_table_of_its_drafters(tmp_path: Path) -> None:
     totals = _totals(RECORDS)
-    assert totals["drafters"] == {"eagle": {"0": [20, 3], "9": [10, 4], "10": [20, 13]}, "ngram": {"0": [4, 4]}}
+    assert totals["drafters"] == {"eagle": [50, 20], "ngram": [4, 4], "suffix": [0, 0]}
     config = {"algorithm": {"name": "grpo"}, "data": {"path": "d"}, "target": {"model": "m"}, "mode": "decoupled"}
     facts = {
         "run": "r",
@@ -66,9 +61,10 @@ def test_the_whole_run_has_a_table_by_version(tmp_path: Path) -> None:
     }
     write_report(tmp_path, {**facts, "totals": totals}, RECORDS)
     text = (tmp_path / "report.md").read_text()
-    assert "| eagle version |" in text and "| 10 | 20 | 13 | 65.0% |" in text
-    assert text.index("| 9 | 10 |") < text.index("| 10 | 20 |")
-    assert "ngram version" not in text, "it has no weights that change"
+    assert "| eagle | 50 | 20 | 40.0% |" in text and "| ngram | 4 | 4 | 100.0% |" in text
+    assert "| suffix" not in text, "it drafted nothing"
+    write_report(tmp_path, {**facts, "totals": _totals([record(1, {})])}, [record(1, {})])
+    assert "| drafter |" not in (tmp_path / "report.md").read_text(), "a plain run has no drafters"
 
 
 UPDATE = dict.fromkeys(("loss", "entropy", "grad_norm", "skipped", "logprob_gap", "logprob_gap_max"), 0.0)
