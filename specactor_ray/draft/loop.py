@@ -16,22 +16,19 @@ from typing import Any
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.draft.mirrors import Mirrors
 from specactor_ray.drafters.base import KeepsHistory, Proposer
-from specactor_ray.loops.commands import Commands
-from specactor_ray.loops.heartbeat import Heartbeat
+from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.queues.link import Link
 
 logger = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.5
-"""Longest sleep without work; messages wake the loop at once."""
 _MAX_FAILURES = 8
 _MOST_COSTS = 31
 """Measurements of what a draft token costs that are kept."""
 
 
-class DraftLoop:
+class DraftLoop(Loop):
     """Drives one proposer, in a thread of its own (`run`) or in that of a verifier (`run_guarded`).
 
     Args:
@@ -41,17 +38,13 @@ class DraftLoop:
     """
 
     def __init__(self, drafter_id: str, proposer: Proposer, clock: Clock = SYSTEM) -> None:
+        super().__init__(clock)
         self.drafter_id = drafter_id
         self.proposer = proposer
-        self._clock = clock
         self._looks_up = isinstance(proposer, KeepsHistory)
-        self._heartbeat = Heartbeat(clock.now)
         self._inbox = inbox.for_drafter(proposer.vocab_size)
         self._links: Mapping[str, Link[TailBatch]] = {}
         """Verifier → where to send tails, as listed last; any thread may replace it."""
-        self._wake = clock.event()
-        self._stopping = clock.event()
-        self._commands = Commands(self._wake.set, self._heartbeat)
         self._mirrors = Mirrors(drafter_id, proposer, clock)
         self._costs = deque[float](maxlen=_MOST_COSTS)
         self._token_s = 0.0
@@ -73,16 +66,12 @@ class DraftLoop:
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
         """Replace the proposer's weights between two steps; the future raises what it raises."""
-        return self._commands.call(functools.partial(self.proposer.load_weights, version, state_dict))
+        return self.call(functools.partial(self.proposer.load_weights, version, state_dict))
 
     def forget_history(self) -> Future[None]:
         """Let the proposer forget earlier outputs, if it keeps any."""
         forget = self.proposer.forget_history if isinstance(self.proposer, KeepsHistory) else lambda: None
-        return self._commands.call(forget)
-
-    def stop(self) -> None:
-        self._stopping.set()
-        self._wake.set()
+        return self.call(forget)
 
     def snapshot(self) -> dict[str, Any]:
         """Counters, the number of open requests and of messages that wait (`inbox`), what a draft token costs
@@ -90,7 +79,7 @@ class DraftLoop:
         that remembers outputs takes for them."""
         counters: dict[str, Any] = {**self._mirrors.counters, **self._inbox.snapshot()}
         counters |= {"open_requests": len(self._mirrors), "inbox": len(self._inbox), "token_s": self._token_s}
-        counters["busy_s"] = self._heartbeat.busy_s
+        counters["busy_s"] = self.busy_s
         counters["links"] = {verifier_id: link.snapshot() for verifier_id, link in self._links.items()}
         for name in ("history_tokens", "history_bytes"):
             if hasattr(self.proposer, name):
@@ -104,14 +93,14 @@ class DraftLoop:
         again and again without drafting in between (a broken device stays broken), the loop ends."""
         while not self._stopping.is_set():
             if not self.run_guarded():
-                self._wake.wait(_IDLE_WAIT_S)
+                self._wake.wait(IDLE_WAIT_S)
             if self._failures_in_a_row >= _MAX_FAILURES:
                 logger.error("%s: %d draft steps failed in a row; the loop ends", self.drafter_id, _MAX_FAILURES)
                 return
 
     def run_guarded(self) -> bool:
         """`run_once`; a failure is logged and counted, and loses the open requests."""
-        self._heartbeat.begin()
+        self._begin()
         try:
             return self.run_once()
         except Exception:
@@ -121,12 +110,12 @@ class DraftLoop:
             self._mirrors.lose_all()
             return False
         finally:
-            self._heartbeat.end()
+            self._end()
 
     def run_once(self) -> bool:
         """Drain, extend, publish. Returns False when there was nothing to do."""
         self._wake.clear()
-        self._commands.run()
+        self._run_commands()
         messages = self._inbox.drain()
         for message in messages:
             self._mirrors.take(message)

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
-from specactor_ray.loops.commands import Commands
-from specactor_ray.loops.heartbeat import Heartbeat
+from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import TailBatch, ToRollout
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec.policy import Positions, Seconds
@@ -29,11 +28,8 @@ from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 
 logger = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.5
-"""Longest sleep without work; messages wake the loop at once."""
 
-
-class VerifyLoop:
+class VerifyLoop(Loop):
     """Drives one target engine.
 
     Args:
@@ -51,16 +47,12 @@ class VerifyLoop:
         hosted: Sequence[HostedDrafter] = (),
         clock: Clock = SYSTEM,
     ) -> None:
+        super().__init__(clock)
         self.vocab_size = engine.vocab_size
         self.error: BaseException | None = None
         """What ended the loop, if the engine failed."""
-        self._engine, self._clock = engine, clock
-        self._drafting = drafting
+        self._engine, self._drafting = engine, drafting
         self._suspension = drafting.policy.suspension
-        self._wake = clock.event()
-        self._stopping = clock.event()
-        self._heartbeat = Heartbeat(clock.now)
-        self._commands = Commands(self._wake.set, self._heartbeat)
         self._requests = Requests(engine, drafting, clock)
         self._hosted = hosted
         self.drafter_links: Mapping[str, DrafterLink] = {}
@@ -80,7 +72,7 @@ class VerifyLoop:
         takes the place of the older without a `Finished` for it.
         """
         for request in requests:
-            self._commands.put(functools.partial(self._requests.add, request))
+            self.put(functools.partial(self._requests.add, request))
 
     def cancel(self, items: Sequence[tuple[str, int]]) -> None:
         """Drop requests without a `Finished`: pairs of request id and attempt.
@@ -89,7 +81,7 @@ class VerifyLoop:
         still arrive, it is ignored.
         """
         for request_id, attempt in items:
-            self._commands.put(functools.partial(self._requests.cancel, request_id, attempt))
+            self.put(functools.partial(self._requests.cancel, request_id, attempt))
 
     def deliver(self, message: TailBatch) -> None:
         """Take a message of a drafter; returns at once."""
@@ -100,7 +92,7 @@ class VerifyLoop:
         """The complete list of drafters in other processes, by id."""
         self.drafter_links = links
         mine = {drafter.loop.drafter_id: drafter for drafter in self._hosted}
-        self._commands.put(lambda: self._drafting.set_drafters({**mine, **links}))
+        self.put(lambda: self._drafting.set_drafters({**mine, **links}))
 
     def reset_metrics(self) -> None:
         """Set all counters to zero."""
@@ -108,13 +100,13 @@ class VerifyLoop:
         def clear() -> None:
             self._requests.metrics = StepMetrics()
 
-        self._commands.put(clear)
+        self.put(clear)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
         """Replace the weights between two steps. Requests that still run are dropped without a `Finished`, since an
         output must not mix two versions: whoever sends new weights has given them up. Weights that are not newer than
         those loaded are ignored: the message came twice, or late."""
-        return self._commands.call(functools.partial(self._load_weights, version, state_dict))
+        return self.call(functools.partial(self._load_weights, version, state_dict))
 
     def teach(self, method: str, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
         """Replace the weights of a drafter of this process between two steps."""
@@ -124,7 +116,7 @@ class VerifyLoop:
                 if drafter.method == method:
                     drafter.loop.proposer.load_weights(version, state_dict)
 
-        return self._commands.call(load)
+        return self.call(load)
 
     def forget_history(self) -> Future[None]:
         """Let the drafters of this process forget earlier outputs."""
@@ -134,15 +126,15 @@ class VerifyLoop:
                 drafter.loop.forget_history()
             self._draft()
 
-        return self._commands.call(forget)
+        return self.call(forget)
 
     def sleep(self) -> Future[None]:
         """Give up the cache's memory until `wake`."""
-        return self._commands.call(self._engine.sleep)
+        return self.call(self._engine.sleep)
 
     def wake(self) -> Future[None]:
         """Take the memory back."""
-        return self._commands.call(self._engine.wake)
+        return self.call(self._engine.wake)
 
     def poll(self, after: int, timeout_s: float, linger_s: float = 0.0) -> tuple[int, list[ToRollout]]:
         """Events for the rollout; see `Requests.poll`."""
@@ -153,10 +145,6 @@ class VerifyLoop:
         """Counters since the last `reset_metrics`."""
         return self._requests.metrics
 
-    def stop(self) -> None:
-        self._stopping.set()
-        self._wake.set()
-
     def snapshot(self) -> dict[str, Any]:
         """Counters of the loop and of the drafts. `inbox`: messages of drafters that wait. `busy_s`: seconds since the
         step or command under way began, 0 when there is none; for how long the engine, or whatever else runs in the
@@ -166,7 +154,7 @@ class VerifyLoop:
             "running": len(self._requests),
             "inbox": len(self._drafting.inbox),
             "weight_version": self._engine.weight_version,
-            "busy_s": self._heartbeat.busy_s,
+            "busy_s": self.busy_s,
         }
         return {**counters, **loads, "inline": {one.loop.drafter_id: one.loop.snapshot() for one in self._hosted}}
 
@@ -177,7 +165,7 @@ class VerifyLoop:
         try:
             while not self._stopping.is_set():
                 if not self.run_once():
-                    self._wake.wait(_IDLE_WAIT_S)
+                    self._wake.wait(IDLE_WAIT_S)
         except Exception as error:
             self.error = error
             logger.exception("the verifier's engine failed")
@@ -193,15 +181,15 @@ class VerifyLoop:
 
     def run_once(self) -> bool:
         """One step. Returns False when there was nothing to do."""
-        begin = self._heartbeat.begin()
+        begin = self._begin()
         try:
             return self._step(begin)
         finally:
-            self._heartbeat.end()
+            self._end()
 
     def _step(self, begin: float) -> bool:
         self._wake.clear()
-        if self._commands.run():
+        if self._run_commands():
             self._requests.publish()
         if not self._engine.has_work():
             self._drafting.take_messages()

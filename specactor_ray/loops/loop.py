@@ -1,0 +1,81 @@
+"""What the verifier's and the drafter's loop have in common: a thread that works in steps and sleeps in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+from specactor_ray.clock import SYSTEM, Clock
+
+IDLE_WAIT_S = 0.5
+"""Longest sleep without work; messages wake the loop at once."""
+
+
+class Loop:
+    """Wakes for messages, runs what other threads want done between two steps, and gives a sign of life: not that its
+    process answers, but since when it has been at the step under way.
+
+    Args:
+        clock: What waits and steps are measured by.
+    """
+
+    def __init__(self, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
+        self._wake, self._stopping = clock.event(), clock.event()
+        self._commands: SimpleQueue[Callable[[], Any]] = SimpleQueue()
+        self._began: float | None = None
+
+    # ---- for any thread ----
+
+    def stop(self) -> None:
+        """End the loop after the step under way."""
+        self._stopping.set()
+        self._wake.set()
+
+    def put(self, command: Callable[[], Any]) -> None:
+        """Have this run in the loop's thread, in the order in which commands were put; it must not raise."""
+        self._commands.put(command)
+        self._wake.set()
+
+    def call(self, command: Callable[[], None]) -> Future[None]:
+        """Have this run; the future has its outcome."""
+        future: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                command()
+            except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        self.put(run)
+        return future
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the step or command under way began; 0 while there is none."""
+        began = self._began
+        return 0.0 if began is None else max(0.0, self._clock.now() - began)
+
+    # ---- for the loop's thread ----
+
+    def _begin(self) -> float:
+        """A step, or a command within it, begins. Returns the time."""
+        self._began = now = self._clock.now()
+        return now
+
+    def _end(self) -> None:
+        """The loop is between two steps."""
+        self._began = None
+
+    def _run_commands(self) -> bool:
+        """Run what there is, each as a step of its own. Returns whether there was anything."""
+        worked = False
+        while not self._commands.empty():
+            self._commands.get()()
+            self._begin()
+            worked = True
+        return worked
