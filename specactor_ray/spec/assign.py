@@ -76,10 +76,9 @@ def assign_race(
     return assigned
 
 
-def draft_ladder(methods: Sequence[str], promised: np.ndarray) -> list[list[str]]:
-    """The draft ladder of each request: `methods`, best first, by `(methods, requests)` predicted tokens per second. Of
-    equals the first."""
-    return [[methods[n] for n in column] for column in np.argsort(-promised, axis=0, kind="stable").T.tolist()]
+def draft_ladder(methods: Sequence[str], promised: np.ndarray) -> list[str]:
+    """The draft ladder: `methods`, best first, by `(methods,)` predicted tokens per second. Of equals the first."""
+    return [methods[n] for n in np.argsort(-promised, kind="stable").tolist()]
 
 
 class Places:
@@ -121,21 +120,24 @@ class Places:
         self.wanted[seat, row] = False
         self.loads[seat] -= 1
 
-    def settle(self, rows: np.ndarray, held: np.ndarray, rankings: Sequence[Sequence[str]], level: bool) -> None:
+    def settle(
+        self, rows: np.ndarray, held: np.ndarray, methods: Sequence[str], promised: np.ndarray, level: bool
+    ) -> None:
         """Give each request one drafter: the one it has, if that can be reached, or one of the best method with room.
 
         Args:
             rows: The requests.
             held: `(rows,)` the seat that each has; -1: none. Set to the one it has then.
-            rankings: Methods in the order of preference, for each.
+            methods: Whose drafters these may be.
+            promised: `(methods, rows)` predicted tokens per second.
             level: Drafters of one method share their requests evenly, as far as there is room.
         """
         stays = (held >= 0) & self.able[held]
-        for row, seat in zip(rows[stays].tolist(), held[stays].tolist(), strict=True):
-            self.take(seat, row)
+        self.wanted[held[stays], rows[stays]] = True
+        self.loads = self.wanted.sum(axis=1).tolist()
         for index in np.flatnonzero(~stays).tolist():
             row = int(rows[index])
-            seats = (self.free_seat(row, method) for method in rankings[index])
+            seats = (self.free_seat(row, method) for method in draft_ladder(methods, promised[:, index]))
             held[index] = next((seat for seat in seats if seat is not None), held[index])
             if held[index] >= 0:
                 self.take(int(held[index]), row)
@@ -189,7 +191,7 @@ class Assigner:
         models, lookups = places.methods(looks_up=False), places.methods(looks_up=True)
         promised = self._promised([*models, *lookups], rows)
         home = table.home[rows]
-        places.settle(rows, home, draft_ladder(models, promised[: len(models)]), level)
+        places.settle(rows, home, models, promised[: len(models)], level)
         if len(models) > 1 and not level:
             self._switch(places, models, promised, rows, home)
         table.home[rows] = home
@@ -197,10 +199,9 @@ class Assigner:
             held = np.full(len(rows), -1)
             for seat in (seat for seat, one in places.drafters.items() if one.method == method):
                 held[table.assigned[seat, rows]] = seat
-            places.settle(rows, held, [[method]] * len(rows), level)
+            places.settle(rows, held, [method], promised[:1], level)
         if self._racing and len(rows):
-            ladder = draft_ladder([*models, *lookups], promised.mean(axis=1, keepdims=True))
-            self._start_race(places, rows, ladder[0])
+            self._start_race(places, rows, draft_ladder([*models, *lookups], promised.mean(axis=1)))
         changes = [
             (seat, row, bool(places.wanted[seat, row]))
             for seat, row in np.argwhere(places.wanted != table.assigned).tolist()
