@@ -8,7 +8,7 @@ PROBE_STEPS = 8
 """Steps with drafts before they are judged."""
 TELL_EVERY = 16
 """Steps of a suspension between two at which drafters are told what was committed."""
-_FADE = 1.0 - 1.0 / 16.0
+_FADE = 1.0 - 1.0 / 48.0
 """Weight that a step loses with each one after it."""
 _SHORTEST, _LONGEST = 2, 256
 """Steps of a suspension, four times as many when drafts bring nothing after it either."""
