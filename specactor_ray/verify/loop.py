@@ -195,6 +195,7 @@ class VerifyLoop(Loop):
             self._drafting.take_messages()
             self._drafting.flush()
             self._draft()  # nothing but to close what has ended
+            self._suspension.end()  # the next requests may be other ones
             return False
         rows = self._requests.decoding()
         waiting_s = self._await_drafts(rows)
