@@ -27,7 +27,7 @@ def rollout_table(summary: Mapping[str, Any]) -> Table:
         ("acceptance length", f"{metrics['acceptance_length']:.2f} tokens per request and step"),
         ("acceptance rate", _share(metrics["acceptance_rate"], metrics["drafted_tokens"])),
         ("supply", f"{metrics['supply']:.2f} draft tokens per request and step"),
-        ("steps with drafts", _share(metrics["supply_share"], metrics["row_steps"])),
+        ("requests with a draft", _share(metrics["supply_share"], metrics["row_steps"])),
         ("drafts left alone", _share(metrics["suspended_steps"] / max(metrics["steps"], 1), metrics["steps"])),
         ("right by draft position", _by_position(metrics)),
         ("protocol, median", f"{1e3 * metrics['protocol_median_s']:.2f} ms per step"),
