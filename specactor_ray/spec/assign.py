@@ -166,7 +166,7 @@ class Assigner:
         self._race_below = max(1, max_batch // 4) if config.race_below is None else config.race_below
         self._steps, self._freed, self._racing = 0, False, False
         self.standings: dict[str, Any] = {}
-        """Plain data for status displays, made anew with every revision: other threads may read it at any time."""
+        """Plain data for status displays, replaced with every revision: other threads may read it at any time."""
 
     def free(self) -> None:
         """A request leaves; its place is given away at the next step, if somebody waits for one."""

@@ -95,12 +95,12 @@ class StepMetrics(StepCounters):
         self.count_positions(_at_least(drafted), _at_least(accepted))
 
     def to_dict(self) -> dict[str, Any]:
-        """All counters as plain data. May be called from any thread while the loop goes on counting."""
+        """All counters as plain data. May be called from any thread while the loop keeps counting."""
         # A copy is one step to other threads. A list of items is not: it allocates, so the collector may let them in.
         pairs = {drafter_id: list(pair) for drafter_id, pair in self.by_drafter.copy().items()}
         recent = list(self._recent_protocol)
         numbers = {counter.name: getattr(self, counter.name) for counter in fields(StepCounters)}
-        # Counting goes on between the two copies; a reader may rely on equal lengths.
+        # The loop keeps counting between the two copies; a reader may rely on equal lengths.
         accepted = list(self.accepted_by_position)
         positions = {"drafted_by_position": self.drafted_by_position[: len(accepted)], "accepted_by_position": accepted}
         return {**numbers, **positions, "by_drafter": pairs, "protocol_median_s": median(recent) if recent else 0.0}
