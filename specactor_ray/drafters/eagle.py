@@ -76,9 +76,9 @@ class _Entry:
             position -= len(part)
         raise IndexError("no token there")
 
-    def begin_anew(self, unread: list[Features], first: int) -> None:
+    def begin_anew(self, first: int) -> None:
         """Forget all that was read; the context begins at position `first`."""
-        self.unread, self.first, self.anchored, self.output = unread, first, 0, None
+        self.unread, self.first, self.anchored, self.output = [], first, 0, None
         if self.cache is not None:
             self.cache.truncate(0)
 
@@ -147,7 +147,7 @@ class EagleProposer(RowProposer):
             if span.end <= entry.next_state:
                 continue
             if span.begin > entry.next_state:
-                entry.begin_anew([], span.begin)
+                entry.begin_anew(span.begin)
             entry.unread.append(Features(entry.next_state, span.states[entry.next_state - span.begin :]))
 
     def extend(self) -> list[str]:

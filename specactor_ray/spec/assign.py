@@ -189,9 +189,9 @@ class Assigner:
         table, self._freed = self._table, False
         rows, places = np.flatnonzero(table.begun), Places(self._policy)
         models, lookups = places.methods(looks_up=False), places.methods(looks_up=True)
-        promised = self._promised([*models, *lookups], rows)
+        promised = self._promised(models, rows)
         home = table.home[rows]
-        places.settle(rows, home, models, promised[: len(models)], level)
+        places.settle(rows, home, models, promised, level)
         if len(models) > 1 and not level:
             self._switch(places, models, promised, rows, home)
         table.home[rows] = home
@@ -199,9 +199,10 @@ class Assigner:
             held = np.full(len(rows), -1)
             for seat in (seat for seat, one in places.drafters.items() if one.method == method):
                 held[table.assigned[seat, rows]] = seat
-            places.settle(rows, held, [method], promised[:1], level)
+            places.settle(rows, held, [method], np.zeros((1, len(rows))), level)
         if self._racing and len(rows):
-            self._start_race(places, rows, draft_ladder([*models, *lookups], promised.mean(axis=1)))
+            racing = [*models, *lookups]
+            self._start_race(places, rows, draft_ladder(racing, self._promised(racing, rows).mean(axis=1)))
         changes = [
             (seat, row, bool(places.wanted[seat, row]))
             for seat, row in np.argwhere(places.wanted != table.assigned).tolist()
@@ -227,13 +228,13 @@ class Assigner:
         """Give requests to a method that promises to be faster, a few at a time."""
         has = np.flatnonzero(home >= 0)
         current = [models.index(places.drafters[seat].method) for seat in home[has].tolist()]
-        gain = promised[: len(models), has].max(axis=0, initial=0.0) / promised[current, has]
+        gain = promised[:, has].max(axis=0, initial=0.0) / promised[current, has]
         for index in np.argsort(-gain)[: max(1, len(has) // SWITCH_SHARE)].tolist():
             if gain[index] <= 1.0 + SWITCH_GAIN:
                 break
             at = int(has[index])
             row = int(rows[at])
-            seat = places.free_seat(row, models[int(promised[: len(models), at].argmax())])
+            seat = places.free_seat(row, models[int(promised[:, at].argmax())])
             if seat is not None:
                 places.leave(int(home[at]), row)
                 places.take(seat, row)
