@@ -1,4 +1,4 @@
-"""Keys of a drafter that goes on learning while rollouts and training go on, and what is wrong about them."""
+"""Keys of a drafter that keeps learning during training, and what is wrong about them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class OnlineWhere(str, Enum):
-    """Who trains a drafter while training goes on."""
+    """Who trains a drafter during training."""
 
     off = "off"
     """Nobody: it stays as it was loaded."""

@@ -188,7 +188,7 @@ class DrafterConfig:
     min_probability: float = 0.1
     """For `suffix`: a guess is lengthened while the estimated probability that all of it is right is at least this."""
     online: OnlineConfig = field(default_factory=OnlineConfig)
-    """For `eagle`: learning from the samples of RL training while it goes on."""
+    """For `eagle`: learning from the samples of RL training."""
 
 
 HISTORY_METHODS = ("ngram", "suffix")

@@ -134,7 +134,7 @@ class EagleProposer(RowProposer):
 
     def add_features(self, request_id: str, features: Sequence[Features]) -> None:
         """True states came; they are read by the next `extend`. What is known already is passed over; behind a gap the
-        head begins anew, with less context."""
+        head starts over, with less context."""
         entry = self._entries.get(request_id)
         if entry is None or entry.cache is None:
             return

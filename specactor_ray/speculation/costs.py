@@ -94,7 +94,7 @@ class GridCost:
 
 
 def cost_grids(points: Iterable[CostPoint]) -> dict[int, GridCost]:
-    """Device count → what was measured on so many devices, a window of w being w + 1 positions per row; ascending.
+    """Device count → what was measured on that many devices, a window of w being w + 1 positions per row; ascending.
 
     Raises:
         InputError: A point of a grid is missing.
