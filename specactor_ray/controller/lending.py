@@ -135,19 +135,17 @@ def ladder_order(methods: Sequence[str], counters: Sequence[Mapping[str, Any]]) 
 
     Args:
         methods: In the order of the configuration.
-        counters: Of the verifiers. `ladder` in them (`spec/assign.py`) gives predicted tokens per second of a
-            method, per range of output positions. The best figure of any verifier and range counts, of those where the
-            method was tried.
+        counters: Of the verifiers. `ladder` in them (`Policy.standings`) gives predicted tokens per second of a method,
+            per range of output positions at which it was tried. The best figure of any verifier and range counts.
 
     Returns:
         Those with a figure first, the highest before the others; then the rest, in their order.
     """
     best: dict[str, float] = {}
     for one in counters:
-        for method, rung in ((one.get("ladder") or {}).get("methods") or {}).items():
-            for standing in rung["buckets"].values():
-                if standing["drafted"] > 0:
-                    best[method] = max(best.get(method, 0.0), float(standing["tgs"]))
+        for standing in one.get("ladder") or ():
+            method = standing["method"]
+            best[method] = max(best.get(method, 0.0), float(standing["tgs"]))
     return tuple(sorted(methods, key=lambda method: -best.get(method, float("-inf"))))
 
 

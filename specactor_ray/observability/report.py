@@ -137,14 +137,12 @@ def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
 
     Of several verifiers the one that has seen most of a method is shown.
     """
-    seen: dict[tuple[str, str], tuple[float, Mapping[str, Any], float]] = {}
+    seen: dict[tuple[str, str], Mapping[str, Any]] = {}
     for row in rows:
-        methods = ((row.get("counters") or {}).get("ladder") or {}).get("methods") or {}
-        for method, rung in methods.items():
-            for bucket, standing in rung["buckets"].items():
-                drafted = standing["drafted"]
-                if drafted > seen.get((method, bucket), (0.0,))[0]:
-                    seen[method, bucket] = (drafted, standing, rung["token_s"])
+        for standing in (row.get("counters") or {}).get("ladder") or ():
+            place = standing["method"], standing["positions"]
+            if place not in seen or standing["drafted"] > seen[place]["drafted"]:
+                seen[place] = standing
     if not seen:
         return None
     table = Table(title="draft ladder", box=SIMPLE_HEAD)
@@ -152,12 +150,12 @@ def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
         table.add_column(name)
     for name in ("acceptance", "ms per draft token", "predicted tokens/s"):
         table.add_column(name, justify="right")
-    for (method, bucket), (_, standing, token_s) in seen.items():
+    for (method, positions), standing in seen.items():
         table.add_row(
             method,
-            bucket,
+            positions,
             f"{standing['acceptance']:.1%}",
-            f"{1e3 * token_s:.2f}" if token_s else "-",
+            f"{1e3 * standing['token_s']:.2f}" if standing["token_s"] else "-",
             f"{standing['tgs']:.1f}",
         )
     table.caption = "acceptance: of a draft token after right ones. predicted tokens/s: of one request"

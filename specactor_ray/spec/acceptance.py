@@ -10,8 +10,9 @@ import numpy as np
 if TYPE_CHECKING:
     from specactor_ray.spec.table import RequestTable
 
-BUCKETS = 8
-"""Ranges of output positions: 0-63, 64-127, 128-255, ..."""
+BUCKET_NAMES = ("0-63", "64-127", "128-255", "256-511", "512-1023", "1024-2047", "2048-4095", "4096+")
+"""Ranges of output positions."""
+BUCKETS = len(BUCKET_NAMES)
 _BUCKET_BEGINS = 64 << np.arange(BUCKETS - 1)
 DEFAULT_PRIOR = 0.6
 PRIOR_TRIES = 8.0

@@ -1,21 +1,20 @@
 """Who drafts for which request: the draft ladder, and the race for stragglers.
 
-A request has one *base* drafter, of the method that promises most and has room, and beside it every lookup that has
-room for it: they cost nothing and learn from what they follow. In a race it has drafters of further methods (SpecActor,
-arXiv 2511.16193, Algorithm 3). Assignments are made afresh, base drafters first, then lookups, then racers, so a racer
-never holds a place that a base drafter wants. Whoever drafts for a request already is preferred, since another one
-first has to read it.
+A request has one *base* drafter, of the method that promises most and has room. Beside it drafters of further methods
+join by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups for every request, as they cost nothing and learn from what
+they follow; models in a race. Assignments are made afresh, base drafters first, so a racer never holds a place that a
+base drafter wants. Whoever drafts for a request already is preferred, since another one first has to read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.spec.acceptance import BUCKETS
 from specactor_ray.spec.policy import Policy
 
 REVISE_EVERY = 16
@@ -54,7 +53,7 @@ def assign_race(
 
     Args:
         stragglers: Requests to race for, the one with the lowest acceptance first.
-        ranking: Methods, best first; those not named do not race.
+        ranking: Methods, best first; those not named do not race. A worker has one method, so the order changes nothing.
         workers: Worker → what it is.
         serving: Request → methods that draft for it already.
 
@@ -82,72 +81,56 @@ def draft_ladder(methods: Sequence[str], promised: np.ndarray) -> list[str]:
 
 
 class Places:
-    """An assignment in the making: `wanted`, `(seats, rows)`, and how many requests each seat has in it.
+    """An assignment in the making.
 
     Args:
         policy: Its table and drafters.
+        level: Drafters of one method get as many requests each, as far as they have room.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._assigned = policy.table.assigned
+    def __init__(self, policy: Policy, level: bool) -> None:
+        self._assigned, self._level = policy.table.assigned, level
+        self.drafters = {seat: one for seat, one in enumerate(policy.drafters) if one is not None and one.able}
         self.wanted = np.zeros_like(self._assigned)
         self.loads = [0] * len(self.wanted)
-        self.drafters = {seat: one for seat, one in enumerate(policy.drafters) if one is not None}
-        self.able = np.zeros(len(self.wanted), np.bool_)
-        self.able[[seat for seat, one in self.drafters.items() if one.able]] = True
+        self.served: dict[int, set[str]] = defaultdict(set)
+        """Request → methods that draft for it."""
 
     def methods(self, looks_up: bool) -> list[str]:
         """Methods that look up, or the others."""
         return list(dict.fromkeys(one.method for one in self.drafters.values() if one.looks_up == looks_up))
 
-    def free_seats(self, method: str) -> list[int]:
-        """Drafters of this method that can be reached and have room, the least loaded one first."""
-        loads, mine = self.loads, [seat for seat, one in self.drafters.items() if one.method == method and one.able]
-        return sorted((seat for seat in mine if loads[seat] < self.drafters[seat].max_batch), key=loads.__getitem__)
-
-    def free_seat(self, row: int, method: str) -> int | None:
-        """The one of them that drafts for the request already, or the first."""
-        free = self.free_seats(method)
-        return min(free, key=lambda seat: not self._assigned[seat, row], default=None)
-
     def take(self, seat: int, row: int) -> None:
         """The drafter will draft for the request."""
         self.wanted[seat, row] = True
         self.loads[seat] += 1
+        self.served[row].add(self.drafters[seat].method)
 
-    def leave(self, seat: int, row: int) -> None:
-        """It will not, after all."""
-        self.wanted[seat, row] = False
-        self.loads[seat] -= 1
+    def keep(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Of these (seat, row) as many stay as there is room for; where loads are levelled, as each drafter's share of
+        what its method has."""
+        pairs = list(pairs)
+        held = Counter(self.drafters[seat].method for seat, _ in pairs)
+        peers = Counter(one.method for one in self.drafters.values())
+        for seat, row in pairs:
+            one = self.drafters[seat]
+            most = min(one.max_batch, held[one.method] // peers[one.method]) if self._level else one.max_batch
+            if self.loads[seat] < most and one.method not in self.served[row]:
+                self.take(seat, row)
 
-    def settle(
-        self, rows: np.ndarray, held: np.ndarray, methods: Sequence[str], promised: np.ndarray, level: bool
-    ) -> None:
-        """Give each request one drafter: the one it has, if that can be reached, or one of the best method with room.
+    def free_seat(self, method: str, row: int) -> int | None:
+        """A drafter of this method with room: the one that drafts for the request already, or the least loaded."""
+        loads, drafters = self.loads, self.drafters
+        free = [n for n, one in drafters.items() if one.method == method and loads[n] < one.max_batch]
+        return min(free, key=lambda n: (loads[n] * self._level, not self._assigned[n, row], loads[n]), default=None)
 
-        Args:
-            rows: The requests.
-            held: `(rows,)` the seat that each has; -1: none. Set to the one it has then.
-            methods: Whose drafters these may be.
-            promised: `(methods, rows)` predicted tokens per second.
-            level: Drafters of one method share their requests evenly, as far as there is room.
-        """
-        stays = (held >= 0) & self.able[held]
-        self.wanted[held[stays], rows[stays]] = True
-        self.loads = self.wanted.sum(axis=1).tolist()
-        for index in np.flatnonzero(~stays).tolist():
-            row = int(rows[index])
-            seats = (self.free_seat(row, method) for method in draft_ladder(methods, promised[:, index]))
-            held[index] = next((seat for seat in seats if seat is not None), held[index])
-            if held[index] >= 0:
-                self.take(int(held[index]), row)
-        for index in np.flatnonzero(held >= 0).tolist() if level else ():
-            row, seat = int(rows[index]), int(held[index])
-            free = self.free_seats(self.drafters[seat].method)
-            if free and self.loads[free[0]] + 1 < self.loads[seat]:
-                self.leave(seat, row)
-                self.take(free[0], row)
-                held[index] = free[0]
+    def join(self, rows: Sequence[int], methods: Sequence[str]) -> None:
+        """Drafters of these methods join those of the requests: who does already stays, Algorithm 3 adds the others."""
+        drafters, there = self.drafters, np.argwhere(self._assigned & ~self.wanted).tolist()
+        self.keep((seat, row) for seat, row in there if seat in drafters and drafters[seat].method in methods)
+        workers = {seat: Worker(one.method, self.loads[seat], one.max_batch) for seat, one in drafters.items()}
+        for seat, row in assign_race(rows, methods, workers, self.served):
+            self.take(seat, row)
 
 
 class Assigner:
@@ -165,21 +148,20 @@ class Assigner:
         self._race, self._coupled = config.race, coupled
         self._race_below = max(1, max_batch // 4) if config.race_below is None else config.race_below
         self._steps, self._freed, self._racing = 0, False, False
-        self.standings: dict[str, Any] = {}
-        """Plain data for status displays, replaced with every revision: other threads may read it at any time."""
 
     def free(self) -> None:
         """A request leaves; its place is given away at the next step, if somebody waits for one."""
         self._freed = True
 
-    def step(self, decoding: np.ndarray) -> list[Change]:
-        """A step over these rows begins. Requests that still wait for their turn have no drafters."""
+    def step(self, decoding: np.ndarray) -> list[Change] | None:
+        """A step over these rows begins; None if it was not time for a look at all requests. Those that still wait for
+        their turn have no drafters."""
         table = self._table
         self._steps += 1
         racing, fresh = self._is_racing(len(decoding)), not table.begun[decoding].all()
         freed = self._freed and bool((table.home[decoding] < 0).any())
         if not (fresh or freed or racing != self._racing or self._steps % REVISE_EVERY == 0):
-            return []
+            return None
         table.begun[decoding] = True
         self._racing = racing
         return self.revise()
@@ -187,60 +169,50 @@ class Assigner:
     def revise(self, level: bool = False) -> list[Change]:
         """Who drafts for what from now on; `level`: the list of drafters has changed."""
         table, self._freed = self._table, False
-        rows, places = np.flatnonzero(table.begun), Places(self._policy)
+        rows, places = np.flatnonzero(table.begun), Places(self._policy, level)
         models, lookups = places.methods(looks_up=False), places.methods(looks_up=True)
-        promised = self._promised(models, rows)
-        home = table.home[rows]
-        places.settle(rows, home, models, promised, level)
-        if len(models) > 1 and not level:
-            self._switch(places, models, promised, rows, home)
-        table.home[rows] = home
-        for method in lookups:
-            held = np.full(len(rows), -1)
-            for seat in (seat for seat, one in places.drafters.items() if one.method == method):
-                held[table.assigned[seat, rows]] = seat
-            places.settle(rows, held, [method], np.zeros((1, len(rows))), level)
-        if self._racing and len(rows):
-            racing = [*models, *lookups]
-            self._start_race(places, rows, draft_ladder(racing, self._promised(racing, rows).mean(axis=1)))
+        chances = self._policy.acceptance.probability(table, rows)
+        self._settle(places, models, rows, chances)
+        chance = np.where(places.wanted[:, rows], chances[table.method], 0.0).max(axis=0)
+        slowest_first = rows[np.argsort(chance, kind="stable")].tolist()
+        places.join(slowest_first, [*models, *lookups] if self._racing else lookups)
         changes = [
             (seat, row, bool(places.wanted[seat, row]))
             for seat, row in np.argwhere(places.wanted != table.assigned).tolist()
         ]
         for seat, row, opened in changes:
             (table.assign if opened else table.release)(seat, row)
-        self.standings = self._describe(places)
         return changes
 
-    # ---- the ladder ----
+    def _settle(self, places: Places, models: Sequence[str], rows: np.ndarray, chances: np.ndarray) -> None:
+        """Base drafters: a request keeps the one it has, unless that is out of reach or another method promises to be
+        faster, and else gets one of the best method with room. A few change at a time.
 
-    def _promised(self, methods: Sequence[str], rows: np.ndarray) -> np.ndarray:
-        """`(methods, rows)` predicted tokens per second of each request."""
-        acceptance, promised = self._policy.acceptance, np.zeros((len(methods), len(rows)))
-        chances = acceptance.probability(self._table, rows)
-        for index, method in enumerate(methods):
-            promised[index] = self._policy.predict(method, chances[acceptance.number(method)])
-        return promised
-
-    def _switch(
-        self, places: Places, models: Sequence[str], promised: np.ndarray, rows: np.ndarray, home: np.ndarray
-    ) -> None:
-        """Give requests to a method that promises to be faster, a few at a time."""
-        has = np.flatnonzero(home >= 0)
-        current = [models.index(places.drafters[seat].method) for seat in home[has].tolist()]
-        gain = promised[:, has].max(axis=0, initial=0.0) / promised[current, has]
-        for index in np.argsort(-gain)[: max(1, len(has) // SWITCH_SHARE)].tolist():
-            if gain[index] <= 1.0 + SWITCH_GAIN:
-                break
-            at = int(has[index])
-            row = int(rows[at])
-            seat = places.free_seat(row, models[int(promised[:, at].argmax())])
-            if seat is not None:
-                places.leave(int(home[at]), row)
-                places.take(seat, row)
-                home[at] = seat
-
-    # ---- the race ----
+        Those that have one within reach come first: every place that one of them takes another one has left.
+        """
+        policy, home = self._policy, self._table.home
+        promised = np.zeros((len(models), len(rows)))
+        """`(models, rows)` predicted tokens per second of each request."""
+        for index, method in enumerate(models):
+            promised[index] = policy.predict(method, chances[policy.acceptance.number(method)])
+        gain = np.zeros(len(rows))
+        """Of a change; 0 where there is no drafter within reach."""
+        for index, seat in enumerate(home[rows].tolist()):
+            if seat in places.drafters:
+                here = promised[models.index(places.drafters[seat].method), index]
+                gain[index] = promised[:, index].max() / here
+        order = np.argsort(-gain, kind="stable")
+        leaving = order[: max(1, np.count_nonzero(gain) // SWITCH_SHARE)]
+        stays = gain > 0.0
+        stays[leaving[gain[leaving] > 1.0 + SWITCH_GAIN]] = False
+        places.keep((int(home[row]), row) for row in rows[stays].tolist())
+        for index in np.argsort(gain == 0.0, kind="stable").tolist():
+            row = int(rows[index])
+            if not places.served[row]:
+                seats = (places.free_seat(method, row) for method in draft_ladder(models, promised[:, index]))
+                home[row] = next((seat for seat in seats if seat is not None), -1)
+                if home[row] >= 0:
+                    places.take(int(home[row]), row)
 
     def _is_racing(self, decoding: int) -> bool:
         """The tail has come when few requests are left and none of them waits or still reads its prompt. One that does
@@ -253,44 +225,3 @@ class Assigner:
                 return few and (self._racing or decoding == len(self._table))
             case _:
                 return False
-
-    def _start_race(self, places: Places, rows: np.ndarray, ranking: Sequence[str]) -> None:
-        """Racers that there are stay as far as there is room; Algorithm 3 adds those that are missing."""
-        table, drafters = self._table, places.drafters
-        serving = {
-            row: {drafters[s].method for s in np.flatnonzero(places.wanted[:, row]).tolist()} for row in rows.tolist()
-        }
-        for seat, row in np.argwhere(table.assigned & ~places.wanted & places.able[:, None]).tolist():
-            method = drafters[seat].method
-            if method not in serving[row] and places.loads[seat] < drafters[seat].max_batch:
-                places.take(seat, row)
-                serving[row].add(method)
-        chances = self._policy.acceptance.probability(table, rows)[table.method]
-        served = np.where(places.wanted[:, rows], chances, 0.0).max(axis=0)
-        workers = {
-            seat: Worker(one.method, places.loads[seat], one.max_batch) for seat, one in drafters.items() if one.able
-        }
-        for seat, row in assign_race(rows[np.argsort(served, kind="stable")].tolist(), ranking, workers, serving):
-            places.take(seat, row)
-
-    def _describe(self, places: Places) -> dict[str, Any]:
-        """The ladder and the race as plain data."""
-        acceptance, methods = self._policy.acceptance, dict[str, Any]()
-        for drafter in places.drafters.values():
-            number = acceptance.number(drafter.method)
-            chances, tried = acceptance.of_method()[number], acceptance.evidence[1, number]
-            rates = self._policy.predict(drafter.method, chances)
-            buckets = {
-                BUCKET_NAMES[n]: {
-                    "drafted": round(float(tried[n]), 1),
-                    "acceptance": float(chances[n]),
-                    "tgs": float(rates[n]),
-                }
-                for n in np.flatnonzero(tried >= 1.0).tolist()
-            }
-            methods[drafter.method] = {"token_s": drafter.token_s, "buckets": buckets}
-        loads = {one.drafter_id: places.loads[seat] for seat, one in places.drafters.items()}
-        return {"methods": methods, "racing": self._racing, "loads": loads}
-
-
-BUCKET_NAMES = ("0-63", *(f"{64 << n}-{(128 << n) - 1}" for n in range(BUCKETS - 2)), f"{64 << (BUCKETS - 2)}+")

@@ -12,13 +12,13 @@ not tried for long is forgotten, and of the unknown the best is hoped for. Of th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.spec import _kernels
-from specactor_ray.spec.acceptance import Acceptance
+from specactor_ray.spec.acceptance import BUCKET_NAMES, Acceptance
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.suspension import Suspension
 from specactor_ray.spec.table import RequestTable
@@ -157,6 +157,20 @@ class Policy:
         rows = max(self.rows, 1)
         verify_s = self.cost.curve(rows, rows * window)[::rows]
         return np.maximum(window_rates(probability, window, token_s, verify_s).max(axis=1), 1.0 / verify_s[0])
+
+    def standings(self) -> list[dict[str, Any]]:
+        """The draft ladder as plain data: what is thought of each method where it was tried, by output positions."""
+        acceptance, standings = self.acceptance, []
+        token_s = {one.method: one.token_s for one in self.drafters if one is not None}
+        for method in token_s:
+            number = acceptance.number(method)
+            chances, drafted = acceptance.of_method()[number], acceptance.evidence[1, number]
+            tgs = self.predict(method, chances)
+            for at in np.flatnonzero(drafted >= 1.0).tolist():
+                figures = {"drafted": drafted[at], "acceptance": chances[at], "token_s": token_s[method], "tgs": tgs[at]}
+                names = {"method": method, "positions": BUCKET_NAMES[at]}
+                standings.append({**names, **{name: float(figure) for name, figure in figures.items()}})
+        return standings
 
     # ---- parts ----
 

@@ -58,6 +58,7 @@ class Drafting:
         self._vocab_size = vocab_size
         self._seats: dict[str, Seat] = {}
         self._features = FeatureLog()
+        self._standings: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
         """Drafters."""
@@ -88,6 +89,7 @@ class Drafting:
             drafter = self.policy.drafters[number]
             if drafter is not None and not opened:
                 self._seats[drafter.drafter_id].let_go(row, int(self.table.generation[row]))
+        self._standings = self.policy.standings()
 
     # ---- requests ----
 
@@ -130,7 +132,8 @@ class Drafting:
 
     def revise(self, rows: np.ndarray) -> None:
         """A step over these rows begins: look at who drafts for what, if it is time."""
-        self._tell(self.assigner.step(rows))
+        if (changes := self.assigner.step(rows)) is not None:
+            self._tell(changes)
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, dict[str, Tail]]:
         """What a step over these rows verifies: int32 `(rows,)` whose tail, -1 for none, and request → tail."""
@@ -171,7 +174,7 @@ class Drafting:
             "tails": dict(self.tails),
             "links": {drafter_id: seat.link.snapshot() for drafter_id, seat in self._seats.copy().items()},
             **self.inbox.snapshot(),
-            "ladder": self.assigner.standings,
+            "ladder": self._standings,
         }
 
 

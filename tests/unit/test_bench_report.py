@@ -322,14 +322,13 @@ class TestStatus:
         assert ladder_table(self.ROWS) is None
 
         def row(drafted: float, acceptance: float) -> dict[str, Any]:
-            standing = {"drafted": drafted, "acceptance": acceptance, "tgs": 31.5}
-            rung = {"token_s": 0.002, "buckets": {"0-63": standing, "64-255": {**standing, "drafted": 0.0}}}
-            return {"counters": {"ladder": {"methods": {"eagle": rung}}}}
+            figures = {"drafted": drafted, "acceptance": acceptance, "token_s": 0.002, "tgs": 31.5}
+            return {"counters": {"ladder": [{"method": "eagle", "positions": "0-63", **figures}]}}
 
         text = rendered(ladder_table([row(10.0, 0.25), row(400.0, 0.625), {"counters": None}]))
         for expected in ("eagle", "0-63", "62.5%", "2.00", "31.5"):
             assert expected in text
-        assert "64-255" not in text and "25.0%" not in text
+        assert "25.0%" not in text
 
 
 def test_more_cores_than_there_are_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -213,12 +213,9 @@ def test_next_method() -> None:
 def test_the_ladder_of_the_verifiers_comes_before_the_order_of_the_configuration() -> None:
     methods = ("a", "b", "c")
     assert ladder_order(methods, []) == methods
-    assert ladder_order(methods, [{"ladder": {}}, {"ladder": None}, {"running": 1}]) == methods
-    standings = {
-        method: {"buckets": {"0-63": {"drafted": drafted, "tgs": tgs}}}
-        for method, drafted, tgs in (("a", 0.0, 9.0), ("c", 5.0, 1.0), ("b", 5.0, 2.0))
-    }
-    assert ladder_order(methods, [{"ladder": {"methods": standings}}, {"ladder": {}}]) == ("b", "c", "a")
+    assert ladder_order(methods, [{"ladder": []}, {"ladder": None}, {"running": 1}]) == methods
+    standings = [{"method": method, "tgs": tgs} for method, tgs in (("c", 1.0), ("b", 2.0), ("b", 0.5))]
+    assert ladder_order(methods, [{"ladder": standings}, {"ladder": []}]) == ("b", "c", "a")
 
 
 def test_drafts_end_in_order_when_a_verifier_is_wanted_back() -> None:

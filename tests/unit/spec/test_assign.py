@@ -134,7 +134,7 @@ class Bench:
 
     def step(self, times: int = 1, rows: Sequence[int] | None = None) -> list[tuple[int, int, bool]]:
         decoding = ints(self.rows if rows is None else rows)
-        return [change for _ in range(times) for change in self.told(self.assigner.step(decoding))]
+        return [change for _ in range(times) for change in self.told(self.assigner.step(decoding) or [])]
 
     def good(self, method: str, p: float, rows: Sequence[int] | None = None) -> None:
         """The method is right so often, everywhere or for these requests."""
@@ -186,7 +186,7 @@ def test_the_best_method_with_room_is_taken_and_its_drafters_share_the_load() ->
     waiting = next(row for row in bench.rows if not bench.seats(row))
     bench.remove(next(row for row in bench.rows if bench.seats(row) == [1]))
     bench.step()
-    assert bench.seats(waiting) == [1], "a place that fell free is given away"
+    assert bench.seats(waiting) and bench.loads == [3, 3, 1], "a place that fell free is given away"
 
 
 def test_a_place_is_given_away_whoever_else_leaves() -> None:
@@ -245,13 +245,14 @@ def test_who_has_one_request_more_than_another_has_its_share() -> None:
     assert bench.open == before
 
 
-def test_requests_leave_a_drafter_that_is_out_of_reach_if_there_is_another() -> None:
+def test_requests_leave_a_drafter_that_is_out_of_reach() -> None:
     bench = Bench(drafter("eagle"), requests=3)
     bench.step()
     bench.policy.drafters[0].able = False  # type: ignore[union-attr]
-    assert bench.step(REVISE_EVERY) == []
+    bench.step(REVISE_EVERY)
+    assert bench.loads == [0]
     bench.join(drafter("draft_model", 2))
-    assert bench.loads == [1, 2]
+    assert bench.loads == [0, 2]
     bench.policy.drafters[1].max_batch = 9  # type: ignore[union-attr]
     bench.step(REVISE_EVERY)
     assert bench.loads == [0, 3]
@@ -290,7 +291,7 @@ def test_when_methods_race(race: RaceName, coupled: bool) -> None:
         bench.step()
         both = [len(set(bench.seats(row)) - {2}) for row in bench.rows if bench.seats(row)]
         assert all(2 in bench.seats(row) for row in bench.rows if bench.seats(row)), "lookups stay"
-        assert set(both) in ({1}, {2}) and bench.assigner.standings.get("racing", False) == (both[0] == 2)
+        assert set(both) in ({1}, {2})
         return both[0] == 2
 
     assert racing() == always, "more than a quarter of the batch"
@@ -346,7 +347,8 @@ def test_no_base_drafter_is_taken_away() -> None:
     assert bench.step(2 * REVISE_EVERY) == []
     bench.join(drafter("ngram"))
     bench.policy.drafters[2].able = False  # type: ignore[union-attr]
-    assert bench.step(REVISE_EVERY) == [] and bench.loads == [0, 1, 2]
+    bench.step(REVISE_EVERY)
+    assert bench.loads == [0, 1, 0]
     bench.leave(2)
     bench.join(replace(drafter("suffix"), able=False))
     assert bench.step(REVISE_EVERY) == [], "nobody who is out of reach races"
@@ -384,18 +386,6 @@ def test_of_several_drafters_the_racer_becomes_the_base() -> None:
     assert (bench.seats(fast), bench.seats(slow)) == ([0, 2], [0, 1])
     bench.policy.drafters[0].able = False  # type: ignore[union-attr]
     assert bench.step(REVISE_EVERY) == [(0, fast, False), (0, slow, False)], "nobody has to read a request"
-
-
-def test_the_ladder_is_shown_as_plain_data() -> None:
-    bench = Bench(drafter("eagle", token_s=0.003), drafter("ngram"), requests=2, race=RaceName.always)
-    bench.acceptance.evidence[1, 0, 0], bench.acceptance.evidence[0, 0, 0] = 50.0, 40.0
-    bench.step()
-    shown = bench.assigner.standings
-    assert shown["racing"] is True and shown["loads"] == {"eagle-0": 2, "ngram-0": 2}
-    eagle = shown["methods"]["eagle"]
-    assert eagle["token_s"] == 0.003 and shown["methods"]["ngram"]["buckets"] == {}
-    assert list(eagle["buckets"]) == ["0-63"] and eagle["buckets"]["0-63"]["drafted"] == 50.0
-    assert 0.7 < eagle["buckets"]["0-63"]["acceptance"] < 0.8 and eagle["buckets"]["0-63"]["tgs"] > 20
 
 
 @pytest.mark.parametrize("race", list(RaceName))

@@ -318,3 +318,12 @@ def test_nothing_is_chosen_but_what_is_there() -> None:
         for row, seat, length in zip(bench.rows.tolist(), seats.tolist(), lengths.tolist(), strict=True):
             assert length < bench.table.limit[row]
             assert length == 0 or (bench.table.assigned[seat, row] and length <= bench.table.length[seat, row])
+
+
+def test_the_ladder_is_shown_as_plain_data() -> None:
+    bench = Bench(replace(MODEL, method="eagle", token_s=0.003), replace(MODEL, method="ngram"))
+    assert bench.policy.standings() == []
+    bench.acceptance.evidence[1, 0, 1], bench.acceptance.evidence[0, 0, 1] = 50.0, 40.0
+    [shown] = bench.policy.standings()
+    assert (shown["method"], shown["positions"], shown["drafted"], shown["token_s"]) == ("eagle", "64-127", 50.0, 0.003)
+    assert 0.7 < shown["acceptance"] < 0.8 and shown["tgs"] > 20
