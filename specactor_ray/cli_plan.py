@@ -81,8 +81,7 @@ def plan(
     from specactor_ray.config import load_config
     from specactor_ray.observability.console import log_through, make_console, say
     from specactor_ray.observability.plan_report import cost_table, prediction_table
-    from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, usable_profile
-    from specactor_ray.speculation.apply_plan import requests_of
+    from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, requests_of, usable_profile
 
     settings = as_decoupled(load_config(config_file, overrides or ()))
     if profile_file is not None:

@@ -136,7 +136,7 @@ class TailBatch:
     tokens: np.ndarray
     """int32, those of all tails one after the other."""
     token_s: float = 0.0
-    """The drafter's moving seconds per drafted token for one request, at the load it has now; 0 if unknown."""
+    """Seconds in which a model drafts one token for each of its requests, at the load it has now; 0 if unknown."""
     lost: tuple[tuple[int, int], ...] = ()
     """Handles of requests that it does not know, or of which it missed a commit: they have to be opened again."""
 
@@ -174,8 +174,6 @@ class RequestStats:
     """Draft tokens that were verified."""
     accepted: int = 0
     """Draft tokens that were right."""
-    supplied_steps: int = 0
-    """Decode steps at which at least one draft token was there."""
     accepted_by_drafter: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Drafter id → (drafted, accepted)."""
 

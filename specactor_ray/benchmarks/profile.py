@@ -21,11 +21,12 @@ from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.phase_progress import PhaseProgress, show_steps
 from specactor_ray.rollout.compatibility import export_what_drafters_read
+from specactor_ray.rollout.output import write_json
 from specactor_ray.rollout.planning import as_decoupled
 from specactor_ray.rollout.prompts import read_prompts
 from specactor_ray.rollout.target_checks import check_target
 from specactor_ray.signals import sigterm_interrupts
-from specactor_ray.speculation.profile import seal, write_profile
+from specactor_ray.speculation.profile import KIND, SCHEMA
 
 
 def run_profile(
@@ -74,6 +75,8 @@ def run_profile(
     shares = _measure(config, axes, devices, tuple(prompts), max_requests, console)
     recorded = shares[0].recorded
     data = {
+        "kind": KIND,
+        "schema": SCHEMA,
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "seconds": round(time.monotonic() - begin, 1),
         **facts,
@@ -83,8 +86,8 @@ def run_profile(
         "axes": {**vars(axes), "devices": sorted({*devices}), "draft_window": axes.draft_window},
         **_figures(config, shares, identities),
     }
-    write_profile(output, data)
-    return seal(data)
+    write_json(output, data)
+    return data
 
 
 def _facts(config: Config, device: str) -> dict[str, Any]:
@@ -195,5 +198,5 @@ def _reject_devices(config: Config, devices: Sequence[int], cores: int) -> None:
 def _reject_output(output: Path) -> None:
     if os.path.lexists(output):
         raise InputError(f"--output: {output} exists and is never overwritten; name another file")
-    if not output.parent.is_dir():
-        raise InputError(f"--output: there is no folder {output.parent}")
+    if not os.access(output.parent, os.W_OK):
+        raise InputError(f"--output: there is no folder {output.parent} that can be written to")

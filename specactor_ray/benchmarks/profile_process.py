@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -178,7 +178,7 @@ def measure_verify(
                 engine.step(tails)
                 times[window].append(time.perf_counter() - begin)
             for window in windows:
-                points.append(_point(devices, window, context, batch, times[window][1:]))
+                points.append(CostPoint(devices, window, context, batch, median(times[window][1:])))
                 report(f"verify, context {context}, batch {batch}, window {window}")
         for request_id in rows:
             engine.remove(request_id)
@@ -197,7 +197,7 @@ def measure_method(drafter: DrafterConfig, share: Share, text: TextStream, measu
         seconds = seconds_per_token(
             proposer, text, endless, batch=batch, context=context, window=axes.draft_window, repeats=axes.repeats + 1
         )
-        points.append(_point(share.devices, 0, context, batch, seconds[1:]))
+        points.append(CostPoint(share.devices, 0, context, batch, median(seconds[1:])))
         report(f"{drafter.method}, context {context}, batch {batch}")
     measured.drafting[drafter.method] = points
     if not share.recorded:
@@ -264,11 +264,3 @@ def _reject_contexts_too_long(axes: Axes, max_model_len: int) -> None:
             f"--contexts: {max(axes.contexts)} tokens and the {needed - max(axes.contexts)} of the measurement itself "
             f"exceed the {max_model_len} that the target holds (target.max_model_len, its context, target.kv_cache_gb)"
         )
-
-
-def _point(devices: int, window: int, context: int, batch: int, seconds: Sequence[float]) -> CostPoint:
-    spread = 0.0
-    if len(seconds) > 1:
-        quarters = quantiles(seconds, n=4, method="inclusive")
-        spread = quarters[2] - quarters[0]
-    return CostPoint(devices, window, context, batch, median(seconds), spread)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -41,13 +41,13 @@ class DraftLoop(Loop):
         super().__init__(clock)
         self.drafter_id = drafter_id
         self.proposer = proposer
-        self._looks_up = isinstance(proposer, KeepsHistory)
         self._inbox = inbox.for_drafter(proposer.vocab_size)
         self._links: Mapping[str, Link[TailBatch]] = {}
         """Verifier → where to send tails, as listed last; any thread may replace it."""
-        self._mirrors = Mirrors(drafter_id, proposer, clock)
+        self._mirrors = Mirrors(drafter_id, proposer)
         self._costs = deque[float](maxlen=_MOST_COSTS)
         self._token_s = 0.0
+        """Their lower quartile: machines hesitate, and the first draft token of a request takes reading its prompt."""
         self._failures_in_a_row = 0
 
     # ---- called from other threads ----
@@ -74,9 +74,9 @@ class DraftLoop(Loop):
         return self.call(forget)
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters, the number of open requests and of messages that wait (`inbox`), what a draft token costs
-        (seconds), how long the step under way has taken so far (`busy_s`, 0 when there is none), and what a proposer
-        that remembers outputs takes for them."""
+        """Counters, open requests, messages that wait (`inbox`), what a draft token of a model takes (seconds), how
+        long the step under way has taken so far (`busy_s`, 0 when there is none), and what a proposer that remembers
+        outputs takes for them."""
         counters: dict[str, Any] = {**self._mirrors.counters, **self._inbox.snapshot()}
         counters |= {"open_requests": len(self._mirrors), "inbox": len(self._inbox), "token_s": self._token_s}
         counters["busy_s"] = self.busy_s
@@ -122,20 +122,12 @@ class DraftLoop(Loop):
         begin = self._clock.now()
         changed = self.proposer.extend()
         if changed:
-            self._note_cost(self._clock.now() - begin, changed)
+            if not isinstance(self.proposer, KeepsHistory):  # a model drafts one token for each of its requests
+                self._costs.append(self._clock.now() - begin)
+                self._token_s = sorted(self._costs)[len(self._costs) // 4]
             self._mirrors.counters["extends"] += 1
             self._failures_in_a_row = 0
         cut_off = self._inbox.cut_off
         links = {verifier: link for verifier, link in self._links.items() if verifier not in cut_off}
         self._mirrors.publish(changed, links, self._token_s)
         return bool(messages or changed)
-
-    def _note_cost(self, seconds: float, changed: Sequence[str]) -> None:
-        """How long one request waits for a drafted token at the load there is: `seconds · requests / tokens` of an
-        `extend`. A model gives each of its requests a token in one forward; a lookup fills one window after the other,
-        and answers when it is through with all. The lower quartile counts: machines hesitate, and the first `extend` of
-        a request also reads its prompt."""
-        tokens = len(self.proposer.tails(changed).tokens) if self._looks_up else len(changed)
-        if tokens and seconds > 0.0:
-            self._costs.append(seconds * len(changed) / tokens)
-            self._token_s = sorted(self._costs)[len(self._costs) // 4]

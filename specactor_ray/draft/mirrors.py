@@ -10,23 +10,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.drafters.base import Commits, Proposer, ReadsFeatures
 from specactor_ray.messages import CommitBatch, DraftOpen, TailBatch
 from specactor_ray.queues.link import Link
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 30.0
-"""For how long a verifier is followed that has not been listed yet."""
-
 
 @dataclass(slots=True)
 class _Verifier:
     """A verifier that is drafted for."""
 
-    kept_until: float
-    """Without being listed."""
     mirrors: dict[int, str] = field(default_factory=dict)
     """Row → request."""
     changed: dict[str, _Place] = field(default_factory=dict)
@@ -49,13 +43,12 @@ class Mirrors:
     Args:
         drafter_id: Incarnation id of the draft actor; goes into every message.
         proposer: The draft method.
-        clock: What it is measured by how long a verifier has not been listed.
     """
 
-    def __init__(self, drafter_id: str, proposer: Proposer, clock: Clock = SYSTEM) -> None:
+    def __init__(self, drafter_id: str, proposer: Proposer) -> None:
         self.counters = dict.fromkeys(("opens", "commits", "resyncs", "extends", "tails", "failures"), 0)
         """What was done so far, by the loop and here."""
-        self._drafter_id, self._proposer, self._clock = drafter_id, proposer, clock
+        self._drafter_id, self._proposer = drafter_id, proposer
         self._verifiers: dict[str, _Verifier] = {}
         self._places: dict[str, _Place] = {}
 
@@ -67,8 +60,7 @@ class Mirrors:
 
     def take(self, message: CommitBatch) -> None:
         """Follow a message; where that fails, only the request that it is about is lost."""
-        unlisted = _Verifier(self._clock.now() + _PATIENCE_S)
-        verifier = self._verifiers.setdefault(message.verifier_id, unlisted)
+        verifier = self._verifiers.setdefault(message.verifier_id, _Verifier())
         self._commit(verifier, message)
         for row, generation, finished in message.closed:
             request_id = self._find(verifier, row, generation)
@@ -166,9 +158,8 @@ class Mirrors:
     def publish(self, changed: Iterable[str], links: Mapping[str, Link[TailBatch]], token_s: float) -> None:
         """Tell verifiers what has changed, unless they are still busy with the last delivery.
 
-        Requests of a verifier that was in `links` and is not any more are dropped. Messages may come before the first
-        list with their verifier, or after the first without it: one that has not been listed since its first message is
-        followed for a while.
+        Requests of a verifier that is not in `links` are dropped. If its first messages came before the list with it,
+        its next ones are of unknown requests, and these are opened again.
 
         Args:
             changed: Requests whose tails have changed.
@@ -178,17 +169,14 @@ class Mirrors:
         for request_id in changed:
             if (place := self._places.get(request_id)) is not None:
                 place.verifier.changed[request_id] = place
-        now = self._clock.now()
         for verifier_id, verifier in list(self._verifiers.items()):
             link = links.get(verifier_id)
-            if link is not None:
-                verifier.kept_until = now
-                if verifier.changed or verifier.lost:
-                    link.offer(functools.partial(self._tails, verifier, token_s))
-            elif now >= verifier.kept_until:
+            if link is None:
                 del self._verifiers[verifier_id]
                 for request_id in list(verifier.mirrors.values()):
                     self._close(request_id)
+            elif verifier.changed or verifier.lost:
+                link.offer(functools.partial(self._tails, verifier, token_s))
 
     def _tails(self, verifier: _Verifier, token_s: float) -> TailBatch:
         """Whole tails of all requests that have changed."""

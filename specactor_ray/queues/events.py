@@ -24,15 +24,20 @@ class EventQueue(Generic[E]):
         self._changed = clock.condition()
         self._events: list[E] = []
         self._first = 0
+        self._urgent = 0
+        """Number behind the newest urgent event."""
 
-    def put(self, events: Iterable[E]) -> None:
+    def put(self, events: Iterable[E], urgent: bool = True) -> None:
         """Append events."""
         with self._changed:
             self._events.extend(events)
+            if urgent:
+                self._urgent = self._end
             self._changed.notify_all()
 
-    def read(self, after: int, timeout_s: float = 0.0) -> tuple[int, list[E]]:
-        """Events from number `after` on. If there are none, wait up to `timeout_s` seconds for the first.
+    def read(self, after: int, timeout_s: float = 0.0, linger_s: float = 0.0) -> tuple[int, list[E]]:
+        """Events from number `after` on. If there are none, wait up to `timeout_s` seconds for the first; if none is
+        urgent, `linger_s` more for one that is, so that others are read together.
 
         Those before `after` have arrived where they belong and are discarded.
 
@@ -49,6 +54,8 @@ class EventQueue(Generic[E]):
             del self._events[: max(0, after - self._first)]
             self._first = max(self._first, after)
             self._changed.wait_for(lambda: self._end > after, max(0.0, timeout_s))
+            if linger_s > 0.0 and self._end > after:
+                self._changed.wait_for(lambda: self._urgent > after, linger_s)
             skipped = max(0, after - self._first)  # acknowledged by another call while this one waited
             return self._first + skipped, self._events[skipped:]
 

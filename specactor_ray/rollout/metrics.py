@@ -8,7 +8,7 @@ from typing import Any
 
 from specactor_ray.verify.metrics import StepCounters
 
-_NOT_SUMS = ("by_drafter", "drafted_by_position", "accepted_by_position", "protocol_median_s")
+_NOT_SUMS = ("drafted_by_position", "accepted_by_position", "protocol_median_s")
 """Counters that are merged in ways of their own."""
 
 
@@ -25,8 +25,6 @@ class RolloutMetrics(StepCounters):
                 if counter.name not in _NOT_SUMS:
                     setattr(total, counter.name, getattr(total, counter.name) + one.get(counter.name, 0))
             total.protocol_median_s = max(total.protocol_median_s, one.get("protocol_median_s", 0.0))
-            for drafter_id, (drafted, accepted) in one.get("by_drafter", {}).items():
-                total.record_drafter(drafter_id, drafted, accepted)
             total.count_positions(one.get("drafted_by_position", ()), one.get("accepted_by_position", ()))
         return total
 

@@ -17,7 +17,6 @@ from specactor_ray.config.validate import MAX_WINDOW, validate
 from specactor_ray.errors import ConfigError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.spec.tgs import geometric, share_right
-from specactor_ray.speculation.apply_plan import apply_plan, devices_of, requests_of
 from specactor_ray.speculation.plan import ALL_MODES, Method, Plan, search_plan
 from specactor_ray.speculation.profile import Profile, load_profile, reject_foreign_profile
 
@@ -117,23 +116,24 @@ def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
         return ModeName.coupled, "on CPUs draft actors would take cores from the verifiers"
     if devices is None:
         return ModeName.decoupled, "draft actors on devices of their own"
-    gpus, cores = _devices_needed(config)
+    gpus, cores = _devices_of(config)
+    gpus, cores = gpus + config.trainer.ranks * config.trainer.gpus, cores + _trainer_cores(config)
     if gpus <= devices.gpus and cores <= devices.cores:
         return ModeName.decoupled, "there is room for draft actors beside the verifiers"
     wanted, have = f"{gpus} GPU(s) and {cores} core(s)", f"{devices.gpus} and {devices.cores}"
     return ModeName.coupled, f"draft actors beside the verifiers would need {wanted} in all, and there are {have}"
 
 
-def _devices_needed(config: Config) -> tuple[int, int]:
-    """GPUs and cores of verifiers, draft actors and trainer together."""
-    target, trainer = config.target, config.trainer
-    gpus = target.replicas * target.gpus + sum(drafter.replicas * drafter.gpus for drafter in config.drafters)
-    cores = target.replicas * target.cores + _draft_cores(config)
-    return gpus + trainer.ranks * trainer.gpus, cores + _trainer_cores(config)
+def _devices_of(config: Config) -> tuple[int, int]:
+    """GPUs and cores that verifiers and draft actors take as the configuration is written."""
+    target = config.target
+    drafters = [] if config.mode in (ModeName.plain, ModeName.coupled) else config.drafters
+    gpus = target.replicas * target.gpus + sum(drafter.replicas * drafter.gpus for drafter in drafters)
+    return gpus, target.replicas * target.cores + _draft_cores(drafters)
 
 
-def _draft_cores(config: Config) -> int:
-    return cores_needed(drafter.cores for drafter in config.drafters for _ in range(drafter.replicas))
+def _draft_cores(drafters: Sequence[DrafterConfig]) -> int:
+    return cores_needed(drafter.cores for drafter in drafters for _ in range(drafter.replicas))
 
 
 def _trainer_cores(config: Config) -> int:
@@ -146,8 +146,13 @@ def _spare_cores(config: Config, devices: Devices) -> int:
     """Cores that each verifier gets of those that draft actors would have taken; its ranks share them evenly."""
     target = config.target
     room = (devices.cores - _trainer_cores(config)) // target.replicas - target.cores
-    more = max(0, min(_draft_cores(config) // target.replicas, room))
+    more = max(0, min(_draft_cores(config.drafters) // target.replicas, room))
     return more - more % target.tensor_parallel
+
+
+def requests_of(config: Config) -> int:
+    """B: the requests that all verifiers together run at once."""
+    return config.target.replicas * config.target.max_batch
 
 
 def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:
@@ -168,6 +173,44 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
     resolved = apply_plan(config, plan)
     validate(resolved)
     return resolved, [*(f"warning: {warning}" for warning in warnings), *plan.notes, f"plan: {plan.words()}"]
+
+
+def apply_plan(config: Config, plan: Plan) -> Config:
+    """A copy of the configuration with the plan's choice in it, and `plan: fixed`, so that it is not planned again.
+
+    Set are `mode`, `target.replicas`, `target.cores` (on CPUs), `target.max_batch`; unless plain, the chosen method
+    alone is kept, with `replicas`, `cores`, room for the batch, and the plan's window as `speculation.window`. The
+    memory of the verifiers' caches stays the same in all. A plain plan leaves `drafters` as they are: the mode uses
+    none of them.
+
+    Raises:
+        ConfigError: The chosen method is not among the configured ones, or a verifier would span several GPUs.
+    """
+    chosen, resolved = plan.chosen, copy.deepcopy(config)
+    target = resolved.target
+    if target.gpus and chosen.verify_devices > 1:
+        problem = f"the plan wants verifiers of {chosen.verify_devices} GPUs, and a model runs on one."
+        raise ConfigError("plan", problem, "profile with --devices 1.")
+    resolved.plan, resolved.mode = PlanPolicy.fixed, chosen.mode
+    target.kv_cache_gb *= target.replicas / chosen.groups
+    target.replicas, target.max_batch = chosen.groups, chosen.batch
+    target.max_step_tokens = max(target.max_step_tokens, chosen.batch)
+    if not target.gpus:
+        target.cores = chosen.verify_devices
+    if chosen.method is None:
+        return resolved
+    kept = [drafter for drafter in resolved.drafters if drafter.method == chosen.method]
+    if not kept:
+        problem = f"the plan chose {chosen.method}, which is not configured."
+        raise ConfigError("drafters", problem, f"add it: 'drafters=[{{method: {chosen.method}}}]'.")
+    drafter = kept[0]
+    drafter.replicas, drafter.window = chosen.groups, None
+    drafter.max_batch = max(drafter.max_batch, chosen.batch)
+    if chosen.mode is ModeName.decoupled and not drafter.gpus:
+        drafter.cores = max(chosen.draft_devices, 1)
+    resolved.drafters = kept
+    resolved.speculation.window = chosen.window
+    return resolved
 
 
 def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
@@ -264,7 +307,8 @@ def checked_devices(config: Config, wanted: int | None, key: str) -> int:
     """As `devices_to_plan_for`, for a number that was given as `key`."""
     there = existing_devices(config)
     if there is None:
-        return devices_of(config) if wanted is None else wanted
+        gpus, cores = _devices_of(config)
+        return wanted or (gpus if config.target.gpus else cores)
     existing = there.gpus if config.target.gpus else there.cores
     if wanted is not None and wanted > existing:
         kind = "GPU(s)" if config.target.gpus else "core(s)"

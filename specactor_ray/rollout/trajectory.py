@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from specactor_ray.cluster.names import stem_of
 from specactor_ray.messages import RequestStats, SamplingParams
 
 
@@ -63,3 +65,14 @@ class Trajectory:
         if self.error:
             row["error"] = self.error
         return row
+
+
+def drafted_by_method(trajectories: Iterable[Trajectory]) -> dict[str, list[int]]:
+    """Draft method → `[drafted, accepted]`: draft tokens that were verified, and right."""
+    methods: dict[str, list[int]] = {}
+    for trajectory in trajectories:
+        for drafter_id, (drafted, accepted) in trajectory.stats.accepted_by_drafter.items():
+            pair = methods.setdefault(stem_of(drafter_id).rpartition("-")[0], [0, 0])
+            pair[0] += drafted
+            pair[1] += accepted
+    return methods

@@ -63,7 +63,7 @@ def _timed_world(scenario: ScenarioConfig, hardware: Hardware) -> World:
 def _mean(points: Sequence[CostPoint]) -> list[CostPoint]:
     seconds: dict[CostPoint, list[float]] = defaultdict(list)
     for point in points:
-        seconds[replace(point, seconds=0.0, spread=0.0)].append(point.seconds)
+        seconds[replace(point, seconds=0.0)].append(point.seconds)
     return [replace(point, seconds=fmean(values)) for point, values in seconds.items()]
 
 

@@ -126,7 +126,6 @@ class Result:
             "events": self.events,
             "digest": f"{self.digest:08x}",
             "steps": [asdict(step) for step in self.steps],
-            "by_drafter": metrics.by_drafter,
         }
 
 

@@ -18,9 +18,9 @@ _jit: Any = kernel()
 TAKEN, STALE, MISMATCH, AHEAD, UNKNOWN, TRUNCATED, MALFORMED = range(7)
 """What becomes of a tail that arrives; places in the counts that `take_tails` returns.
 
-Stale: nothing past the committed prefix, or older than what is there. Mismatch: differs from what was committed
-meanwhile. Ahead: claims more committed tokens than there are. Unknown: of a request that is not open, or not with this
-drafter. Truncated: of those taken, longer than allowed, and cut."""
+Stale: nothing past the committed prefix, or older or shorter than what is there. Mismatch: differs from what was
+committed meanwhile. Ahead: claims more committed tokens than there are. Unknown: of a request that is not open, or not
+with this drafter. Truncated: of those taken, longer than allowed, and cut."""
 FATES = ("taken", "stale", "mismatch", "ahead", "unknown", "truncated", "malformed")
 """Their names, in this order, for counters."""
 
@@ -89,16 +89,9 @@ def take_tails(
         if behind > 0 and left <= 0:
             counts[STALE] += 1
             continue
-        if base[row] > bases[i]:
+        if base[row] > bases[i] or (base[row] == bases[i] and left < length[row]):
             counts[STALE] += 1
             continue
-        if base[row] == bases[i] and left < length[row]:
-            shorter = True
-            for k in range(left):
-                shorter = shorter and tokens[first + behind + k] == tail[row, k]
-            if shorter:
-                counts[STALE] += 1
-                continue
         if left > width:
             counts[TRUNCATED] += 1
             left = width
@@ -139,7 +132,6 @@ def commit(
         totals[0, row] += 1
         totals[1, row] += drafted[i]
         totals[2, row] += accepted[i]
-        totals[3, row] += supplied[i] > 0
         if drafted[i] > 0:
             table.seat_drafted[seats[i], row] += drafted[i]
             table.seat_accepted[seats[i], row] += accepted[i]
@@ -171,19 +163,6 @@ def commit(
         committed[row] = start + fresh
         first += fresh
     return refuted
-
-
-@_jit
-def gather(rows: Any, told: Any, committed: Any, output: Any, lengths: Any, tokens: Any) -> int:
-    """Output tokens of each row from `told` to `committed`, one after the other, into `tokens`; their number."""
-    end = 0
-    for i in range(len(rows)):
-        row = rows[i]
-        lengths[i] = committed[row] - told[row]
-        for k in range(lengths[i]):
-            tokens[end + k] = output[row, told[row] + k]
-        end += lengths[i]
-    return end
 
 
 _BINS = 192

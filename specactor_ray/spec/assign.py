@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.spec.policy import Policy
+from specactor_ray.spec.policy import Drafter, Policy
 
 REVISE_EVERY = 16
 """Steps between two looks at all requests."""
@@ -28,20 +27,11 @@ Change = tuple[int, int, bool]
 """Seat, row, and whether the drafter is opened (or closed) for it."""
 
 
-class Worker(NamedTuple):
-    """A drafter as Algorithm 3 sees it."""
-
-    method: str
-    load: int
-    """Requests it drafts for."""
-    max_batch: int
-    """b_max: most requests it may draft for."""
-
-
 def assign_race(
     stragglers: Sequence[int],
     ranking: Sequence[str],
-    workers: Mapping[int, Worker],
+    workers: Mapping[int, Drafter],
+    loads: Sequence[int],
     serving: Mapping[int, Collection[str]],
 ) -> list[tuple[int, int]]:
     """Algorithm 3: every method that does not serve a straggler yet joins the race for it, as far as there is room.
@@ -53,15 +43,15 @@ def assign_race(
 
     Args:
         stragglers: Requests to race for, the one with the lowest acceptance first.
-        ranking: Methods, best first; those not named do not race. A worker has one method, so the order changes nothing.
-        workers: Worker → what it is.
+        ranking: Methods, best first; those not named do not race. Workers have one method, so the order has no effect.
+        workers: Worker → what it is; its `max_batch` is b_max.
+        loads: Requests that each worker drafts for.
         serving: Request → methods that draft for it already.
 
     Returns:
         (worker, request) to add, in the order in which they were assigned. Ties go to the smaller worker.
     """
-    loads = {number: worker.load for number, worker in workers.items()}
-    assigned = []
+    loads, assigned = list(loads), []
     for straggler in stragglers:
         served = set(serving.get(straggler, ()))
         for method in ranking:
@@ -90,7 +80,7 @@ class Places:
 
     def __init__(self, policy: Policy, level: bool) -> None:
         self._assigned, self._level = policy.table.assigned, level
-        self.drafters = {seat: one for seat, one in enumerate(policy.drafters) if one is not None and one.able}
+        self.drafters = {seat: one for seat, one in policy.drafters.items() if one.able}
         self.wanted = np.zeros_like(self._assigned)
         self.loads = [0] * len(self.wanted)
         self.served: dict[int, set[str]] = defaultdict(set)
@@ -128,8 +118,7 @@ class Places:
         """Drafters of these methods join those of the requests: who does already stays, Algorithm 3 adds the others."""
         drafters, there = self.drafters, np.argwhere(self._assigned & ~self.wanted).tolist()
         self.keep((seat, row) for seat, row in there if seat in drafters and drafters[seat].method in methods)
-        workers = {seat: Worker(one.method, self.loads[seat], one.max_batch) for seat, one in drafters.items()}
-        for seat, row in assign_race(rows, methods, workers, self.served):
+        for seat, row in assign_race(rows, methods, drafters, self.loads, self.served):
             self.take(seat, row)
 
 
@@ -147,11 +136,7 @@ class Assigner:
         self._policy, self._table = policy, policy.table
         self._race, self._coupled = config.race, coupled
         self._race_below = max(1, max_batch // 4) if config.race_below is None else config.race_below
-        self._steps, self._freed, self._racing = 0, False, False
-
-    def free(self) -> None:
-        """A request leaves; its place is given away at the next step, if somebody waits for one."""
-        self._freed = True
+        self._steps, self._racing = 0, False
 
     def step(self, decoding: np.ndarray) -> list[Change] | None:
         """A step over these rows begins; None if it was not time for a look at all requests. Those that still wait for
@@ -159,8 +144,7 @@ class Assigner:
         table = self._table
         self._steps += 1
         racing, fresh = self._is_racing(len(decoding)), not table.begun[decoding].all()
-        freed = self._freed and bool((table.home[decoding] < 0).any())
-        if not (fresh or freed or racing != self._racing or self._steps % REVISE_EVERY == 0):
+        if not (fresh or racing != self._racing or self._steps % REVISE_EVERY == 0):
             return None
         table.begun[decoding] = True
         self._racing = racing
@@ -168,8 +152,8 @@ class Assigner:
 
     def revise(self, level: bool = False) -> list[Change]:
         """Who drafts for what from now on; `level`: the list of drafters has changed."""
-        table, self._freed = self._table, False
-        rows, places = np.flatnonzero(table.begun), Places(self._policy, level)
+        table, places = self._table, Places(self._policy, level)
+        rows = np.flatnonzero(table.begun)
         models, lookups = places.methods(looks_up=False), places.methods(looks_up=True)
         chances = self._policy.acceptance.probability(table, rows)
         self._settle(places, models, rows, chances)

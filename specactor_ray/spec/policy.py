@@ -11,6 +11,7 @@ not tried for long is forgotten, and of the unknown the best is hoped for. Of th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,16 +41,9 @@ class Drafter:
     looks_up: bool = False
     """It finds guesses in microseconds and learns from what it follows: it follows all requests it has room for."""
     token_s: float = 0.0
-    """D: seconds per drafted token for one request at its present load, as it says; 0 if unknown."""
+    """D: seconds in which a model drafts a token for each of its requests, as it says; 0 if unknown."""
     able: bool = True
     """It can be reached."""
-
-
-class Positions(NamedTuple):
-    """Of the forward of a step."""
-
-    total: int
-    prefill: int
 
 
 class Seconds(NamedTuple):
@@ -61,11 +55,6 @@ class Seconds(NamedTuple):
     waiting: float
     """For drafts."""
 
-    @property
-    def own(self) -> float:
-        """The verifier's own Python."""
-        return max(self.total - self.engine - self.waiting, 0.0)
-
 
 class Policy:
     """The decisions of one verifier. Knows no clock, no messages and no models.
@@ -75,13 +64,19 @@ class Policy:
         table: The requests.
         acceptance: How good drafts are.
         cost: What a step costs.
+        drafters: Seat → the drafter in it.
     """
 
-    def __init__(self, config: SpeculationConfig, table: RequestTable, acceptance: Acceptance, cost: StepCost) -> None:
-        self._config, self.table = config, table
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        table: RequestTable,
+        acceptance: Acceptance,
+        cost: StepCost,
+        drafters: Mapping[int, Drafter],
+    ) -> None:
+        self._config, self.table, self.drafters = config, table, drafters
         self.acceptance, self.cost = acceptance, cost
-        self.drafters: list[Drafter | None] = []
-        """By seat."""
         self.suspension = Suspension()
         self.rows = 1
         """Of the newest step."""
@@ -90,7 +85,7 @@ class Policy:
 
     def plan_rounds(self, rows: np.ndarray) -> int:
         """How many tokens drafters that take turns with the verifier draft for each request before the step."""
-        drafters = [one for one in self.drafters if one is not None and not one.looks_up]
+        drafters = [one for one in self.drafters.values() if not one.looks_up]
         longest = self._longest(rows)
         if not longest.any() or not self.cost.is_known:
             return 0
@@ -124,35 +119,36 @@ class Policy:
     def is_waiting(self, rows: np.ndarray) -> bool:
         """Whether a request has no tail and a drafter that has yet to say what follows the newest commit."""
         table = self.table
-        able = np.array([one is not None and one.able for one in self.drafters], np.bool_)
-        asked = table.assigned[: len(able)].take(rows, axis=1) & able[:, None]
-        silent = asked & (table.base[: len(able)].take(rows, axis=1) != table.committed[rows])
+        able = [seat for seat, one in self.drafters.items() if one.able]
+        base, asked = table.base[able].take(rows, axis=1), table.assigned[able].take(rows, axis=1)
+        silent = asked & (base != table.committed[rows])
         return bool((silent.any(axis=0) & ~self._supply(rows).any(axis=0)).any())
 
-    def record(self, num_rows: int, positions: Positions, accepted: int, seconds: Seconds) -> None:
+    def record(self, num_rows: int, positions: int, prefill: int, accepted: int, seconds: Seconds) -> None:
         """A step has ended: learn what it cost, and whether drafts pay, unless the configuration demands them. Prompts
         take the same time with drafts and without, so their share does not count.
 
         Args:
             num_rows: Requests that were decoded.
-            positions: Of the step.
+            positions: Of the forward.
+            prefill: Of them, those of prompts.
             accepted: Draft tokens that were right.
             seconds: What the step took.
         """
-        if 2 * positions.prefill > positions.total:
+        if 2 * prefill > positions:
             return
-        self.cost.record(positions.total, seconds.engine)
-        config, decoded = self._config, positions.total - positions.prefill
+        self.cost.record(positions, seconds.engine)
+        config, decoded = self._config, positions - prefill
         if config.verify is VerifyPolicy.all or config.race is RaceName.always:
             return
-        prefill_s = self.cost.difference(positions.total, decoded)
+        prefill_s = self.cost.difference(positions, decoded)
         drafting_s = seconds.waiting + self.cost.difference(decoded, num_rows)
-        self.suspension.record(num_rows, accepted, seconds.total - prefill_s, drafting_s, seconds.own)
+        self.suspension.record(num_rows, accepted, seconds.total - prefill_s, drafting_s)
 
     def predict(self, method: str, probability: np.ndarray) -> np.ndarray:
         """Tokens per second of a request that this method drafts for alone, in its best window; plain decoding if that
         is faster."""
-        mine = [drafter for drafter in self.drafters if drafter is not None and drafter.method == method]
+        mine = [drafter for drafter in self.drafters.values() if drafter.method == method]
         window, token_s = max(one.window for one in mine), max(one.token_s for one in mine)
         rows = max(self.rows, 1)
         verify_s = self.cost.curve(rows, rows * window)[::rows]
@@ -161,15 +157,15 @@ class Policy:
     def standings(self) -> list[dict[str, Any]]:
         """The draft ladder as plain data: what is thought of each method where it was tried, by output positions."""
         acceptance, standings = self.acceptance, []
-        token_s = {one.method: one.token_s for one in self.drafters if one is not None}
+        token_s = {one.method: one.token_s for one in self.drafters.values()}
         for method in token_s:
             number = acceptance.number(method)
             chances, drafted = acceptance.of_method()[number], acceptance.evidence[1, number]
             tgs = self.predict(method, chances)
             for at in np.flatnonzero(drafted >= 1.0).tolist():
-                figures = {"drafted": drafted[at], "acceptance": chances[at], "token_s": token_s[method], "tgs": tgs[at]}
-                names = {"method": method, "positions": BUCKET_NAMES[at]}
-                standings.append({**names, **{name: float(figure) for name, figure in figures.items()}})
+                figures = {"drafted": float(drafted[at]), "acceptance": float(chances[at]), "tgs": float(tgs[at])}
+                place = {"method": method, "positions": BUCKET_NAMES[at], "token_s": token_s[method]}
+                standings.append({**place, **figures})
         return standings
 
     # ---- parts ----
@@ -185,8 +181,8 @@ class Policy:
     def _longest(self, rows: np.ndarray) -> np.ndarray:
         """int32 `(seats, rows)`: how long models may make the tails; 0 where none drafts."""
         windows = np.zeros(len(self.table.method), np.int32)
-        for seat, drafter in enumerate(self.drafters):
-            if drafter is not None and drafter.able and not drafter.looks_up:
+        for seat, drafter in self.drafters.items():
+            if drafter.able and not drafter.looks_up:
                 windows[seat] = drafter.window
         return np.where(self.table.assigned.take(rows, axis=1), windows[:, None], 0).astype(np.int32)
 

@@ -56,8 +56,8 @@ class RequestTable:
         """Most of them."""
         self.output = np.zeros((rows, _FIRST_TOKENS), np.int32)
         """They themselves."""
-        self.totals = np.zeros((4, rows), np.int32)
-        """Decode steps; draft tokens verified, and right; steps at which a draft token was there."""
+        self.totals = np.zeros((3, rows), np.int32)
+        """Decode steps; draft tokens verified, and right."""
         self.begun = np.zeros(rows, np.bool_)
         """It has been in a step; before, nobody drafts for it."""
         self.home = np.full(rows, -1, np.int32)
@@ -113,10 +113,6 @@ class RequestTable:
         self.length[:, row] = 0
         self._free.append(row)
 
-    def rows(self) -> np.ndarray:
-        """Rows in use, in no order that means anything."""
-        return np.flatnonzero(self.generation)
-
     def fit_seats(self, count: int) -> None:
         """Make room for this many drafters."""
         seats = len(self.method)
@@ -167,11 +163,11 @@ class RequestTable:
         It counts as told from now on."""
         rows = np.asarray(rows, np.int32)
         told = self.told[seat]
-        total = int((self.committed[rows] - told[rows]).sum())
-        lengths, tokens = np.empty(len(rows), np.int32), np.empty(total, np.int32)
-        _kernels.gather(rows, told, self.committed, self.output, lengths, tokens)
+        lengths = self.committed[rows] - told[rows]
+        ends = np.cumsum(lengths)
+        places = np.arange(lengths.sum()) + np.repeat(told[rows] + lengths - ends, lengths)
         told[rows] = self.committed[rows]
-        return lengths, tokens
+        return lengths, self.output[np.repeat(rows, lengths), places]
 
     def _arrays(self) -> _kernels.Planes:
         return _kernels.Planes(*(getattr(self, name) for name in _kernels.Planes._fields))

@@ -36,8 +36,6 @@ class CostPoint:
     batch: int
     seconds: float
     """Median of the repeats."""
-    spread: float = 0.0
-    """Distance between the quartiles of the repeats, in seconds."""
 
 
 class GridCost:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from rich.console import Console
 
-from specactor_ray.cluster.names import stem_of
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.errors import InputError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.training_display import TrainingDisplay
 from specactor_ray.observability.training_report import write_report
 from specactor_ray.rollout.output import write_json
+from specactor_ray.rollout.trajectory import drafted_by_method
 from specactor_ray.training.drafter_watchdog import DrafterWatchdog
 from specactor_ray.training.experience import Experience
 from specactor_ray.training.metrics_file import MetricsFile
@@ -175,18 +175,13 @@ class StepRecorder:
     def _speed_figures(self, experience: Experience, seconds: Mapping[str, float]) -> dict[str, Any]:
         metrics = self._rollout.metrics()
         tokens = sum(len(trajectory.token_ids) for trajectory in experience.trajectories)
-        methods: dict[str, list[int]] = {}
-        for drafter_id, (drafted, accepted) in metrics.by_drafter.items():
-            pair = methods.setdefault(stem_of(drafter_id).rpartition("-")[0], [0, 0])
-            pair[0] += drafted
-            pair[1] += accepted
         return {
             "tokens": tokens,
             "tokens_per_s": tokens / max(seconds["rollout"], 1e-9),
             "acceptance_length": metrics.acceptance_length,
             "acceptance_rate": metrics.acceptance_rate,
             "supply": metrics.supply,
-            "by_method": methods,
+            "by_method": drafted_by_method(experience.trajectories),
             "rollout_share": seconds["rollout"] / max(seconds["step"], 1e-9),
         }
 

@@ -51,12 +51,12 @@ class Drafting:
         self.verifier_id, self.wait_s = verifier_id, config.draft_wait_s
         self.inbox = inbox.for_verifier(vocab_size)
         self.table = RequestTable(config.window)
-        self.policy = Policy(config, self.table, Acceptance(priors), StepCost())
+        self._seats: dict[int, Seat] = {}
+        self.policy = Policy(config, self.table, Acceptance(priors), StepCost(), self._seats)
         self.assigner = Assigner(config, self.policy, coupled, max_batch)
         self.tails = dict.fromkeys((*_kernels.FATES, "refuted"), 0)
         """What became of the tails that arrived; refuted: of those that were there, a commit proved them wrong."""
         self._vocab_size = vocab_size
-        self._seats: dict[str, Seat] = {}
         self._features = FeatureLog()
         self._standings: list[dict[str, Any]] = []
 
@@ -68,27 +68,22 @@ class Drafting:
 
     def set_drafters(self, links: Mapping[str, DrafterLink]) -> None:
         """The complete list of drafters now."""
-        drafters = self.policy.drafters
-        for drafter_id in [name for name in self._seats if name not in links]:
-            number = self._seats.pop(drafter_id).number
-            drafters[number] = None
+        seats, known = self._seats, {seat.drafter_id: seat.number for seat in self._seats.values()}
+        for number in [known[drafter_id] for drafter_id in known.keys() - links.keys()]:
+            del seats[number]
             self.table.clear_seat(number, 0)
-        for drafter_id, link in links.items():
-            if drafter_id not in self._seats:
-                number = drafters.index(None) if None in drafters else len(drafters)
-                self.table.fit_seats(number + 1)
-                self.table.clear_seat(number, self.policy.acceptance.number(link.method))
-                seat = Seat(number, drafter_id, link, self.table, self._features)
-                drafters[number : number + 1] = [seat]
-                self._seats[drafter_id] = seat
+        for drafter_id in [name for name in links if name not in known]:
+            number, link = next(n for n in range(len(seats) + 1) if n not in seats), links[drafter_id]
+            self.table.fit_seats(number + 1)
+            self.table.clear_seat(number, self.policy.acceptance.number(link.method))
+            seats[number] = Seat(number, drafter_id, link, self.table, self._features)
         self._tell(self.assigner.revise(level=True))
         self.policy.suspension.end()
 
     def _tell(self, changes: list[Change]) -> None:
         for number, row, opened in changes:
-            drafter = self.policy.drafters[number]
-            if drafter is not None and not opened:
-                self._seats[drafter.drafter_id].let_go(row, int(self.table.generation[row]))
+            if not opened:
+                self._seats[number].let_go(row, int(self.table.generation[row]))
         self._standings = self.policy.standings()
 
     # ---- requests ----
@@ -99,7 +94,6 @@ class Drafting:
             if self.table.assigned[seat.number, row]:
                 seat.end(row, finished)
         self._features.drop(row)
-        self.assigner.free()
         self.table.close(row)
 
     def keep_features(self, row: int, features: Features) -> None:
@@ -111,9 +105,10 @@ class Drafting:
     def take_messages(self) -> bool:
         """Take in what drafters sent since the last call. Returns whether there was anything."""
         batches = self.inbox.drain()
+        seats = {seat.drafter_id: seat for seat in self._seats.values()} if batches else {}
         for batch in batches:
-            if (seat := self._seats.get(batch.drafter_id)) is not None:
-                self._take(seat, batch)
+            if batch.drafter_id in seats:
+                self._take(seats[batch.drafter_id], batch)
         return bool(batches)
 
     def _take(self, seat: Seat, batch: TailBatch) -> None:
@@ -172,7 +167,7 @@ class Drafting:
         from any thread."""
         return {
             "tails": dict(self.tails),
-            "links": {drafter_id: seat.link.snapshot() for drafter_id, seat in self._seats.copy().items()},
+            "links": {seat.drafter_id: seat.link.snapshot() for seat in self._seats.copy().values()},
             **self.inbox.snapshot(),
             "ladder": self._standings,
         }
@@ -183,8 +178,7 @@ def warm_up() -> None:
     """Compile the kernels of `spec/` for the types they are called with: seconds where numba's cache is cold, which a
     running step should not wait for."""
     table, acceptance, cost = RequestTable(1), Acceptance(), StepCost()
-    policy = Policy(SpeculationConfig(window=1), table, acceptance, cost)
-    policy.drafters.append(Drafter("", "", 1, 1))
+    policy = Policy(SpeculationConfig(window=1), table, acceptance, cost, {0: Drafter("", "", 1, 1)})
     cost.record(1, 1.0)
     rows = np.array([table.open(TargetRequest(str(i), (0,), SamplingParams())) for i in range(2)], np.int32)
     zero = np.zeros(2, np.int32)

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.drafters.base import KeepsHistory
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import TailBatch, ToRollout
 from specactor_ray.queues.link import Link, direct_sender
-from specactor_ray.spec.policy import Positions, Seconds
+from specactor_ray.spec.policy import Seconds
 from specactor_ray.targets.base import TargetEngine, TargetRequest
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
@@ -123,8 +124,8 @@ class VerifyLoop(Loop):
 
         def forget() -> None:
             for drafter in self._hosted:
-                drafter.loop.forget_history()
-            self._draft()
+                if isinstance(drafter.loop.proposer, KeepsHistory):
+                    drafter.loop.proposer.forget_history()
 
         return self.call(forget)
 
@@ -137,8 +138,8 @@ class VerifyLoop(Loop):
         return self.call(self._engine.wake)
 
     def poll(self, after: int, timeout_s: float, linger_s: float = 0.0) -> tuple[int, list[ToRollout]]:
-        """Events for the rollout; see `Requests.poll`."""
-        return self._requests.poll(after, timeout_s, linger_s)
+        """Events for the rollout; see `EventQueue.read`. The end of a request is urgent, progress is not."""
+        return self._requests.events.read(after, timeout_s, linger_s)
 
     @property
     def metrics(self) -> StepMetrics:
@@ -207,8 +208,8 @@ class VerifyLoop(Loop):
             self._drafting.flush()
         seconds = Seconds(self._clock.now() - begin, result.forward_s + result.sampling_s, waiting_s)
         self.metrics.record_step(result, seconds, len(self._drafting) > 0 and self._suspension.is_on)
-        positions = Positions(result.num_tokens, result.num_prefill_tokens)
-        self._drafting.policy.record(len(rows), positions, accepted, seconds)
+        positions, prefill = result.num_tokens, result.num_prefill_tokens
+        self._drafting.policy.record(len(rows), positions, prefill, accepted, seconds)
         return True
 
     # ---- drafts ----
@@ -219,16 +220,17 @@ class VerifyLoop(Loop):
         Returns:
             Seconds that requests waited for drafts.
         """
-        drafting = self._drafting
+        drafting, begin = self._drafting, self._clock.now()
         if not len(drafting) or self._suspension.is_quiet:
             return 0.0
         for drafter in self._hosted:
             if drafter.looks_up:
                 drafter.loop.run_guarded()
+        looking_up_s = self._clock.now() - begin
         drafting.take_messages()
         drafting.revise(rows)
         if not len(rows) or self._suspension.is_on:
-            return 0.0
+            return looking_up_s
         rounds = drafting.policy.plan_rounds(rows) if self._hosted else 0
         begin = self._clock.now()
         if not self._hosted:
@@ -238,7 +240,7 @@ class VerifyLoop(Loop):
             while rounds and self._draft():
                 rounds -= 1
             drafting.take_messages()
-        return self._clock.now() - begin
+        return looking_up_s + self._clock.now() - begin
 
     def _draft(self) -> bool:
         """One step of every drafter of this thread: a model drafts one more token for each of its requests. One that

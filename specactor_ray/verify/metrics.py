@@ -41,18 +41,10 @@ class StepCounters:
     protocol_median_s: float = 0.0
     """Median of the protocol time over recent steps; over several verifiers the largest of theirs."""
     failed_requests: int = 0
-    by_drafter: dict[str, list[int]] = field(default_factory=dict)
-    """Drafter id → [drafted, accepted]."""
     drafted_by_position: list[int] = field(default_factory=list)
     """How often the 1st, 2nd, ... draft token of a tail was verified."""
     accepted_by_position: list[int] = field(default_factory=list)
     """How often it was right; the same length."""
-
-    def record_drafter(self, drafter_id: str, drafted: int, accepted: int) -> None:
-        """`accepted` of `drafted` verified tokens of this drafter were right."""
-        pair = self.by_drafter.setdefault(drafter_id, [0, 0])
-        pair[0] += drafted
-        pair[1] += accepted
 
     def count_positions(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Add counts per draft position; `accepted` is no longer than `drafted`."""
@@ -79,8 +71,9 @@ class StepMetrics(StepCounters):
         self.forward_s += result.forward_s
         self.sampling_s += result.sampling_s
         self.waiting_s += seconds.waiting
-        self.protocol_s += seconds.own
-        self._recent_protocol.append(seconds.own)
+        own_s = max(seconds.total - seconds.engine - seconds.waiting, 0.0)
+        self.protocol_s += own_s
+        self._recent_protocol.append(own_s)
 
     def record_rows(
         self, committed: np.ndarray, supplied: np.ndarray, drafted: np.ndarray, accepted: np.ndarray
@@ -96,14 +89,12 @@ class StepMetrics(StepCounters):
 
     def to_dict(self) -> dict[str, Any]:
         """All counters as plain data. May be called from any thread while the loop keeps counting."""
-        # A copy is one step to other threads. A list of items is not: it allocates, so the collector may let them in.
-        pairs = {drafter_id: list(pair) for drafter_id, pair in self.by_drafter.copy().items()}
         recent = list(self._recent_protocol)
         numbers = {counter.name: getattr(self, counter.name) for counter in fields(StepCounters)}
         # The loop keeps counting between the two copies; a reader may rely on equal lengths.
         accepted = list(self.accepted_by_position)
         positions = {"drafted_by_position": self.drafted_by_position[: len(accepted)], "accepted_by_position": accepted}
-        return {**numbers, **positions, "by_drafter": pairs, "protocol_median_s": median(recent) if recent else 0.0}
+        return {**numbers, **positions, "protocol_median_s": median(recent) if recent else 0.0}
 
 
 def _at_least(lengths: np.ndarray) -> list[int]:

@@ -8,7 +8,6 @@ import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.errors import InputError
-from specactor_ray.loops.attempts import EndedAttempts
 from specactor_ray.messages import Features, Finished, Progress, Refused, RequestStats, ToRollout
 from specactor_ray.queues.events import EventQueue
 from specactor_ray.spec.table import Committed
@@ -16,21 +15,48 @@ from specactor_ray.targets.base import RowOutput, StepResult, TargetEngine, Targ
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
 
+_REMEMBERED = 65_536
+"""Requests whose ended attempts are remembered: far more than can be submitted while a message is on its way."""
+
+
+class EndedAttempts:
+    """The newest attempt per request that has ended, was refused or was cancelled, so that none is begun twice.
+
+    Submissions and cancellations may be repeated, late, or overtake each other; the attempt's number tells them apart.
+
+    Args:
+        remembered: Requests; beyond it those that ended longest ago are forgotten.
+    """
+
+    def __init__(self, remembered: int = _REMEMBERED) -> None:
+        self._remembered = remembered
+        self._newest: dict[str, int] = {}
+
+    def note(self, request_id: str, attempt: int) -> None:
+        """This attempt is over, and so are those before it."""
+        self._newest[request_id] = max(attempt, self._newest.pop(request_id, attempt))
+        if len(self._newest) > self._remembered:
+            del self._newest[next(iter(self._newest))]
+
+    def covers(self, request_id: str, attempt: int) -> bool:
+        """This attempt must not be begun."""
+        return attempt <= self._newest.get(request_id, -1)
+
 
 class Requests:
-    """Keeps engine, table and rollout at one about what runs. For the loop's thread; `poll`, `running` for any.
+    """Keeps engine, table and rollout at one about what runs. For the loop's thread; `events` for any.
 
     Args:
         engine: The target.
         drafting: The side of drafts, with the table.
-        clock: What `poll` waits by.
+        clock: What readers of events wait by.
     """
 
     def __init__(self, engine: TargetEngine, drafting: Drafting, clock: Clock = SYSTEM) -> None:
         self.metrics = StepMetrics()
         self._engine, self._drafting, self._table = engine, drafting, drafting.table
-        self._events: EventQueue[ToRollout] = EventQueue(clock)
-        self._ended = clock.event()
+        self.events: EventQueue[ToRollout] = EventQueue(clock)
+        """For the rollout; urgent are ends of requests."""
         self._row_of: dict[str, int] = {}
         """Running request → its row."""
         self._ended_attempts = EndedAttempts()
@@ -112,7 +138,6 @@ class Requests:
         seat_of[decoding] = seats
         step = Committed(rows, counts, tokens, seat_of[rows], drafted, accepted)
         supplied = self._drafting.commit(step)
-        self._credit(step)
         self.metrics.record_rows(counts, supplied, drafted, accepted)
         for row, output in zip(rows.tolist(), outputs, strict=True):
             if output.hidden_states is not None:
@@ -133,14 +158,6 @@ class Requests:
         )
         return int(accepted.sum())
 
-    def _credit(self, step: Committed) -> None:
-        """Count what was verified for those who drafted it."""
-        for seat in np.unique(step.seats[step.drafted > 0]).tolist():
-            drafter, mine = self._drafting.policy.drafters[seat], step.seats == seat
-            if drafter is not None:
-                sums = (int(step.drafted[mine].sum()), int(step.accepted[mine].sum()))
-                self.metrics.record_drafter(drafter.drafter_id, *sums)
-
     def _end(self, output: RowOutput) -> None:
         row, table = self._row_of[output.request_id], self._table
         request = table.requests[row]
@@ -148,42 +165,19 @@ class Requests:
         self.metrics.failed_requests += output.finish_reason == "error"
         seats = {
             drafter.drafter_id: (int(table.seat_drafted[seat, row]), int(table.seat_accepted[seat, row]))
-            for seat, drafter in enumerate(self._drafting.policy.drafters)
-            if drafter is not None and table.seat_drafted[seat, row]
+            for seat, drafter in self._drafting.policy.drafters.items()
+            if table.seat_drafted[seat, row]
         }
-        steps, drafted, accepted, supplied = table.totals[:, row].tolist()
-        stats = RequestStats(steps, drafted, accepted, supplied, seats)
+        steps, drafted, accepted = table.totals[:, row].tolist()
+        stats = RequestStats(steps, drafted, accepted, seats)
         total, attempt = int(table.committed[row]), request.attempt
         reason = str(output.finish_reason)
         self._fresh.append(Finished(output.request_id, reason, stats, output.error, total, attempt))
         self._ended_attempts.note(output.request_id, attempt)
         self.drop(output.request_id, finished=reason != "error")
 
-    # ---- the rollout ----
-
     def publish(self) -> None:
         """Hand out the events of this step, all at once."""
-        if not self._fresh:
-            return
         events, self._fresh = self._fresh, []
-        self._events.put(events)
-        if not all(isinstance(event, Progress) for event in events):
-            self._ended.set()
-
-    def poll(self, after: int, timeout_s: float, linger_s: float = 0.0) -> tuple[int, list[ToRollout]]:
-        """Events from number `after` on, waiting up to `timeout_s` seconds for the first; see `EventQueue.read`.
-
-        After that `linger_s` more are granted, or until a request has ended, so that a step that only makes progress
-        is not interrupted by a poll of its own. Events before `after` are forgotten, the others are kept: a poll whose
-        answer was lost can be repeated.
-
-        Returns:
-            Number of the first event returned, and the events.
-        """
-        first, events = self._events.read(after, timeout_s)
-        if linger_s <= 0 or not events:
-            return first, events
-        if all(isinstance(event, Progress) for event in events):
-            self._ended.wait(linger_s)
-        self._ended.clear()  # before reading: whatever ends from now on wakes the next poll
-        return self._events.read(after)
+        if events:
+            self.events.put(events, urgent=not all(isinstance(event, Progress) for event in events))

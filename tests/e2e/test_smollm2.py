@@ -12,7 +12,7 @@ import ray
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config import load_config
 from specactor_ray.rollout.prompts import read_prompts
-from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
 
 pytestmark = [pytest.mark.e2e, pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -76,7 +76,7 @@ def assert_same(plain: list[Trajectory], other: list[Trajectory]) -> None:
 def test_all_modes_are_identical(plain: list[Trajectory], mode: str, more: tuple[str, ...]) -> None:
     done, metrics = roll(mode, *more)
     assert_same(plain, done)
-    drafted = {drafter_id.partition("-")[0]: pair for drafter_id, pair in metrics["by_drafter"].items()}
+    drafted = drafted_by_method(done)
     assert drafted["ngram"][0] > 0, metrics
     if more:  # the target as its own drafter, with the target's noise, is right but for near-ties
         assert drafted["draft_model"][1] > 0.9 * drafted["draft_model"][0] > 0

@@ -159,7 +159,7 @@ def test_a_seat_is_lent_and_given_back(rollout: Rollout, oracle: Oracle) -> None
         assert asleep["note"] == f"lent to {guest['id']}" and guest["host"] == asleep["id"]
         assert guest["cores"] == asleep["cores"] and not set(guest["cores"]) & set(serving["cores"])
         oracle.check(done)
-        if rollout.metrics().by_drafter.get(guest["id"], (0, 0))[0]:
+        if guest["id"] in done[0].stats.accepted_by_drafter:
             break
     else:
         pytest.fail("what was lent did not draft")

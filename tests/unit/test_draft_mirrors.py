@@ -90,7 +90,8 @@ def test_what_is_unknown_or_has_a_gap_is_asked_for_again() -> None:
 
 
 def test_a_row_or_a_request_that_is_used_again_replaces_what_was_there() -> None:
-    loop, _, _ = loop_of(NgramProposer(1, 4, 100, 8))
+    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
+    loop.set_verifiers({name: Link(direct_sender(told.append)) for name in ("v0", "v1")})
     loop.deliver(news([opening(0, "a"), opening(1, "b")]))
     assert open_at(loop) == 2
     loop.deliver(news([opening(0, "c")]))
@@ -108,23 +109,13 @@ def test_requests_of_a_verifier_that_left_are_dropped_at_once() -> None:
     assert open_at(loop) == 0
 
 
-def test_a_verifier_that_is_not_listed_yet_is_followed_for_a_while() -> None:
-    """Its message came before the list with it, or after the one without it; or it came and went between two."""
-    loop, clock, told = loop_of(NgramProposer(1, 4, 100, 8))
+def test_what_a_verifier_says_before_it_is_listed_is_asked_for_again() -> None:
+    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
     loop.deliver(news([opening(0)], verifier_id="v1"))
-    assert open_at(loop) == 1
-    loop.set_verifiers({"v1": Link(direct_sender(told.append))})
-    loop.set_verifiers({})
-    clock.seconds += 20.0
-    assert open_at(loop) == 1 and not told
-    loop.set_verifiers({"v1": Link(direct_sender(told.append))})
-    assert open_at(loop) == 1 and told[0].rows.tolist() == [0]
-    loop.set_verifiers({})
     assert open_at(loop) == 0
-    loop.deliver(news([opening(0)], verifier_id="v1"))
-    assert open_at(loop) == 1
-    clock.seconds += 31.0
-    assert open_at(loop) == 0
+    loop.set_verifiers({"v1": Link(direct_sender(told.append))})
+    loop.deliver(news(commits=[(0, 0, [2])], verifier_id="v1"))
+    assert open_at(loop) == 0 and told[0].lost == ((0, 1),)
 
 
 def test_requests_of_a_verifier_that_is_cut_off_are_dropped() -> None:

@@ -24,7 +24,6 @@ def test_reading_while_counting_never_fails() -> None:
     def count() -> None:
         number = 0
         while not stop.is_set():
-            metrics.record_drafter(f"d{number % 5000}", 2, 1)
             metrics.record_step(StepResult(forward_s=0.5, sampling_s=0.1), Seconds(1.0, 0.6, 0.1))
             record_rows(metrics, (1 + number % 9, 8, number % 9, number % 9))
             number += 1
@@ -34,7 +33,7 @@ def test_reading_while_counting_never_fails() -> None:
     try:
         for _ in range(300):
             counters = metrics.to_dict()
-            assert len(counters["by_drafter"]) <= 5000 and counters["steps"] <= metrics.steps
+            assert counters["steps"] <= metrics.steps
             assert len(counters["drafted_by_position"]) == len(counters["accepted_by_position"])
     finally:
         stop.set()
@@ -47,10 +46,9 @@ def test_merge_adds_up_and_derives_ratios() -> None:
         metrics = StepMetrics()
         metrics.record_step(StepResult(forward_s=0.5, sampling_s=0.1), Seconds(1.0, 0.6, 0.1 * scale))
         record_rows(metrics, (3 * scale, 4, 4, 2))
-        metrics.record_drafter("d", 4, 2)
         parts.append(metrics.to_dict())
     total = RolloutMetrics.merge(parts)
-    assert (total.steps, total.committed_tokens, total.by_drafter) == (2, 9, {"d": [8, 4]})
+    assert (total.steps, total.committed_tokens, total.drafted_tokens) == (2, 9, 8)
     assert total.acceptance_rate == 0.5 and total.acceptance_length == 4.5
     assert total.supply == 4.0 and total.supply_share == 1.0
     assert abs(total.protocol_median_s - 0.3) < 1e-9, "the largest of the verifiers' medians"

@@ -1,4 +1,4 @@
-"""The draft loop on virtual time: what its verifiers leave behind, and a proposer that stays broken."""
+"""The draft loop on virtual time: a proposer that stays broken."""
 
 from __future__ import annotations
 
@@ -53,19 +53,3 @@ def test_a_proposer_that_stays_broken_ends_its_loop() -> None:
 
     assert play(kernel, clock, loop, open_again_and_again)
     assert loop.snapshot()["failures"] == 8
-
-
-def test_requests_of_a_verifier_that_is_never_listed_are_forgotten() -> None:
-    """It died before the list with it came, or its message came after the list without it."""
-    kernel, clock, loop = virtual_loop(SimulatedProposer)
-    seen: list[int] = []
-
-    def open_and_wait() -> None:
-        loop.set_verifiers({})
-        loop.deliver(news([opening(0)]))
-        for _ in range(2):
-            clock.sleep(20.0)
-            seen.append(loop.snapshot()["open_requests"])
-
-    assert not play(kernel, clock, loop, open_and_wait)
-    assert seen == [1, 0]

@@ -154,11 +154,11 @@ class Bench:
         self.table = RequestTable(WINDOW)
         self.acceptance = Acceptance({"eagle": prior, "ngram": prior})
         config = SpeculationConfig(window=WINDOW, **speculation)
-        self.policy = Policy(config, self.table, self.acceptance, cost or step_cost())
+        self.drafters = dict(enumerate(map(replace, drafters)))
+        self.policy = Policy(config, self.table, self.acceptance, cost or step_cost(), self.drafters)
         self.rows = ints([self.table.open(request(str(number), (), room + 1)) for number in range(rows)])
         self.table.fit_seats(len(drafters))
-        for seat, drafter in enumerate(map(replace, drafters)):
-            self.policy.drafters.append(drafter)
+        for seat, drafter in self.drafters.items():
             self.table.clear_seat(seat, self.acceptance.number(drafter.method))
             for row in self.rows.tolist():
                 self.table.assign(seat, row)
@@ -217,7 +217,7 @@ def test_nobody_drafts_before_a_step_was_timed_or_where_no_model_can(verify: Ver
     assert Bench(verify=verify).rounds == 0
     assert Bench(LOOKUP, verify=verify).rounds == 0, "what it finds is there"
     left = Bench(MODEL, verify=verify)
-    left.policy.drafters[0] = None
+    del left.drafters[0]
     assert left.rounds == 0
     unserved = Bench(MODEL, verify=verify)
     for row in unserved.rows.tolist():
@@ -240,7 +240,7 @@ def test_nobody_drafts_where_enough_is_there_or_nothing_has_room() -> None:
 def test_who_verifies_all_drafts_whole_windows() -> None:
     bench = Bench(replace(MODEL, window=5), MODEL, prior=0.02, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all)
     assert bench.rounds == WINDOW
-    bench.policy.drafters[1] = None
+    del bench.drafters[1]
     assert bench.rounds == 5
 
 
@@ -257,10 +257,11 @@ def test_a_step_waits_for_requests_without_a_tail_whose_drafters_have_yet_to_ans
     assert not bench.is_waiting, "that answer is older and still holds"
     commit(bench.table, bench.acceptance, {row: [1]})
     assert bench.is_waiting
-    for nobody in (replace(MODEL, able=False), None):
-        bench.policy.drafters[0] = nobody
-        assert not bench.is_waiting, "nobody is left who could answer"
-    bench.policy.drafters[0] = MODEL
+    bench.drafters[0] = replace(MODEL, able=False)
+    assert not bench.is_waiting, "nobody is left who could answer"
+    del bench.drafters[0]
+    assert not bench.is_waiting
+    bench.drafters[0] = MODEL
     bench.table.release(0, row)
     assert not bench.is_waiting
 

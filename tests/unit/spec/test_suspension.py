@@ -10,12 +10,12 @@ import pytest
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import Policy, Positions, Seconds
+from specactor_ray.spec.policy import Policy, Seconds
 from specactor_ray.spec.suspension import PROBE_STEPS, TELL_EVERY, Suspension
 from specactor_ray.spec.table import RequestTable
 
-PLAIN_S, OWN_S, PLAIN_OWN_S = 0.01, 0.0006, 0.0002
-"""A plain step, and our own Python in steps with drafts and in plain ones."""
+PLAIN_S = 0.01
+"""A plain step."""
 
 
 Slowness = Callable[[int], float]
@@ -32,10 +32,8 @@ def steps(
     with_drafts = []
     for number in range(count):
         drafts = not suspension.is_on
-        own_s, waited_s = (OWN_S, drafting_s) if drafts else (PLAIN_OWN_S, 0.0)
-        factor = slowness(number)
-        seconds = factor * (PLAIN_S + own_s + waited_s)
-        suspension.record(16, accepted if drafts else 0, seconds, factor * waited_s, factor * own_s)
+        waited_s, factor = drafting_s if drafts else 0.0, slowness(number)
+        suspension.record(16, accepted if drafts else 0, factor * (PLAIN_S + waited_s), factor * waited_s)
         with_drafts.append(drafts)
     return with_drafts
 
@@ -55,7 +53,7 @@ def test_drafts_that_do_not_are_tried_ever_more_rarely(slowness: Slowness) -> No
     assert sum(tried[:500]) < 120 and 0 < sum(tried[2000:]) < 100
 
 
-def test_what_brings_nothing_and_costs_only_python_is_left_alone_too() -> None:
+def test_what_brings_and_costs_nothing_is_left_alone_too() -> None:
     assert sum(steps(Suspension(), 2000, accepted=0, drafting_s=0.0)) < 150
 
 
@@ -82,7 +80,7 @@ def test_drafters_are_told_now_and_then_while_they_are_left_alone() -> None:
 def test_steps_without_requests_say_nothing() -> None:
     suspension = Suspension()
     for _ in range(100):
-        suspension.record(0, 0, 1.0, 0.5, 0.1)
+        suspension.record(0, 0, 1.0, 0.5)
     assert not suspension.is_on
 
 
@@ -92,9 +90,9 @@ def test_half_as_many_requests_end_a_pause() -> None:
     while suspension._spell < 128 or not suspension.is_on:
         steps(suspension, 1, accepted=0, drafting_s=0.002)
     for num_rows in (16, 12, 9):
-        suspension.record(num_rows, 0, PLAIN_S, 0.0, PLAIN_OWN_S)
+        suspension.record(num_rows, 0, PLAIN_S, 0.0)
         assert suspension.is_on
-    suspension.record(8, 0, PLAIN_S, 0.0, PLAIN_OWN_S)
+    suspension.record(8, 0, PLAIN_S, 0.0)
     assert not suspension.is_on
 
 
@@ -108,9 +106,9 @@ def test_new_drafters_are_tried_at_once() -> None:
 
 def policy_after(config: SpeculationConfig, seconds: Seconds) -> Policy:
     """After many steps of 16 rows with 48 draft tokens, of which none is right."""
-    policy = Policy(config, RequestTable(8), Acceptance(), StepCost())
+    policy = Policy(config, RequestTable(8), Acceptance(), StepCost(), {})
     for _ in range(PROBE_STEPS + 1):
-        policy.record(16, Positions(64, 0), 0, seconds)
+        policy.record(16, 64, 0, 0, seconds)
     return policy
 
 
@@ -124,13 +122,13 @@ def test_the_configuration_may_demand_drafts() -> None:
 def test_the_time_of_prompts_says_nothing_of_drafts() -> None:
     """Of 100 positions 40 are prompts: a request has them once, however fast it is decoded. Drafts that save a fifth
     of the rest save less than what is waited for them."""
-    policy = Policy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost())
+    policy = Policy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost(), {})
     for number in (16, 60, 100):
         policy.cost.record(number, number / 1000.0)
     for _ in range(PROBE_STEPS + 1):
-        policy.record(50, Positions(100, 40), 10, Seconds(0.1 + 0.003, 0.1, 0.003))
+        policy.record(50, 100, 40, 10, Seconds(0.1 + 0.003, 0.1, 0.003))
     assert policy.suspension.is_on
-    policy = Policy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost())
+    policy = Policy(SpeculationConfig(), RequestTable(8), Acceptance(), StepCost(), {})
     for _ in range(PROBE_STEPS + 1):
-        policy.record(50, Positions(200, 140), 0, Seconds(0.3, 0.2, 0.1))
+        policy.record(50, 200, 140, 0, Seconds(0.3, 0.2, 0.1))
     assert not policy.suspension.is_on and not policy.cost.is_known, "steps of prompts alone are not judged"

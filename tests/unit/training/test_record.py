@@ -13,8 +13,10 @@ from rich.console import Console
 
 from specactor_ray.config import Config
 from specactor_ray.errors import SpecActorError
+from specactor_ray.messages import RequestStats, SamplingParams
 from specactor_ray.observability.training_report import write_report
 from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.training.checkpoint import CheckpointStore, TrainState
 from specactor_ray.training.experience import Experience
 from specactor_ray.training.record import StepRecorder, _totals
@@ -33,6 +35,10 @@ def record(step: int, by_method: dict[str, list[int]]) -> dict[str, Any]:
         "seconds": {"step": 1.0, "rollout": 0.5},
         "failures": {"reward": {}},
     }
+
+
+def sample(stats: RequestStats) -> Trajectory:
+    return Trajectory("r", 0, 0, (1,), (2,), (-0.5,), "two", "stop", SamplingParams(), stats)
 
 
 RECORDS = [
@@ -106,10 +112,10 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
 def test_drafts_that_go_bad_are_an_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _run, record = recorder(tmp_path, Lease())
     for step, accepted in enumerate((300, 310, 290, 4, 3), start=1):
-        done = RolloutMetrics(by_drafter={"ngram-0#1": (700, accepted), "ngram-1#2": (300, 0), "eagle-0#3": (900, 90)})
-        record._rollout.metrics = lambda done=done: done
         record.begin(step - 1)
-        record.end(step, Experience([], [], []), UPDATE, 0)
+        drafted = ({"ngram-0#1": (700, accepted), "eagle-0#3": (900, 90)}, {"ngram-1#2": (300, 0)})
+        done = [sample(RequestStats(accepted_by_drafter=pairs)) for pairs in drafted]
+        record.end(step, Experience([], done, []), UPDATE, 0)
     (alarm,) = [line for line in caplog.messages if "does not follow the policy any more" in line]
     assert alarm.startswith("step 4: only 0.4% of the draft tokens of ngram were right, usually 30.")
 
