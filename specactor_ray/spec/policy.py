@@ -55,6 +55,11 @@ class Seconds(NamedTuple):
     waiting: float
     """For drafts."""
 
+    @property
+    def own(self) -> float:
+        """The verifier's own Python."""
+        return max(self.total - self.engine - self.waiting, 0.0)
+
 
 class Policy:
     """The decisions of one verifier. Knows no clock, no messages and no models.
@@ -143,7 +148,7 @@ class Policy:
             return
         prefill_s = self.cost.difference(positions, decoded)
         drafting_s = seconds.waiting + self.cost.difference(decoded, num_rows)
-        self.suspension.record(num_rows, accepted, seconds.total - prefill_s, drafting_s)
+        self.suspension.record(num_rows, accepted, seconds.total - prefill_s, drafting_s, seconds.own)
 
     def predict(self, method: str, probability: np.ndarray) -> np.ndarray:
         """Tokens per second of a request that this method drafts for alone, in its best window; plain decoding if that

@@ -12,17 +12,18 @@ _FADE = 1.0 - 1.0 / 48.0
 """Weight that a step loses with each one after it."""
 _SHORTEST, _LONGEST = 2, 256
 """Steps of a suspension, four times as many when drafts bring nothing after it either."""
-_WORTH = 1.01
-"""Tokens per second with drafts over those of plain steps that are worth having drafters."""
 _FEWER = 0.5
 """Part of its requests at which a suspension ends early."""
+_OWN_WEIGHT = 0.1
+"""Weight of the newest plain step in the moving mean of what the verifier's own Python takes in one."""
 
 
 class Suspension:
-    """Leaves drafts alone for a while where steps with them commit no more tokens per second than plain ones would.
+    """Leaves drafts alone for a while where steps with them commit fewer tokens per second than plain ones would.
 
-    What a plain step in place of one with drafts would have taken follows from that step: its seconds without the wait
-    and without the draft positions of the forward. So a machine that is slow for a while says nothing against either.
+    What a plain step in place of one with drafts would have taken follows from that step: its seconds without the wait,
+    without the draft positions of the forward, and without what the verifier's own Python takes more than in plain
+    steps. So a machine that is slow for a while says nothing against either.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,8 @@ class Suspension:
         """With drafts, since the last suspension."""
         self._sums = np.zeros(4)
         """Tokens and seconds of these steps; the same if they had been plain."""
+        self._plain_row_s = 0.0
+        """The verifier's own Python per request in plain steps; nothing, it is hoped, as long as there was none."""
 
     @property
     def is_on(self) -> bool:
@@ -49,7 +52,7 @@ class Suspension:
         """Resume drafting now."""
         self._left, self._steps, self._spell = 0, 0, _SHORTEST
 
-    def record(self, num_rows: int, accepted: int, seconds: float, drafting_s: float) -> None:
+    def record(self, num_rows: int, accepted: int, seconds: float, drafting_s: float, own_s: float) -> None:
         """A step has ended.
 
         Args:
@@ -57,10 +60,13 @@ class Suspension:
             accepted: Draft tokens that were right.
             seconds: That it took in all.
             drafting_s: Of them, waiting for drafts and verifying them.
+            own_s: Of them, the verifier's own Python.
         """
         if not num_rows:
             return
         if self._left:
+            if self.is_quiet:
+                self._note_plain(own_s / num_rows)
             # Fewer requests leave more room for drafts.
             self._left = self._left - 1 if num_rows > _FEWER * self._rows else 0
             return
@@ -68,12 +74,20 @@ class Suspension:
         if self._steps == 1:
             self._sums[:] = 0.0
             return  # drafters catch up
-        self._sums = _FADE * self._sums + (num_rows + accepted, seconds, num_rows, max(seconds - drafting_s, 0.0))
+        saved_s = max(own_s - num_rows * self._plain_row_s, 0.0)
+        plain_s = max(seconds - drafting_s - saved_s, 0.0)
+        self._sums = _FADE * self._sums + (num_rows + accepted, seconds, num_rows, plain_s)
+        if self._steps > PROBE_STEPS:
+            self._judge(num_rows)
+
+    def _judge(self, num_rows: int) -> None:
         tokens, seconds, plain_tokens, plain_s = self._sums
-        if self._steps <= PROBE_STEPS:
-            return
-        if tokens * plain_s <= _WORTH * plain_tokens * seconds:
+        if tokens * plain_s < plain_tokens * seconds:
             self._left, self._steps, self._rows = self._spell, 0, num_rows
             self._spell = min(4 * self._spell, _LONGEST)
         elif self._steps > 4 * PROBE_STEPS:
             self._spell = _SHORTEST
+
+    def _note_plain(self, row_s: float) -> None:
+        weight = _OWN_WEIGHT if self._plain_row_s else 1.0
+        self._plain_row_s += weight * (row_s - self._plain_row_s)

@@ -220,17 +220,16 @@ class VerifyLoop(Loop):
         Returns:
             Seconds that requests waited for drafts.
         """
-        drafting, begin = self._drafting, self._clock.now()
+        drafting = self._drafting
         if not len(drafting) or self._suspension.is_quiet:
             return 0.0
         for drafter in self._hosted:
             if drafter.looks_up:
                 drafter.loop.run_guarded()
-        looking_up_s = self._clock.now() - begin
         drafting.take_messages()
         drafting.revise(rows)
         if not len(rows) or self._suspension.is_on:
-            return looking_up_s
+            return 0.0
         rounds = drafting.policy.plan_rounds(rows) if self._hosted else 0
         begin = self._clock.now()
         if not self._hosted:
@@ -240,7 +239,7 @@ class VerifyLoop(Loop):
             while rounds and self._draft():
                 rounds -= 1
             drafting.take_messages()
-        return looking_up_s + self._clock.now() - begin
+        return self._clock.now() - begin
 
     def _draft(self) -> bool:
         """One step of every drafter of this thread: a model drafts one more token for each of its requests. One that

@@ -71,9 +71,8 @@ class StepMetrics(StepCounters):
         self.forward_s += result.forward_s
         self.sampling_s += result.sampling_s
         self.waiting_s += seconds.waiting
-        own_s = max(seconds.total - seconds.engine - seconds.waiting, 0.0)
-        self.protocol_s += own_s
-        self._recent_protocol.append(own_s)
+        self.protocol_s += seconds.own
+        self._recent_protocol.append(seconds.own)
 
     def record_rows(
         self, committed: np.ndarray, supplied: np.ndarray, drafted: np.ndarray, accepted: np.ndarray

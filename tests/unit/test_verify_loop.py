@@ -319,11 +319,11 @@ def test_drafts_that_are_waited_for_in_vain_are_left_alone() -> None:
 def test_a_suspension_ends_with_the_requests_that_it_was_for(verifier: Verifier) -> None:
     suspension = verifier.loop._drafting.policy.suspension
     for _ in range(3000):  # drafts never pay, so suspensions are long by now
-        suspension.record(1, accepted=0, seconds=2.0, drafting_s=1.0)
+        suspension.record(1, accepted=0, seconds=2.0, drafting_s=1.0, own_s=0.0)
     while suspension.is_on:
-        suspension.record(1, accepted=0, seconds=2.0, drafting_s=1.0)
+        suspension.record(1, accepted=0, seconds=2.0, drafting_s=1.0, own_s=0.0)
     while not suspension.is_on:
-        suspension.record(1, accepted=0, seconds=2.0, drafting_s=1.0)
+        suspension.record(1, accepted=0, seconds=2.0, drafting_s=1.0, own_s=0.0)
     verifier.loop.submit([one()])
     verifier.finish()
     assert suspension.is_on and verifier.ends()
