@@ -41,6 +41,7 @@ class DraftLoop(Loop):
         super().__init__(clock)
         self.drafter_id = drafter_id
         self.proposer = proposer
+        self._looks_up = isinstance(proposer, KeepsHistory)
         self._inbox = inbox.for_drafter(proposer.vocab_size)
         self._links: Mapping[str, Link[TailBatch]] = {}
         """Verifier → where to send tails, as listed last; any thread may replace it."""
@@ -122,7 +123,7 @@ class DraftLoop(Loop):
         begin = self._clock.now()
         changed = self.proposer.extend()
         if changed:
-            if not isinstance(self.proposer, KeepsHistory):  # a model drafts one token for each of its requests
+            if not self._looks_up:  # a model drafts one token for each of its requests
                 self._costs.append(self._clock.now() - begin)
                 self._token_s = sorted(self._costs)[len(self._costs) // 4]
             self._mirrors.counters["extends"] += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 import numpy as np
 
@@ -154,7 +154,8 @@ class Seat(Drafter):
             return rows
         requests, committed = self._table.requests, self._table.committed
         sizes = (len(requests[row].prompt_token_ids) + int(committed[row]) for row in rows)  # type: ignore[union-attr]
-        return rows[: max(sum(size <= MOST_READ for size in accumulate(sizes)), 1)]
+        fit = takewhile(lambda size: size <= MOST_READ, accumulate(sizes))
+        return rows[: max(len(list(fit)), 1)]
 
     def _opening(self, row: int) -> DraftOpen:
         table, request = self._table, self._table.requests[row]
