@@ -23,7 +23,7 @@ class Mode(StrEnum):
     PLAIN = "plain"
     """No drafts: ordinary decoding."""
     COUPLED = "coupled"
-    """The verifier waits, bounded, for a tail drafted from its latest commit."""
+    """The verifier hosts its drafters and drives them between two steps, as far as that pays."""
     DECOUPLED = "decoupled"
     """The verifier takes the tail that is there; the drafter runs ahead up to its window."""
 
@@ -123,8 +123,8 @@ class CommitBatch:
 class TailBatch:
     """Drafter → verifier: after the committed prefix of length `bases[i]` I guess all of these for request `rows[i]`.
 
-    Always the whole unverified tail, so what is said later replaces what was said before. An empty tail says "I know
-    the prefix up to its base and have no guess".
+    Always the whole unverified tail. It replaces an earlier one, unless that has a newer base, or the same base and
+    more tokens. An empty tail says "I know the prefix up to its base and have no guess".
     """
 
     drafter_id: str

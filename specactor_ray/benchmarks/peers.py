@@ -139,7 +139,7 @@ def _row(work: PeerWork, measured: PeerMeasured) -> dict[str, Any]:
         "requests": measured.requests,
         "tokens": measured.tokens,
         "tokens_per_s": round(measured.tokens / max(measured.seconds, 1e-9), 3),
-        "ms_per_step": dict.fromkeys(("forward", "sampling", "protocol", "waiting", "protocol_median"), 0.0),
+        "ms_per_step": dict.fromkeys(("forward", "sampling", "protocol", "waiting"), 0.0),
         "metrics": metrics,
         "failures": {},
         "actors": [],

@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,19 @@ def run_profile(
         "axes": {**vars(axes), "devices": sorted({*devices}), "draft_window": axes.draft_window},
         **_figures(config, shares, identities),
     }
-    write_json(output, data)
+    _write(output, data)
     return data
+
+
+def _write(output: Path, data: Mapping[str, Any]) -> None:
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        write_json(temporary, data)
+        os.link(temporary, output)  # unlike a rename it fails where the file exists
+    except OSError as error:
+        raise InputError(f"--output: {output} cannot be written ({error.strerror})") from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _facts(config: Config, device: str) -> dict[str, Any]:
@@ -198,5 +209,5 @@ def _reject_devices(config: Config, devices: Sequence[int], cores: int) -> None:
 def _reject_output(output: Path) -> None:
     if os.path.lexists(output):
         raise InputError(f"--output: {output} exists and is never overwritten; name another file")
-    if not os.access(output.parent, os.W_OK):
+    if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
         raise InputError(f"--output: there is no folder {output.parent} that can be written to")

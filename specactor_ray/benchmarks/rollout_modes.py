@@ -305,7 +305,7 @@ def measured_figures(outputs: Mapping[Place, Output], seconds: float, metrics: R
         "requests": len(outputs),
         "tokens": tokens,
         "tokens_per_s": round(tokens / max(seconds, 1e-9), 3),
-        "ms_per_step": {**split, "protocol_median": round(1e3 * metrics.protocol_median_s, 4)},
+        "ms_per_step": split,
         "metrics": metrics.to_dict(),
     }
 

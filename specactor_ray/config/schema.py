@@ -52,7 +52,7 @@ class RaceName(str, Enum):
     """When several draft methods race for one request (Fastest-of-N)."""
 
     off = "off"
-    """Never: every request is drafted for by the one method that promises most and has room."""
+    """Never: a request has one model, the one that promises most and has room, beside the lookups."""
     tail = "tail"
     """In the tail of a rollout, when few requests are left and drafters are idle; before that as `off`."""
     always = "always"
@@ -221,8 +221,8 @@ class SpeculationConfig:
     """`decoupled`: at the tail of a rollout, when verifiers run out of requests, put them to sleep and run draft actors
     on their cores and GPUs until they are needed again. Default: yes, where there are two verifiers or more."""
     race: RaceName = RaceName.tail
-    """When several draft methods race for one request: `off`, `tail` or `always`. With one method all are the same. In
-    mode `coupled`, where drafters take turns with the verifier, only `always` races."""
+    """When several draft methods race for one request: `off`, `tail` or `always`. In mode `coupled`, where drafters
+    take turns with the verifier, only `always` races. With `always` drafting is never suspended."""
     race_below: int | None = None
     """`tail`: the race begins when a verifier has at most this many requests and none of them waits. Default: a quarter
     of target.max_batch, at least 1."""

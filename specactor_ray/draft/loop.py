@@ -48,7 +48,7 @@ class DraftLoop(Loop):
         self._mirrors = Mirrors(drafter_id, proposer)
         self._costs = deque[float](maxlen=_MOST_COSTS)
         self._token_s = 0.0
-        """Their lower quartile: machines hesitate, and the first draft token of a request takes reading its prompt."""
+        """Lower quartile of `_costs`: a delayed forward, or one that also reads a prompt, must not count."""
         self._failures_in_a_row = 0
 
     # ---- called from other threads ----

@@ -38,7 +38,7 @@ class _Place(NamedTuple):
 
 
 class Mirrors:
-    """Keeps the proposer at one with what verifiers say. For the loop's thread.
+    """Keeps the proposer consistent with what verifiers say. For the loop's thread.
 
     Args:
         drafter_id: Incarnation id of the draft actor; goes into every message.
@@ -158,13 +158,13 @@ class Mirrors:
     def publish(self, changed: Iterable[str], links: Mapping[str, Link[TailBatch]], token_s: float) -> None:
         """Tell verifiers what has changed, unless they are still busy with the last delivery.
 
-        Requests of a verifier that is not in `links` are dropped. If its first messages came before the list with it,
-        its next ones are of unknown requests, and these are opened again.
+        Requests of verifiers that are not in `links` are dropped. If a verifier's messages arrive before the list that
+        names it, its next commits are of unknown requests, and the verifier opens those again.
 
         Args:
             changed: Requests whose tails have changed.
             links: The verifiers there are now, id → where to send tails.
-            token_s: Seconds per draft token for one request.
+            token_s: See `TailBatch`.
         """
         for request_id in changed:
             if (place := self._places.get(request_id)) is not None:

@@ -25,10 +25,10 @@ class EventQueue(Generic[E]):
         self._events: list[E] = []
         self._first = 0
         self._urgent = 0
-        """Number behind the newest urgent event."""
+        """Number after the newest urgent event."""
 
     def put(self, events: Iterable[E], urgent: bool = True) -> None:
-        """Append events."""
+        """Append events. `urgent` ones end the wait of a lingering `read`."""
         with self._changed:
             self._events.extend(events)
             if urgent:
@@ -36,8 +36,8 @@ class EventQueue(Generic[E]):
             self._changed.notify_all()
 
     def read(self, after: int, timeout_s: float = 0.0, linger_s: float = 0.0) -> tuple[int, list[E]]:
-        """Events from number `after` on. If there are none, wait up to `timeout_s` seconds for the first; if none is
-        urgent, `linger_s` more for one that is, so that others are read together.
+        """Events from number `after` on. Waits up to `timeout_s` seconds for the first, and if none of them is urgent
+        up to `linger_s` longer for one that is, so that the others are read in batches.
 
         Those before `after` have arrived where they belong and are discarded.
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from specactor_ray.verify.metrics import StepCounters
+from specactor_ray.verify.metrics import StepMetrics
 
-_NOT_SUMS = ("drafted_by_position", "accepted_by_position", "protocol_median_s")
+_NOT_SUMS = ("drafted_by_position", "accepted_by_position")
 """Counters that are merged in ways of their own."""
 
 
 @dataclass
-class RolloutMetrics(StepCounters):
+class RolloutMetrics(StepMetrics):
     """Sums over all verifiers."""
 
     @classmethod
@@ -21,10 +21,9 @@ class RolloutMetrics(StepCounters):
         """Sum the counters (`StepMetrics.to_dict`) of several verifiers."""
         total = cls()
         for one in counters:
-            for counter in fields(StepCounters):
+            for counter in fields(StepMetrics):
                 if counter.name not in _NOT_SUMS:
                     setattr(total, counter.name, getattr(total, counter.name) + one.get(counter.name, 0))
-            total.protocol_median_s = max(total.protocol_median_s, one.get("protocol_median_s", 0.0))
             total.count_positions(one.get("drafted_by_position", ()), one.get("accepted_by_position", ()))
         return total
 
@@ -56,4 +55,4 @@ class RolloutMetrics(StepCounters):
             "supply": self.supply,
             "supply_share": self.supply_share,
         }
-        return {**asdict(self), **ratios}
+        return {**super().to_dict(), **ratios}

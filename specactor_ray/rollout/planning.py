@@ -1,5 +1,5 @@
-"""`plan: auto` and `mode: auto`: from the profile and this machine to the configuration that runs. Asks no cluster
-anything."""
+"""`plan: auto` and `mode: auto`: from the profile and this machine to the configuration that runs. Contacts no
+cluster."""
 
 from __future__ import annotations
 
@@ -178,10 +178,10 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
 def apply_plan(config: Config, plan: Plan) -> Config:
     """A copy of the configuration with the plan's choice in it, and `plan: fixed`, so that it is not planned again.
 
-    Set are `mode`, `target.replicas`, `target.cores` (on CPUs), `target.max_batch`; unless plain, the chosen method
-    alone is kept, with `replicas`, `cores`, room for the batch, and the plan's window as `speculation.window`. The
-    memory of the verifiers' caches stays the same in all. A plain plan leaves `drafters` as they are: the mode uses
-    none of them.
+    Sets `mode`, `target.replicas`, `target.cores` (on CPUs), `target.max_batch`, `target.max_step_tokens` and
+    `target.kv_cache_gb`; the caches of all verifiers together keep their size. Unless plain, it keeps the chosen method
+    alone, with its `replicas`, `max_batch` and (decoupled, on CPUs) `cores`, and moves the window to
+    `speculation.window`. A plain plan leaves `drafters` as they are: the mode uses none of them.
 
     Raises:
         ConfigError: The chosen method is not among the configured ones, or a verifier would span several GPUs.

@@ -32,8 +32,8 @@ class Acceptance:
     """Estimates for the rows of a table, drawn to those of their method, and these to a prior.
 
     Args:
-        priors: Draft method → chance that a draft token is right, as measured offline; the number of a method is its
-            place here once `number` was asked for it.
+        priors: Draft method → chance that a draft token is right, as measured offline. Methods are numbered in the
+            order in which `number` is first asked for them.
     """
 
     def __init__(self, priors: Mapping[str, float] | None = None, methods: int = 8) -> None:

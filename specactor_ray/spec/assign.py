@@ -1,7 +1,7 @@
 """Who drafts for which request: the draft ladder, and the race for stragglers.
 
-A request has one *base* drafter, of the method that promises most and has room. Beside it drafters of further methods
-join by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups for every request, as they cost nothing and learn from what
+A request has at most one *base* drafter, a model of the method that promises most and has room. Further drafters join
+by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups for every request, as they cost nothing and learn from what
 they follow; models in a race. Assignments are made afresh, base drafters first, so a racer never holds a place that a
 base drafter wants. Whoever drafts for a request already is preferred, since another one first has to read it.
 """
@@ -43,7 +43,7 @@ def assign_race(
 
     Args:
         stragglers: Requests to race for, the one with the lowest acceptance first.
-        ranking: Methods, best first; those not named do not race. Workers have one method, so the order has no effect.
+        ranking: Methods that may join. The paper has the best first; as a worker has one method, any order will do.
         workers: Worker → what it is; its `max_batch` is b_max.
         loads: Requests that each worker drafts for.
         serving: Request → methods that draft for it already.
@@ -75,7 +75,7 @@ class Places:
 
     Args:
         policy: Its table and drafters.
-        level: Drafters of one method get as many requests each, as far as they have room.
+        level: Share the requests of a method evenly among its drafters, as far as they have room.
     """
 
     def __init__(self, policy: Policy, level: bool) -> None:
@@ -97,8 +97,8 @@ class Places:
         self.served[row].add(self.drafters[seat].method)
 
     def keep(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Of these (seat, row) as many stay as there is room for; where loads are levelled, as each drafter's share of
-        what its method has."""
+        """Keep these (seat, row) pairs while the drafter has room; when levelling, its even share of those of its method
+        at most."""
         pairs = list(pairs)
         held = Counter(self.drafters[seat].method for seat, _ in pairs)
         peers = Counter(one.method for one in self.drafters.values())
@@ -139,8 +139,8 @@ class Assigner:
         self._steps, self._racing = 0, False
 
     def step(self, decoding: np.ndarray) -> list[Change] | None:
-        """A step over these rows begins; None if it was not time for a look at all requests. Those that still wait for
-        their turn have no drafters."""
+        """A step over these rows begins: revise the assignment if it is time; None if not. Requests that wait for their
+        first step have no drafters."""
         table = self._table
         self._steps += 1
         racing, fresh = self._is_racing(len(decoding)), not table.begun[decoding].all()
@@ -169,34 +169,34 @@ class Assigner:
         return changes
 
     def _settle(self, places: Places, models: Sequence[str], rows: np.ndarray, chances: np.ndarray) -> None:
-        """Base drafters: a request keeps the one it has, unless that is out of reach or another method promises to be
-        faster, and else gets one of the best method with room. A few change at a time.
+        """Base drafters. A request keeps its best model unless another method promises `SWITCH_GAIN` more; one in
+        `SWITCH_SHARE` changes at a time. A request without a model gets one of the best method with room.
 
-        Those that have one within reach come first: every place that one of them takes another one has left.
+        Requests that have a model choose first, so that a new request does not take a place that they give up.
         """
-        policy, home = self._policy, self._table.home
+        policy, assigned = self._policy, self._table.assigned
         promised = np.zeros((len(models), len(rows)))
         """`(models, rows)` predicted tokens per second of each request."""
         for index, method in enumerate(models):
             promised[index] = policy.predict(method, chances[policy.acceptance.number(method)])
-        gain = np.zeros(len(rows))
-        """Of a change; 0 where there is no drafter within reach."""
-        for index, seat in enumerate(home[rows].tolist()):
-            if seat in places.drafters:
-                here = promised[models.index(places.drafters[seat].method), index]
-                gain[index] = promised[:, index].max() / here
-        order = np.argsort(-gain, kind="stable")
-        leaving = order[: max(1, np.count_nonzero(gain) // SWITCH_SHARE)]
-        stays = gain > 0.0
+        here = np.zeros((len(assigned), len(rows)))
+        """`(seats, rows)` the same of the models that draft for it."""
+        for seat, one in places.drafters.items():
+            if not one.looks_up:
+                here[seat] = assigned[seat, rows] * promised[models.index(one.method)]
+        base, has = here.argmax(axis=0), here.any(axis=0)
+        gain = np.where(has, promised.max(axis=0, initial=0.0), 0.0) / np.where(has, here.max(axis=0), 1.0)
+        leaving = np.argsort(-gain, kind="stable")[: max(1, np.count_nonzero(has) // SWITCH_SHARE)]
+        stays = has.copy()
         stays[leaving[gain[leaving] > 1.0 + SWITCH_GAIN]] = False
-        places.keep((int(home[row]), row) for row in rows[stays].tolist())
-        for index in np.argsort(gain == 0.0, kind="stable").tolist():
+        places.keep(zip(base[stays].tolist(), rows[stays].tolist(), strict=True))
+        for index in np.argsort(~has, kind="stable").tolist():
             row = int(rows[index])
             if not places.served[row]:
-                seats = (places.free_seat(method, row) for method in draft_ladder(models, promised[:, index]))
-                home[row] = next((seat for seat in seats if seat is not None), -1)
-                if home[row] >= 0:
-                    places.take(int(home[row]), row)
+                free = (places.free_seat(method, row) for method in draft_ladder(models, promised[:, index]))
+                seat = next((seat for seat in free if seat is not None), None)
+                if seat is not None:
+                    places.take(seat, row)
 
     def _is_racing(self, decoding: int) -> bool:
         """The tail has come when few requests are left and none of them waits or still reads its prompt. One that does

@@ -160,7 +160,8 @@ class Policy:
         return np.maximum(window_rates(probability, window, token_s, verify_s).max(axis=1), 1.0 / verify_s[0])
 
     def standings(self) -> list[dict[str, Any]]:
-        """The draft ladder as plain data: what is thought of each method where it was tried, by output positions."""
+        """The draft ladder as plain data: acceptance and predicted speed of each method, per range of output positions
+        at which it was tried."""
         acceptance, standings = self.acceptance, []
         token_s = {one.method: one.token_s for one in self.drafters.values()}
         for method in token_s:

@@ -60,8 +60,6 @@ class RequestTable:
         """Decode steps; draft tokens verified, and right."""
         self.begun = np.zeros(rows, np.bool_)
         """It has been in a step; before, nobody drafts for it."""
-        self.home = np.full(rows, -1, np.int32)
-        """Seat of its base drafter (`assign.py`); -1: it has none."""
         # Per seat and row.
         self.assigned = np.zeros((seats, rows), np.bool_)
         """The drafter drafts for the request."""
@@ -100,7 +98,7 @@ class RequestTable:
         self.requests[row], self.generation[row] = request, self._generations
         self.committed[row], self.limit[row] = known, request.sampling.max_tokens
         self.output[row, :known] = request.committed_token_ids
-        self.begun[row], self.home[row], self.totals[:, row] = False, -1, 0
+        self.begun[row], self.totals[:, row] = False, 0
         for plane in (self.assigned, self.length, self.seat_drafted, self.seat_accepted):
             plane[:, row] = 0
         self.evidence[:, :, row] = 0.0
@@ -125,7 +123,6 @@ class RequestTable:
     def clear_seat(self, seat: int, method: int) -> None:
         """A drafter of this method takes the seat; nothing is known of it."""
         self.method[seat] = method
-        self.home[self.home == seat] = -1
         for plane in (self.assigned, self.length, self.seat_drafted, self.seat_accepted):
             plane[seat] = 0
 
@@ -183,16 +180,14 @@ class RequestTable:
 
     def _grow_rows(self) -> None:
         old = len(self.requests)
-        for name in (*_BY_SEAT, "totals"):
-            setattr(self, name, _enlarged(getattr(self, name), 1, 2 * old))
-        self.evidence = _enlarged(self.evidence, 2, 2 * old)
-        for name in _BY_ROW:
-            setattr(self, name, _enlarged(getattr(self, name), 0, 2 * old))
+        for axis, names in enumerate((_BY_ROW, (*_BY_SEAT, "totals"), ("evidence",))):
+            for name in names:
+                setattr(self, name, _enlarged(getattr(self, name), axis, 2 * old))
         self.requests += [None] * old
         self._free = list(range(old, 2 * old))[::-1]
 
 
-_BY_ROW = ("generation", "committed", "begun", "home", "limit", "output")
+_BY_ROW = ("generation", "committed", "begun", "limit", "output")
 _BY_SEAT = ("assigned", "told", "base", "tail", "length", "seat_drafted", "seat_accepted")
 
 

@@ -70,6 +70,8 @@ def load_profile(path: str | Path) -> Profile:
             name: Method(_grids(entry["points"]), np.array([1.0, *entry["acceptance"]["survival"]]), entry["free"])
             for name, entry in data["methods"].items()
         }
+        for name in ("device", "model", "hardware", "versions", "cpu_share", "prompt_tokens"):
+            data[name]
         return Profile(data, _grids(data["verify"]), methods)
     except (KeyError, TypeError, ValueError, InputError) as error:
         raise InputError(f"profile: {path} is incomplete: {error}. {_AGAIN}") from None

@@ -163,7 +163,7 @@ class Drafting:
             seat.tell(self.verifier_id)
 
     def snapshot(self) -> dict[str, Any]:
-        """What became of tails, how links fare, malformed messages and what is thought of each method; may be called
+        """What became of tails, how links fare, malformed messages and the draft ladder; may be called
         from any thread."""
         return {
             "tails": dict(self.tails),

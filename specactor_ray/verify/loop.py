@@ -97,11 +97,7 @@ class VerifyLoop(Loop):
 
     def reset_metrics(self) -> None:
         """Set all counters to zero."""
-
-        def clear() -> None:
-            self._requests.metrics = StepMetrics()
-
-        self.put(clear)
+        self.put(self._requests.reset_metrics)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
         """Replace the weights between two steps. Requests that still run are dropped without a `Finished`, since an
@@ -138,7 +134,7 @@ class VerifyLoop(Loop):
         return self.call(self._engine.wake)
 
     def poll(self, after: int, timeout_s: float, linger_s: float = 0.0) -> tuple[int, list[ToRollout]]:
-        """Events for the rollout; see `EventQueue.read`. The end of a request is urgent, progress is not."""
+        """Events for the rollout; see `EventQueue.read`. Urgent: everything but `Progress`."""
         return self._requests.events.read(after, timeout_s, linger_s)
 
     @property

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -13,12 +11,10 @@ import numpy as np
 from specactor_ray.spec.policy import Seconds
 from specactor_ray.targets.base import StepResult
 
-_RECENT_STEPS = 2048
-
 
 @dataclass
-class StepCounters:
-    """Totals since the start or the last reset: seconds, tokens, steps."""
+class StepMetrics:
+    """Totals of one verifier since the start or the last reset: seconds, tokens, steps."""
 
     steps: int = 0
     suspended_steps: int = 0
@@ -38,8 +34,6 @@ class StepCounters:
     waiting_s: float = 0.0
     protocol_s: float = 0.0
     """Everything between two forwards that is neither sampling nor waiting for drafts."""
-    protocol_median_s: float = 0.0
-    """Median of the protocol time over recent steps; over several verifiers the largest of theirs."""
     failed_requests: int = 0
     drafted_by_position: list[int] = field(default_factory=list)
     """How often the 1st, 2nd, ... draft token of a tail was verified."""
@@ -56,14 +50,6 @@ class StepCounters:
         for position, count in enumerate(accepted):
             self.accepted_by_position[position] += count
 
-
-class StepMetrics(StepCounters):
-    """The counters of one verifier, as its loop fills them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._recent_protocol: deque[float] = deque(maxlen=_RECENT_STEPS)
-
     def record_step(self, result: StepResult, seconds: Seconds, suspended: bool = False) -> None:
         """What one step took, and whether drafts were left alone in it."""
         self.steps += 1
@@ -72,7 +58,6 @@ class StepMetrics(StepCounters):
         self.sampling_s += result.sampling_s
         self.waiting_s += seconds.waiting
         self.protocol_s += seconds.own
-        self._recent_protocol.append(seconds.own)
 
     def record_rows(
         self, committed: np.ndarray, supplied: np.ndarray, drafted: np.ndarray, accepted: np.ndarray
@@ -88,12 +73,11 @@ class StepMetrics(StepCounters):
 
     def to_dict(self) -> dict[str, Any]:
         """All counters as plain data. May be called from any thread while the loop keeps counting."""
-        recent = list(self._recent_protocol)
-        numbers = {counter.name: getattr(self, counter.name) for counter in fields(StepCounters)}
+        numbers = {counter.name: getattr(self, counter.name) for counter in fields(StepMetrics)}
         # The loop keeps counting between the two copies; a reader may rely on equal lengths.
         accepted = list(self.accepted_by_position)
-        positions = {"drafted_by_position": self.drafted_by_position[: len(accepted)], "accepted_by_position": accepted}
-        return {**numbers, **positions, "protocol_median_s": median(recent) if recent else 0.0}
+        drafted = self.drafted_by_position[: len(accepted)]
+        return {**numbers, "drafted_by_position": drafted, "accepted_by_position": accepted}
 
 
 def _at_least(lengths: np.ndarray) -> list[int]:

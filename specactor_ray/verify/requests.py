@@ -44,19 +44,19 @@ class EndedAttempts:
 
 
 class Requests:
-    """Keeps engine, table and rollout at one about what runs. For the loop's thread; `events` for any.
+    """Keeps engine, table and rollout consistent about what runs. For the loop's thread; `events` for any.
 
     Args:
         engine: The target.
         drafting: The side of drafts, with the table.
-        clock: What readers of events wait by.
+        clock: Measures how long readers of events wait.
     """
 
     def __init__(self, engine: TargetEngine, drafting: Drafting, clock: Clock = SYSTEM) -> None:
         self.metrics = StepMetrics()
         self._engine, self._drafting, self._table = engine, drafting, drafting.table
         self.events: EventQueue[ToRollout] = EventQueue(clock)
-        """For the rollout; urgent are ends of requests."""
+        """For the rollout. Urgent: everything but `Progress`."""
         self._row_of: dict[str, int] = {}
         """Running request → its row."""
         self._ended_attempts = EndedAttempts()
@@ -66,6 +66,10 @@ class Requests:
     def __len__(self) -> int:
         """Requests that run or wait for their turn."""
         return len(self._row_of)
+
+    def reset_metrics(self) -> None:
+        """Set all counters to zero."""
+        self.metrics = StepMetrics()
 
     def decoding(self) -> np.ndarray:
         """int32 `(n,)` rows of the requests that the next step decodes."""

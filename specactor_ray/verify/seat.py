@@ -18,8 +18,6 @@ _KEPT_POSITIONS = 2048
 """Newest positions of each request whose hidden states are kept for drafters that join later."""
 MOST_READ = 4096
 """Most prompt and output tokens that one delivery opens with a model, which reads them before it drafts anything."""
-_MOST_LAST = 1 << 20
-"""Tokens of ended requests that wait for a drafter; an output whose end is dropped does not count as finished."""
 
 
 @dataclass(slots=True)
@@ -89,7 +87,6 @@ class Seat(Drafter):
         """Row and generation of requests that it has to let go → whether they are finished."""
         self._last: list[tuple[int, int, int, np.ndarray]] = []
         """Row, generation, output position and tokens of requests that ended before it was told all of them."""
-        self._last_tokens = 0
 
     def let_go(self, row: int, generation: int) -> None:
         """It does not draft for the request any more, or never should have."""
@@ -111,10 +108,7 @@ class Seat(Drafter):
             return
         generation, tokens = int(table.generation[row]), table.output[row, told : table.committed[row]]
         if finished and self.looks_up and len(tokens):
-            finished = self._last_tokens + len(tokens) <= _MOST_LAST
-            if finished:
-                self._last.append((row, generation, told, tokens.copy()))
-                self._last_tokens += len(tokens)
+            self._last.append((row, generation, told, tokens.copy()))
         self._closed[row, generation] = finished
 
     def forget(self, handles: Sequence[tuple[int, int]]) -> None:
@@ -135,7 +129,7 @@ class Seat(Drafter):
         opened = tuple(self._opening(row) for row in self._to_open(mine[told[mine] < 0].tolist()))
         rows = mine[(told[mine] >= 0) & (told[mine] < table.committed[mine])].astype(np.int32)
         closed, self._closed = tuple((*handle, finished) for handle, finished in self._closed.items()), {}
-        last, self._last, self._last_tokens = self._last, [], 0
+        last, self._last = self._last, []
         if not (opened or closed or len(rows)):
             return None
         features = self._untold_features(rows)

@@ -49,10 +49,9 @@ def test_a_request_that_a_drafter_should_not_have_open_is_closed() -> None:
     assert not heard and np.count_nonzero(drafting.table.length) == 1
 
 
-def ended(monkeypatch: pytest.MonkeyPatch, most_last: int) -> tuple[CommitBatch, tuple[int, ...]]:
+def ended() -> tuple[CommitBatch, tuple[int, ...]]:
     """What a lookup is told when a request of three tokens ends, of which it knows one, and how it then continues an
     output that begins alike."""
-    monkeypatch.setattr(seat, "_MOST_LAST", most_last)
     proposer = NgramProposer(min_match=1, max_match=2, history_tokens=100, max_batch=4)
     heard: list[CommitBatch] = []
     mirrors = Mirrors("d", proposer)
@@ -77,16 +76,10 @@ def ended(monkeypatch: pytest.MonkeyPatch, most_last: int) -> tuple[CommitBatch,
     return heard[-1], proposer.tail("another")[1]
 
 
-def test_a_lookup_learns_from_an_output_up_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    message, learned = ended(monkeypatch, 2)
+def test_a_lookup_learns_from_an_output_up_to_its_end() -> None:
+    message, learned = ended()
     assert message.tokens.tolist() == [51, 52] and message.closed[0][2]
     assert learned == (51, 52)
-
-
-def test_an_output_whose_end_is_dropped_does_not_pass_for_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    message, learned = ended(monkeypatch, 1)
-    assert not len(message.tokens) and not message.closed[0][2]
-    assert learned == ()
 
 
 @pytest.mark.parametrize(

@@ -151,9 +151,8 @@ class Bench:
 
     def is_served(self, row: int) -> bool:
         """The request has a base drafter that can be reached."""
-        seat = int(self.table.home[row])
-        assert seat < 0 or (seat, row) in self.open
-        return seat in self.drafters and self.drafters[seat].able
+        mine = [self.drafters[seat] for seat in self.seats(row)]
+        return any(one.able and not one.looks_up for one in mine)
 
     def is_level(self) -> bool:
         """Drafters of one method have as many requests each, as far as there is room."""
@@ -398,7 +397,8 @@ def test_whatever_happens_room_is_kept_and_nobody_waits_beside_a_free_place(seed
                 assert race is not RaceName.off or bench.is_level(), "drafters of a method share the load"
             case "leave" if bench.drafters and rng.random() < 0.5:
                 seat = rng.choice(list(bench.drafters))
-                served -= {row for row in served if bench.table.home[row] == seat}
+                bench.drafters[seat].able = False
+                served = set(filter(bench.is_served, bench.rows))
                 bench.leave(seat)
             case "lose" if bench.drafters:
                 rng.choice(list(bench.drafters.values())).able = False

@@ -240,13 +240,13 @@ def test_a_row_that_is_used_again_knows_nothing_of_the_request_before() -> None:
     table.take(0, batch([old]), 100)
     commit(table, acceptance, {row: [6]}, {row: (0, 2, 1)})
     assert table.totals[:, row].tolist() == [1, 2, 1] and table.seat_drafted[0, row] == 2
-    table.begun[row], table.home[row] = True, 0
+    table.begun[row] = True
     table.close(row)
     assert not table.begun[row]
     assert table.open(request("new", [5], max_tokens=9)) == row and table.requests[row].request_id == "new"  # type: ignore[union-attr]
     assert table.take(0, batch([old]), 100)[UNKNOWN] == 1
     assert not table.assigned[:, row].any() and table.limit[row] == 9
-    assert not table.begun[row] and table.home[row] == -1
+    assert not table.begun[row]
     for array in (*table.totals, *table.evidence[:, 1], table.seat_drafted[0], table.seat_accepted[0]):
         assert array[row] == 0
     table.assign(0, row)
@@ -261,9 +261,9 @@ def test_a_seat_that_is_taken_again_knows_nothing_of_the_drafter_before() -> Non
     for seat, row in enumerate(rows):
         table.assign(seat, row)
         say(table, seat, row, 1, 2)
-        table.home[row], table.seat_drafted[seat, row], table.seat_accepted[seat, row] = seat, 2, 1
+        table.seat_drafted[seat, row], table.seat_accepted[seat, row] = 2, 1
     table.clear_seat(0, 3)
-    assert table.method[0] == 3 and table.home[rows].tolist() == [-1, 1]
+    assert table.method[0] == 3
     for array in (table.assigned, table.length, table.seat_drafted, table.seat_accepted):
         assert not array[0].any() and array[1, rows[1]]
 
