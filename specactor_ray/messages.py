@@ -174,8 +174,8 @@ class RequestStats:
     """Draft tokens that were verified."""
     accepted: int = 0
     """Draft tokens that were right."""
-    accepted_by_drafter: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Drafter id → (drafted, accepted)."""
+    by_method: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Draft method → (drafted, accepted)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The draft loop: keep drafting ahead of the last commit that is known, publish whole tails.
 
-A plain class around a proposer. Other threads only put messages into its inbox and replace its list of verifiers; one
-thread calls `run`. It knows no Ray: a verifier is a link.
+A plain class around a proposer. Other threads put messages and commands in and replace its list of verifiers; one thread
+calls `run`. It knows no Ray: a verifier is a link.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ class DraftLoop(Loop):
 
     def run_guarded(self) -> bool:
         """`run_once`; a failure is logged and counted, and loses the open requests."""
-        self._begin()
         try:
             return self.run_once()
         except Exception:
@@ -110,13 +109,9 @@ class DraftLoop(Loop):
             logger.exception("%s: a draft step failed; its requests will be opened again", self.drafter_id)
             self._mirrors.lose_all()
             return False
-        finally:
-            self._end()
 
-    def run_once(self) -> bool:
-        """Drain, extend, publish. Returns False when there was nothing to do."""
-        self._wake.clear()
-        self._run_commands()
+    def _step(self, begin: float) -> bool:
+        """Drain, extend, publish."""
         messages = self._inbox.drain()
         for message in messages:
             self._mirrors.take(message)

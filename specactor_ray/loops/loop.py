@@ -62,20 +62,19 @@ class Loop:
 
     # ---- for the loop's thread ----
 
-    def _begin(self) -> float:
-        """A step, or a command within it, begins. Returns the time."""
-        self._began = now = self._clock.now()
-        return now
+    def run_once(self) -> bool:
+        """Run what other threads put, each as a step of its own, and then a step. Returns False when that had nothing
+        to do."""
+        self._wake.clear()
+        self._began = self._clock.now()
+        try:
+            while not self._commands.empty():
+                self._commands.get()()
+                self._began = self._clock.now()
+            return self._step(self._began)
+        finally:
+            self._began = None
 
-    def _end(self) -> None:
-        """The loop is between two steps."""
-        self._began = None
-
-    def _run_commands(self) -> bool:
-        """Run what there is, each as a step of its own. Returns whether there was anything."""
-        worked = False
-        while not self._commands.empty():
-            self._commands.get()()
-            self._begin()
-            worked = True
-        return worked
+    def _step(self, begin: float) -> bool:
+        """What the loop is for; `begin` is now. Returns False when there was nothing to do."""
+        raise NotImplementedError

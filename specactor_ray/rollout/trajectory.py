@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor_ray.cluster.names import stem_of
 from specactor_ray.messages import RequestStats, SamplingParams
 
 
@@ -57,7 +56,7 @@ class Trajectory:
                 "steps": self.stats.steps,
                 "drafted": self.stats.drafted,
                 "accepted": self.stats.accepted,
-                "by_drafter": {name: list(pair) for name, pair in self.stats.accepted_by_drafter.items()},
+                "by_method": {name: list(pair) for name, pair in self.stats.by_method.items()},
             },
         }
         if self.margins is not None:
@@ -71,8 +70,8 @@ def drafted_by_method(trajectories: Iterable[Trajectory]) -> dict[str, list[int]
     """Draft method → `[drafted, accepted]`: draft tokens that were verified, and right."""
     methods: dict[str, list[int]] = {}
     for trajectory in trajectories:
-        for drafter_id, (drafted, accepted) in trajectory.stats.accepted_by_drafter.items():
-            pair = methods.setdefault(stem_of(drafter_id).rpartition("-")[0], [0, 0])
+        for method, (drafted, accepted) in trajectory.stats.by_method.items():
+            pair = methods.setdefault(method, [0, 0])
             pair[0] += drafted
             pair[1] += accepted
     return methods

@@ -109,19 +109,18 @@ def _recording(requests: Sequence[RecordedRequest]) -> Recording:
 
 def _request(row: Mapping[str, Any]) -> RecordedRequest:
     stats = row["stats"]
-    rates: dict[str, list[int]] = {}
-    for drafter_id, (drafted, accepted) in stats["by_drafter"].items():
-        tested = rates.setdefault(drafter_id.partition("-")[0], [0, 0])
-        # What was behind a wrong token was not put to the test, and a step has one wrong token at most.
-        tested[0] += accepted + min(int(stats["steps"]), drafted - accepted)
-        tested[1] += accepted
+    accuracy = {}
+    for method, (drafted, accepted) in stats["by_method"].items():
         if not 0 <= accepted <= drafted:
-            raise ValueError(f"{drafter_id} has {accepted} accepted of {drafted} draft tokens")
+            raise ValueError(f"{method} has {accepted} accepted of {drafted} draft tokens")
+        # What was behind a wrong token was not put to the test, and a step has one wrong token at most.
+        tested = accepted + min(int(stats["steps"]), drafted - accepted)
+        if tested:
+            accuracy[method] = accepted / tested
     output = _tokens(row["token_ids"])
     if not output:
         raise ValueError("it has no output tokens")
     limit = len(output) if row["finish_reason"] == "length" else 0
-    accuracy = {method: right / tested for method, (tested, right) in rates.items() if tested}
     return RecordedRequest(str(row["request_id"]), _tokens(row["prompt_token_ids"]), output, limit, accuracy)
 
 

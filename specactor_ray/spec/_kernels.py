@@ -15,15 +15,6 @@ from specactor_ray.jit import kernel
 
 _jit: Any = kernel()
 
-TAKEN, STALE, MISMATCH, AHEAD, UNKNOWN, TRUNCATED, MALFORMED = range(7)
-"""What becomes of a tail that arrives; places in the counts that `take_tails` returns.
-
-Stale: nothing past the committed prefix, or older or shorter than what is there. Mismatch: differs from what was
-committed meanwhile. Ahead: claims more committed tokens than there are. Unknown: of a request that is not open, or not
-with this drafter. Truncated: of those taken, longer than allowed, and cut."""
-FATES = ("taken", "stale", "mismatch", "ahead", "unknown", "truncated", "malformed")
-"""Their names, in this order, for counters."""
-
 
 class Planes(NamedTuple):
     """Arrays of `table.RequestTable`, which documents them. They are here so that numba's cache notices a change."""
@@ -31,110 +22,87 @@ class Planes(NamedTuple):
     generation: np.ndarray
     committed: np.ndarray
     output: np.ndarray
-    totals: np.ndarray
+    steps: np.ndarray
     assigned: np.ndarray
     base: np.ndarray
     tail: np.ndarray
     length: np.ndarray
-    seat_drafted: np.ndarray
-    seat_accepted: np.ndarray
     method: np.ndarray
     evidence: np.ndarray
+    drafts: np.ndarray
+
+
+class Committed(NamedTuple):
+    """What a step did to `n` requests."""
+
+    rows: np.ndarray
+    """int32 `(n,)`, as all but `tokens`."""
+    counts: np.ndarray
+    """Tokens committed."""
+    tokens: np.ndarray
+    """int32, those of all rows one after the other."""
+    seats: np.ndarray
+    """Whose tail was verified; -1: nobody's."""
+    drafted: np.ndarray
+    """How many of its tokens were verified, and right."""
+    accepted: np.ndarray
 
 
 @_jit
-def take_tails(
-    seat: int,
-    rows: Any,
-    generations: Any,
-    bases: Any,
-    lengths: Any,
-    tokens: Any,
-    vocab_size: int,
-    table: Planes,
-) -> Any:
-    """Take in a batch of tails of the drafter in a seat. Returns counts by what became of them.
+def take_tails(seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any, table: Planes) -> Any:
+    """Take in a batch of tails of the drafter in a seat.
 
     A tail is held against what was committed: equal as far as both reach, the rest is usable; different, it is dropped.
-    That check alone makes loss, repetition and reordering harmless.
+    That check alone makes loss, repetition and reordering harmless. Dropped is as well what claims more committed
+    tokens than there are, and what is older or shorter than the tail that is there.
+
+    Returns:
+        bool `(n,)`: which tails are of requests that the drafter does not draft for.
     """
-    counts = np.zeros(len(FATES), np.int64)
     generation, committed, output = table.generation, table.committed, table.output
     base, length, tail = table.base[seat], table.length[seat], table.tail[seat]
-    width = tail.shape[1]
-    begin = 0
+    unknown, begin = np.zeros(len(rows), np.bool_), 0
     for i in range(len(rows)):
         row, first, size = rows[i], begin, lengths[i]
         begin += size
         if row < 0 or row >= len(generation) or generation[row] != generations[i] or not table.assigned[seat, row]:
-            counts[UNKNOWN] += 1
+            unknown[i] = True
             continue
         behind = committed[row] - bases[i]
-        if behind < 0:
-            counts[AHEAD] += 1
-            continue
-        good = True
-        for k in range(size):
-            good = good and 0 <= tokens[first + k] < vocab_size
-        if not good:
-            counts[MALFORMED] += 1
+        left = size - behind
+        is_old = bases[i] < base[row] or (bases[i] == base[row] and left < length[row])
+        if behind < 0 or (behind > 0 and left <= 0) or is_old:
             continue
         agrees = True
         for k in range(min(behind, size)):
             agrees = agrees and tokens[first + k] == output[row, bases[i] + k]
         if not agrees:
-            counts[MISMATCH] += 1
             continue
-        left = size - behind
-        if behind > 0 and left <= 0:
-            counts[STALE] += 1
-            continue
-        if base[row] > bases[i] or (base[row] == bases[i] and left < length[row]):
-            counts[STALE] += 1
-            continue
-        if left > width:
-            counts[TRUNCATED] += 1
-            left = width
+        left = min(left, tail.shape[1])
         for k in range(left):
             tail[row, k] = tokens[first + behind + k]
         length[row], base[row] = left, bases[i]
-        counts[TAKEN] += 1
-    return counts
+    return unknown
 
 
 @_jit
-def commit(
-    rows: Any,
-    counts: Any,
-    tokens: Any,
-    seats: Any,
-    drafted: Any,
-    accepted: Any,
-    supplied: Any,
-    bucket: Any,
-    table: Planes,
-    all_evidence: Any,
-) -> int:
-    """Append the next `counts[i]` tokens to the output of `rows[i]`, and judge every tail that was there by them.
+def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> None:
+    """Append what a step committed to the output of each row, count what was verified, and judge every tail that was
+    there by the new tokens.
 
     Evidence goes to (method, row), and to (method, range of output positions `bucket[i]`): hits in tries of draft
-    tokens whose predecessors were right. Tails that agree keep the rest, the others go. Returns how many were refuted.
-
-    Counts what was verified of the tail of `seats[i]` (-1: nobody's), in `totals` by row too, and fills `supplied[i]`
-    with how many of its tokens were there.
+    tokens whose predecessors were right. Tails that agree keep the rest, the others go.
     """
-    committed, output, totals, evidence = table.committed, table.output, table.totals, table.evidence
+    rows, counts, tokens, seats, drafted, accepted = step
+    committed, output, drafts, evidence = table.committed, table.output, table.drafts, table.evidence
     length, tail, method = table.length, table.tail, table.method
-    refuted, first = 0, 0
+    first = 0
     for i in range(len(rows)):
         row, fresh, part = rows[i], counts[i], bucket[i]
-        supplied[i] = length[seats[i], row] if seats[i] >= 0 else 0
-        totals[0, row] += 1
-        totals[1, row] += drafted[i]
-        totals[2, row] += accepted[i]
+        table.steps[row] += 1
         if drafted[i] > 0:
-            table.seat_drafted[seats[i], row] += drafted[i]
-            table.seat_accepted[seats[i], row] += accepted[i]
+            drafts[0, method[seats[i]], row] += drafted[i]
+            drafts[1, method[seats[i]], row] += accepted[i]
         start = committed[row]
         for k in range(fresh):
             output[row, start + k] = tokens[first + k]
@@ -152,17 +120,12 @@ def commit(
             evidence[1, kind, row] += tried
             all_evidence[0, kind, part] += right
             all_evidence[1, kind, part] += tried
-            if right < tested:
-                refuted += 1
-                length[seat, row] = 0
-            else:
-                rest = have - fresh
-                for k in range(rest):
-                    tail[seat, row, k] = tail[seat, row, fresh + k]
-                length[seat, row] = max(rest, 0)
+            rest = have - fresh if right == tested else 0
+            for k in range(rest):
+                tail[seat, row, k] = tail[seat, row, fresh + k]
+            length[seat, row] = max(rest, 0)
         committed[row] = start + fresh
         first += fresh
-    return refuted
 
 
 _BINS = 192

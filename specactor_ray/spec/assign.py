@@ -9,12 +9,12 @@ base drafter wants. Whoever drafts for a request already is preferred, since ano
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.spec.policy import Drafter, Policy
+from specactor_ray.spec.policy import Policy
 
 REVISE_EVERY = 16
 """Steps between two looks at all requests."""
@@ -22,47 +22,6 @@ SWITCH_GAIN = 0.15
 """Part by which another method must promise to be faster."""
 SWITCH_SHARE = 8
 """One request in this many changes its method at one look: what the new method is worth shows on them."""
-
-Change = tuple[int, int, bool]
-"""Seat, row, and whether the drafter is opened (or closed) for it."""
-
-
-def assign_race(
-    stragglers: Sequence[int],
-    ranking: Sequence[str],
-    workers: Mapping[int, Drafter],
-    loads: Sequence[int],
-    serving: Mapping[int, Collection[str]],
-) -> list[tuple[int, int]]:
-    """Algorithm 3: every method that does not serve a straggler yet joins the race for it, as far as there is room.
-
-        sort the stragglers by acceptance, ascending; methods come in the order of the draft ladder
-        for each straggler, for each method that does not serve it:
-            take the least loaded worker of that method among those with load < b_max, if there is one
-            assign the straggler to it; its load grows by one
-
-    Args:
-        stragglers: Requests to race for, the one with the lowest acceptance first.
-        ranking: Methods that may join. The paper has the best first; as a worker has one method, any order will do.
-        workers: Worker → what it is; its `max_batch` is b_max.
-        loads: Requests that each worker drafts for.
-        serving: Request → methods that draft for it already.
-
-    Returns:
-        (worker, request) to add, in the order in which they were assigned. Ties go to the smaller worker.
-    """
-    loads, assigned = list(loads), []
-    for straggler in stragglers:
-        served = set(serving.get(straggler, ()))
-        for method in ranking:
-            if method in served:
-                continue
-            free = [(loads[n], n) for n, w in workers.items() if w.method == method and loads[n] < w.max_batch]
-            if free:
-                _, number = min(free)
-                loads[number] += 1
-                assigned.append((number, straggler))
-    return assigned
 
 
 def draft_ladder(methods: Sequence[str], promised: np.ndarray) -> list[str]:
@@ -80,7 +39,7 @@ class Places:
 
     def __init__(self, policy: Policy, level: bool) -> None:
         self._assigned, self._level = policy.table.assigned, level
-        self.drafters = {seat: one for seat, one in policy.drafters.items() if one.able}
+        self.drafters = {seat: one for seat, one in sorted(policy.drafters.items()) if one.able}
         self.wanted = np.zeros_like(self._assigned)
         self.loads = [0] * len(self.wanted)
         self.served: dict[int, set[str]] = defaultdict(set)
@@ -97,8 +56,8 @@ class Places:
         self.served[row].add(self.drafters[seat].method)
 
     def keep(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Keep these (seat, row) pairs while the drafter has room; when levelling, its even share of those of its method
-        at most."""
+        """Keep these (seat, row) pairs while the drafter has room; when levelling, its even share of those of its
+        method at most."""
         pairs = list(pairs)
         held = Counter(self.drafters[seat].method for seat, _ in pairs)
         peers = Counter(one.method for one in self.drafters.values())
@@ -108,18 +67,36 @@ class Places:
             if self.loads[seat] < most and one.method not in self.served[row]:
                 self.take(seat, row)
 
-    def free_seat(self, method: str, row: int) -> int | None:
-        """A drafter of this method with room: the one that drafts for the request already, or the least loaded."""
+    def place(self, method: str, row: int) -> bool:
+        """Have a drafter of this method with room take the request: the one that has it already, or the least loaded.
+        Returns False if none has room."""
         loads, drafters = self.loads, self.drafters
-        free = [n for n, one in drafters.items() if one.method == method and loads[n] < one.max_batch]
-        return min(free, key=lambda n: (loads[n] * self._level, not self._assigned[n, row], loads[n]), default=None)
+        free = [seat for seat, one in drafters.items() if one.method == method and loads[seat] < one.max_batch]
+        if free:
+            self.take(min(free, key=lambda n: (loads[n] * self._level, not self._assigned[n, row], loads[n])), row)
+        return bool(free)
 
-    def join(self, rows: Sequence[int], methods: Sequence[str]) -> None:
-        """Drafters of these methods join those of the requests: who does already stays, Algorithm 3 adds the others."""
+    def assign_race(self, stragglers: Sequence[int], methods: Sequence[str]) -> None:
+        """Algorithm 3: every method that does not serve a straggler yet joins the race for it, as far as there is room.
+
+            sort the stragglers by acceptance, ascending; methods come in the order of the draft ladder
+            for each straggler, for each method that does not serve it:
+                take the least loaded worker of that method among those with load < b_max, if there is one
+                assign the straggler to it; its load grows by one
+
+        Whoever drafts for a straggler already stays, as far as there is room. As a worker has one method, any order of
+        methods gives the same.
+
+        Args:
+            stragglers: Requests to race for, the one with the lowest acceptance first.
+            methods: Those that may join.
+        """
         drafters, there = self.drafters, np.argwhere(self._assigned & ~self.wanted).tolist()
         self.keep((seat, row) for seat, row in there if seat in drafters and drafters[seat].method in methods)
-        for seat, row in assign_race(rows, methods, drafters, self.loads, self.served):
-            self.take(seat, row)
+        for straggler in stragglers:
+            for method in methods:
+                if method not in self.served[straggler]:
+                    self.place(method, straggler)
 
 
 class Assigner:
@@ -138,9 +115,9 @@ class Assigner:
         self._race_below = max(1, max_batch // 4) if config.race_below is None else config.race_below
         self._steps, self._racing = 0, False
 
-    def step(self, decoding: np.ndarray) -> list[Change] | None:
-        """A step over these rows begins: revise the assignment if it is time; None if not. Requests that wait for their
-        first step have no drafters."""
+    def step(self, decoding: np.ndarray) -> list[tuple[int, int]] | None:
+        """A step over these rows begins: `revise` if it is time; None if not. Requests that wait for their first step
+        have no drafters."""
         table = self._table
         self._steps += 1
         racing, fresh = self._is_racing(len(decoding)), not table.begun[decoding].all()
@@ -150,8 +127,9 @@ class Assigner:
         self._racing = racing
         return self.revise()
 
-    def revise(self, level: bool = False) -> list[Change]:
-        """Who drafts for what from now on; `level`: the list of drafters has changed."""
+    def revise(self, level: bool = False) -> list[tuple[int, int]]:
+        """Assign drafters to all requests; `level`: the list of drafters has changed. Returns (seat, row) of those that
+        draft for a request no more."""
         table, places = self._table, Places(self._policy, level)
         rows = np.flatnonzero(table.begun)
         models, lookups = places.methods(looks_up=False), places.methods(looks_up=True)
@@ -159,14 +137,15 @@ class Assigner:
         self._settle(places, models, rows, chances)
         chance = np.where(places.wanted[:, rows], chances[table.method], 0.0).max(axis=0)
         slowest_first = rows[np.argsort(chance, kind="stable")].tolist()
-        places.join(slowest_first, [*models, *lookups] if self._racing else lookups)
-        changes = [
-            (seat, row, bool(places.wanted[seat, row]))
-            for seat, row in np.argwhere(places.wanted != table.assigned).tolist()
-        ]
-        for seat, row, opened in changes:
-            (table.assign if opened else table.release)(seat, row)
-        return changes
+        places.assign_race(slowest_first, [*models, *lookups] if self._racing else lookups)
+        released: list[tuple[int, int]] = []
+        for seat, row in np.argwhere(places.wanted != table.assigned).tolist():
+            if places.wanted[seat, row]:
+                table.assign(seat, row)
+            else:
+                table.release(seat, row)
+                released.append((seat, row))
+        return released
 
     def _settle(self, places: Places, models: Sequence[str], rows: np.ndarray, chances: np.ndarray) -> None:
         """Base drafters. A request keeps its best model unless another method promises `SWITCH_GAIN` more; one in
@@ -193,10 +172,7 @@ class Assigner:
         for index in np.argsort(~has, kind="stable").tolist():
             row = int(rows[index])
             if not places.served[row]:
-                free = (places.free_seat(method, row) for method in draft_ladder(models, promised[:, index]))
-                seat = next((seat for seat in free if seat is not None), None)
-                if seat is not None:
-                    places.take(seat, row)
+                any(places.place(method, row) for method in draft_ladder(models, promised[:, index]))
 
     def _is_racing(self, decoding: int) -> bool:
         """The tail has come when few requests are left and none of them waits or still reads its prompt. One that does

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from specactor_ray.spec import _kernels
+from specactor_ray.spec._kernels import Committed
 from specactor_ray.spec.acceptance import Acceptance, bucket_of
 
 if TYPE_CHECKING:
     from specactor_ray.targets.base import TargetRequest
 
 _FIRST_ROWS, _FIRST_SEATS, _FIRST_TOKENS = 32, 2, 256
-
-
-class Committed(NamedTuple):
-    """What a step did to `n` requests."""
-
-    rows: np.ndarray
-    """int32 `(n,)`, as all but `tokens`."""
-    counts: np.ndarray
-    """Tokens committed."""
-    tokens: np.ndarray
-    """int32, those of all rows one after the other."""
-    seats: np.ndarray
-    """Whose tail was verified; -1: nobody's."""
-    drafted: np.ndarray
-    """How many of its tokens were verified, and right."""
-    accepted: np.ndarray
 
 
 class RequestTable:
@@ -56,8 +41,8 @@ class RequestTable:
         """Most of them."""
         self.output = np.zeros((rows, _FIRST_TOKENS), np.int32)
         """They themselves."""
-        self.totals = np.zeros((3, rows), np.int32)
-        """Decode steps; draft tokens verified, and right."""
+        self.steps = np.zeros(rows, np.int32)
+        """In which it committed tokens."""
         self.begun = np.zeros(rows, np.bool_)
         """It has been in a step; before, nobody drafts for it."""
         # Per seat and row.
@@ -71,13 +56,13 @@ class RequestTable:
         """The part of that tail that lies past the committed prefix."""
         self.length = np.zeros((seats, rows), np.int32)
         """Its tokens; 0 where the drafter does not draft for the request."""
-        self.seat_drafted, self.seat_accepted = np.zeros((seats, rows), np.int32), np.zeros((seats, rows), np.int32)
-        """Draft tokens of the seat that were verified for the request, and right."""
         self.method = np.zeros(seats, np.int32)
         """Draft method of each seat."""
         # Per method and row.
         self.evidence = np.zeros((2, methods, rows))
         """Hits and tries of draft tokens."""
+        self.drafts = np.zeros((2, methods, rows), np.int32)
+        """Draft tokens that were verified, and right."""
         self._generations = 0
         self._free = list(range(rows))[::-1]
 
@@ -98,17 +83,13 @@ class RequestTable:
         self.requests[row], self.generation[row] = request, self._generations
         self.committed[row], self.limit[row] = known, request.sampling.max_tokens
         self.output[row, :known] = request.committed_token_ids
-        self.begun[row], self.totals[:, row] = False, 0
-        for plane in (self.assigned, self.length, self.seat_drafted, self.seat_accepted):
-            plane[:, row] = 0
-        self.evidence[:, :, row] = 0.0
         return row
 
     def close(self, row: int) -> None:
         """Free a row."""
-        self.requests[row], self.generation[row], self.begun[row] = None, 0, False
-        self.assigned[:, row] = False
-        self.length[:, row] = 0
+        self.requests[row], self.generation[row], self.begun[row], self.steps[row] = None, 0, False, 0
+        for plane in (self.assigned, self.length, self.evidence, self.drafts):
+            plane[..., row] = 0
         self._free.append(row)
 
     def fit_seats(self, count: int) -> None:
@@ -123,8 +104,7 @@ class RequestTable:
     def clear_seat(self, seat: int, method: int) -> None:
         """A drafter of this method takes the seat; nothing is known of it."""
         self.method[seat] = method
-        for plane in (self.assigned, self.length, self.seat_drafted, self.seat_accepted):
-            plane[seat] = 0
+        self.assigned[seat], self.length[seat] = False, 0
 
     def assign(self, seat: int, row: int) -> None:
         """The drafter drafts for the request from now on; it has yet to be told."""
@@ -137,23 +117,18 @@ class RequestTable:
 
     # ---- what comes in ----
 
-    def take(self, seat: int, tails: Any, vocab_size: int) -> np.ndarray:
-        """Take in the tails of one drafter (`messages.TailBatch`). Returns how many met which fate (`_kernels`)."""
+    def take(self, seat: int, tails: Any) -> np.ndarray:
+        """Take in the tails of one drafter (`messages.TailBatch`). Returns bool `(n,)`: which of them are of requests
+        that it does not draft for."""
         arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens)
-        counts: np.ndarray = _kernels.take_tails(seat, *arrays, vocab_size, self._arrays())
-        return counts
+        unknown: np.ndarray = _kernels.take_tails(seat, *arrays, self._arrays())
+        return unknown
 
-    def commit(self, step: Committed, acceptance: Acceptance) -> tuple[int, np.ndarray]:
-        """Append what a step committed, and judge the tails that were there by it.
-
-        Returns:
-            How many tails were refuted, and int32 `(n,)` how many tokens there were of those that were verified.
-        """
-        rows = step.rows
-        start, supplied = self.committed[rows], np.empty(len(rows), np.int32)
+    def commit(self, step: Committed, acceptance: Acceptance) -> None:
+        """Append what a step committed, and judge the tails that were there by it."""
+        start = self.committed[step.rows]
         self._fit(int((start + step.counts).max(initial=0)) + self.window + 1)
-        refuted: int = _kernels.commit(*step, supplied, bucket_of(start), self._arrays(), acceptance.evidence)
-        return refuted, supplied
+        _kernels.commit(step, bucket_of(start), self._arrays(), acceptance.evidence)
 
     def untold(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What was committed since the drafter was told last: lengths per row, and all tokens one after the other.
@@ -180,15 +155,15 @@ class RequestTable:
 
     def _grow_rows(self) -> None:
         old = len(self.requests)
-        for axis, names in enumerate((_BY_ROW, (*_BY_SEAT, "totals"), ("evidence",))):
+        for axis, names in enumerate((_BY_ROW, _BY_SEAT, ("evidence", "drafts"))):
             for name in names:
                 setattr(self, name, _enlarged(getattr(self, name), axis, 2 * old))
         self.requests += [None] * old
         self._free = list(range(old, 2 * old))[::-1]
 
 
-_BY_ROW = ("generation", "committed", "begun", "limit", "output")
-_BY_SEAT = ("assigned", "told", "base", "tail", "length", "seat_drafted", "seat_accepted")
+_BY_ROW = ("generation", "committed", "begun", "steps", "limit", "output")
+_BY_SEAT = ("assigned", "told", "base", "tail", "length")
 
 
 def _enlarged(array: np.ndarray, axis: int, size: int) -> np.ndarray:

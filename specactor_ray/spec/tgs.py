@@ -30,12 +30,6 @@ def share_right(survival: np.ndarray) -> float:
     return float(survival[1:].sum() / survival[:-1].sum())
 
 
-def taus(survival: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`(n, window)` each: τ of coupled and of decoupled iterations at windows 1, 2, ..., for `(n, window + 1)` S_i."""
-    sums = np.cumsum(survival, axis=1)
-    return sums[:, 1:], (sums[:, :-1] + np.arange(1, survival.shape[1]) * survival[:, 1:]) / 2.0
-
-
 def iterations(
     survival: np.ndarray, draft_s: float, verify_s: np.ndarray
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
@@ -46,9 +40,10 @@ def iterations(
         draft_s: D.
         verify_s: `(window + 1,)` V(0), V(1), ...
     """
-    coupled, decoupled = taus(survival)
-    drafting_s, seconds = np.arange(1, survival.shape[1]) * draft_s, np.maximum(verify_s[1:], _TINY_S)
-    return (coupled, drafting_s + seconds), (decoupled, np.maximum(drafting_s, seconds))
+    windows, sums = np.arange(1, survival.shape[1]), np.cumsum(survival, axis=1)
+    drafting_s, seconds = windows * draft_s, np.maximum(verify_s[1:], _TINY_S)
+    decoupled = (sums[:, :-1] + windows * survival[:, 1:]) / 2.0
+    return (sums[:, 1:], drafting_s + seconds), (decoupled, np.maximum(drafting_s, seconds))
 
 
 def window_rates(probability: np.ndarray, window: int, draft_s: float, verify_s: np.ndarray) -> np.ndarray:

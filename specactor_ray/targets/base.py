@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from specactor_ray.messages import SamplingParams
 
 Tail = Sequence[int]
-"""Draft tokens of one request: one guess, or several that share prefixes."""
+"""Draft tokens of one request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.config.schema import SpeculationConfig
-from specactor_ray.messages import Features, SamplingParams, TailBatch
+from specactor_ray.messages import SamplingParams, TailBatch
 from specactor_ray.queues import inbox
-from specactor_ray.spec import _kernels
 from specactor_ray.spec.acceptance import Acceptance
-from specactor_ray.spec.assign import Assigner, Change
+from specactor_ray.spec.assign import Assigner
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.policy import Drafter, Policy
 from specactor_ray.spec.table import Committed, RequestTable
@@ -54,10 +53,8 @@ class Drafting:
         self._seats: dict[int, Seat] = {}
         self.policy = Policy(config, self.table, Acceptance(priors), StepCost(), self._seats)
         self.assigner = Assigner(config, self.policy, coupled, max_batch)
-        self.tails = dict.fromkeys((*_kernels.FATES, "refuted"), 0)
-        """What became of the tails that arrived; refuted: of those that were there, a commit proved them wrong."""
-        self._vocab_size = vocab_size
-        self._features = FeatureLog()
+        self.features = FeatureLog()
+        """What steps exported; for drafters that join later, too."""
         self._standings: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
@@ -76,14 +73,13 @@ class Drafting:
             number, link = next(n for n in range(len(seats) + 1) if n not in seats), links[drafter_id]
             self.table.fit_seats(number + 1)
             self.table.clear_seat(number, self.policy.acceptance.number(link.method))
-            seats[number] = Seat(number, drafter_id, link, self.table, self._features)
-        self._tell(self.assigner.revise(level=True))
+            seats[number] = Seat(number, drafter_id, link, self.table, self.features)
+        self._let_go(self.assigner.revise(level=True))
         self.policy.suspension.end()
 
-    def _tell(self, changes: list[Change]) -> None:
-        for number, row, opened in changes:
-            if not opened:
-                self._seats[number].let_go(row, int(self.table.generation[row]))
+    def _let_go(self, released: list[tuple[int, int]]) -> None:
+        for number, row in released:
+            self._seats[number].let_go(row, int(self.table.generation[row]))
         self._standings = self.policy.standings()
 
     # ---- requests ----
@@ -93,42 +89,33 @@ class Drafting:
         for seat in self._seats.values():
             if self.table.assigned[seat.number, row]:
                 seat.end(row, finished)
-        self._features.drop(row)
+        self.features.drop(row)
         self.table.close(row)
-
-    def keep_features(self, row: int, features: Features) -> None:
-        """What a step exported of a request; kept for drafters that join later too."""
-        self._features.keep(row, features)
 
     # ---- what drafters say ----
 
-    def take_messages(self) -> bool:
-        """Take in what drafters sent since the last call. Returns whether there was anything."""
-        batches = self.inbox.drain()
-        seats = {seat.drafter_id: seat for seat in self._seats.values()} if batches else {}
-        for batch in batches:
+    def take_messages(self) -> None:
+        """Take in what drafters sent since the last call."""
+        seats = {seat.drafter_id: seat for seat in self._seats.values()}
+        for batch in self.inbox.drain():
             if batch.drafter_id in seats:
                 self._take(seats[batch.drafter_id], batch)
-        return bool(batches)
 
     def _take(self, seat: Seat, batch: TailBatch) -> None:
         if 0.0 < batch.token_s < math.inf:
             seat.token_s = float(batch.token_s)
         seat.forget(batch.lost)
-        if not len(batch.rows):
-            return
-        found = self.table.take(seat.number, batch, self._vocab_size)
-        for fate, count in zip(_kernels.FATES, found.tolist(), strict=True):
-            self.tails[fate] += count
-        if found[_kernels.UNKNOWN]:
-            seat.let_go_unknown(batch)
+        unknown = self.table.take(seat.number, batch)
+        # An open that came late, or twice, is closed by nobody else.
+        for handle in zip(batch.rows[unknown].tolist(), batch.generations[unknown].tolist(), strict=True):
+            seat.let_go(*handle)
 
     # ---- steps ----
 
     def revise(self, rows: np.ndarray) -> None:
         """A step over these rows begins: look at who drafts for what, if it is time."""
-        if (changes := self.assigner.step(rows)) is not None:
-            self._tell(changes)
+        if (released := self.assigner.step(rows)) is not None:
+            self._let_go(released)
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, dict[str, Tail]]:
         """What a step over these rows verifies: int32 `(rows,)` whose tail, -1 for none, and request → tail."""
@@ -143,16 +130,11 @@ class Drafting:
             for row, tail, count in zip(rows[chosen].tolist(), tails, counts, strict=True)
         }
 
-    def commit(self, step: Committed) -> np.ndarray:
-        """A step committed tokens: judge the tails that were there by it.
-
-        Returns int32 `(n,)` how many tokens there were of the tails that were verified."""
-        acceptance = self.policy.acceptance
-        refuted, supplied = self.table.commit(step, acceptance)
-        self.tails["refuted"] += refuted
+    def commit(self, step: Committed) -> None:
+        """A step committed tokens: judge the tails that were there by it."""
+        self.table.commit(step, self.policy.acceptance)
         if self._seats:
-            acceptance.fade(self.table)
-        return supplied
+            self.policy.acceptance.fade(self.table)
 
     # ---- what drafters are told ----
 
@@ -160,13 +142,11 @@ class Drafting:
         """Tell drafters what they do not know yet, unless they are still busy with the last delivery."""
         for seat in self._seats.values():
             seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
-            seat.tell(self.verifier_id)
+            seat.link.offer(functools.partial(seat.news, self.verifier_id))
 
     def snapshot(self) -> dict[str, Any]:
-        """What became of tails, how links fare, malformed messages and the draft ladder; may be called
-        from any thread."""
+        """How links fare, malformed messages and the draft ladder; may be called from any thread."""
         return {
-            "tails": dict(self.tails),
             "links": {seat.drafter_id: seat.link.snapshot() for seat in self._seats.copy().values()},
             **self.inbox.snapshot(),
             "ladder": self._standings,
@@ -184,7 +164,7 @@ def warm_up() -> None:
     zero = np.zeros(2, np.int32)
     table.assigned[0] = True
     policy.plan_rounds(rows)
-    table.take(0, TailBatch("", rows, table.generation[rows], zero, zero + 1, zero), 1)
+    table.take(0, TailBatch("", rows, table.generation[rows], zero, zero + 1, zero))
     seats, lengths = policy.choose(rows)
     table.commit(Committed(rows, zero + 1, zero, seats, lengths, zero), acceptance)
     table.untold(0, rows)

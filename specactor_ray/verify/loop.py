@@ -2,7 +2,7 @@
 
 A plain class around a target engine. Other threads put requests, drafts and drafter lists in; one thread calls
 `run`. It knows no Ray: a drafter is a link, the rollout is an event queue. Nothing a drafter does can change a
-token (the engine checks every draft token) or block one (every wait is bounded).
+token: the engine checks every draft token. Nor can a drafter of another process block one: every wait is bounded.
 """
 
 from __future__ import annotations
@@ -176,18 +176,8 @@ class VerifyLoop(Loop):
         except Exception:
             logger.exception("the verifier's engine did not close in order")
 
-    def run_once(self) -> bool:
-        """One step. Returns False when there was nothing to do."""
-        begin = self._begin()
-        try:
-            return self._step(begin)
-        finally:
-            self._end()
-
     def _step(self, begin: float) -> bool:
-        self._wake.clear()
-        if self._run_commands():
-            self._requests.publish()
+        self._requests.publish()
         if not self._engine.has_work():
             self._drafting.take_messages()
             self._drafting.flush()

@@ -34,7 +34,6 @@ class StepMetrics:
     waiting_s: float = 0.0
     protocol_s: float = 0.0
     """Everything between two forwards that is neither sampling nor waiting for drafts."""
-    failed_requests: int = 0
     drafted_by_position: list[int] = field(default_factory=list)
     """How often the 1st, 2nd, ... draft token of a tail was verified."""
     accepted_by_position: list[int] = field(default_factory=list)

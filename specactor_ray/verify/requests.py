@@ -16,16 +16,16 @@ from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
 
 _REMEMBERED = 65_536
-"""Requests whose ended attempts are remembered: far more than can be submitted while a message is on its way."""
+"""Requests whose attempts are remembered: far more than can be submitted while a message is on its way."""
 
 
-class EndedAttempts:
-    """The newest attempt per request that has ended, was refused or was cancelled, so that none is begun twice.
+class Attempts:
+    """The newest attempt per request that was begun or cancelled, so that none is begun twice.
 
     Submissions and cancellations may be repeated, late, or overtake each other; the attempt's number tells them apart.
 
     Args:
-        remembered: Requests; beyond it those that ended longest ago are forgotten.
+        remembered: Requests; beyond it those that were noted longest ago are forgotten.
     """
 
     def __init__(self, remembered: int = _REMEMBERED) -> None:
@@ -33,14 +33,14 @@ class EndedAttempts:
         self._newest: dict[str, int] = {}
 
     def note(self, request_id: str, attempt: int) -> None:
-        """This attempt is over, and so are those before it."""
+        """This attempt is not to be begun any more, nor are those before it."""
         self._newest[request_id] = max(attempt, self._newest.pop(request_id, attempt))
         if len(self._newest) > self._remembered:
             del self._newest[next(iter(self._newest))]
 
-    def covers(self, request_id: str, attempt: int) -> bool:
-        """This attempt must not be begun."""
-        return attempt <= self._newest.get(request_id, -1)
+    def newest(self, request_id: str) -> int:
+        """The newest one that was noted; -1 for none."""
+        return self._newest.get(request_id, -1)
 
 
 class Requests:
@@ -59,7 +59,7 @@ class Requests:
         """For the rollout. Urgent: everything but `Progress`."""
         self._row_of: dict[str, int] = {}
         """Running request → its row."""
-        self._ended_attempts = EndedAttempts()
+        self._attempts = Attempts()
         self._fresh: list[ToRollout] = []
         """Events of the step under way."""
 
@@ -78,37 +78,31 @@ class Requests:
     # ---- requests come and go ----
 
     def add(self, request: TargetRequest) -> None:
-        """Begin a request, unless this attempt or a newer one runs or has ended."""
+        """Begin a request, unless this attempt or a newer one was begun or cancelled."""
         request_id, attempt = request.request_id, request.attempt
-        row = self._row_of.get(request_id)
-        running = self._table.requests[row] if row is not None else None
-        if self._ended_attempts.covers(request_id, attempt) or (running is not None and running.attempt >= attempt):
+        if attempt <= self._attempts.newest(request_id):
             return
-        if running is not None:
-            self.drop(request_id, finished=False)
+        self._attempts.note(request_id, attempt)
+        if request_id in self._row_of:
+            self.drop(request_id)
         loaded = self._engine.weight_version
         if request.weight_version != loaded:
             reason = f"it asks for weights of version {request.weight_version}; those loaded are of version {loaded}"
-            self._ended_attempts.note(request_id, attempt)
             self._fresh.append(Refused(request_id, attempt, reason))
             return
         try:
             self._engine.add(request)
         except InputError as error:
-            self.metrics.failed_requests += 1
             committed = len(request.committed_token_ids)
-            self._ended_attempts.note(request_id, attempt)
             self._fresh.append(Finished(request_id, "error", RequestStats(), str(error), committed, attempt))
             return
         self._row_of[request_id] = self._table.open(request)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Drop this attempt, or an older one, and never begin it again."""
-        self._ended_attempts.note(request_id, attempt)
-        row = self._row_of.get(request_id)
-        running = self._table.requests[row] if row is not None else None
-        if running is not None and running.attempt <= attempt:
-            self.drop(request_id, finished=False)
+        if request_id in self._row_of and self._attempts.newest(request_id) <= attempt:
+            self.drop(request_id)
+        self._attempts.note(request_id, attempt)
 
     def drop(self, request_id: str, finished: bool = False) -> None:
         """Take a request out without a word to the rollout."""
@@ -141,11 +135,12 @@ class Requests:
         seat_of = np.full(len(table.generation), -1, np.int32)
         seat_of[decoding] = seats
         step = Committed(rows, counts, tokens, seat_of[rows], drafted, accepted)
-        supplied = self._drafting.commit(step)
+        supplied = np.where(step.seats < 0, 0, table.length[step.seats, rows])
+        self._drafting.commit(step)
         self.metrics.record_rows(counts, supplied, drafted, accepted)
         for row, output in zip(rows.tolist(), outputs, strict=True):
             if output.hidden_states is not None:
-                self._drafting.keep_features(row, Features(output.hidden_start, output.hidden_states))
+                self._drafting.features.keep(row, Features(output.hidden_start, output.hidden_states))
         requests = [table.requests[row] for row in rows.tolist()]
         margins = [output.margins for output in outputs]
         self._fresh.append(
@@ -166,18 +161,13 @@ class Requests:
         row, table = self._row_of[output.request_id], self._table
         request = table.requests[row]
         assert request is not None
-        self.metrics.failed_requests += output.finish_reason == "error"
-        seats = {
-            drafter.drafter_id: (int(table.seat_drafted[seat, row]), int(table.seat_accepted[seat, row]))
-            for seat, drafter in self._drafting.policy.drafters.items()
-            if table.seat_drafted[seat, row]
-        }
-        steps, drafted, accepted = table.totals[:, row].tolist()
-        stats = RequestStats(steps, drafted, accepted, seats)
+        drafted, accepted = table.drafts[:, :, row].tolist()
+        methods = enumerate(self._drafting.policy.acceptance.methods)
+        by_method = {method: (drafted[n], accepted[n]) for n, method in methods if drafted[n]}
+        stats = RequestStats(int(table.steps[row]), sum(drafted), sum(accepted), by_method)
         total, attempt = int(table.committed[row]), request.attempt
         reason = str(output.finish_reason)
         self._fresh.append(Finished(output.request_id, reason, stats, output.error, total, attempt))
-        self._ended_attempts.note(output.request_id, attempt)
         self.drop(output.request_id, finished=reason != "error")
 
     def publish(self) -> None:

@@ -9,7 +9,7 @@ from itertools import accumulate, takewhile
 import numpy as np
 
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.messages import CommitBatch, DraftOpen, Features, TailBatch
+from specactor_ray.messages import CommitBatch, DraftOpen, Features
 from specactor_ray.queues.link import Link
 from specactor_ray.spec.policy import Drafter
 from specactor_ray.spec.table import RequestTable
@@ -92,15 +92,6 @@ class Seat(Drafter):
         """It does not draft for the request any more, or never should have."""
         self._closed.setdefault((row, generation), False)
 
-    def let_go_unknown(self, batch: TailBatch) -> None:
-        """Let it close what it should not have open: an open that came late, or twice, is closed by nobody else."""
-        table = self._table
-        within = (batch.rows >= 0) & (batch.rows < len(table.generation))
-        rows, generations = batch.rows[within], batch.generations[within]
-        unwanted = (table.generation[rows] != generations) | ~table.assigned[self.number, rows]
-        for handle in zip(rows[unwanted].tolist(), generations[unwanted].tolist(), strict=True):
-            self.let_go(*handle)
-
     def end(self, row: int, finished: bool) -> None:
         """A request that it drafts for leaves its row. A lookup learns from a finished output up to its end."""
         table, told = self._table, int(self._table.told[self.number, row])
@@ -118,11 +109,8 @@ class Seat(Drafter):
             if row < len(table.generation) and table.generation[row] == generation and table.assigned[number, row]:
                 table.told[number, row] = -1
 
-    def tell(self, verifier_id: str) -> None:
-        """Tell it what it does not know yet, unless it is still busy with the last delivery."""
-        self.link.offer(lambda: self._news(verifier_id))
-
-    def _news(self, verifier_id: str) -> CommitBatch | None:
+    def news(self, verifier_id: str) -> CommitBatch | None:
+        """What it does not know yet; it counts as told from now on. None if it knows everything."""
         table, number = self._table, self.number
         told = table.told[number]
         mine = np.flatnonzero(table.assigned[number])

@@ -159,7 +159,7 @@ def test_a_seat_is_lent_and_given_back(rollout: Rollout, oracle: Oracle) -> None
         assert asleep["note"] == f"lent to {guest['id']}" and guest["host"] == asleep["id"]
         assert guest["cores"] == asleep["cores"] and not set(guest["cores"]) & set(serving["cores"])
         oracle.check(done)
-        if guest["id"] in done[0].stats.accepted_by_drafter:
+        if done[0].stats.by_method:
             break
     else:
         pytest.fail("what was lent did not draft")

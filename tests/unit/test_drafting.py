@@ -39,7 +39,7 @@ def test_a_request_that_a_drafter_should_not_have_open_is_closed() -> None:
     assert say(handle) == ((*handle, True),), "that it has ended is not forgotten"
     assert say(handle) == ((*handle, False),)
     assert drafting.table.open(request("new")) == row
-    assert say(handle, (10**6, 1), handle) == ((*handle, False),)
+    assert say(handle, (10**6, 1), handle) == ((*handle, False), (10**6, 1, False))
     drafting.revise(ints([row]))
     drafting.flush()
     assert heard.pop().opened[0].generation == drafting.table.generation[row]

@@ -19,7 +19,7 @@ from specactor_ray.queues.link import Link
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.requests import EndedAttempts
+from specactor_ray.verify.requests import Attempts
 from specactor_ray.verify.seat import DrafterLink
 from tests import virtual
 from tests.batches import news, opening
@@ -153,15 +153,15 @@ def test_a_request_that_can_never_run_says_so_once(verifier: Verifier) -> None:
     assert isinstance(finished, Finished) and (finished.finish_reason, finished.attempt) == ("error", 5)
 
 
-def test_ended_attempts_are_remembered_within_a_bound() -> None:
-    ended = EndedAttempts(remembered=2)
-    ended.note("a", 3)
-    ended.note("b", 0)
-    ended.note("a", 1)
-    assert ended.covers("a", 3) and not ended.covers("a", 4), "an older one does not hide a newer"
-    ended.note("c", 0)
-    assert not ended.covers("b", 0), "the one that was noted longest ago is forgotten"
-    assert ended.covers("a", 3) and ended.covers("c", 0)
+def test_attempts_are_remembered_within_a_bound() -> None:
+    attempts = Attempts(remembered=2)
+    attempts.note("a", 3)
+    attempts.note("b", 0)
+    attempts.note("a", 1)
+    assert attempts.newest("a") == 3, "an older one does not hide a newer"
+    attempts.note("c", 0)
+    assert attempts.newest("b") == -1, "the one that was noted longest ago is forgotten"
+    assert (attempts.newest("a"), attempts.newest("c")) == (3, 0)
 
 
 def test_a_poll_that_is_repeated_brings_the_same_events(verifier: Verifier) -> None:

@@ -315,7 +315,7 @@ def test_nothing_that_arrives_raises_and_what_is_let_in_does_no_harm(arriving: l
             box.put(message)
     tails = boxes[0].drain()
     for tail in tails:
-        table.take(0, tail, VOCAB)
+        table.take(0, tail)
     assert table.length[0].max() <= 4 and table.tail[0].min() >= 0 and table.tail[0].max() < VOCAB
     assert table.output[rows, :3].tolist() == [[1, 2, 3]] * 4 and table.committed[rows].tolist() == [3] * 4
     let_in = len(tails) + len(boxes[1])

@@ -245,7 +245,7 @@ class TestWorkload:
         assert set(draw_lengths(WorkloadConfig(median_tokens=64, sigma=0.0), 10, "x")) == {64}
 
     def row(self, **changes: Any) -> str:
-        stats = {"steps": 10, "drafted": 40, "accepted": 20, "by_drafter": {"ngram-0#1": [40, 20]}}
+        stats = {"steps": 10, "drafted": 40, "accepted": 20, "by_method": {"ngram": [40, 20]}}
         row = {
             "request_id": "a",
             "prompt_token_ids": [1, 2],
@@ -289,7 +289,7 @@ class TestWorkload:
             "EMPTY": self.row(token_ids=[]),
             "NEGATIVE": self.row(token_ids=[3, -1]),
             "BROKEN": self.row(token_ids=[1.7]),
-            "BEYOND": self.row(stats={"steps": 3, "by_drafter": {"ngram-0": [1, 99]}}),
+            "BEYOND": self.row(stats={"steps": 3, "by_method": {"ngram": [1, 99]}}),
         }
         path = tmp_path / "x.jsonl"
         path.write_text(re.sub("|".join(rows), lambda found: rows[found[0]], text))

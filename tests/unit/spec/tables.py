@@ -41,11 +41,11 @@ def batch(claims: Sequence[Claim]) -> TailBatch:
     )
 
 
-def say(table: RequestTable, seat: int, row: int, *tokens: int, base: int | None = None) -> int:
-    """A drafter says its tail of a request; returns what became of it (`_kernels.TAKEN`, ...)."""
+def say(table: RequestTable, seat: int, row: int, *tokens: int, base: int | None = None) -> None:
+    """A drafter says its tail of a request."""
     at = int(table.committed[row]) if base is None else base
     claim = Claim(row, int(table.generation[row]), at, tokens)
-    return int(table.take(seat, batch([claim]), 100).argmax())
+    table.take(seat, batch([claim]))
 
 
 EVIDENCE = ("hits", "tries")
@@ -57,11 +57,10 @@ def commit(
     acceptance: Acceptance,
     fresh: Mapping[int, Sequence[int]],
     verified: Mapping[int, tuple[int, int, int]] | None = None,
-) -> int:
-    """Commit row → tokens; `verified`: row → seat, and how many of its tokens were verified and right. Returns how many
-    tails were refuted."""
+) -> None:
+    """Commit row → tokens; `verified`: row → seat, and how many of its tokens were verified and right."""
     seats, drafted, accepted = zip(*((verified or {}).get(row, (-1, 0, 0)) for row in fresh), strict=True)
     tokens = ints([token for new in fresh.values() for token in new])
     counts = ints(list(map(len, fresh.values())))
     step = Committed(ints(list(fresh)), counts, tokens, ints(seats), ints(drafted), ints(accepted))
-    return table.commit(step, acceptance)[0]
+    table.commit(step, acceptance)

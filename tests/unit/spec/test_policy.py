@@ -19,7 +19,7 @@ from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.policy import Drafter, Policy
 from specactor_ray.spec.table import RequestTable
-from specactor_ray.spec.tgs import geometric, taus
+from specactor_ray.spec.tgs import geometric, iterations
 from tests.unit.spec.tables import commit, ints, request, say
 
 WINDOW = 8
@@ -162,6 +162,7 @@ class Bench:
             self.table.clear_seat(seat, self.acceptance.number(drafter.method))
             for row in self.rows.tolist():
                 self.table.assign(seat, row)
+                self.table.told[seat, row] = 0
 
     @property
     def rounds(self) -> int:
@@ -298,7 +299,9 @@ def test_a_method_is_predicted_in_its_best_window_or_none() -> None:
     bench.policy.choose(bench.rows)
     verify_s = [0.05 + 0.001 * 4 * (1 + window) for window in range(WINDOW + 1)]
     for p in (0.0, 0.3, 0.8, 1.0):
-        tau_coupled, tau_decoupled = (tau[0] for tau in taus(geometric(np.array([p]), WINDOW)))
+        tau_coupled, tau_decoupled = (
+            tau[0] for tau, _ in iterations(geometric(np.array([p]), WINDOW), 0.0, np.ones(WINDOW + 1))
+        )
         coupled = [tau_coupled[w - 1] / (w * 0.004 + verify_s[w]) for w in range(1, WINDOW + 1)]
         decoupled = [tau_decoupled[w - 1] / max(w * 0.004, verify_s[w]) for w in range(1, WINDOW + 1)]
         expected = max(*coupled, *decoupled, 1 / verify_s[0])

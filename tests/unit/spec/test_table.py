@@ -10,7 +10,6 @@ from itertools import takewhile
 import numpy as np
 import pytest
 
-from specactor_ray.spec._kernels import AHEAD, FATES, MALFORMED, MISMATCH, STALE, TAKEN, TRUNCATED, UNKNOWN
 from specactor_ray.spec.acceptance import Acceptance, bucket_of
 from specactor_ray.spec.table import RequestTable
 from tests.unit.spec.tables import EVIDENCE, Claim, batch, commit, request, say
@@ -45,27 +44,25 @@ class Naive:
         self.method: dict[int, int] = {}
         self.overall: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
 
-    def take(self, seat: int, claim: Claim) -> list[int]:
+    def take(self, seat: int, claim: Claim) -> str:
+        """What becomes of a claim."""
         known = self.rows.get(claim.row)
         if known is None or known.generation != claim.generation or seat not in known.held:
-            return [UNKNOWN]
+            return "unknown"
         held, past = known.held[seat], known.output[claim.base :]
         if claim.base > len(known.output):
-            return [AHEAD]
-        if not all(0 <= token < VOCAB for token in claim.tokens):
-            return [MALFORMED]
+            return "ahead"
         if any(ours != theirs for ours, theirs in zip(past, claim.tokens, strict=False)):
-            return [MISMATCH]
+            return "mismatch"
         left = claim.tokens[len(past) :]
         outdated = claim.base < held.base
         shorter = claim.base == held.base and len(left) < len(held.tail)
         if (past and not left) or outdated or shorter:
-            return [STALE]
+            return "stale"
         held.tail, held.base = left[:WINDOW], claim.base
-        return [TAKEN] + [TRUNCATED] * (len(left) > WINDOW)
+        return "taken" if len(left) <= WINDOW else "truncated"
 
-    def commit(self, fresh: dict[int, list[int]]) -> int:
-        refuted = 0
+    def commit(self, fresh: dict[int, list[int]]) -> None:
         for row, tokens in fresh.items():
             known = self.rows[row]
             bucket = max(0, len(known.output).bit_length() - 6)
@@ -76,9 +73,7 @@ class Naive:
                 for counts in (known.evidence[self.method[seat]], self.overall[self.method[seat], bucket]):
                     counts["hits"] += right
                     counts["tries"] += min(right + 1, len(pairs))
-                refuted += right < len(pairs)
                 held.tail = held.tail[len(tokens) :] if right == len(pairs) else ()
-        return refuted
 
 
 class Pair:
@@ -88,7 +83,7 @@ class Pair:
         self.rng = random.Random(seed)
         self.table, self.acceptance, self.naive = RequestTable(WINDOW, METHODS), Acceptance(methods=METHODS), Naive()
         self.said: dict[int, list[Claim]] = defaultdict(list)
-        self.opened, self.fates = 0, Counter[int]()
+        self.opened, self.fates = 0, set[str]()
 
     def act(self) -> None:
         actions = {self.open: 6, self.close: 1, self.join: 1, self.assign: 8, self.release: 1, self.take: 12}
@@ -139,7 +134,7 @@ class Pair:
         base = max(0, len(known.output) - rng.choice([-1, 0, 0, 0, 0, 1, 2, 5]))
         tokens = known.output[base:] + [rng.randrange(VOCAB) for _ in range(rng.randrange(WINDOW + 3))]
         if tokens and rng.random() < 0.2:
-            tokens[rng.randrange(len(tokens))] = rng.choice([-1, 0, VOCAB])
+            tokens[rng.randrange(len(tokens))] = rng.randrange(VOCAB)
         tokens = tokens[: rng.randrange(12)]
         return Claim(row, known.generation + (rng.random() < 0.05), base, tuple(tokens))
 
@@ -151,10 +146,9 @@ class Pair:
         # Lost, repeated, late, and in any order.
         recent = self.said[seat][-12:]
         claims = self.rng.sample(recent, self.rng.randint(0, min(6, len(recent))))
-        outcomes = Counter(outcome for claim in claims for outcome in self.naive.take(seat, claim))
-        counts = self.table.take(seat, batch(claims), VOCAB)
-        assert counts.tolist() == [outcomes[place] for place in range(len(FATES))]
-        self.fates += outcomes
+        fates = [self.naive.take(seat, claim) for claim in claims]
+        assert self.table.take(seat, batch(claims)).tolist() == [fate == "unknown" for fate in fates]
+        self.fates.update(fates)
 
     def commit(self) -> None:
         rows = self.rng.sample(list(self.naive.rows), self.rng.randint(0, len(self.naive.rows)))
@@ -165,7 +159,8 @@ class Pair:
             tails = [held.tail for held in self.naive.rows[row].held.values()]
             guessed = list(self.rng.choice(tails)) if tails else []
             fresh[row] = [*guessed[: self.rng.randrange(WINDOW + 1)], self.rng.randrange(VOCAB)]
-        assert commit(self.table, self.acceptance, fresh) == self.naive.commit(fresh)
+        commit(self.table, self.acceptance, fresh)
+        self.naive.commit(fresh)
 
     def tell(self) -> None:
         if not self.pairs():
@@ -207,7 +202,7 @@ def test_whatever_is_said_the_table_is_that_of_the_rules(seed: int) -> None:
     for _ in range(300):
         pair.act()
         pair.check()
-    assert len(pair.fates) == len(FATES) and pair.naive.overall, "it does not try everything"
+    assert len(pair.fates) == 6 and pair.naive.overall, "it does not try everything"
 
 
 def test_growth_keeps_everything() -> None:
@@ -228,7 +223,8 @@ def test_growth_keeps_everything() -> None:
         assert now.ndim == array.ndim and now.dtype == array.dtype
         assert np.array_equal(now[tuple(slice(size) for size in array.shape)], array), name
     table.assign(3, new)
-    assert say(table, 3, new, 1, 2) == TAKEN and table.length[3, new] == 2
+    say(table, 3, new, 1, 2)
+    assert table.length[3, new] == 2
 
 
 def test_a_row_that_is_used_again_knows_nothing_of_the_request_before() -> None:
@@ -237,20 +233,20 @@ def test_a_row_that_is_used_again_knows_nothing_of_the_request_before() -> None:
     row = table.open(request("old", [5]))
     table.assign(0, row)
     old = Claim(row, int(table.generation[row]), 1, (6, 7))
-    table.take(0, batch([old]), 100)
+    table.take(0, batch([old]))
     commit(table, acceptance, {row: [6]}, {row: (0, 2, 1)})
-    assert table.totals[:, row].tolist() == [1, 2, 1] and table.seat_drafted[0, row] == 2
+    assert table.steps[row] == 1 and table.drafts[:, 1, row].tolist() == [2, 1]
     table.begun[row] = True
     table.close(row)
     assert not table.begun[row]
     assert table.open(request("new", [5], max_tokens=9)) == row and table.requests[row].request_id == "new"  # type: ignore[union-attr]
-    assert table.take(0, batch([old]), 100)[UNKNOWN] == 1
+    assert table.take(0, batch([old])).all()
     assert not table.assigned[:, row].any() and table.limit[row] == 9
     assert not table.begun[row]
-    for array in (*table.totals, *table.evidence[:, 1], table.seat_drafted[0], table.seat_accepted[0]):
+    for array in (table.steps, *table.evidence[:, 1], *table.drafts[:, 1]):
         assert array[row] == 0
     table.assign(0, row)
-    assert table.take(0, batch([old]), 100)[UNKNOWN] == 1, "the handle is another one"
+    assert table.take(0, batch([old])).all(), "the handle is another one"
     assert table.base[0, row] == -1
 
 
@@ -261,15 +257,14 @@ def test_a_seat_that_is_taken_again_knows_nothing_of_the_drafter_before() -> Non
     for seat, row in enumerate(rows):
         table.assign(seat, row)
         say(table, seat, row, 1, 2)
-        table.seat_drafted[seat, row], table.seat_accepted[seat, row] = 2, 1
     table.clear_seat(0, 3)
     assert table.method[0] == 3
-    for array in (table.assigned, table.length, table.seat_drafted, table.seat_accepted):
+    for array in (table.assigned, table.length):
         assert not array[0].any() and array[1, rows[1]]
 
 
 def test_steps_are_counted_by_row() -> None:
-    """Steps, draft tokens verified and right; and the drafter's share."""
+    """Steps, and draft tokens verified and right by method, also where their drafter has left."""
     table, acceptance = RequestTable(WINDOW), Acceptance()
     a, b, c = (table.open(request(name)) for name in "abc")
     for seat in (0, 1):
@@ -281,9 +276,10 @@ def test_steps_are_counted_by_row() -> None:
     commit(table, acceptance, {a: [1, 9], b: [1, 2, 3], c: [5]}, {a: (1, 4, 1), b: (0, 2, 2)})
     say(table, 0, a, 7)
     commit(table, acceptance, {a: [8]}, {a: (0, 0, 0)})
-    assert table.totals[:, [a, b, c]].tolist() == [[2, 1, 1], [4, 2, 0], [1, 2, 0]]
-    assert table.seat_drafted[:2, [a, b, c]].tolist() == [[0, 2, 0], [4, 0, 0]]
-    assert table.seat_accepted[:2, [a, b, c]].tolist() == [[0, 2, 0], [1, 0, 0]]
+    table.clear_seat(1, 0)
+    assert table.steps[[a, b, c]].tolist() == [2, 1, 1]
+    assert table.drafts[0, :2][:, [a, b, c]].tolist() == [[0, 2, 0], [4, 0, 0]]
+    assert table.drafts[1, :2][:, [a, b, c]].tolist() == [[0, 2, 0], [1, 0, 0]]
 
 
 def test_ranges_of_positions() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.spec.tgs import geometric, share_right, taus, window_rates
+from specactor_ray.spec.tgs import geometric, iterations, share_right, window_rates
 
 # Also those next to 1, where a naive quotient loses its digits.
 PROBABILITIES = st.one_of(st.floats(0, 1), st.floats(1e-15, 1e-3).map(lambda rest: 1.0 - rest))
@@ -26,9 +26,13 @@ def decoupled_sum(p: Fraction, w: int) -> Fraction:
     return sum((p**a * (1 - p) * Fraction(a + 1, 2) for a in range(w)), Fraction(0)) + w * p**w
 
 
+def taus(survival: np.ndarray) -> list[float]:
+    """τ of coupled and decoupled iterations, at the largest window."""
+    return [float(tau[0, -1]) for tau, _ in iterations(survival, 0.0, np.ones(survival.shape[1]))]
+
+
 def both(p: float, window: int) -> list[float]:
-    """τ of coupled and decoupled iterations."""
-    return [float(tau[0, -1]) for tau in taus(geometric(np.array([p]), window))]
+    return taus(geometric(np.array([p]), window))
 
 
 @given(PROBABILITIES, st.integers(1, 24))
@@ -57,7 +61,7 @@ def test_tau_of_measured_survival_is_the_sum_over_how_many_are_right(rates: list
     exactly = [rates[a] - rates[a + 1] for a in range(window)]
     coupled = sum(chance * (a + 1) for a, chance in enumerate(exactly)) + (window + 1) * rates[-1]
     decoupled = sum(chance * (a + 1) / 2 for a, chance in enumerate(exactly)) + window * rates[-1]
-    assert [float(tau[0, -1]) for tau in taus(np.array([rates]))] == pytest.approx([coupled, decoupled])
+    assert taus(np.array([rates])) == pytest.approx([coupled, decoupled])
 
 
 @given(PROBABILITIES, SECONDS | st.just(0.0), COSTS, st.integers(1, 12))

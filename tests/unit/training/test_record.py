@@ -113,8 +113,8 @@ def test_drafts_that_go_bad_are_an_alarm(tmp_path: Path, caplog: pytest.LogCaptu
     _run, record = recorder(tmp_path, Lease())
     for step, accepted in enumerate((300, 310, 290, 4, 3), start=1):
         record.begin(step - 1)
-        drafted = ({"ngram-0#1": (700, accepted), "eagle-0#3": (900, 90)}, {"ngram-1#2": (300, 0)})
-        done = [sample(RequestStats(accepted_by_drafter=pairs)) for pairs in drafted]
+        drafted = ({"ngram": (700, accepted), "eagle": (900, 90)}, {"ngram": (300, 0)})
+        done = [sample(RequestStats(by_method=pairs)) for pairs in drafted]
         record.end(step, Experience([], done, []), UPDATE, 0)
     (alarm,) = [line for line in caplog.messages if "does not follow the policy any more" in line]
     assert alarm.startswith("step 4: only 0.4% of the draft tokens of ngram were right, usually 30.")
