@@ -1,7 +1,7 @@
 """The draft loop: keep drafting ahead of the last commit that is known, publish whole tails.
 
-A plain class around a proposer. Other threads put messages and commands in and replace its list of verifiers; one thread
-calls `run`. It knows no Ray: a verifier is a link.
+A plain class around a proposer. Other threads put messages and commands in, and replace its list of verifiers; one
+thread calls `run`. It knows no Ray: a verifier is a link.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ PRIOR_TRIES = 8.0
 HALF_LIFE_STEPS = 128.0
 """Verify steps after which an observation counts half, whether or not anything was tried since. That is the one rule of
 exploration: what was not tried for long is forgotten, and of the unknown the best is hoped for."""
-FADE = 0.5 ** (1.0 / HALF_LIFE_STEPS)
+_FADE = 0.5 ** (1.0 / HALF_LIFE_STEPS)
 
 
 def bucket_of(positions: np.ndarray) -> np.ndarray:
@@ -52,8 +52,8 @@ class Acceptance:
 
     def fade(self, table: RequestTable) -> None:
         """A step is over: everything that is known counts a little less."""
-        self.evidence *= FADE
-        table.evidence *= FADE
+        self.evidence *= _FADE
+        table.evidence *= _FADE
 
     def of_method(self) -> np.ndarray:
         """`(methods, BUCKETS)` chance that a token is right given that those before it are."""

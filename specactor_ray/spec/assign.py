@@ -163,7 +163,7 @@ class Assigner:
         for seat, one in places.drafters.items():
             if not one.looks_up:
                 here[seat] = assigned[seat, rows] * promised[models.index(one.method)]
-        base, has = here.argmax(axis=0), here.any(axis=0)
+        base, has = here.argmax(axis=0), here.max(axis=0) > 0.0
         gain = np.where(has, promised.max(axis=0, initial=0.0), 0.0) / np.where(has, here.max(axis=0), 1.0)
         leaving = np.argsort(-gain, kind="stable")[: max(1, np.count_nonzero(has) // SWITCH_SHARE)]
         stays = has.copy()

@@ -19,7 +19,7 @@ import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.spec import _kernels
-from specactor_ray.spec.acceptance import BUCKET_NAMES, FADE, Acceptance
+from specactor_ray.spec.acceptance import BUCKET_NAMES, Acceptance
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.suspension import Suspension
 from specactor_ray.spec.table import RequestTable
@@ -41,8 +41,9 @@ class Drafter:
     looks_up: bool = False
     """It finds guesses in microseconds and learns from what it follows: it follows all requests it has room for."""
     token_s: float = 0.0
-    """D: seconds in which a model drafts a token for each of its requests, as it says; 0 if unknown. It fades while the
-    model does not draft, so that it is tried again."""
+    """D: seconds in which a model drafts a token for each of its requests, as it says; 0 if unknown."""
+    token_rows: int = 0
+    """Requests of the verifier when it said so."""
     able: bool = True
     """It can be reached."""
 
@@ -98,6 +99,9 @@ class Policy:
         most = max(one.window for one in drafters)
         if self._config.verify is VerifyPolicy.all:
             return most
+        for one in drafters:
+            if 2 * len(rows) <= one.token_rows:  # measured with so many more requests, it says nothing
+                one.token_s, one.token_rows = 0.0, 0
         token_s = sum(one.token_s for one in drafters)
         if token_s <= 0.0:
             most = min(most, _FIRST_ROUNDS)
@@ -105,9 +109,6 @@ class Policy:
         rounds: int = _kernels.best_rounds(
             self._probability(rows), supply, np.maximum(longest, supply), self._room(rows), curve, token_s, most
         )
-        if not rounds:
-            for one in drafters:
-                one.token_s *= FADE
         return rounds
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -189,13 +190,12 @@ class Policy:
         return self.table.length.take(rows, axis=1)
 
     def _longest(self, rows: np.ndarray) -> np.ndarray:
-        """int32 `(seats, rows)`: how long models may make the tails; 0 where none drafts, or has yet to be told."""
+        """int32 `(seats, rows)`: how long models may make the tails; 0 where none drafts."""
         windows = np.zeros(len(self.table.method), np.int32)
         for seat, drafter in self.drafters.items():
             if drafter.able and not drafter.looks_up:
                 windows[seat] = drafter.window
-        knows = self.table.assigned.take(rows, axis=1) & (self.table.told.take(rows, axis=1) >= 0)
-        return np.where(knows, windows[:, None], 0).astype(np.int32)
+        return np.where(self.table.assigned.take(rows, axis=1), windows[:, None], 0).astype(np.int32)
 
     def _room(self, rows: np.ndarray) -> np.ndarray:
         """Most draft tokens of each row: behind them comes one token of the target's own."""

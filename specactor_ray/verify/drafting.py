@@ -16,11 +16,12 @@ import numpy as np
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.messages import SamplingParams, TailBatch
 from specactor_ray.queues import inbox
+from specactor_ray.spec._kernels import Committed
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.assign import Assigner
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.policy import Drafter, Policy
-from specactor_ray.spec.table import Committed, RequestTable
+from specactor_ray.spec.table import RequestTable
 from specactor_ray.targets.base import Tail, TargetRequest
 from specactor_ray.verify.seat import DrafterLink, FeatureLog, Seat
 
@@ -103,7 +104,7 @@ class Drafting:
 
     def _take(self, seat: Seat, batch: TailBatch) -> None:
         if 0.0 < batch.token_s < math.inf:
-            seat.token_s = float(batch.token_s)
+            seat.token_s, seat.token_rows = float(batch.token_s), self.policy.rows
         seat.forget(batch.lost)
         unknown = self.table.take(seat.number, batch)
         # An open that came late, or twice, is closed by nobody else.

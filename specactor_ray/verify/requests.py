@@ -10,7 +10,7 @@ from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.errors import InputError
 from specactor_ray.messages import Features, Finished, Progress, Refused, RequestStats, ToRollout
 from specactor_ray.queues.events import EventQueue
-from specactor_ray.spec.table import Committed
+from specactor_ray.spec._kernels import Committed
 from specactor_ray.targets.base import RowOutput, StepResult, TargetEngine, TargetRequest
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics

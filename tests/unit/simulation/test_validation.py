@@ -55,6 +55,7 @@ def test_an_interruption_shows_and_writes_what_was_measured(tmp_path: Path, monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr("specactor_ray.validation.validate_simulator", interrupted)
+    monkeypatch.setenv("COLUMNS", "120")
     report_file = tmp_path / "report.json"
     done = CliRunner().invoke(app, ["simulate", "--validate", "--json", str(report_file), "target.backend=hf"])
     assert done.exit_code == 130, done.output

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from specactor_ray.messages import SamplingParams, TailBatch
+from specactor_ray.spec._kernels import Committed
 from specactor_ray.spec.acceptance import Acceptance
-from specactor_ray.spec.table import Committed, RequestTable
+from specactor_ray.spec.table import RequestTable
 from specactor_ray.targets.base import TargetRequest
 
 

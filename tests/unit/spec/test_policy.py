@@ -162,7 +162,6 @@ class Bench:
             self.table.clear_seat(seat, self.acceptance.number(drafter.method))
             for row in self.rows.tolist():
                 self.table.assign(seat, row)
-                self.table.told[seat, row] = 0
 
     @property
     def rounds(self) -> int:
@@ -236,6 +235,13 @@ def test_nobody_drafts_where_enough_is_there_or_nothing_has_room() -> None:
     assert bench.rounds == 2, "behind the last draft token comes one of the target's own"
     bench.table.limit[bench.rows] = 1
     assert bench.rounds == 0
+
+
+def test_a_pace_of_twice_as_many_requests_says_nothing() -> None:
+    bench = Bench(replace(MODEL, token_s=1.0, token_rows=7), prior=0.9)
+    assert bench.rounds == 0, "it is too slow"
+    bench.drafters[0].token_rows = 8
+    assert 0 < bench.rounds <= 3 and bench.drafters[0].token_s == 0.0
 
 
 def test_who_verifies_all_drafts_whole_windows() -> None:
