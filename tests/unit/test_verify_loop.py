@@ -226,6 +226,18 @@ def test_a_failed_step_leaves_no_heartbeat(verifier: Verifier) -> None:
     assert verifier.loop.snapshot()["busy_s"] == 0.0
 
 
+def test_a_command_is_no_part_of_the_step_after_it(verifier: Verifier) -> None:
+    """New weights of a head that take long would look like the price of having drafts."""
+
+    def teach() -> None:
+        verifier.clock.seconds += 30.0
+
+    verifier.loop.submit([one()])
+    verifier.loop.put(teach)
+    verifier.loop.run_once()
+    assert verifier.loop.metrics.steps == 1 and verifier.loop.metrics.protocol_s < 1.0
+
+
 def test_a_draft_loop_has_a_heartbeat_too() -> None:
     clock, seen = HandClock(), list[float]()
 
