@@ -22,8 +22,9 @@ from specactor_ray.simulation.text import HashedText, true_output
 from specactor_ray.simulation.training import Training
 from specactor_ray.simulation.world import World
 
-_STANDSTILL_S = 300.0
-"""Virtual seconds without any progress after which a run has failed to end."""
+_STANDSTILL_S = 900.0
+"""Virtual seconds without any progress after which a run has failed to end. Three poison requests that block a lone
+verifier take up to ten minutes: each step of narrowing them down waits for the engine to be found stalled."""
 _SETTLE_S = 180.0
 """Virtual seconds for the desired state to be reached once faults have ended."""
 _START_TIMEOUT_S = 30.0

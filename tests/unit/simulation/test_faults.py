@@ -107,6 +107,7 @@ FOUND = [
     FaultScenario.draw(800139, 50),
     FaultScenario.draw(1300007, 100),
     FaultScenario.draw(1300125, 100),
+    FaultScenario.draw(3100091, 100),
 ]
 
 
