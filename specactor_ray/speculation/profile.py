@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ KIND, SCHEMA = "specactor profile", 1
 
 LEAST_CPU_SHARE = 0.75
 """Below this share of its cores' time a measurement was disturbed by other work."""
+
+_ENTRIES = {"model": dict, "hardware": dict, "versions": dict, "cpu_share": dict, "prompt_tokens": float | int}
+"""Entries that are checked besides costs and acceptance."""
 
 _AGAIN = "Fix: measure it again: specactor profile --output NEW.json"
 
@@ -70,11 +74,12 @@ def load_profile(path: str | Path) -> Profile:
             name: Method(_grids(entry["points"]), np.array([1.0, *entry["acceptance"]["survival"]]), entry["free"])
             for name, entry in data["methods"].items()
         }
-        for name in ("device", "model", "hardware", "versions", "cpu_share", "prompt_tokens"):
-            data[name]
+        for name, kind in _ENTRIES.items():
+            if not isinstance(data[name], kind):
+                raise TypeError(f"{name} is {data[name]!r}")
         return Profile(data, _grids(data["verify"]), methods)
-    except (KeyError, TypeError, ValueError, InputError) as error:
-        raise InputError(f"profile: {path} is incomplete: {error}. {_AGAIN}") from None
+    except (AttributeError, KeyError, TypeError, ValueError, InputError) as error:
+        raise InputError(f"profile: {path} is not sound: {type(error).__name__}: {error}. {_AGAIN}") from None
 
 
 def reject_foreign_profile(
@@ -120,4 +125,7 @@ def _differences(there: Mapping[str, Any], here: Mapping[str, Any], section: str
 
 
 def _grids(rows: Iterable[Mapping[str, Any]]) -> dict[int, GridCost]:
-    return cost_grids(CostPoint(**{name: row[name] for name in CostPoint.__slots__}) for row in rows)
+    points = [CostPoint(**{name: row[name] for name in CostPoint.__slots__}) for row in rows]
+    if not all(0.0 < point.seconds < math.inf for point in points):
+        raise ValueError("a step took no time, or without end")
+    return cost_grids(points)

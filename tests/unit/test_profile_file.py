@@ -127,12 +127,22 @@ class TestFile:
         for section, name in ((data["verify"][3], "batch"), (data["methods"]["ngram"], "free")):
             kept = section.pop(name)
             file.write_text(json.dumps(data))
-            with pytest.raises(InputError, match=f"is incomplete: '{name}'"):
+            with pytest.raises(InputError, match=f"is not sound: KeyError: '{name}'"):
                 load_profile(file)
             section[name] = kept
-        data["verify"][3]["seconds"] = "slow"
+
+    @pytest.mark.parametrize("seconds", ["slow", float("nan"), -1.0, 0.0, float("inf")])
+    def test_what_is_no_time(self, file: Path, data: dict[str, Any], seconds: Any) -> None:
+        data["verify"][3]["seconds"] = seconds
         file.write_text(json.dumps(data))
-        with pytest.raises(InputError, match=r"is incomplete: .*slow"):
+        with pytest.raises(InputError, match="is not sound: "):
+            load_profile(file)
+
+    @pytest.mark.parametrize("name", ["methods", "hardware", "cpu_share", "prompt_tokens", "verify"])
+    @pytest.mark.parametrize("value", [None, "x", [3]])
+    def test_entries_of_the_wrong_kind(self, file: Path, data: dict[str, Any], name: str, value: Any) -> None:
+        file.write_text(json.dumps({**data, name: value}))
+        with pytest.raises(InputError, match="is not sound: "):
             load_profile(file)
 
     @pytest.mark.parametrize("schema", [0, 2, None])
