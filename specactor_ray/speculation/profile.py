@@ -20,7 +20,7 @@ KIND, SCHEMA = "specactor profile", 1
 LEAST_CPU_SHARE = 0.75
 """Below this share of its cores' time a measurement was disturbed by other work."""
 
-_ENTRIES = {"model": dict, "hardware": dict, "versions": dict, "cpu_share": dict, "prompt_tokens": float | int}
+_KINDS = {"device": str, "model": dict, "hardware": dict, "versions": dict, "cpu_share": dict}
 """Entries that are checked besides costs and acceptance."""
 
 _AGAIN = "Fix: measure it again: specactor profile --output NEW.json"
@@ -74,9 +74,11 @@ def load_profile(path: str | Path) -> Profile:
             name: Method(_grids(entry["points"]), np.array([1.0, *entry["acceptance"]["survival"]]), entry["free"])
             for name, entry in data["methods"].items()
         }
-        for name, kind in _ENTRIES.items():
+        for name, kind in _KINDS.items():
             if not isinstance(data[name], kind):
                 raise TypeError(f"{name} is {data[name]!r}")
+        if not 0.0 < data["prompt_tokens"]:
+            raise ValueError(f"prompt_tokens is {data['prompt_tokens']}")
         return Profile(data, _grids(data["verify"]), methods)
     except (AttributeError, KeyError, TypeError, ValueError, InputError) as error:
         raise InputError(f"profile: {path} is not sound: {type(error).__name__}: {error}. {_AGAIN}") from None

@@ -138,8 +138,8 @@ class TestFile:
         with pytest.raises(InputError, match="is not sound: "):
             load_profile(file)
 
-    @pytest.mark.parametrize("name", ["methods", "hardware", "cpu_share", "prompt_tokens", "verify"])
-    @pytest.mark.parametrize("value", [None, "x", [3]])
+    @pytest.mark.parametrize("name", ["methods", "hardware", "cpu_share", "prompt_tokens", "verify", "device"])
+    @pytest.mark.parametrize("value", [None, -1, [3]])
     def test_entries_of_the_wrong_kind(self, file: Path, data: dict[str, Any], name: str, value: Any) -> None:
         file.write_text(json.dumps({**data, name: value}))
         with pytest.raises(InputError, match="is not sound: "):
