@@ -77,7 +77,7 @@ def load_profile(path: str | Path) -> Profile:
         for name, kind in _KINDS.items():
             if not isinstance(data[name], kind):
                 raise TypeError(f"{name} is {data[name]!r}")
-        if not 0.0 < data["prompt_tokens"]:
+        if not data["prompt_tokens"] > 0.0:
             raise ValueError(f"prompt_tokens is {data['prompt_tokens']}")
         return Profile(data, _grids(data["verify"]), methods)
     except (AttributeError, KeyError, TypeError, ValueError, InputError) as error:
