@@ -39,8 +39,8 @@ def run_profile(
 ) -> dict[str, Any]:
     """Measure everything and write the profile.
 
-    Each device count gets a process of its own, bound to so many cores; the largest goes first and records the outputs
-    that acceptance is measured on. Nothing else should run on the machine meanwhile.
+    Each device count is measured in its own process, pinned to that many cores; the largest goes first and records the
+    outputs that acceptance is measured on. Nothing else should run on the machine meanwhile.
 
     Args:
         config: `target`, `drafters`, `sampling` and `data.path` say what is measured.

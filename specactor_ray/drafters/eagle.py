@@ -2,7 +2,7 @@
 
 EAGLE-3 (arXiv 2503.01840; the head itself: `modeling/eagle_head.py`). The verifier streams the hidden states of
 committed positions along with its commits. The head runs ahead of them on its own outputs, and whenever true ones
-arrive it starts anew from the newest (*re-anchors*): it goes through the surviving tail again, keeps it as far as it
+arrive it restarts from the newest (*re-anchors*): it goes through the surviving tail again, keeps it as far as it
 would still guess the same, and replaces the rest. So guesses rest on at most one window of predicted features.
 
 Of an output of `L` tokens in all (prompt included) the target's states of positions `0..L-2` are known: position `L-1`

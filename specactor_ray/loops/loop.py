@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -13,7 +14,7 @@ IDLE_WAIT_S = 0.5
 """Longest sleep without work; messages wake the loop at once."""
 
 
-class Loop:
+class Loop(abc.ABC):
     """Wakes for messages, runs what other threads want done between two steps, and gives a sign of life: not that its
     process answers, but since when it has been at the step under way.
 
@@ -75,6 +76,6 @@ class Loop:
         finally:
             self._began = None
 
+    @abc.abstractmethod
     def _step(self, begin: float) -> bool:
         """What the loop is for; `begin` is now. Returns False when there was nothing to do."""
-        raise NotImplementedError

@@ -118,12 +118,11 @@ class Assigner:
     def step(self, decoding: np.ndarray) -> list[tuple[int, int]] | None:
         """A step over these rows begins: `revise` if it is time; None if not. Requests that wait for their first step
         have no drafters."""
-        table = self._table
         self._steps += 1
-        racing, fresh = self._is_racing(len(decoding)), not table.begun[decoding].all()
+        racing, fresh = self._is_racing(len(decoding)), not self._table.begun[decoding].all()
         if not (fresh or racing != self._racing or self._steps % REVISE_EVERY == 0):
             return None
-        table.begun[decoding] = True
+        self._table.begun[decoding] = True
         self._racing = racing
         return self.revise()
 
@@ -163,8 +162,9 @@ class Assigner:
         for seat, one in places.drafters.items():
             if not one.looks_up:
                 here[seat] = assigned[seat, rows] * promised[models.index(one.method)]
-        base, has = here.argmax(axis=0), here.max(axis=0) > 0.0
-        gain = np.where(has, promised.max(axis=0, initial=0.0), 0.0) / np.where(has, here.max(axis=0), 1.0)
+        base, best = here.argmax(axis=0), here.max(axis=0)
+        has = best > 0.0
+        gain = np.where(has, promised.max(axis=0, initial=0.0), 0.0) / np.where(has, best, 1.0)
         leaving = np.argsort(-gain, kind="stable")[: max(1, np.count_nonzero(has) // SWITCH_SHARE)]
         stays = has.copy()
         stays[leaving[gain[leaving] > 1.0 + SWITCH_GAIN]] = False

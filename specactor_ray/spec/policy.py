@@ -100,7 +100,7 @@ class Policy:
         if self._config.verify is VerifyPolicy.all:
             return most
         for one in drafters:
-            if 2 * len(rows) <= one.token_rows:  # measured with so many more requests, it says nothing
+            if 2 * len(rows) <= one.token_rows:  # measured at twice the load: unknown at this one
                 one.token_s, one.token_rows = 0.0, 0
         token_s = sum(one.token_s for one in drafters)
         if token_s <= 0.0:
@@ -160,8 +160,7 @@ class Policy:
         is faster."""
         mine = [drafter for drafter in self.drafters.values() if drafter.method == method]
         window, token_s = max(one.window for one in mine), max(one.token_s for one in mine)
-        rows = max(self.rows, 1)
-        verify_s = self.cost.curve(rows, rows * window)[::rows]
+        verify_s = self.cost.curve(self.rows, self.rows * window)[:: self.rows]
         return np.maximum(window_rates(probability, window, token_s, verify_s).max(axis=1), 1.0 / verify_s[0])
 
     def standings(self) -> list[dict[str, Any]]:

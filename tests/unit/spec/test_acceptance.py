@@ -24,7 +24,7 @@ def drawn(hits: float, tries: float, prior: float) -> float:
 
 
 def one_seat(*committed: int, priors: dict[str, float] | None = None) -> tuple[RequestTable, Acceptance, np.ndarray]:
-    """A drafter that drafts for requests with so many output tokens."""
+    """A drafter that drafts for requests with these numbers of output tokens."""
     table, acceptance = RequestTable(8), Acceptance(priors)
     table.clear_seat(0, acceptance.number("eagle"))
     rows = [table.open(request(str(number), [1] * length)) for number, length in enumerate(committed)]
