@@ -97,13 +97,6 @@ def oracle(target: Path) -> Oracle:
     return Oracle(target)
 
 
-def prompt(number: int, output: int | None) -> list[int]:
-    """A prompt that leaves room in the context for this many output tokens; None: a short prompt."""
-    (ids,) = tiny_prompt_ids(1, seed=number)
-    room = CONTEXT - (output or 0)
-    return list(ids) if output is None else (list(ids) * (room // len(ids) + 1))[:room]
-
-
 def sampling(max_tokens: int, temperature: float = 0.0) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=5, ignore_eos=True)
 
@@ -138,21 +131,19 @@ class Beside(threading.Thread):
 
 
 def test_requests_move_to_the_verifier_that_falls_free(rollout: Rollout, oracle: Oracle) -> None:
-    rooms = [None, 12, None, 12]  # handed out in turn, so the long ones meet at one verifier
-    prompts = [prompt(number, room) for number, room in enumerate(rooms)]
-    long = 6000  # on a busy machine the others' prompts take as long as hundreds of these
-    done = rollout.generate(prompts, sampling(long, temperature=1.0))
-    assert [len(trajectory.token_ids) for trajectory in done] == [long, 12, long, 12]
+    lengths = [6000, 12, 6000, 12]  # handed out in turn, so the long ones meet at one verifier
+    done = rollout.generate(tiny_prompt_ids(4), [sampling(length, temperature=1.0) for length in lengths])
+    assert [len(trajectory.token_ids) for trajectory in done] == lengths
     assert rollout.moved_requests == 1
     oracle.check(done)
 
 
 def test_a_seat_is_lent_and_given_back(rollout: Rollout, oracle: Oracle) -> None:
-    prompts = [prompt(number, room) for number, room in enumerate([None, 12, 12, 12])]
+    lengths = [10_000, 12, 12, 12]
     for _attempt in range(3):  # on a busy machine the draft actor may have started when all is nearly over
         with Beside(rollout) as beside:
-            done = rollout.generate(prompts, sampling(10_000))
-        assert [len(trajectory.token_ids) for trajectory in done] == [10_000, 12, 12, 12]
+            done = rollout.generate(tiny_prompt_ids(4), [sampling(length) for length in lengths])
+        assert [len(trajectory.token_ids) for trajectory in done] == lengths
         (asleep,) = [row for row in beside.seen if row["phase"] == "asleep"]
         (guest,) = [row for row in beside.seen if row["kind"] == "drafter"]
         (serving,) = [row for row in beside.seen if row["kind"] == "verifier" and row["phase"] == "ready"]
@@ -187,7 +178,7 @@ def test_the_last_verifier_dies_while_the_other_is_lent(rollout: Rollout, oracle
 
     killed: list[str] = []
     with Beside(rollout, kill) as beside:
-        done = rollout.generate([prompt(7, None)], sampling(9_000, temperature=1.0))
+        done = rollout.generate(tiny_prompt_ids(1, seed=7), sampling(9_000, temperature=1.0))
     assert killed, "nothing was lent, so nobody was killed"
     (asleep,) = [row for row in beside.seen if row["phase"] == "asleep"]
     assert [len(trajectory.token_ids) for trajectory in done] == [9_000]
