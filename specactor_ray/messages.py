@@ -56,7 +56,7 @@ class SamplingParams:
             ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number, 0 or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
             ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("max_tokens", 1 <= self.max_tokens < 2**31, "between 1 and 2**31 - 1"),
             ("seed", 0 <= self.seed < 2**64, "between 0 and 2**64 - 1"),
         )
         for name, good, allowed in checks:

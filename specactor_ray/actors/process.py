@@ -72,6 +72,7 @@ class ActorHost:
             spec.speculation,
             engine.vocab_size,
             max_batch=spec.target.max_batch,
+            window=spec.max_drafts,
             priors=spec.priors,
         )
 

@@ -46,7 +46,7 @@ class Mirrors:
     """
 
     def __init__(self, drafter_id: str, proposer: Proposer) -> None:
-        self.counters = dict.fromkeys(("opens", "commits", "resyncs", "extends", "tails", "failures"), 0)
+        self.counters = dict.fromkeys(("opens", "resyncs", "extends", "tails", "failures"), 0)
         """What was done so far, by the loop and here."""
         self._drafter_id, self._proposer = drafter_id, proposer
         self._verifiers: dict[str, _Verifier] = {}
@@ -101,7 +101,6 @@ class Mirrors:
             message.lengths[followed],
             message.tokens[np.repeat(followed, message.lengths)],
         )
-        self.counters["commits"] += len(commits.request_ids)
         followed[followed] = taken = self._follow(commits)
         verifier.lost.update(handles[index] for index in np.flatnonzero(~followed).tolist())
         if message.features and isinstance(self._proposer, ReadsFeatures):

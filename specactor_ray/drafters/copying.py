@@ -136,11 +136,6 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         """There are none. Earlier outputs stay, the new policy resembles the old one."""
 
-    @property
-    def num_requests(self) -> int:
-        """Requests that are mirrored, without the refused ones."""
-        return len(self._requests)
-
     def _refuse(self, request_id: str, base_len: int) -> None:
         self._refused[request_id] = base_len
         if len(self._refused) > _REFUSED_PER_SLOT * self._max_batch:

@@ -30,6 +30,8 @@ class _Mirrored:
 
     mirror: RequestMirror
     cache: CacheRow | None
+    refused: bool = False
+    """There were `max_batch` requests before it."""
     answered: bool = False
     """All that can be said about the newest commit was reported."""
 
@@ -54,7 +56,7 @@ class DraftModelProposer(RowProposer):
 
     Args:
         model: The small model with its cache; owned by the proposer from now on.
-        max_batch: Most requests mirrored at once; those beyond it are answered with "no guess".
+        max_batch: Most requests drafted for at once; those beyond it are answered with "no guess" until one ends.
         shared_noise: Sample with the target's noise; without it with independent noise, to measure what sharing gains.
     """
 
@@ -80,14 +82,14 @@ class DraftModelProposer(RowProposer):
         self.close(request_id)
         noise = sampling if self._shared_noise else own_noise(sampling)
         mirror = RequestMirror(prompt_token_ids, committed_token_ids, noise, window)
-        crowded = sum(entry.cache is not None for entry in self._requests.values()) >= self._max_batch
+        refused = self._is_full()
         wanted = min(len(prompt_token_ids) + len(committed_token_ids) + _FIRST_RESERVATION, self.max_len)
-        cache = None if crowded else self._model.cache.open(wanted)
-        self._requests[request_id] = _Mirrored(mirror, cache)
+        cache = None if refused else self._model.cache.open(wanted)
+        self._requests[request_id] = _Mirrored(mirror, cache, refused)
 
     def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
         entry = self._requests.get(request_id)
-        if entry is None:
+        if entry is None or (entry.refused and not self._is_full()):
             return False
         known = entry.mirror.base_len
         outcome = entry.mirror.commit(start, token_ids)
@@ -128,6 +130,9 @@ class DraftModelProposer(RowProposer):
             entry.mirror.tail.clear()
             if entry.cache is not None:
                 entry.cache.truncate(0)
+
+    def _is_full(self) -> bool:
+        return sum(entry.cache is not None for entry in self._requests.values()) >= self._max_batch
 
     def _can_extend(self, entry: _Mirrored) -> bool:
         if entry.cache is None or entry.mirror.room <= 0:

@@ -42,6 +42,8 @@ class _Entry:
 
     mirror: RequestMirror
     cache: CacheRow | None
+    refused: bool = False
+    """There were `max_batch` requests before it."""
     first: int = 0
     anchored: int = 0
     unread: list[Features] = field(default_factory=list)
@@ -97,7 +99,7 @@ class EagleProposer(RowProposer):
 
     Args:
         runner: The head with its cache; owned by the proposer from now on.
-        max_batch: Most requests mirrored at once; those beyond it are answered with "no guess".
+        max_batch: Most requests drafted for at once; those beyond it are answered with "no guess" until one ends.
         shared_noise: Sample with the target's own noise (same seed, same position).
     """
 
@@ -121,22 +123,27 @@ class EagleProposer(RowProposer):
         self.close(request_id)
         noise = sampling if self._shared_noise else own_noise(sampling)
         mirror = RequestMirror(prompt_token_ids, committed_token_ids, noise, window)
-        crowded = sum(entry.cache is not None for entry in self._entries.values()) >= self._max_batch
+        refused = self._is_full()
         wanted = min(len(prompt_token_ids) + len(committed_token_ids) + _FIRST_RESERVATION, self.max_len)
-        self._entries[request_id] = _Entry(mirror, None if crowded else self._runner.cache.open(wanted))
+        self._entries[request_id] = _Entry(mirror, None if refused else self._runner.cache.open(wanted), refused)
 
     def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
         entry = self._entries.get(request_id)
-        if entry is None or not entry.mirror.commit(start, token_ids).ok:
+        if entry is None or (entry.refused and not self._is_full()):
+            return False
+        if not entry.mirror.commit(start, token_ids).ok:
             return False
         entry.answered = False
         return True
 
     def add_features(self, request_id: str, features: Sequence[Features]) -> None:
         """True states came; they are read by the next `extend`. What is known already is passed over; behind a gap the
-        head starts over, with less context."""
+        head starts over, with less context. None are kept of a request that is too long for the head."""
         entry = self._entries.get(request_id)
         if entry is None or entry.cache is None:
+            return
+        if entry.known > self.max_len:
+            entry.unread.clear()
             return
         for span in features:
             if span.states.shape[1] != self._runner.config.feature_size:
@@ -180,6 +187,9 @@ class EagleProposer(RowProposer):
         self._runner.load_weights(state_dict)
 
     # ---- one forward ----
+
+    def _is_full(self) -> bool:
+        return sum(entry.cache is not None for entry in self._entries.values()) >= self._max_batch
 
     def _can_extend(self, entry: _Entry) -> bool:
         return entry.cache is not None and (self._can_anchor(entry) or self._can_run_ahead(entry))

@@ -63,8 +63,9 @@ def prediction_table(plan: Plan) -> Table:
         )
     table.caption = (
         "* chosen. g_d, g_v: cores or GPUs of drafter and verifier; b: requests of a group; p: chance that a draft "
-        "token is right; D: of one draft token; V: of one verify step; tau: tokens of a step and request; TGS: "
-        "tokens/s of one request; tokens/s: of all groups together"
+        "token is right; D: of one draft token; V: of one verify step; tau: tokens of an iteration and "
+        "request (a wrong token in a decoupled window costs two iterations, so it may be below 1); TGS: tokens/s of "
+        "one request; tokens/s: of all groups together"
     )
     return table
 

@@ -56,8 +56,7 @@ class EventQueue(Generic[E]):
             self._changed.wait_for(lambda: self._end > after, max(0.0, timeout_s))
             if linger_s > 0.0 and self._end > after:
                 self._changed.wait_for(lambda: self._urgent > after, linger_s)
-            skipped = max(0, after - self._first)  # acknowledged by another call while this one waited
-            return self._first + skipped, self._events[skipped:]
+            return self._first, list(self._events)
 
     @property
     def _end(self) -> int:

@@ -115,6 +115,12 @@ class Dispatcher:
             self._cancel_rest()
             self.spares.ask_back()
 
+    def settle(self) -> bool:
+        """Wait until verifiers know what was cancelled, and for those that were lent. False when some of the latter do
+        not serve in time; they join when they do."""
+        self._verifiers.await_notices()
+        return self.await_spares()
+
     def await_spares(self) -> bool:
         """Wait for the verifiers that were lent. False when some do not serve in time; they join when they do."""
         if not self.spares.away:
@@ -228,7 +234,7 @@ class Dispatcher:
             self._passed = now
             self._reissue_stalled(now)
             if not self._backlog:
-                self._level()
+                self._level(now)
         loads = self._loads()
         if are_missed(len(loads), len(self.spares.away), requests) or self._quarantine.waiting:
             self.spares.ask_back()
@@ -248,9 +254,10 @@ class Dispatcher:
             if name not in self.spares.away and not self._quarantine.occupies(name)
         }
 
-    def _level(self) -> None:
+    def _level(self, now: float) -> None:
         batches: Batches = {}
-        for move in plan_moves(self._loads(), lambda name: map(_running, self.journal.owned_by(name))):
+        loads = {name: load for name, load in self._loads().items() if self._links[name].is_open(now)}
+        for move in plan_moves(loads, lambda name: map(_running, self.journal.owned_by(name))):
             entry = self.journal.entries[move.request_id]
             self._verifiers.cancel(self._links[move.source], [(move.request_id, entry.attempt)])
             entry.moves += 1

@@ -82,7 +82,7 @@ class RunClient:
             SpecActorError: A verifier that is alive did not do it.
         """
         self.require_no_stream(method)
-        if not self.dispatcher.await_spares():
+        if not self.dispatcher.settle():
             raise SpecActorError("verifiers whose seats were lent to draft actors did not come back in time")
         self._call_all(method, list(self.view().verifiers.values()))
 

@@ -152,8 +152,14 @@ class Verifiers:
         link.submits[call] = [(request.request_id, request.attempt) for request in requests]
 
     def notify(self, actor: Any, method: str, *arguments: Any) -> None:
-        """Call without waiting for the answer; `retry_notices` sees to it that it arrives."""
+        """Call without waiting for the answer. `retry_notices` has to be called now and then, so that it arrives."""
         self._notices.append(self._calls.start(actor, method, *arguments, deadline_s=_NOTICE_TIMEOUT_S))
+
+    def await_notices(self) -> None:
+        """Wait until all have arrived, or cannot within their time."""
+        while self._notices:
+            self._calls.wait(self._notices, float("inf"))
+            self.retry_notices()
 
     def retry_notices(self) -> None:
         self._notices = [call for call in self._notices if not call.poll()]

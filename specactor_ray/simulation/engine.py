@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.errors import InputError
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import Network, VirtualActor
@@ -143,9 +144,8 @@ class SimulatedEngine:
 
     def _verify(self, row: _Row, tail: Tail) -> RowOutput:
         truth, start = row.truth, row.committed
-        accepted, most = 0, min(len(tail), len(truth) - start)
-        while accepted < most and tail[accepted] == truth[start + accepted]:
-            accepted += 1
+        expected = truth[start : start + len(tail)]
+        accepted = len(tail) if tail == expected else common_prefix(tail, expected)
         tokens = truth[start : start + accepted + 1]
         row.committed += len(tokens)
         self.cached_tokens += len(tokens)

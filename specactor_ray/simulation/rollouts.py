@@ -137,7 +137,7 @@ class Recorder(Record):
         self._first: list[Span] = []
         self._last: deque[Span] = deque(maxlen=_KEPT_SPANS)
         self._streams: dict[str, tuple[int, int]] = {}
-        self.peak_streams = self.peak_tokens = 0
+        self._open = self._tokens = self.peak_streams = self.peak_tokens = 0
 
     def span(self, actor: str, what: str, begin: float, end: float, rows: int, positions: int) -> None:
         now = self._now()
@@ -145,9 +145,11 @@ class Recorder(Record):
         kept.append(Span(actor, what, now - (end - begin), now, rows, positions))
 
     def streams(self, actor: str, count: int, context_tokens: int) -> None:
+        old_count, old_tokens = self._streams.get(actor, (0, 0))
         self._streams[actor] = (count, context_tokens)
-        self.peak_streams = max(self.peak_streams, sum(one[0] for one in self._streams.values()))
-        self.peak_tokens = max(self.peak_tokens, sum(one[1] for one in self._streams.values()))
+        self._open += count - old_count
+        self._tokens += context_tokens - old_tokens
+        self.peak_streams, self.peak_tokens = max(self.peak_streams, self._open), max(self.peak_tokens, self._tokens)
 
     @property
     def spans(self) -> list[Span]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +143,7 @@ class RequestTable:
         return lengths, self.output[np.repeat(rows, lengths), places]
 
     def _arrays(self) -> _kernels.Planes:
-        return _kernels.Planes(*(getattr(self, name) for name in _kernels.Planes._fields))
+        return _kernels.Planes(*_PLANES(self))
 
     # ---- growth ----
 
@@ -162,6 +163,7 @@ class RequestTable:
         self._free = list(range(old, 2 * old))[::-1]
 
 
+_PLANES = operator.attrgetter(*_kernels.Planes._fields)
 _BY_ROW = ("generation", "committed", "begun", "steps", "limit", "output")
 _BY_SEAT = ("assigned", "told", "base", "tail", "length")
 

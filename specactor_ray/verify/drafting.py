@@ -35,6 +35,7 @@ class Drafting:
         config: Windows and races.
         vocab_size: Of the target.
         max_batch: Most requests the verifier runs at once.
+        window: Most draft tokens of a request, if a drafter has a larger window than `config`.
         priors: Draft method → chance that a token is right, as measured offline.
     """
 
@@ -45,12 +46,13 @@ class Drafting:
         config: SpeculationConfig,
         vocab_size: int,
         max_batch: int = 16,
+        window: int = 0,
         priors: Mapping[str, float] | None = None,
     ) -> None:
         warm_up()
         self.verifier_id, self.wait_s = verifier_id, config.draft_wait_s
         self.inbox = inbox.for_verifier(vocab_size)
-        self.table = RequestTable(config.window)
+        self.table = RequestTable(max(config.window, window))
         self._seats: dict[int, Seat] = {}
         self.policy = Policy(config, self.table, Acceptance(priors), StepCost(), self._seats)
         self.assigner = Assigner(config, self.policy, coupled, max_batch)
@@ -139,11 +141,13 @@ class Drafting:
 
     # ---- what drafters are told ----
 
-    def flush(self) -> None:
-        """Tell drafters what they do not know yet, unless they are still busy with the last delivery."""
+    def flush(self, *, its_their_turn: bool = True) -> None:
+        """Tell drafters what they do not know yet, unless they are still busy with the last delivery. Those that take
+        turns with the verifier are told when it is theirs, all that happened since at once."""
         for seat in self._seats.values():
             seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
-            seat.link.offer(functools.partial(seat.news, self.verifier_id))
+            if its_their_turn or not seat.takes_turns:
+                seat.link.offer(functools.partial(seat.news, self.verifier_id))
 
     def snapshot(self) -> dict[str, Any]:
         """How links fare, malformed messages and the draft ladder; may be called from any thread."""

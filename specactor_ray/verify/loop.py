@@ -191,7 +191,7 @@ class VerifyLoop(Loop):
         accepted = self._requests.commit(result, rows, seats)
         self._requests.publish()
         if not self._suspension.is_quiet:
-            self._drafting.flush()
+            self._drafting.flush(its_their_turn=False)
         seconds = Seconds(self._clock.now() - begin, result.forward_s + result.sampling_s, waiting_s)
         self.metrics.record_step(result, seconds, len(self._drafting) > 0 and self._suspension.is_on)
         positions, prefill = result.num_tokens, result.num_prefill_tokens
@@ -251,4 +251,7 @@ class VerifyLoop(Loop):
         self._engine.load_weights(version, state_dict)
         for drafter in self._hosted:
             if drafter.follows_policy:
-                drafter.loop.proposer.load_weights(version, state_dict)
+                try:
+                    drafter.loop.proposer.load_weights(version, state_dict)
+                except Exception:
+                    logger.exception("%s keeps its old weights", drafter.loop.drafter_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
@@ -58,7 +59,8 @@ class FeatureLog:
 
     def since(self, row: int, position: int) -> tuple[Features, ...]:
         """Spans that reach past a sequence position."""
-        return tuple(span for span in self._kept.get(row, ()) if span.end > position)
+        kept = self._kept.get(row, [])
+        return tuple(kept[bisect.bisect_right(kept, position, key=lambda span: span.end) :])
 
     def drop(self, row: int) -> None:
         """The request has left the row."""
@@ -81,6 +83,8 @@ class Seat(Drafter):
     ) -> None:
         super().__init__(drafter_id, link.method, link.window, link.max_batch, link.looks_up)
         self.link = link.link
+        self.takes_turns = isinstance(link, HostedDrafter) and not link.looks_up
+        """It only works when the verifier lets it, and needs to know nothing before."""
         self.number, self._table = number, table
         self._features = features if link.reads_features else None
         self._closed: dict[tuple[int, int], bool] = {}

@@ -297,6 +297,7 @@ class TestRangesAndContradictions:
             (["sampling.top_p=0"], "sampling.top_p", ""),
             (["sampling.top_k=-1"], "sampling.top_k", ""),
             (["sampling.max_tokens=0"], "sampling.max_tokens", ""),
+            (["sampling.max_tokens=2147483648"], "sampling.max_tokens", ""),
             (["sampling.seed=-1"], "sampling.seed", ""),
             (["sampling.stop_token_ids=[-1]"], "sampling.stop_token_ids", "0 or more"),
             (["data.n=0"], "data.n", "1 or more"),

@@ -74,6 +74,13 @@ class TestLostMessages:
         assert not cluster.verifier("v0").begun and not begun_again(cluster)
         assert cluster.client.dispatcher.reissues >= 6
 
+    def test_no_request_is_moved_to_a_verifier_out_of_reach(self) -> None:
+        cluster = FakeCluster()
+        for method in ("submit", "poll"):
+            cluster.network.lose(method, "v1", times=100_000)
+        assert reasons(cluster.run(lambda: cluster.finish(entries(4, tokens=900)))) == {}
+        assert cluster.client.dispatcher.reissues == 2 and cluster.client.dispatcher.moves == 0
+
     def test_a_hand_over_whose_answers_are_lost_is_taken_back(self) -> None:
         cluster = FakeCluster()
         cluster.network.lose("submit", "v0", times=40, fault="lost_after")
@@ -245,6 +252,19 @@ class TestStreamsAndWeights:
             cluster.bench.clock.sleep(1.0)
             assert not any(cluster.verifier(name).running for name in cluster.handles)
             assert cluster.finish(entries(4, prefix="s"))
+
+        cluster.run(body)
+
+    def test_commands_come_after_cancellations_that_were_lost_at_first(self) -> None:
+        cluster = FakeCluster()
+
+        def body() -> None:
+            first = cluster.client.stream([*entries(1, prefix="s"), *entries(8, tokens=10_000)])
+            next(first)
+            cluster.network.lose("cancel", times=6)
+            first.close()
+            cluster.client.call_verifiers("sleep")
+            assert not any(cluster.verifier(name).running for name in cluster.handles)
 
         cluster.run(body)
 

@@ -97,6 +97,11 @@ def test_requests_beyond_the_limit_are_answered_with_no_guess() -> None:
     assert drafter.commit("b", 0, [9])
     assert drafter.extend() == ["b"], "each commit is answered once"
     assert drafter.extend() == []
+    drafter.close("a")
+    assert not drafter.commit("b", 1, [9]), "now there is room: ask to open it"
+    drafter.open("b", (5, 6, 7), (9, 9), SamplingParams(max_tokens=20), 3)
+    extend_fully(drafter)
+    assert len(drafter.tail("b")[1]) == 3
 
 
 def test_drafting_ends_where_the_output_ends() -> None:

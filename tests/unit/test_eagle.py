@@ -175,6 +175,19 @@ def test_limits_are_answered_quietly() -> None:
     assert not drafter.commit(first.name, 5, [1]), "a gap asks for a fresh open"
     with pytest.raises(ValueError, match="the head reads 192"):
         drafter.add_features(first.name, [Features(0, states_of(50, 0, width=64))])
+    drafter.close(first.name)
+    assert not drafter.commit(second.name, 1, [9]), "now there is room: ask to open it"
+
+
+def test_no_states_are_kept_of_a_request_that_is_too_long_for_the_head() -> None:
+    drafter, request = EagleProposer(EagleRunner(head(), 4 << 20)), Sequence(0, 0.0)
+    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    drafter.max_len = len(request.prompt) + 8
+    for token in range(3, 40):
+        request.commit(drafter, [token])
+        extend_fully(drafter)
+    assert drafter.tail(request.name) == (len(request.output), ())
+    assert not drafter._entries[request.name].unread
 
 
 def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import threading
 import time
@@ -26,6 +27,7 @@ from specactor_ray.messages import Features, Finished, Progress, SamplingParams
 from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
 from specactor_ray.modeling.eagle_runner import EagleRunner
 from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.queues import inbox
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec import assign
 from specactor_ray.spec.policy import Policy
@@ -105,12 +107,13 @@ class Bench:
         inline: bool,
         faults: random.Random | None = None,
         window: int = 6,
+        narrow: int | None = None,
         **speculation: Any,
     ) -> None:
-        config = SpeculationConfig(window=window, **{"verify": VerifyPolicy.all, **speculation})
+        config = SpeculationConfig(window=narrow or window, **{"verify": VerifyPolicy.all, **speculation})
         reading = [proposer for proposer in proposers.values() if isinstance(proposer, ReadsFeatures)]
         target = self.engine = engine(EAGLE_LAYERS if reading else ())
-        drafts = Drafting("v0", inline, config, target.vocab_size)
+        drafts = Drafting("v0", inline, config, target.vocab_size, window=window)
         self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
         self._threads: list[threading.Thread] = []
         self._attempt, self._next_event = 0, 0
@@ -348,6 +351,32 @@ def test_inline_drafters_close_what_has_ended(kind: str, verify: VerifyPolicy) -
         bench.close()
 
 
+def test_a_drafter_may_have_a_larger_window_than_the_others() -> None:
+    batch = requests(2, 1.0, max_tokens=200, ignore_eos=True)
+    bench = Bench({"twin": DraftModelProposer(ragged(tiny_target()))}, True, window=12, narrow=4)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    assert len(snapshot["accepted_by_position"]) == 12
+
+
+def test_a_model_is_told_at_its_turn_what_happened_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message a step would fill its mailbox while it does not pay, and it would have to read everything again."""
+    turns = itertools.chain([4] * 4, [0] * (inbox.MOST_WAITING + 50), itertools.repeat(4))
+    monkeypatch.setattr(Policy, "plan_rounds", lambda self, rows: next(turns))
+    batch = requests(2, 1.0, max_tokens=400, ignore_eos=True)
+    bench = Bench({"twin": DraftModelProposer(ragged(tiny_target()))}, True)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        verifier, twin = bench.verifier.snapshot(), bench.drafts["twin"].snapshot()
+    finally:
+        bench.close()
+    assert (twin["opens"], twin["resyncs"]) == (len(batch), 0)
+    assert verifier["accepted_tokens"] > 50
+
+
 def test_a_hosted_head_is_taught_between_two_steps_and_changes_no_token() -> None:
     batch, head = requests(6, 1.0), eagle()
     bench = Bench({"eagle-0": head}, True)
@@ -366,6 +395,22 @@ def test_a_hosted_head_is_taught_between_two_steps_and_changes_no_token() -> Non
     states = torch.ones(1, head._runner.config.feature_size)
     now, before, then = (one._runner.fuse(states) for one in (head, fresh, pupil))
     assert torch.equal(now, then) and not torch.equal(now, before)
+
+
+def test_a_hosted_drafter_that_cannot_take_new_weights_holds_up_no_update() -> None:
+    from transformers import AutoModelForCausalLM
+
+    class Stubborn(DraftModelProposer):
+        def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+            raise RuntimeError("out of memory")
+
+    loop = DraftLoop("twin", Stubborn(ragged(tiny_target())))
+    link = Link(direct_sender(loop.deliver))
+    hosted = HostedDrafter("draft_model", 6, link, loop=loop, follows_policy=True)
+    verifier = VerifyLoop(engine(), Drafting("v0", True, SpeculationConfig(), 512), [hosted])
+    loaded = verifier.load_weights(1, AutoModelForCausalLM.from_pretrained(tiny_target()).state_dict())
+    verifier.run_once()
+    assert loaded.result(0) is None and verifier.snapshot()["weight_version"] == 1
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
