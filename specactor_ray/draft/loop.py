@@ -123,8 +123,5 @@ class DraftLoop(Loop):
                 self._token_s = sorted(self._costs)[len(self._costs) // 4]
             self._mirrors.counters["extends"] += 1
             self._failures_in_a_row = 0
-        links, cut_off = self._links, self._inbox.cut_off
-        if cut_off:
-            links = {verifier: link for verifier, link in links.items() if verifier not in cut_off}
-        self._mirrors.publish(changed, links, self._token_s)
+        self._mirrors.publish(changed, self._links, self._inbox.cut_off, self._token_s)
         return bool(messages or changed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -154,11 +154,13 @@ class Mirrors:
 
     # ---- what verifiers are told ----
 
-    def publish(self, changed: Iterable[str], links: Mapping[str, Link[TailBatch]], token_s: float) -> None:
+    def publish(
+        self, changed: Iterable[str], links: Mapping[str, Link[TailBatch]], cut_off: Container[str], token_s: float
+    ) -> None:
         """Tell verifiers what has changed, unless they are still busy with the last delivery.
 
-        Requests of verifiers that are not in `links` are dropped. If a verifier's messages arrive before the list that
-        names it, its next commits are of unknown requests, and the verifier opens those again.
+        Requests of verifiers that are not in `links`, or are cut off, are dropped. If a verifier's messages arrive
+        before the list that names it, its next commits are of unknown requests, and the verifier opens those again.
 
         Args:
             changed: Requests whose tails have changed.
@@ -170,7 +172,7 @@ class Mirrors:
                 place.verifier.changed[request_id] = place
         for verifier_id, verifier in list(self._verifiers.items()):
             link = links.get(verifier_id)
-            if link is None:
+            if link is None or verifier_id in cut_off:
                 del self._verifiers[verifier_id]
                 for request_id in list(verifier.mirrors.values()):
                     self._close(request_id)

@@ -40,7 +40,7 @@ class Loop(abc.ABC):
         self._commands.put(command)
         self._wake.set()
 
-    def call(self, command: Callable[[], None]) -> Future[None]:
+    def call(self, command: Callable[[], object]) -> Future[None]:
         """Have this run; the future has its outcome."""
         future: Future[None] = Future()
 

@@ -148,6 +148,8 @@ class Drafting:
             seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
             if its_their_turn or not seat.takes_turns:
                 seat.link.offer(functools.partial(seat.news, self.verifier_id))
+            else:
+                seat.postponed += 1
 
     def snapshot(self) -> dict[str, Any]:
         """How links fare, malformed messages and the draft ladder; may be called from any thread."""

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
-from specactor_ray.drafters.base import KeepsHistory
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import TailBatch, ToRollout
 from specactor_ray.queues.link import Link, direct_sender
@@ -116,14 +115,8 @@ class VerifyLoop(Loop):
         return self.call(load)
 
     def forget_history(self) -> Future[None]:
-        """Let the drafters of this process forget earlier outputs."""
-
-        def forget() -> None:
-            for drafter in self._hosted:
-                if isinstance(drafter.loop.proposer, KeepsHistory):
-                    drafter.loop.proposer.forget_history()
-
-        return self.call(forget)
+        """Let the drafters of this process forget earlier outputs, each before it drafts again."""
+        return self.call(lambda: [drafter.loop.forget_history() for drafter in self._hosted])
 
     def sleep(self) -> Future[None]:
         """Give up the cache's memory until `wake`."""
@@ -167,14 +160,10 @@ class VerifyLoop(Loop):
             self.error = error
             logger.exception("the verifier's engine failed")
         finally:
-            self._close_engine()
-
-    def _close_engine(self) -> None:
-        """What an engine has outside this process (ranks, shared memory) would outlive a process that is killed."""
-        try:
-            self._engine.close()
-        except Exception:
-            logger.exception("the verifier's engine did not close in order")
+            try:  # what it has outside this process (ranks, shared memory) would outlive a process that is killed
+                self._engine.close()
+            except Exception:
+                logger.exception("the verifier's engine did not close in order")
 
     def _step(self, begin: float) -> bool:
         self._requests.publish()
@@ -228,10 +217,8 @@ class VerifyLoop(Loop):
         return self._clock.now() - begin
 
     def _draft(self) -> bool:
-        """One step of every drafter of this thread: a model drafts one more token for each of its requests. One that
-        fails is logged and loses its requests. Returns False when there was nothing to do."""
-        worked = [drafter.loop.run_guarded() for drafter in self._hosted]
-        return any(worked)
+        """One step of every drafter of this thread: models draft one more token. False if there was nothing to do."""
+        return sum(drafter.loop.run_guarded() for drafter in self._hosted) > 0
 
     def _await_tails(self, rows: np.ndarray, until: float) -> None:
         """Wait for requests without a tail. Drafters of other processes run ahead; by default nobody waits for them."""

@@ -16,26 +16,22 @@ from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
 
 _REMEMBERED = 65_536
-"""Requests whose attempts are remembered: far more than can be submitted while a message is on its way."""
+"""Requests whose attempts are remembered, the newest: far more than are submitted while a message is on its way."""
 
 
 class Attempts:
     """The newest attempt per request that was begun or cancelled, so that none is begun twice.
 
     Submissions and cancellations may be repeated, late, or overtake each other; the attempt's number tells them apart.
-
-    Args:
-        remembered: Requests; beyond it those that were noted longest ago are forgotten.
     """
 
-    def __init__(self, remembered: int = _REMEMBERED) -> None:
-        self._remembered = remembered
+    def __init__(self) -> None:
         self._newest: dict[str, int] = {}
 
     def note(self, request_id: str, attempt: int) -> None:
         """This attempt is not to be begun any more, nor are those before it."""
         self._newest[request_id] = max(attempt, self._newest.pop(request_id, attempt))
-        if len(self._newest) > self._remembered:
+        if len(self._newest) > _REMEMBERED:
             del self._newest[next(iter(self._newest))]
 
     def newest(self, request_id: str) -> int:

@@ -18,7 +18,7 @@ from specactor_ray.spec.table import RequestTable
 _KEPT_POSITIONS = 2048
 """Newest positions of each request whose hidden states are kept for drafters that join later."""
 MOST_READ = 4096
-"""Most prompt and output tokens that one delivery opens with a model, which reads them before it drafts anything."""
+"""Most prompt and output tokens that a delivery opens with a model, which reads them first; for each it stands for."""
 
 
 @dataclass(slots=True)
@@ -85,6 +85,8 @@ class Seat(Drafter):
         self.link = link.link
         self.takes_turns = isinstance(link, HostedDrafter) and not link.looks_up
         """It only works when the verifier lets it, and needs to know nothing before."""
+        self.postponed = 0
+        """Deliveries that were left out before its turn."""
         self.number, self._table = number, table
         self._features = features if link.reads_features else None
         self._closed: dict[tuple[int, int], bool] = {}
@@ -138,9 +140,10 @@ class Seat(Drafter):
         """Those whose turn it is; the others follow with the next deliveries."""
         if self.looks_up:
             return rows
+        most, self.postponed = MOST_READ * (1 + self.postponed), 0
         requests, committed = self._table.requests, self._table.committed
         sizes = (len(requests[row].prompt_token_ids) + int(committed[row]) for row in rows)  # type: ignore[union-attr]
-        fit = takewhile(lambda size: size <= MOST_READ, accumulate(sizes))
+        fit = takewhile(lambda size: size <= most, accumulate(sizes))
         return rows[: max(len(list(fit)), 1)]
 
     def _opening(self, row: int) -> DraftOpen:

@@ -162,7 +162,7 @@ def test_heavy_packages_stay_in_their_leaves(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("spec/*.py")), ids=name_of)
 def test_what_is_decided_depends_on_arguments_only(path: Path) -> None:
     """`spec` is pure: no clock, no threads, no chance, no messages, no models."""
-    pure = ("__future__", "collections", "dataclasses", "typing", "enum", "math", "numpy")
+    pure = ("__future__", "collections", "dataclasses", "typing", "enum", "math", "numpy", "operator")
     for name in imports_of(path):
         root, _, rest = name.partition(".")
         good = part_of(rest) in ("spec", "config", "jit") if root == "specactor_ray" else root in pure

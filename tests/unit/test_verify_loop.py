@@ -153,8 +153,9 @@ def test_a_request_that_can_never_run_says_so_once(verifier: Verifier) -> None:
     assert isinstance(finished, Finished) and (finished.finish_reason, finished.attempt) == ("error", 5)
 
 
-def test_attempts_are_remembered_within_a_bound() -> None:
-    attempts = Attempts(remembered=2)
+def test_attempts_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specactor_ray.verify.requests._REMEMBERED", 2)
+    attempts = Attempts()
     attempts.note("a", 3)
     attempts.note("b", 0)
     attempts.note("a", 1)
