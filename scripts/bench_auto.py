@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What `mode: auto` comes to on CPUs, coupled with every drafter, beside each fixed choice: plain decoding, and coupled
-with one method.
+"""What `mode: auto` comes to on CPUs, coupled with the drafter that it takes where none is configured, beside fixed
+choices: plain decoding, coupled with n-gram, and with both lookups.
 
 All run in one process on the same cores, without Ray, a slice of the same tokens by turns: on a machine that others
 share, whatever is compared sees the same minutes. A ratio is that of the time of all slices, its error that of the mean
 over slices.
 
-    python scripts/bench_auto.py                                        # everything; ten minutes on two cores
+    python scripts/bench_auto.py                                        # everything; eleven minutes on two cores
     python scripts/bench_auto.py --batch 4 --prompts editing --temperature 0 --dtype bfloat16
 """
 
@@ -38,6 +38,7 @@ from specactor_ray.modeling.loading import load_tokenizer
 from specactor_ray.observability.console import make_console
 from specactor_ray.observability.phase_progress import PhaseProgress
 from specactor_ray.queues.link import Link, direct_sender
+from specactor_ray.rollout.planning import DEFAULT_METHOD
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.registry import build_engine
@@ -47,8 +48,12 @@ from specactor_ray.verify.seat import HostedDrafter
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ("arithmetic", "editing", "chat")
-METHODS = ("ngram", "suffix")
-VARIANTS: Mapping[str, Sequence[str]] = {"plain": (), **{f"coupled {one}": (one,) for one in METHODS}, "auto": METHODS}
+VARIANTS: Mapping[str, Sequence[str]] = {
+    "plain": (),
+    "ngram": ("ngram",),
+    "ngram and suffix": ("ngram", "suffix"),
+    "auto": (DEFAULT_METHOD,),
+}
 SLICES = 256
 """Turns of a workload."""
 

@@ -191,6 +191,8 @@ class DrafterConfig:
     """For `eagle`: learning from the samples of RL training."""
 
 
+MAX_METHODS = 8
+"""Draft methods that a verifier keeps evidence of."""
 HISTORY_METHODS = ("ngram", "suffix")
 """Methods that look guesses up in earlier text: they cost next to nothing and learn from every output they follow."""
 

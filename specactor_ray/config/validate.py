@@ -17,6 +17,7 @@ from specactor_ray.config.online import (
 )
 from specactor_ray.config.schema import (
     HISTORY_METHODS,
+    MAX_METHODS,
     Config,
     DrafterConfig,
     ModeName,
@@ -71,10 +72,6 @@ POSITIVE_NUMBERS = (
     "cluster.stall_timeout_s",
     "target.kv_cache_gb",
 )
-
-
-MAX_METHODS = 8
-"""Draft methods that a verifier keeps evidence of (`spec/table.py`)."""
 
 
 def validate(config: Config) -> None:

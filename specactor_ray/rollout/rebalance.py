@@ -69,7 +69,7 @@ def plan_moves(loads: Mapping[str, int], running_at: Callable[[str], Iterable[Ru
     """Moves from the fullest to the emptiest verifiers, as long as their loads differ by 2 or more and a move pays.
 
     What does not pay with the emptiest verifier pays with none, now and later in the plan, so each verifier that cannot
-    give one up is looked at once: linear in the requests of those that are fuller than others.
+    give one up is looked at once. Each move takes a look at the requests of its verifier, and at all loads.
 
     Args:
         loads: Verifier that can take requests → those it has.

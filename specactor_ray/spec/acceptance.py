@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specactor_ray.config.schema import MAX_METHODS
+
 if TYPE_CHECKING:
     from specactor_ray.spec.table import RequestTable
 
@@ -36,11 +38,11 @@ class Acceptance:
             order in which `number` is first asked for them.
     """
 
-    def __init__(self, priors: Mapping[str, float] | None = None, methods: int = 8) -> None:
+    def __init__(self, priors: Mapping[str, float] | None = None) -> None:
         self._given = dict(priors or {})
         self.methods: list[str] = []
-        self.prior = np.full(methods, DEFAULT_PRIOR)
-        self.evidence = np.zeros((2, methods, BUCKETS))
+        self.prior = np.full(MAX_METHODS, DEFAULT_PRIOR)
+        self.evidence = np.zeros((2, MAX_METHODS, BUCKETS))
         """As `RequestTable.evidence`, by range of output positions."""
 
     def number(self, method: str) -> int:

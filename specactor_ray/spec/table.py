@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specactor_ray.config.schema import MAX_METHODS
 from specactor_ray.spec import _kernels
 from specactor_ray.spec._kernels import Committed
 from specactor_ray.spec.acceptance import Acceptance, bucket_of
@@ -26,10 +27,9 @@ class RequestTable:
 
     Args:
         window: Most draft tokens of a request that are kept.
-        methods: Most draft methods; evidence is kept by method, so it survives a change of the drafter.
     """
 
-    def __init__(self, window: int, methods: int = 8) -> None:
+    def __init__(self, window: int) -> None:
         self.window = window
         rows, seats = _FIRST_ROWS, _FIRST_SEATS
         self.requests: list[TargetRequest | None] = [None] * rows
@@ -59,10 +59,10 @@ class RequestTable:
         """Its tokens; 0 where the drafter does not draft for the request."""
         self.method = np.zeros(seats, np.int32)
         """Draft method of each seat."""
-        # Per method and row.
-        self.evidence = np.zeros((2, methods, rows))
+        # Per method and row; so it survives a change of the drafter.
+        self.evidence = np.zeros((2, MAX_METHODS, rows))
         """Hits and tries of draft tokens."""
-        self.drafts = np.zeros((2, methods, rows), np.int32)
+        self.drafts = np.zeros((2, MAX_METHODS, rows), np.int32)
         """Draft tokens that were verified, and right."""
         self._generations = 0
         self._free = list(range(rows))[::-1]

@@ -43,7 +43,7 @@ def observe(table: RequestTable, acceptance: Acceptance, row: int, hits: int, mi
 
 
 def test_methods_are_numbered_and_begin_with_what_was_measured_of_them() -> None:
-    acceptance = Acceptance({"eagle": 0.9, "unused": 0.1}, methods=3)
+    acceptance = Acceptance({"eagle": 0.9, "unused": 0.1})
     assert [acceptance.number(method) for method in ("ngram", "eagle", "ngram", "eagle")] == [0, 1, 0, 1]
     assert acceptance.of_method()[:2, 0] == pytest.approx([DEFAULT_PRIOR, 0.9])
 

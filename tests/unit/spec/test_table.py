@@ -81,7 +81,7 @@ class Pair:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.table, self.acceptance, self.naive = RequestTable(WINDOW, METHODS), Acceptance(methods=METHODS), Naive()
+        self.table, self.acceptance, self.naive = RequestTable(WINDOW), Acceptance(), Naive()
         self.said: dict[int, list[Claim]] = defaultdict(list)
         self.opened, self.fates = 0, set[str]()
 
@@ -206,7 +206,7 @@ def test_whatever_is_said_the_table_is_that_of_the_rules(seed: int) -> None:
 
 
 def test_growth_keeps_everything() -> None:
-    table, rng = RequestTable(WINDOW, METHODS), np.random.default_rng(0)
+    table, rng = RequestTable(WINDOW), np.random.default_rng(0)
     for number in range(32):
         table.open(request(str(number), [1]))
     arrays = {name: array for name, array in vars(table).items() if isinstance(array, np.ndarray)}
@@ -228,7 +228,7 @@ def test_growth_keeps_everything() -> None:
 
 
 def test_a_row_that_is_used_again_knows_nothing_of_the_request_before() -> None:
-    table, acceptance = RequestTable(WINDOW), Acceptance(methods=8)
+    table, acceptance = RequestTable(WINDOW), Acceptance()
     table.clear_seat(0, 1)
     row = table.open(request("old", [5]))
     table.assign(0, row)
