@@ -75,9 +75,8 @@ class DraftLoop(Loop):
         return self.call(forget)
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters, open requests, messages that wait (`inbox`), what a draft token of a model takes (seconds), how
-        long the step under way has taken so far (`busy_s`, 0 when there is none), and what a proposer that remembers
-        outputs takes for them."""
+        """Counters, open requests, messages that wait (`inbox`), seconds of a draft token of a model (`token_s`) and of
+        the step under way so far (`busy_s`), and what a proposer that remembers outputs takes for them."""
         counters: dict[str, Any] = {**self._mirrors.counters, **self._inbox.snapshot()}
         counters |= {"open_requests": len(self._mirrors), "inbox": len(self._inbox), "token_s": self._token_s}
         counters["busy_s"] = self.busy_s

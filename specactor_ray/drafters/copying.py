@@ -34,8 +34,8 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
     them once, also if there is no guess.
 
     A request beyond `max_batch` is refused quietly: commits of it are accepted and answered with an empty tail,
-    so that nobody waits for it or asks to open it again. When a place is free its next commit returns False, and the
-    `open` that follows takes it in.
+    so that nobody waits for it or asks to open it again. When a place is free the next commit of one of them
+    returns False, and the place is kept for the `open` that follows.
 
     Args:
         min_match: Shortest suffix that counts as a match, at least 1.
@@ -59,6 +59,8 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
         self._requests: dict[str, RequestT] = {}
         self._refused: OrderedDict[str, int] = OrderedDict()
         self._unanswered: dict[str, None] = {}
+        self._promised: set[str] = set()
+        """Refused requests that a place is kept for, until they are opened afresh or closed."""
 
     @abc.abstractmethod
     def _take_in(self, request_id: str, mirror: RequestMirror) -> RequestT:
@@ -91,7 +93,7 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
     ) -> None:
         self.close(request_id, finished=False)
         self._unanswered[request_id] = None
-        if len(self._requests) >= self._max_batch:
+        if self._is_full():
             self._refuse(request_id, len(committed_token_ids))
             return
         mirror = RequestMirror(prompt_token_ids, committed_token_ids, sampling, window)
@@ -129,6 +131,7 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
     def close(self, request_id: str, finished: bool = True) -> None:
         self._unanswered.pop(request_id, None)
         self._refused.pop(request_id, None)
+        self._promised.discard(request_id)
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._let_go(request_id, request, finished)
@@ -141,10 +144,16 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
         if len(self._refused) > _REFUSED_PER_SLOT * self._max_batch:
             forgotten, _ = self._refused.popitem(last=False)
             self._unanswered.pop(forgotten, None)
+            self._promised.discard(forgotten)
+
+    def _is_full(self) -> bool:
+        return len(self._requests) + len(self._promised) >= self._max_batch
 
     def _commit_refused(self, request_id: str, end: int) -> bool:
         base_len = self._refused.get(request_id)
-        if base_len is None or len(self._requests) < self._max_batch:
+        if base_len is not None and not self._is_full():
+            self._promised.add(request_id)
+        if base_len is None or request_id in self._promised:
             return False
         if end > base_len:
             self._refused[request_id] = end

@@ -31,7 +31,7 @@ class _Mirrored:
     mirror: RequestMirror
     cache: CacheRow | None
     refused: bool = False
-    """There were `max_batch` requests before it."""
+    """There is no place for it, as `max_batch` others are drafted for."""
     answered: bool = False
     """All that can be said about the newest commit was reported."""
 
@@ -65,7 +65,8 @@ class DraftModelProposer(RowProposer):
     def __init__(self, model: RaggedModel, max_batch: int = 64, shared_noise: bool = True) -> None:
         self._model = model
         self._shared_noise = shared_noise
-        self._max_batch = max_batch
+        self._places = max_batch
+        """Requests that may yet be drafted for."""
         self._requests: dict[str, _Mirrored] = {}
         self.vocab_size: int | None = model.vocab_size
         self.max_len = min(model.max_positions, model.cache.slots)
@@ -82,21 +83,21 @@ class DraftModelProposer(RowProposer):
         self.close(request_id)
         noise = sampling if self._shared_noise else own_noise(sampling)
         mirror = RequestMirror(prompt_token_ids, committed_token_ids, noise, window)
-        refused = self._is_full()
-        wanted = min(len(prompt_token_ids) + len(committed_token_ids) + _FIRST_RESERVATION, self.max_len)
-        cache = None if refused else self._model.cache.open(wanted)
-        self._requests[request_id] = _Mirrored(mirror, cache, refused)
+        entry = self._requests[request_id] = _Mirrored(mirror, None, refused=True)
+        self._take_place(entry)
 
     def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
         entry = self._requests.get(request_id)
-        if entry is None or (entry.refused and not self._is_full()):
+        if entry is None:
             return False
         known = entry.mirror.base_len
         outcome = entry.mirror.commit(start, token_ids)
         if not outcome.ok:
             return False
         entry.answered = False
-        if entry.cache is not None:
+        if entry.refused:
+            self._take_place(entry)
+        elif entry.cache is not None:
             # What the cache read is right up to the agreed tail; if all of it agreed, the surviving tail is right too.
             agreed = len(entry.mirror.prompt) + known + outcome.matched + outcome.survived
             entry.cache.truncate(min(entry.cache.length, agreed))
@@ -121,8 +122,10 @@ class DraftModelProposer(RowProposer):
 
     def close(self, request_id: str, finished: bool = True) -> None:
         entry = self._requests.pop(request_id, None)
-        if entry is not None and entry.cache is not None:
-            entry.cache.free()
+        if entry is not None:
+            self._places += not entry.refused
+            if entry.cache is not None:
+                entry.cache.free()
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
@@ -131,8 +134,13 @@ class DraftModelProposer(RowProposer):
             if entry.cache is not None:
                 entry.cache.truncate(0)
 
-    def _is_full(self) -> bool:
-        return sum(entry.cache is not None for entry in self._requests.values()) >= self._max_batch
+    def _take_place(self, entry: _Mirrored) -> None:
+        """Draft for this request from now on, if there is a place."""
+        if self._places:
+            self._places -= 1
+            entry.refused = False
+            wanted = len(entry.mirror.prompt) + len(entry.mirror.committed) + _FIRST_RESERVATION
+            entry.cache = self._model.cache.open(min(wanted, self.max_len))
 
     def _can_extend(self, entry: _Mirrored) -> bool:
         if entry.cache is None or entry.mirror.room <= 0:

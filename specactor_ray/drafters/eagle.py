@@ -43,7 +43,7 @@ class _Entry:
     mirror: RequestMirror
     cache: CacheRow | None
     refused: bool = False
-    """There were `max_batch` requests before it."""
+    """There is no place for it, as `max_batch` others are drafted for."""
     first: int = 0
     anchored: int = 0
     unread: list[Features] = field(default_factory=list)
@@ -106,7 +106,9 @@ class EagleProposer(RowProposer):
     method = "eagle"
 
     def __init__(self, runner: EagleRunner, max_batch: int = 64, shared_noise: bool = True) -> None:
-        self._runner, self._max_batch, self._shared_noise = runner, max_batch, shared_noise
+        self._runner, self._shared_noise = runner, shared_noise
+        self._places = max_batch
+        """Requests that may yet be drafted for."""
         self._entries: dict[str, _Entry] = {}
         self.vocab_size: int | None = runner.config.vocab_size
         self.max_len = min(int(runner.config.layer.get("max_position_embeddings", 1 << 30)), runner.cache.slots)
@@ -123,16 +125,17 @@ class EagleProposer(RowProposer):
         self.close(request_id)
         noise = sampling if self._shared_noise else own_noise(sampling)
         mirror = RequestMirror(prompt_token_ids, committed_token_ids, noise, window)
-        refused = self._is_full()
-        wanted = min(len(prompt_token_ids) + len(committed_token_ids) + _FIRST_RESERVATION, self.max_len)
-        self._entries[request_id] = _Entry(mirror, None if refused else self._runner.cache.open(wanted), refused)
+        entry = self._entries[request_id] = _Entry(mirror, None, refused=True)
+        if self._take_place(entry):
+            wanted = len(prompt_token_ids) + len(committed_token_ids) + _FIRST_RESERVATION
+            entry.cache = self._runner.cache.open(min(wanted, self.max_len))
 
     def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
         entry = self._entries.get(request_id)
-        if entry is None or (entry.refused and not self._is_full()):
+        if entry is None or not entry.mirror.commit(start, token_ids).ok:
             return False
-        if not entry.mirror.commit(start, token_ids).ok:
-            return False
+        if entry.refused and self._take_place(entry):
+            return False  # the place is kept for it; to be opened afresh brings the states that it lacks
         entry.answered = False
         return True
 
@@ -143,7 +146,7 @@ class EagleProposer(RowProposer):
         if entry is None or entry.cache is None:
             return
         if entry.known > self.max_len:
-            entry.unread.clear()
+            self._give_up(entry)
             return
         for span in features:
             if span.states.shape[1] != self._runner.config.feature_size:
@@ -178,8 +181,10 @@ class EagleProposer(RowProposer):
 
     def close(self, request_id: str, finished: bool = True) -> None:
         entry = self._entries.pop(request_id, None)
-        if entry is not None and entry.cache is not None:
-            entry.cache.free()
+        if entry is not None:
+            self._places += not entry.refused
+            if entry.cache is not None:
+                entry.cache.free()
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         """New weights of the head. Entries that the old ones made stay: they are a little off, and rebuilding them
@@ -188,8 +193,11 @@ class EagleProposer(RowProposer):
 
     # ---- one forward ----
 
-    def _is_full(self) -> bool:
-        return sum(entry.cache is not None for entry in self._entries.values()) >= self._max_batch
+    def _take_place(self, entry: _Entry) -> bool:
+        """Draft for this request from now on, if there is a place."""
+        entry.refused = self._places == 0
+        self._places -= not entry.refused
+        return not entry.refused
 
     def _can_extend(self, entry: _Entry) -> bool:
         return entry.cache is not None and (self._can_anchor(entry) or self._can_run_ahead(entry))
@@ -282,4 +290,5 @@ class EagleProposer(RowProposer):
         if entry.cache is not None:
             entry.cache.free()
             entry.cache = None
+        entry.unread.clear()
         entry.mirror.tail.clear()

@@ -99,7 +99,7 @@ class Inbox(Generic[M]):
     def snapshot(self) -> dict[str, Any]:
         """For status displays: malformed messages per sender, who is cut off, and messages that were dropped."""
         with self._lock:
-            return {"malformed": dict(self._malformed), "cut_off": list(self.cut_off), "dropped": self.dropped}
+            return {"malformed": dict(self._malformed), "cut_off": list(self.cut_off), "dropped_messages": self.dropped}
 
     def _reject(self, message: object, problem: str) -> None:
         sender = getattr(message, self._sender, None) if type(message) in (TailBatch, CommitBatch) else None

@@ -118,7 +118,7 @@ class Dispatcher:
     def settle(self) -> bool:
         """Wait until verifiers know what was cancelled, and for those that were lent. False when some of the latter do
         not serve in time; they join when they do."""
-        self._verifiers.await_notices()
+        self._verifiers.await_cancels()
         return self.await_spares()
 
     def await_spares(self) -> bool:

@@ -84,6 +84,8 @@ class Verifiers:
         """Version of the view that was taken last."""
         self._notices: list[Call] = []
         """Calls whose answers nobody waits for."""
+        self._cancels: list[Call] = []
+        """Those of them that cancel requests."""
         self.begin()
 
     def begin(self) -> None:
@@ -151,22 +153,27 @@ class Verifiers:
         call = self._calls.start(link.handle, "submit", list(requests), deadline_s=_SUBMIT_TIMEOUT_S)
         link.submits[call] = [(request.request_id, request.attempt) for request in requests]
 
-    def notify(self, actor: Any, method: str, *arguments: Any) -> None:
+    def notify(self, actor: Any, method: str, *arguments: Any) -> Call:
         """Call without waiting for the answer. `retry_notices` has to be called now and then, so that it arrives."""
         self._notices.append(self._calls.start(actor, method, *arguments, deadline_s=_NOTICE_TIMEOUT_S))
-
-    def await_notices(self) -> None:
-        """Wait until all have arrived, or cannot within their time."""
-        while self._notices:
-            self._calls.wait(self._notices, float("inf"))
-            self.retry_notices()
+        return self._notices[-1]
 
     def retry_notices(self) -> None:
         self._notices = [call for call in self._notices if not call.poll()]
 
     def cancel(self, link: VerifierLink, attempts: Sequence[tuple[str, int]]) -> None:
         """Let a verifier drop these requests and attempts."""
-        self.notify(link.handle, "cancel", attempts)
+        self._cancels = [call for call in self._cancels if not call.done]
+        self._cancels.append(self.notify(link.handle, "cancel", attempts))
+
+    def await_cancels(self) -> None:
+        """Wait until verifiers know what was cancelled, for 30 s at most."""
+        for call in self._cancels:
+            try:
+                call.result()
+            except SpecActorError as error:
+                logger.warning("a verifier was not told to drop requests: %s", error)
+        self._cancels.clear()
 
     def suspect(self, link: VerifierLink, error: SpecActorError) -> None:
         """Report a verifier that could not be reached; the controller finds out what is the matter."""

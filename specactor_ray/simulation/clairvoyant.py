@@ -71,5 +71,6 @@ class ClairvoyantDrafting(Drafting):
 
     def __init__(self, spec: VerifierSpec, engine: SimulatedEngine, clock: VirtualClock, world: World) -> None:
         coupled = spec.mode is Mode.COUPLED
-        super().__init__(spec.actor_id, coupled, spec.speculation, engine.vocab_size, max_batch=spec.target.max_batch)
+        rows, window = spec.target.max_batch, spec.max_drafts
+        super().__init__(spec.actor_id, coupled, spec.speculation, engine.vocab_size, max_batch=rows, window=window)
         self.policy.acceptance, self.policy.cost = KnownAcceptance(world), KnownCost(world, engine, clock)

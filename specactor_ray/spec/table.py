@@ -59,7 +59,7 @@ class RequestTable:
         """Its tokens; 0 where the drafter does not draft for the request."""
         self.method = np.zeros(seats, np.int32)
         """Draft method of each seat."""
-        # Per method and row; so it survives a change of the drafter.
+        # Per method and row, so they survive a change of the drafter.
         self.evidence = np.zeros((2, MAX_METHODS, rows))
         """Hits and tries of draft tokens."""
         self.drafts = np.zeros((2, MAX_METHODS, rows), np.int32)

@@ -141,12 +141,12 @@ class Drafting:
 
     # ---- what drafters are told ----
 
-    def flush(self, *, its_their_turn: bool = True) -> None:
-        """Tell drafters what they do not know yet, unless they are still busy with the last delivery. Those that take
-        turns with the verifier are told when it is theirs, all that happened since at once."""
+    def flush(self, *, models_turn: bool = True) -> None:
+        """Tell drafters what they do not know yet, unless they are still busy with the last delivery. Models of the
+        verifier's own thread are told at their turn only, everything since the last one in one message."""
         for seat in self._seats.values():
             seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
-            if its_their_turn or not seat.takes_turns:
+            if models_turn or not seat.takes_turns:
                 seat.link.offer(functools.partial(seat.news, self.verifier_id))
             else:
                 seat.postponed += 1
@@ -162,8 +162,7 @@ class Drafting:
 
 @functools.cache
 def warm_up() -> None:
-    """Compile the kernels of `spec/` for the types they are called with: seconds where numba's cache is cold, which a
-    running step should not wait for."""
+    """Compile the kernels of `spec/` for the types they are called with: seconds where numba's cache is cold."""
     table, acceptance, cost = RequestTable(1), Acceptance(), StepCost()
     policy = Policy(SpeculationConfig(window=1), table, acceptance, cost, {0: Drafter("", "", 1, 1)})
     cost.record(1, 1.0)

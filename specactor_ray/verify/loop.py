@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.drafters.base import KeepsHistory
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import TailBatch, ToRollout
 from specactor_ray.queues.link import Link, direct_sender
@@ -115,8 +116,9 @@ class VerifyLoop(Loop):
         return self.call(load)
 
     def forget_history(self) -> Future[None]:
-        """Let the drafters of this process forget earlier outputs, each before it drafts again."""
-        return self.call(lambda: [drafter.loop.forget_history() for drafter in self._hosted])
+        """Let the drafters of this process forget earlier outputs."""
+        known = [drafter.loop.proposer for drafter in self._hosted if isinstance(drafter.loop.proposer, KeepsHistory)]
+        return self.call(lambda: [one.forget_history() for one in known])  # type: ignore[func-returns-value]
 
     def sleep(self) -> Future[None]:
         """Give up the cache's memory until `wake`."""
@@ -137,8 +139,7 @@ class VerifyLoop(Loop):
 
     def snapshot(self) -> dict[str, Any]:
         """Counters of the loop and of the drafts. `inbox`: messages of drafters that wait. `busy_s`: seconds since the
-        step or command under way began, 0 when there is none; for how long the engine, or whatever else runs in the
-        loop's thread, has not come back."""
+        step or command under way began, 0 when there is none."""
         counters = {**self.metrics.to_dict(), **self._drafting.snapshot()}
         loads = {
             "running": len(self._requests),
@@ -180,7 +181,7 @@ class VerifyLoop(Loop):
         accepted = self._requests.commit(result, rows, seats)
         self._requests.publish()
         if not self._suspension.is_quiet:
-            self._drafting.flush(its_their_turn=False)
+            self._drafting.flush(models_turn=False)
         seconds = Seconds(self._clock.now() - begin, result.forward_s + result.sampling_s, waiting_s)
         self.metrics.record_step(result, seconds, len(self._drafting) > 0 and self._suspension.is_on)
         positions, prefill = result.num_tokens, result.num_prefill_tokens
@@ -217,8 +218,9 @@ class VerifyLoop(Loop):
         return self._clock.now() - begin
 
     def _draft(self) -> bool:
-        """One step of every drafter of this thread: models draft one more token. False if there was nothing to do."""
-        return sum(drafter.loop.run_guarded() for drafter in self._hosted) > 0
+        """One step of every drafter of this thread: a model drafts one more token for each of its requests. One that
+        fails is logged and loses its requests. Returns False when there was nothing to do."""
+        return any([drafter.loop.run_guarded() for drafter in self._hosted])  # noqa: C419 - each has to run
 
     def _await_tails(self, rows: np.ndarray, until: float) -> None:
         """Wait for requests without a tail. Drafters of other processes run ahead; by default nobody waits for them."""

@@ -71,9 +71,8 @@ class StepMetrics:
         self.count_positions(_at_least(drafted), _at_least(accepted))
 
     def to_dict(self) -> dict[str, Any]:
-        """All counters as plain data. May be called from any thread while the loop keeps counting."""
+        """All counters as plain data; for any thread. The loop may count on meanwhile: both lists have equal length."""
         numbers = {counter.name: getattr(self, counter.name) for counter in fields(StepMetrics)}
-        # The loop keeps counting between the two copies; a reader may rely on equal lengths.
         accepted = list(self.accepted_by_position)
         drafted = self.drafted_by_position[: len(accepted)]
         return {**numbers, "drafted_by_position": drafted, "accepted_by_position": accepted}

@@ -18,7 +18,7 @@ from specactor_ray.spec.table import RequestTable
 _KEPT_POSITIONS = 2048
 """Newest positions of each request whose hidden states are kept for drafters that join later."""
 MOST_READ = 4096
-"""Most prompt and output tokens that a delivery opens with a model, which reads them first; for each it stands for."""
+"""Most prompt and output tokens that a delivery opens with a model, which reads them first; one for several, more."""
 
 
 @dataclass(slots=True)
@@ -84,9 +84,8 @@ class Seat(Drafter):
         super().__init__(drafter_id, link.method, link.window, link.max_batch, link.looks_up)
         self.link = link.link
         self.takes_turns = isinstance(link, HostedDrafter) and not link.looks_up
-        """It only works when the verifier lets it, and needs to know nothing before."""
         self.postponed = 0
-        """Deliveries that were left out before its turn."""
+        """Deliveries that were left out, as it works only when the verifier lets it."""
         self.number, self._table = number, table
         self._features = features if link.reads_features else None
         self._closed: dict[tuple[int, int], bool] = {}
@@ -120,7 +119,8 @@ class Seat(Drafter):
         table, number = self._table, self.number
         told = table.told[number]
         mine = np.flatnonzero(table.assigned[number])
-        opened = tuple(self._opening(row) for row in self._to_open(mine[told[mine] < 0].tolist()))
+        deliveries, self.postponed = 1 + self.postponed, 0
+        opened = tuple(self._opening(row) for row in self._to_open(mine[told[mine] < 0].tolist(), deliveries))
         rows = mine[(told[mine] >= 0) & (told[mine] < table.committed[mine])].astype(np.int32)
         closed, self._closed = tuple((*handle, finished) for handle, finished in self._closed.items()), {}
         last, self._last = self._last, []
@@ -136,14 +136,13 @@ class Seat(Drafter):
             tokens = np.concatenate([*(one[3] for one in last), tokens])
         return CommitBatch(verifier_id, rows, generations, starts, lengths, tokens, opened, closed, features)
 
-    def _to_open(self, rows: list[int]) -> list[int]:
-        """Those whose turn it is; the others follow with the next deliveries."""
+    def _to_open(self, rows: list[int], deliveries: int) -> list[int]:
+        """Those whose turn it is in as many deliveries; the others follow with the next."""
         if self.looks_up:
             return rows
-        most, self.postponed = MOST_READ * (1 + self.postponed), 0
         requests, committed = self._table.requests, self._table.committed
         sizes = (len(requests[row].prompt_token_ids) + int(committed[row]) for row in rows)  # type: ignore[union-attr]
-        fit = takewhile(lambda size: size <= most, accumulate(sizes))
+        fit = takewhile(lambda size: size <= deliveries * MOST_READ, accumulate(sizes))
         return rows[: max(len(list(fit)), 1)]
 
     def _opening(self, row: int) -> DraftOpen:

@@ -7,7 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "specactor_ray"
-CLOCKED = ("actors/", "cluster/calls.py", "cluster/supervised.py", "controller/", "loops/", "queues/", "rollout/")
+CLOCKED = (
+    "actors/",
+    "cluster/calls.py",
+    "cluster/supervised.py",
+    "controller/",
+    "draft/",
+    "loops/",
+    "queues/",
+    "rollout/",
+    "verify/",
+)
 """Folders and files that are held to it."""
 FOR_PEOPLE = ("rollout/run.py",)
 """Tells people how long things took; runs in no simulation."""

@@ -88,7 +88,7 @@ def test_a_gap_or_an_unknown_request_asks_for_a_resync() -> None:
     assert drafter.commit("r", 0, [1])
 
 
-def test_requests_beyond_the_limit_are_answered_with_no_guess() -> None:
+def test_requests_beyond_the_limit_are_answered_with_no_guess(reference: torch.nn.Module) -> None:
     drafter = proposer(max_batch=1)
     for name in ("a", "b"):
         drafter.open(name, (5, 6, 7), (), SamplingParams(max_tokens=20), 3)
@@ -97,11 +97,12 @@ def test_requests_beyond_the_limit_are_answered_with_no_guess() -> None:
     assert drafter.commit("b", 0, [9])
     assert drafter.extend() == ["b"], "each commit is answered once"
     assert drafter.extend() == []
+    drafter.open("c", (5, 6, 7), (), SamplingParams(max_tokens=20), 3)
     drafter.close("a")
-    assert not drafter.commit("b", 1, [9]), "now there is room: ask to open it"
-    drafter.open("b", (5, 6, 7), (9, 9), SamplingParams(max_tokens=20), 3)
+    assert drafter.commit("b", 1, [9]) and drafter.commit("c", 0, [9])
     extend_fully(drafter)
-    assert len(drafter.tail("b")[1]) == 3
+    assert [len(drafter.tail(name)[1]) for name in ("b", "c")] == [3, 0], "there is one place"
+    assert drafter.tail("b")[1] == expected_tail(reference, (5, 6, 7), [9, 9], SamplingParams(max_tokens=20), 3)
 
 
 def test_drafting_ends_where_the_output_ends() -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from specactor_ray.config.schema import SpeculationConfig
+from specactor_ray.actors.process import ActorHost
+from specactor_ray.config.schema import SpeculationConfig, TargetConfig
+from specactor_ray.controller.state import Mode, VerifierSpec
+from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.mirrors import Mirrors
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.messages import CommitBatch, Features, SamplingParams, TailBatch
@@ -14,7 +19,7 @@ from specactor_ray.spec._kernels import Committed
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.verify import seat
 from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.seat import DrafterLink
+from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 from tests.unit.spec.tables import Claim, batch, ints, request
 
 
@@ -47,6 +52,11 @@ def test_a_request_that_a_drafter_should_not_have_open_is_closed() -> None:
     drafting.take_messages()
     drafting.flush()
     assert not heard and np.count_nonzero(drafting.table.length) == 1
+
+
+def test_tails_are_kept_up_to_the_largest_window_of_a_drafter() -> None:
+    spec = VerifierSpec("v", TargetConfig(), SpeculationConfig(window=4), Mode.COUPLED, max_drafts=9)
+    assert ActorHost().build_drafting(spec, SimpleNamespace(vocab_size=100)).table.window == 9  # type: ignore[arg-type]
 
 
 def ended() -> tuple[CommitBatch, tuple[int, ...]]:
@@ -83,13 +93,22 @@ def test_a_lookup_learns_from_an_output_up_to_its_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("looks_up", "deliveries"), [(True, [["a", "b", "c", "d", "e"]]), (False, [["a", "b"], ["c"], ["d"], ["e"]])]
+    ("looks_up", "left_out", "deliveries"),
+    [
+        (True, 0, [["a", "b", "c", "d", "e"]]),
+        (False, 0, [["a", "b"], ["c"], ["d"], ["e"]]),
+        (False, 1, [["a", "b", "c"], ["d", "e"]]),
+        (False, 2, [["a", "b", "c", "d"], ["e"]]),
+    ],
 )
-def test_a_model_reads_some_prompts_at_a_time(looks_up: bool, deliveries: list[list[str]]) -> None:
-    """In order, as many as fit, one at least."""
+def test_a_model_reads_some_prompts_at_a_time(looks_up: bool, left_out: int, deliveries: list[list[str]]) -> None:
+    """In order, as many as fit in the deliveries since its last turn, one at least."""
     heard: list[CommitBatch] = []
     drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
-    drafting.set_drafters({"d": DrafterLink("m", 8, Link(direct_sender(heard.append)), looks_up=looks_up)})
+    link = Link(direct_sender(heard.append))
+    loop = DraftLoop("d", NgramProposer())
+    hosted = HostedDrafter("m", 8, link, looks_up=looks_up, loop=loop)
+    drafting.set_drafters({"d": hosted if left_out else DrafterLink("m", 8, link, looks_up=looks_up)})
     sizes = {"a": 0.75, "b": 0.25, "c": 0.5, "d": 1.5, "e": 0.1}
     rows = []
     for name, size in sizes.items():
@@ -97,6 +116,8 @@ def test_a_model_reads_some_prompts_at_a_time(looks_up: bool, deliveries: list[l
         rows.append(drafting.table.open(TargetRequest(name, prompt, SamplingParams(max_tokens=9), (7,))))
     drafting.revise(ints(rows))
     for _ in range(len(sizes)):
+        for _ in range(left_out):
+            drafting.flush(models_turn=False)
         drafting.flush()
         one = np.ones(len(rows), np.int32)
         drafting.commit(Committed(ints(rows), one, one, -one, 0 * one, 0 * one))

@@ -175,8 +175,16 @@ def test_limits_are_answered_quietly() -> None:
     assert not drafter.commit(first.name, 5, [1]), "a gap asks for a fresh open"
     with pytest.raises(ValueError, match="the head reads 192"):
         drafter.add_features(first.name, [Features(0, states_of(50, 0, width=64))])
+    third = Sequence(2, 0.0)
+    drafter.open(third.name, third.prompt, (), third.sampling, WINDOW)
     drafter.close(first.name)
-    assert not drafter.commit(second.name, 1, [9]), "now there is room: ask to open it"
+    assert not drafter.commit(second.name, 1, [9]), "there is a place: to be opened with all states"
+    third.commit(drafter, [9])  # and none for this one
+    drafter.open(second.name, second.prompt, (9, 9), second.sampling, WINDOW)
+    second.output = [9, 9]
+    drafter.add_features(second.name, [Features(0, second.states[: len(second.tokens) - 1])])
+    extend_fully(drafter)
+    assert [len(drafter.tail(one.name)[1]) for one in (second, third)] == [WINDOW, 0]
 
 
 def test_no_states_are_kept_of_a_request_that_is_too_long_for_the_head() -> None:

@@ -363,7 +363,7 @@ def test_a_drafter_may_have_a_larger_window_than_the_others() -> None:
 
 
 def test_a_model_is_told_at_its_turn_what_happened_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message a step would fill its mailbox while it does not pay, and it would have to read everything again."""
+    """A message a step would fill its inbox while it does not pay, and it would have to read everything again."""
     turns = itertools.chain([4] * 4, [0] * (inbox.MOST_WAITING + 50), itertools.repeat(4))
     monkeypatch.setattr(Policy, "plan_rounds", lambda self, rows: next(turns))
     batch = requests(2, 1.0, max_tokens=400, ignore_eos=True)

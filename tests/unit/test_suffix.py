@@ -335,8 +335,11 @@ def test_more_requests_than_places_are_refused_quietly() -> None:
     assert proposer.extend() == ["a", "b"]
     assert proposer.tail("b") == (1, ())
     assert proposer.commit("b", 1, [1, 2]) is True
+    proposer.open("c", [1, 2, 3, 1, 2], [], GREEDY, 2)
     proposer.close("a")
     assert proposer.commit("b", 3, [3]) is False, "now there is a place: ask to open it"
+    assert proposer.commit("c", 0, [3]) is True, "and it is kept"
+    assert proposer.commit("b", 3, [3]) is False
     proposer.open("b", [1, 2, 3, 1, 2], [3, 1, 2], GREEDY, 1)
     assert drafted(proposer, "b") == [3]
 
