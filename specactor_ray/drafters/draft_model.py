@@ -31,7 +31,7 @@ class _Mirrored:
     mirror: RequestMirror
     cache: CacheRow | None
     refused: bool = False
-    """There is no place for it, as `max_batch` others are drafted for."""
+    """There is no place for it, as `max_batch` others have one."""
     answered: bool = False
     """All that can be said about the newest commit was reported."""
 

@@ -43,7 +43,9 @@ class _Entry:
     mirror: RequestMirror
     cache: CacheRow | None
     refused: bool = False
-    """There is no place for it, as `max_batch` others are drafted for."""
+    """There is no place for it, as `max_batch` others have one."""
+    promised: bool = False
+    """It has got a place late, and lacks the states up to then: it is to be opened afresh."""
     first: int = 0
     anchored: int = 0
     unread: list[Features] = field(default_factory=list)
@@ -135,7 +137,9 @@ class EagleProposer(RowProposer):
         if entry is None or not entry.mirror.commit(start, token_ids).ok:
             return False
         if entry.refused and self._take_place(entry):
-            return False  # the place is kept for it; to be opened afresh brings the states that it lacks
+            entry.promised = True
+        if entry.promised:
+            return False
         entry.answered = False
         return True
 

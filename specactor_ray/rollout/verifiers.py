@@ -168,12 +168,9 @@ class Verifiers:
 
     def await_cancels(self) -> None:
         """Wait until verifiers know what was cancelled, for 30 s at most."""
-        for call in self._cancels:
-            try:
-                call.result()
-            except SpecActorError as error:
-                logger.warning("a verifier was not told to drop requests: %s", error)
-        self._cancels.clear()
+        while self._cancels:
+            self._calls.wait(self._cancels, float("inf"))
+            self._cancels = [call for call in self._cancels if not call.done]
 
     def suspect(self, link: VerifierLink, error: SpecActorError) -> None:
         """Report a verifier that could not be reached; the controller finds out what is the matter."""

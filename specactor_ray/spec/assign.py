@@ -1,7 +1,7 @@
 """Who drafts for which request: the draft ladder, and the race for stragglers.
 
 A request has at most one *base* drafter, a model of the method that promises most and has room. Further drafters join
-by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups for every request, as they cost nothing and learn from what
+by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups for every request, as they cost little and learn from what
 they follow; models in a race. Assignments are made afresh, base drafters first, so a racer never holds a place that a
 base drafter wants. Whoever drafts for a request already is preferred, since another one first has to read it.
 """

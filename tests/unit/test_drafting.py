@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,6 +53,22 @@ def test_a_request_that_a_drafter_should_not_have_open_is_closed() -> None:
     drafting.take_messages()
     drafting.flush()
     assert not heard and np.count_nonzero(drafting.table.length) == 1
+
+
+def test_a_request_that_ends_before_it_is_opened_again_is_closed() -> None:
+    """A drafter that asked for that keeps a place for it."""
+    heard: list[CommitBatch] = []
+    drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
+    drafting.set_drafters({"d": DrafterLink("m", 8, Link(direct_sender(heard.append)))})
+    row = drafting.table.open(request("r"))
+    drafting.revise(ints([row]))
+    drafting.flush()
+    handle = (row, int(drafting.table.generation[row]))
+    drafting.inbox.put(dataclasses.replace(batch([]), lost=(handle,)))
+    drafting.take_messages()
+    drafting.close(row, finished=True)
+    drafting.flush()
+    assert heard[-1].closed == ((*handle, False),)
 
 
 def test_tails_are_kept_up_to_the_largest_window_of_a_drafter() -> None:

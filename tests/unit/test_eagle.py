@@ -180,6 +180,7 @@ def test_limits_are_answered_quietly() -> None:
     drafter.close(first.name)
     assert not drafter.commit(second.name, 1, [9]), "there is a place: to be opened with all states"
     third.commit(drafter, [9])  # and none for this one
+    assert not drafter.commit(second.name, 1, [9]), "until it is opened"
     drafter.open(second.name, second.prompt, (9, 9), second.sampling, WINDOW)
     second.output = [9, 9]
     drafter.add_features(second.name, [Features(0, second.states[: len(second.tokens) - 1])])
