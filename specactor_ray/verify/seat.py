@@ -98,8 +98,8 @@ class Seat(Drafter):
         self._closed.setdefault((row, generation), False)
 
     def end(self, row: int, finished: bool) -> None:
-        """A request that it drafts for leaves its row. A lookup learns from a finished output up to its end. One that is
-        yet to be opened (again) is closed, too: a place may be kept for it."""
+        """A request that it drafts for leaves its row. A lookup learns from a finished output up to its end. A request
+        that is yet to be opened (again) is closed, too: a place may be kept for it."""
         table, told = self._table, int(self._table.told[self.number, row])
         generation, tokens = int(table.generation[row]), table.output[row, max(told, 0) : table.committed[row]]
         if finished and self.looks_up and told >= 0 and len(tokens):
