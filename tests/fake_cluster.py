@@ -53,6 +53,9 @@ class FakeVerifier:
 
     def submit(self, requests: Sequence[TargetRequest]) -> None:
         assert not self.asleep, "a verifier that was lent was given requests"
+        if any(self._cluster.deadly.get(request.request_id) == -1 for request in requests):
+            self._cluster.bench.network.kill(self.actor)
+            self._clock.sleep(float("inf"))
         for request in requests:
             attempt = (request.request_id, request.attempt)
             if attempt in self.begun or attempt in self.cancelled:
@@ -143,7 +146,8 @@ class FakeCluster:
     Attributes:
         suspected: Reports of the rollout.
         stalls: (request, verifier) that make no progress after the first token.
-        deadly: Request → output position at which it ends the process of its verifier.
+        deadly: Request → output position at which it ends the process of its verifier; -1: as it arrives, before the
+            verifier has answered.
     """
 
     def __init__(self, verifiers: int = 2, lend: bool = False, max_batch: int = 4) -> None:

@@ -153,15 +153,15 @@ class Dispatcher:
 
     def _release_all(self, link: VerifierLink, departure: Departure | None) -> None:
         """The verifier is gone: its requests continue elsewhere from what the journal holds. Those whose arrival it did
-        not confirm are not suspected."""
+        not confirm are suspected only if that happened to them before: a request may end a process before it answers.
+        """
         verifier_id = link.verifier_id
         positions = {entry.request_id: entry.num_tokens for entry in self.journal.owned_by(verifier_id)}
-        unseen = [
-            name for call in link.submits if not call.poll() or call.error is not None for name, _ in link.submits[call]
-        ]
-        why = f"verifier {verifier_id} is gone"
-        self._reissue([name for name in unseen if positions.pop(name, None) is not None], why)
-        if departure is Departure.FAILED:
+        failed, why = departure is Departure.FAILED, f"verifier {verifier_id} is gone"
+        unseen = [name for name in link.unconfirmed() if name in positions]
+        excused = [name for name in unseen if not (failed and self.journal.entries[name].count_unconfirmed())]
+        self._reissue([name for name in excused if positions.pop(name, None) is not None], why)
+        if failed:
             for request_id in self._quarantine.accuse(verifier_id, positions):
                 del positions[request_id]
                 self._fail(request_id, "its verifiers failed again and again while it ran alone")

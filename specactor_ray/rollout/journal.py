@@ -17,6 +17,8 @@ from specactor_ray.targets.base import TargetRequest
 RECORD = np.dtype([("token", np.int32), ("logprob", np.float32)])
 """What the journal keeps of a token: 8 bytes."""
 _NEVER = float("inf")
+_MAX_UNCONFIRMED = 3
+"""A request whose verifiers failed so often before they had confirmed to have it is suspected as if they had it."""
 
 
 @dataclass(slots=True)
@@ -36,6 +38,8 @@ class JournalEntry:
     """How often it was moved from one healthy verifier to another."""
     stalls: int = 0
     """How often it stopped making progress at a verifier that answered."""
+    unconfirmed: int = 0
+    """How many verifiers failed before they had confirmed to have it."""
     progress_at: float = _NEVER
     """Since when it stands still, in seconds: its last progress, or when it was handed out after a stall. Infinite if
     it has not begun since it was taken off a verifier."""
@@ -69,6 +73,11 @@ class JournalEntry:
             return None
         values: list[float] = np.frombuffer(self.margin_bytes, np.float32).tolist()
         return values
+
+    def count_unconfirmed(self) -> bool:
+        """One more verifier failed before it had confirmed to have it. Returns whether the request may be the cause."""
+        self.unconfirmed += 1
+        return self.unconfirmed >= _MAX_UNCONFIRMED
 
     def rate(self) -> float | None:
         """Output tokens per second of the present attempt, between its first progress and its last; None if unknown."""

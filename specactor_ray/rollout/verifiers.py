@@ -58,6 +58,11 @@ class VerifierLink:
     submits: dict[Call, list[tuple[str, int]]] = field(default_factory=dict)
     """Calls that hand it requests → (request, attempt)."""
 
+    def unconfirmed(self) -> list[str]:
+        """Requests of which it is not known whether they have arrived."""
+        calls = [call for call in self.submits if not call.poll() or call.error is not None]
+        return [request_id for call in calls for request_id, _ in self.submits[call]]
+
     def is_open(self, now: float) -> bool:
         """It may be given requests: it refused none lately, and answered the last time it was asked."""
         return now >= self.free_at and self.suspected_at <= self.answered_at
@@ -191,14 +196,15 @@ class Verifiers:
                 arguments = (link.cursor, _POLL_S, linger_s)
                 link.poll = self._calls.start(link.handle, "poll", *arguments, deadline_s=_POLL_TIMEOUT_S, retry=False)
         calls = [link.poll for link in links if link.poll is not None]
-        calls += [call for link in links for call in link.submits]
+        calls += [call for link in links for call in link.submits if not call.done]
         calls += [self._view] if self._view is not None else []
         self._calls.wait(calls, _WAIT_S)
 
     def failed_submits(self) -> Iterator[tuple[VerifierLink, list[tuple[str, int]]]]:
-        """Requests and attempts of which nobody knows whether they arrived; their verifier is reported."""
+        """Requests and attempts of which nobody knows whether they arrived; their verifier is reported. Those of a
+        verifier that is gone stay with it until the view says so."""
         for link in self.links.values():
-            for call in [call for call in link.submits if call.done]:
+            for call in [call for call in link.submits if call.done and not isinstance(call.error, ActorLostError)]:
                 attempts = link.submits.pop(call)
                 if call.error is not None:
                     self.suspect(link, call.error)

@@ -120,6 +120,13 @@ class TestDeaths:
         assert list(failed) == ["r5"] and "its verifiers failed again and again" in failed["r5"]
         assert 3 <= len(cluster.departed) <= 9
 
+    def test_a_request_that_ends_a_verifier_before_it_has_answered_fails_alone_too(self) -> None:
+        cluster = FakeCluster(verifiers=3)
+        cluster.deadly["r5"] = -1
+        failed = reasons(cluster.run(lambda: cluster.finish(entries(24, tokens=60))))
+        assert list(failed) == ["r5"] and "its verifiers failed again and again" in failed["r5"]
+        assert 5 <= len(cluster.departed) <= 12
+
     @pytest.mark.parametrize("why", [Departure.NODE_LOST, Departure.RELEASED])
     def test_the_loss_of_nodes_convicts_nobody(self, why: Departure) -> None:
         cluster = FakeCluster(verifiers=1)
