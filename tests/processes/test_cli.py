@@ -73,7 +73,7 @@ class TestUserErrors:
         "existing output": (["data.path=good.jsonl", "data.output=there.jsonl"], "there.jsonl exists and is never"),
         "output in a file": (["data.path=good.jsonl", "data.output=there.jsonl/x"], "there.jsonl is not a folder"),
         "unknown key": (["data.paht=good.jsonl"], "data.paht: unknown key. Did you mean data.path?"),
-        "max_tokens 0": (["sampling.max_tokens=0"], "sampling.max_tokens: is 0; it must be 1 or more"),
+        "max_tokens 0": (["sampling.max_tokens=0"], "sampling.max_tokens: is 0; it must be between 1 and 2**31 - 1"),
         "negative temperature": (["sampling.temperature=-1"], "sampling.temperature: is -1.0; it must be"),
         "no such config": (["--config", "none.yaml"], "none.yaml: there is no such file."),
     }
