@@ -7,9 +7,10 @@ reordered or late; the receiver checks it against what it knows (`spec/table.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,19 @@ class Mode(StrEnum):
     """The verifier takes the tail that is there; the drafter runs ahead up to its window."""
 
 
+_NUMBERS: Mapping[str, tuple[type, type, str]] = {
+    **dict.fromkeys(("temperature", "top_p"), (Real, float, "number")),
+    **dict.fromkeys(("top_k", "max_tokens", "seed"), (Integral, int, "whole number")),
+}
+"""Fields of `SamplingParams` → what they may be, what they are turned into, and its name."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of a request are chosen (see `sampling.py` for the exact rule).
 
     Raises:
-        InputError: A value is out of range; the message names the field and the allowed range.
+        InputError: A value is of the wrong type or out of range; the message names the field and what is allowed.
     """
 
     temperature: float = 1.0
@@ -52,6 +60,16 @@ class SamplingParams:
     """Go on past the model's own end-of-sequence ids (for benchmarks)."""
 
     def __post_init__(self) -> None:
+        for name, (kind, plain, words) in _NUMBERS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise InputError(f"sampling.{name} is {value!r}; it must be a {words}")
+            if type(value) not in (int, float):  # numpy's
+                object.__setattr__(self, name, plain(value))
+        stops = self.stop_token_ids
+        if not isinstance(stops, list | tuple) or not all(type(one) is int and 0 <= one < 2**31 for one in stops):
+            raise InputError(f"sampling.stop_token_ids is {stops!r}; it must hold token ids, 0 or more")
+        object.__setattr__(self, "stop_token_ids", tuple(stops))
         checks = (
             ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number, 0 or more"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),

@@ -103,6 +103,8 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
         InputError: The prompt is empty, or messages are given but there is no chat template.
     """
     token_ids: Sequence[Any]
+    if not isinstance(prompt, str | list | tuple):
+        raise InputError(f"a prompt is text, a list of chat messages or a list of token ids, not {prompt!r}")
     _reject_half_characters(prompt)
     if isinstance(prompt, list | tuple) and all(isinstance(token, int) for token in prompt):
         token_ids = prompt

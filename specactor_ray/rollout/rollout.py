@@ -100,6 +100,7 @@ class Rollout:
         except SpecActorError as error:
             logger.error("the controller did not shut down in order (%s); its actors end with it", error)
         finally:
+            self._run.closed = True
             ray.kill(self._controller)
             self._connection.close()
 
@@ -122,16 +123,20 @@ class Rollout:
         A prompt that cannot run ends as a trajectory with `finish_reason` `error` and its reason; the others go on.
 
         Raises:
-            InputError: No prompts, another number of samplings, n < 1, or another stream of this rollout is open.
+            InputError: No prompts, another number of samplings, n < 1, another stream of this rollout is open, or it is
+                closed.
             ActorLostError: No verifier could be had any more.
         """
+        self._run.require_open()
         sampling = sampling_from_config(self.config) if sampling is None else sampling
         n = self.config.data.n if n is None else n
         if isinstance(prompts, str):
             raise InputError("prompts must be a list; put a single text into one: [prompt]")
         if not prompts:
             raise InputError("there are no prompts to roll out")
-        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        if isinstance(sampling, SamplingParams | Mapping):
+            sampling = [sampling] * len(prompts)  # of a mapping the check below says what it is
+        each = list(sampling)
         strange = [one for one in each if not isinstance(one, SamplingParams)]
         if strange:
             raise InputError(
@@ -227,6 +232,7 @@ class Rollout:
     def _stream(
         self, prompts: list[Prompt], sampling: list[SamplingParams], n: int, skip: frozenset[tuple[int, int]]
     ) -> Iterator[Trajectory]:
+        self._run.rouse()
         self._run.streaming = True
         self._streams += 1
         try:

@@ -48,7 +48,9 @@ class RunClient:
             request_stall_timeout_s=2.0 * cluster.stall_timeout_s,
             spares=spares,
         )
-        self.streaming = False
+        self.streaming = self.closed = False
+        self._asleep = False
+        """Verifiers were told to sleep."""
         self.weight_version = 0
         """Version of the policy's weights that new requests are run with."""
 
@@ -84,7 +86,14 @@ class RunClient:
         self.require_no_stream(method)
         if not self.dispatcher.settle():
             raise SpecActorError("verifiers whose seats were lent to draft actors did not come back in time")
+        self._asleep = self._asleep or method == "sleep"
         self._call_all(method, list(self.view().verifiers.values()))
+        self._asleep = self._asleep and method != "wake"
+
+    def rouse(self) -> None:
+        """Wake the verifiers if they sleep."""
+        if self._asleep:
+            self.call_verifiers("wake")
 
     def reset_metrics(self) -> None:
         self.call_verifiers("reset_metrics")
@@ -121,10 +130,15 @@ class RunClient:
 
     def ask(self, method: str, *arguments: Any, deadline_s: float = _ASK_S) -> Any:
         """Call the controller and wait for the answer."""
+        self.require_open()
         try:
             return self._calls.ask(self._controller, method, *arguments, deadline_s=deadline_s)
         except ActorLostError as error:
             raise ActorLostError(f"the controller of the run is gone: {error}", error.node_lost) from None
+
+    def require_open(self) -> None:
+        if self.closed:
+            raise InputError("this rollout is closed; start another one")
 
     def require_no_stream(self, what: str) -> None:
         if self.streaming:

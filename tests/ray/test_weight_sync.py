@@ -67,6 +67,8 @@ def test_updates_reach_verifiers_also_a_replacement_for_a_killed_one() -> None:
         rollout.sleep()
         rollout.wake()
         assert tokens(rollout) == before
+        rollout.sleep()
+        assert tokens(rollout) == before, "a stream wakes them"
         trainer.update(samples(), 0, 0)
         weights = trainer.export_weights(1)
         stream = rollout.stream(PROMPTS, SAMPLING)
@@ -90,6 +92,9 @@ def test_updates_reach_verifiers_also_a_replacement_for_a_killed_one() -> None:
         trainer.update(samples(), 1, 1)
         rollout.update_weights(trainer.export_weights(2))
         assert tokens(rollout) != after
+    for use in (rollout.sleep, rollout.status, lambda: rollout.generate(PROMPTS, SAMPLING)):
+        with pytest.raises(InputError, match="this rollout is closed"):
+            use()
 
 
 def test_drafters_that_follow_the_policy_get_every_version() -> None:

@@ -124,6 +124,8 @@ class TestEncoding:
         assert len(wrapped) > len(encode_prompt(tokenizer, text, chat=False))
 
     def test_token_ids_stay_as_they_are(self, tokenizer: Any) -> None:
+        with pytest.raises(InputError, match="a prompt is text, a list of chat messages or a list of token ids, not 5"):
+            encode_prompt(tokenizer, 5, chat=True)  # type: ignore[arg-type]
         assert encode_prompt(tokenizer, [5, 6, 7], chat=True) == (5, 6, 7)
         assert encode_prompt(None, [5, 6, 7], chat=True) == (5, 6, 7)
 
