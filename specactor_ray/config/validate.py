@@ -57,7 +57,7 @@ SMALLEST = {
     "plan_devices": 1,
 }
 SMALLEST_OF_A_DRAFTER = {
-    "replicas": 0,  # none now; more can be added while the run goes on
+    "replicas": 0,  # none at the start; `specactor scale` adds some during the run
     "gpus": 0,
     "max_batch": 1,
     "min_match": 1,

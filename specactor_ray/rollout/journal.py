@@ -195,7 +195,7 @@ class Journal:
         self._owned.clear()
 
     def _set_owner(self, entry: JournalEntry, owner: str | None) -> None:
-        """Every change of owner ends an attempt, so that the pace is measured anew."""
+        """A change of owner ends the attempt; the rate of the next one is measured from scratch."""
         if entry.owner is not None:
             mine = self._owned[entry.owner]
             del mine[entry.request_id]

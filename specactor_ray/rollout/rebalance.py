@@ -46,8 +46,8 @@ class Move:
 def expected_remaining(committed: int, max_tokens: int, ignore_eos: bool = False) -> float:
     """Output tokens a request is expected to have ahead.
 
-    Output lengths have heavy tails: what has lasted long goes on for long. For a Pareto distribution of exponent 2 the
-    mean rest equals what there is already; `max_tokens` bounds it.
+    Output lengths are heavy-tailed: the longer an output is, the more tokens are expected to follow. For a Pareto
+    distribution of exponent 2 the mean rest equals what there is already; `max_tokens` bounds it.
     """
     room = max(max_tokens - committed, 0)
     return float(room if ignore_eos else min(room, max(committed, _LEAST_EXPECTED)))

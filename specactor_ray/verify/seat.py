@@ -101,10 +101,11 @@ class Seat(Drafter):
         """A request that it drafts for leaves its row. A lookup learns from a finished output up to its end. A request
         that is yet to be opened (again) is closed, too: a place may be kept for it."""
         table, told = self._table, int(self._table.told[self.number, row])
-        generation, tokens = int(table.generation[row]), table.output[row, max(told, 0) : table.committed[row]]
-        if finished and self.looks_up and told >= 0 and len(tokens):
+        finished = finished and told >= 0
+        generation, tokens = int(table.generation[row]), table.output[row, told : table.committed[row]]
+        if finished and self.looks_up and len(tokens):
             self._last.append((row, generation, told, tokens.copy()))
-        self._closed[row, generation] = finished and told >= 0
+        self._closed[row, generation] = finished
 
     def forget(self, handles: Sequence[tuple[int, int]]) -> None:
         """It does not know these requests: they have to be opened again."""

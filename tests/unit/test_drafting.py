@@ -24,15 +24,22 @@ from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 from tests.unit.spec.tables import Claim, batch, ints, request
 
 
-def test_a_request_that_a_drafter_should_not_have_open_is_closed() -> None:
-    """Such as by an open that arrived twice, the second time after the close."""
+def opened_once() -> tuple[Drafting, list[CommitBatch], tuple[int, int]]:
+    """A drafter `d` that was told of one request: its verifier's side, where it hears, and row and generation."""
     heard: list[CommitBatch] = []
     drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
-    drafting.set_drafters({"d": DrafterLink("ngram", 8, Link(direct_sender(heard.append)))})
+    drafting.set_drafters({"d": DrafterLink("m", 8, Link(direct_sender(heard.append)))})
     row = drafting.table.open(request("r"))
     drafting.revise(ints([row]))
     drafting.flush()
     (opened,) = heard.pop().opened
+    return drafting, heard, (opened.row, opened.generation)
+
+
+def test_a_request_that_a_drafter_should_not_have_open_is_closed() -> None:
+    """Such as by an open that arrived twice, the second time after the close."""
+    drafting, heard, handle = opened_once()
+    row = handle[0]
     drafting.close(row, finished=True)
 
     def say(*handles: tuple[int, int]) -> tuple[tuple[int, int, bool], ...]:
@@ -41,7 +48,6 @@ def test_a_request_that_a_drafter_should_not_have_open_is_closed() -> None:
         drafting.flush()
         return heard.pop().closed
 
-    handle = (opened.row, opened.generation)
     assert say(handle) == ((*handle, True),), "that it has ended is not forgotten"
     assert say(handle) == ((*handle, False),)
     assert drafting.table.open(request("new")) == row
@@ -57,16 +63,10 @@ def test_a_request_that_a_drafter_should_not_have_open_is_closed() -> None:
 
 def test_a_request_that_ends_before_it_is_opened_again_is_closed() -> None:
     """A drafter that asked for that keeps a place for it."""
-    heard: list[CommitBatch] = []
-    drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
-    drafting.set_drafters({"d": DrafterLink("m", 8, Link(direct_sender(heard.append)))})
-    row = drafting.table.open(request("r"))
-    drafting.revise(ints([row]))
-    drafting.flush()
-    handle = (row, int(drafting.table.generation[row]))
+    drafting, heard, handle = opened_once()
     drafting.inbox.put(dataclasses.replace(batch([]), lost=(handle,)))
     drafting.take_messages()
-    drafting.close(row, finished=True)
+    drafting.close(handle[0], finished=True)
     drafting.flush()
     assert heard[-1].closed == ((*handle, False),)
 
