@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost, LoopThread
-from specactor_ray.cluster.cores import DRAFTER_SPINS
 from specactor_ray.controller.state import DraftSpec
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import CommitBatch, TailBatch, WeightSet
@@ -31,7 +30,7 @@ class DraftActor:
         repeated."""
         with self._lock:
             if self._thread is None:
-                self._host.configure(self._spec.actor_id, self._spec.cores, self._spec.log_level, DRAFTER_SPINS)
+                self._host.configure(self._spec.actor_id, self._spec.cores, self._spec.log_level)
                 self._thread = LoopThread(self._make_loop, "draft", self._host.clock)
         return {**self._host.facts(), "vocab_size": self._thread.loop().proposer.vocab_size}
 

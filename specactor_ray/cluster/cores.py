@@ -15,10 +15,12 @@ from specactor_ray.errors import ClusterError
 
 _ROUNDING = 1e-6
 """Ten shares of 0.1 fill a core, whatever floats make of their sum."""
-VERIFIER_SPINS = 30_000
-"""Bridges the gaps between the operations of a forward (about 0.3 ms) and no more."""
-DRAFTER_SPINS = 1_000
-"""Draft actors may share a core with others, which want it as soon as a draft is done."""
+SPINS = 1_000
+"""How often an idle thread of OpenMP's pool looks for work before it sleeps. GNU OpenMP's default of 300,000 occupies a
+core for milliseconds; beside a busy process a forward then takes 30 times as long."""
+ADAPTIVE_SPINS = 30_000
+"""Bridges the gaps between the operations of a forward (about 0.3 ms), which makes it a tenth faster. For processes
+that use fewer threads when other processes occupy their cores (`modeling/threads.py`)."""
 
 
 class CoreLedger:
@@ -141,7 +143,15 @@ def usable_cores() -> tuple[str, tuple[int, ...]]:
     return machine, tuple(sorted(os.sched_getaffinity(0)))
 
 
-def bind_to_cores(cores: Sequence[int], spins: int = VERIFIER_SPINS) -> None:
+def limit_spins(spins: int = SPINS) -> dict[str, str]:
+    """Environment of a process whose idle threads spin so often, unless the environment of this process says it.
+
+    Takes effect in a process that has not loaded torch yet.
+    """
+    return {} if "GOMP_SPINCOUNT" in os.environ else {"GOMP_SPINCOUNT": str(spins)}
+
+
+def bind_to_cores(cores: Sequence[int]) -> None:
     """Run every thread of this process, those to come included, on `cores` only, with one torch thread per core.
 
     Call it before torch computes anything: thread pools keep the size they started with. Torch need not be
@@ -149,9 +159,6 @@ def bind_to_cores(cores: Sequence[int], spins: int = VERIFIER_SPINS) -> None:
 
     Args:
         cores: Core ids.
-        spins: How often an idle thread of the pool looks for work before it sleeps, where the environment does not
-            say (GNU OpenMP; it looks up to 300,000 times by default, which is milliseconds on a core that another
-            actor wants). Takes effect if torch is not loaded yet.
 
     Raises:
         ClusterError: A core does not exist or is outside what this process may use.
@@ -159,7 +166,6 @@ def bind_to_cores(cores: Sequence[int], spins: int = VERIFIER_SPINS) -> None:
     wanted = set(cores)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ[name] = str(len(wanted))
-    os.environ.setdefault("GOMP_SPINCOUNT", str(spins))
     try:
         os.sched_setaffinity(0, wanted)
     except OSError as error:

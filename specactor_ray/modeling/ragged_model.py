@@ -21,6 +21,7 @@ from specactor_ray.modeling.packed_linear import (
 )
 from specactor_ray.modeling.ragged_attention import RaggedBatch, register
 from specactor_ray.modeling.ragged_cache import CacheRow, RaggedCache
+from specactor_ray.modeling.threads import thread_count
 
 HEAD_INPUT = -1
 """In `hidden_layers`: the states that enter the output layer (after the last norm), from which the logits are made."""
@@ -73,6 +74,7 @@ class RaggedModel:
         self.model = model
         self.device = next(model.parameters()).device
         self.dtype = model.dtype
+        self._threads = thread_count() if self.device.type == "cpu" else None
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.max_positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
         self.batched = self.device.type != "cpu" if batched_attention is None else batched_attention
@@ -114,6 +116,8 @@ class RaggedModel:
         # Positions whose logits are wanted are padded too: the head is the widest linear layer of all.
         head_padding = [wanted[-1]] * self._padding(len(wanted)) if wanted else [0]
         keep = torch.tensor(wanted + head_padding, dtype=torch.long, device=self.device)
+        if self._threads is not None:
+            self._threads.apply()
         logits = self._run(tokens + [0] * padding, positions + [0] * padding, batch, keep)
         for chunk, count in zip(chunks, counts, strict=True):
             chunk.row.length += count

@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from specactor_ray.cluster.calls import Calls
+from specactor_ray.cluster.cores import limit_spins
 from specactor_ray.cluster.names import NAMESPACE, actor_name
 from specactor_ray.cluster.placement import Demand, cluster_supply, demand_against_supply
 from specactor_ray.config.schema import Config
@@ -98,6 +99,7 @@ class TrainerGroup(TrainerRanks):
             "max_restarts": 0,
             "max_task_retries": 0,
             "scheduling_strategy": strategy,
+            "runtime_env": {"env_vars": limit_spins()},
         }
         remote: Any = ray.remote
         actor = remote(concurrency_groups={HEARTBEAT: 1})(TrainerActor)

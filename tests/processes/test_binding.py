@@ -13,9 +13,9 @@ import os, sys, threading, time
 {before}
 stop = threading.Event()
 thread = threading.Thread(target=stop.wait, daemon=True); thread.start()
-from specactor_ray.cluster.cores import bind_to_cores
+from specactor_ray.actors.process import configure_process
 core = max(os.sched_getaffinity(0))
-bind_to_cores([core])
+configure_process("x", [core], "WARNING")
 import torch
 torch.ones(64, 64) @ torch.ones(64, 64)
 affinities = [os.sched_getaffinity(int(t)) for t in os.listdir("/proc/self/task")]
@@ -30,7 +30,7 @@ assert os.environ["GOMP_SPINCOUNT"] == {spins!r}, os.environ["GOMP_SPINCOUNT"]
 def test_binding_reaches_every_thread_and_torch(before: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     environment.pop("GOMP_SPINCOUNT", None)
-    for spins, chosen in (("30000", {}), ("7", {"GOMP_SPINCOUNT": "7"})):
+    for spins, chosen in (("1000", {}), ("7", {"GOMP_SPINCOUNT": "7"})):
         script = BIND.format(before=before, spins=spins)
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, env={**environment, **chosen}

@@ -79,6 +79,8 @@ def test_all_work_is_done_in_one_thread_beside_that_of_the_heartbeat() -> None:
 def test_a_rank_counts_its_work_while_it_does_it() -> None:
     with TrainerGroup(settings(), "test") as group:
         rank = group._ranks[0]
+        spins = [psutil.Process(pid).environ().get("GOMP_SPINCOUNT") for pid in ranks_of()]
+        assert "1000" in spins, "set before the process loads torch, or its idle threads take cores from others"
         samples = [sample for seed in range(40) for sample in make_samples(8, seed=seed)]
         before = ray.get(rank.heartbeat.remote(), timeout=60)
         update = rank.update.remote(samples, 0, 0)

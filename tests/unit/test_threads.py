@@ -1,0 +1,71 @@
+"""How many threads a forward uses beside other processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from specactor_ray.modeling.threads import ThreadCount, read_busy_s, threads_that_pay
+
+
+@pytest.mark.parametrize(
+    ("cores", "foreign", "threads"),
+    [
+        (1, 0.0, 1),
+        (1, 1.0, 1),
+        (2, 0.0, 2),
+        (2, 0.3, 2),
+        (2, 0.6, 1),  # half a core on two threads is what one thread has alone
+        (2, 1.0, 1),
+        (2, 2.0, 1),
+        (2, -0.2, 2),  # clocks that disagree
+        (4, 1.0, 3),
+        (8, 0.05, 8),
+        (8, 0.5, 7),
+        (8, 3.1, 5),
+    ],
+)
+def test_as_many_threads_as_cores_are_left(cores: int, foreign: float, threads: int) -> None:
+    assert threads_that_pay(cores, foreign) == threads
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("torch_threads")
+def test_a_busy_neighbour_takes_a_thread_and_gives_it_back() -> None:
+    """Seconds of the cores and of this process are those a script says."""
+    now = busy = own = 0.0
+    count = ThreadCount({0, 1}, lambda cores: busy, lambda: own, lambda: now)
+
+    def pass_by(seconds: float, ours: float, theirs: float) -> int:
+        nonlocal now, busy, own
+        now, own, busy = now + seconds, own + ours, busy + ours + theirs
+        count.apply()
+        assert torch.get_num_threads() == count.threads
+        return count.threads
+
+    assert pass_by(1.0, 2.0, 0.0) == 2
+    assert pass_by(0.1, 0.1, 0.1) == 2  # too short to judge by
+    assert pass_by(0.9, 0.9, 0.9) == 1
+    assert pass_by(1.0, 1.0, 1.0) == 1
+    assert pass_by(1.0, 1.0, 0.1) == 2
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/stat") or os.nice(0) > 0, reason="Linux; niced processes do not count")
+def test_the_kernel_counts_what_others_do_on_these_cores() -> None:
+    cores = os.sched_getaffinity(0)
+    before = read_busy_s(cores)
+    burn = "import time\nwhile time.process_time() < 0.5: pass"
+    subprocess.run([sys.executable, "-c", burn], check=True, timeout=120)
+    assert read_busy_s(cores) - before > 0.3
+    assert read_busy_s(()) == 0.0
