@@ -66,7 +66,7 @@ class ThreadCount:
 
 @functools.cache
 def thread_count() -> ThreadCount | None:
-    """That of this process; None where it has one thread, not a core for each, or the kernel does not show their use."""
+    """That of this process; None where it has one thread, no core for each, or the kernel hides their use."""
     cores = os.sched_getaffinity(0)
     if not 1 < torch.get_num_threads() == len(cores):
         return None
