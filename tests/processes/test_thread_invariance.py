@@ -29,7 +29,5 @@ assert not differ, differ
 
 def test_attention_gives_the_same_bits_on_one_thread_and_two() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("MKL_CBWR", "OMP_NUM_THREADS")}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPARE], capture_output=True, text=True, timeout=200, env=environment
-    )
+    done = subprocess.run([sys.executable, "-c", COMPARE], capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
