@@ -77,18 +77,18 @@ def thread_count() -> ThreadCount | None:
 
 
 def read_busy_s(cores: Collection[int]) -> float:
-    """Seconds that processes of normal priority, interrupts and the kernel have spent on these cores (Linux).
+    """Seconds that processes, interrupts and the kernel have spent on these cores (Linux).
 
-    Niced processes do not count: they yield the core.
+    Niced processes count only where this one is niced, too, as workers of Ray are by default: else they yield the core.
 
     Raises:
         OSError, ValueError, IndexError: `/proc/stat` cannot be read, or is of another form.
     """
-    ticks = 0
+    ticks, niced = 0, os.getpriority(os.PRIO_PROCESS, 0) > 0
     with open("/proc/stat", encoding="ascii") as file:
         for line in file:
             name, *columns = line.split()
             if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cores:
-                user, _, system, _, _, interrupts, soft_interrupts = map(int, columns[:7])
-                ticks += user + system + interrupts + soft_interrupts
+                user, nice, system, _, _, interrupts, soft_interrupts = map(int, columns[:7])
+                ticks += user + niced * nice + system + interrupts + soft_interrupts
     return ticks / os.sysconf("SC_CLK_TCK")
