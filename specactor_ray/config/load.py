@@ -45,7 +45,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     Args:
         path: A YAML file; None takes the defaults.
         overrides: `key=value` items, the value in YAML: `target.max_batch=8`, `drafters.0.replicas=2`,
-            `drafters=[{method: ngram}]`. The last one of a key wins.
+            `drafters=[{method: ngram}]`. The last one of a key wins. A list replaces the one that is there; a mapping
+            for a section (`target={cores: 2}`) changes the keys it names and keeps the others.
 
     Raises:
         ConfigError: A file cannot be read, a key is unknown, a value is of the wrong type or out of range, or
@@ -91,7 +92,7 @@ def _checked_tree(settings: Mapping[str, Any], overrides: Sequence[str], schema:
     tree = _to_tree(settings)
     for item in overrides:
         _apply_override(tree, item, schema)
-    tree = _plain(tree)
+    tree = _to_tree(tree)
     for path, text in texts(tree):
         if text == MISSING:
             raise ConfigError(dotted(path), f"{text!r} is no value.", "write one, or leave the key out.")

@@ -144,9 +144,8 @@ class EagleProposer(RowProposer):
         return True
 
     def add_features(self, request_id: str, features: Sequence[Features]) -> None:
-        """True states came; they are read by the next `extend`. States that are known already, or that no committed
-        token follows, are passed over; behind a gap the head starts over, with less context. None are kept of a request
-        that is too long for the head."""
+        """True states came; they are read by the next `extend`. What is known already is passed over; behind a gap the
+        head starts over, with less context. None are kept of a request that is too long for the head."""
         entry = self._entries.get(request_id)
         if entry is None or entry.cache is None:
             return
@@ -159,14 +158,11 @@ class EagleProposer(RowProposer):
                     f"hidden states are {span.states.shape[1]} wide; the head reads {self._runner.config.feature_size} "
                     f"(layers {list(self._runner.config.exported_layers)} of the target)"
                 )
-            end = min(span.end, entry.known - 1)
-            if end <= entry.next_state or end <= span.begin:
+            if span.end <= entry.next_state:
                 continue
             if span.begin > entry.next_state:
                 entry.begin_anew(span.begin)
-            entry.unread.append(
-                Features(entry.next_state, span.states[entry.next_state - span.begin : end - span.begin])
-            )
+            entry.unread.append(Features(entry.next_state, span.states[entry.next_state - span.begin :]))
 
     def extend(self) -> list[str]:
         reported: dict[str, None] = {}

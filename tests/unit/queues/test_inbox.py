@@ -151,21 +151,19 @@ def others(*things: object) -> Iterator[Any]:
 
 
 FOR_VERIFIER = [
-    *malformed(TAIL, drafter_id=BAD_IDS, rows=(*BAD_ARRAYS, ints([0, HUGE])), generations=BAD_ARRAYS, bases=BAD_ARRAYS),
+    *malformed(TAIL, drafter_id=BAD_IDS, rows=(*BAD_ARRAYS, ints([0, HUGE])), generations=BAD_ARRAYS),
+    *malformed(TAIL, bases=(*BAD_ARRAYS, ints([2**31 - 2, 0]))),
     *malformed(TAIL, lengths=BAD_LENGTHS, tokens=BAD_TOKENS, token_s=BAD_SECONDS, lost=BAD_HANDLES),
     *others(COMMIT, object.__new__(TailBatch)),
 ]
 FOR_DRAFTER = [
     *malformed(COMMIT, verifier_id=BAD_IDS, rows=(*BAD_ARRAYS, ints([0, HUGE])), generations=BAD_ARRAYS),
-    *malformed(
-        COMMIT, starts=(*BAD_ARRAYS, ints([2**31 - 1, 0]), ints([2**31 - 2, 0])), lengths=BAD_LENGTHS, tokens=BAD_TOKENS
-    ),
+    *malformed(COMMIT, starts=(*BAD_ARRAYS, ints([2**31 - 2, 0])), lengths=BAD_LENGTHS, tokens=BAD_TOKENS),
     *malformed(COMMIT, opened=(None, [OPENING], (None,), OPENING, (COMMIT,)), closed=BAD_CLOSED),
     *malformed(COMMIT, features=(*BAD_FEATURES, *(((3, spans),) for spans in BAD_SPANS))),
     *opening(row=(*BAD_NUMBERS, HUGE), generation=BAD_NUMBERS, request_id=BAD_IDS, window=(*BAD_NUMBERS, HUGE)),
-    *opening(
-        prompt_token_ids=(*BAD_PROMPTS, ()), committed_token_ids=BAD_PROMPTS, sampling=BAD_SAMPLING, features=BAD_SPANS
-    ),
+    *opening(prompt_token_ids=(*BAD_PROMPTS, ()), committed_token_ids=BAD_PROMPTS),
+    *opening(sampling=BAD_SAMPLING, features=BAD_SPANS),
     *others(TAIL, OPENING, object.__new__(CommitBatch)),
 ]
 EMPTY = TailBatch("d", *[ints([])] * 5)
