@@ -87,10 +87,11 @@ def _prompt_of(row: Any, where: str) -> Prompt:
 
 
 def _unknown_keys(row: Any) -> str:
-    """Keys of a line without a prompt, the first one with what it may have been meant to be."""
+    """Keys of a line without a prompt, and what one of them may have been meant to be."""
     if not isinstance(row, dict) or not row or "prompt" in row:
         return ""
-    return f"; its keys are {clipped_text(', '.join(row))}.{did_you_mean(next(iter(row)), _KEYS)}"
+    meant = next((hint for key in row if (hint := did_you_mean(key, _KEYS))), "")
+    return f"; its keys are {clipped_text(', '.join(row))}.{meant}"
 
 
 def _is_message(message: Any) -> bool:
