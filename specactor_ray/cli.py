@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -216,14 +217,12 @@ def bench_rollout(
 ) -> None:
     """Compare the modes on the same prompts, seeds and cores; exit code 1 if any token differs from plain decoding."""
     from specactor_ray.config import load_config
-    from specactor_ray.config.validate import validate
     from specactor_ray.observability.console import log_through, make_console
 
     chosen_backend = [f"target.backend={backend}"] if backend is not None else []
     settings = load_config(config_file, [*(overrides or ()), *chosen_backend, "target.record_margins=true"])
     if max_tokens is not None:
-        settings.sampling.max_tokens = max_tokens
-        validate(settings)
+        settings.sampling = replace(settings.sampling, max_tokens=max_tokens)
     chosen, batches = parse_modes(modes), parse_batches(batch, settings.target.max_batch)
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)

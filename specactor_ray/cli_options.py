@@ -19,7 +19,11 @@ ConfigFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Overrides, such as target.max_batch=8.", show_default=False),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Overrides, such as target.max_batch=8; 'target={cores: 2}' keeps the section's other keys.",
+        show_default=False,
+    ),
 ]
 
 

@@ -6,7 +6,33 @@ is allowed and what to do; the command line prints it without a traceback and ex
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
+
 EXIT_USER_ERROR = 2
+_LONGEST_VALUE, _LONGEST_KEY = 120, 400
+"""Characters of a value or a key that a message shows."""
+
+
+def clipped(value: object) -> str:
+    """How a value appears in a message: its `repr`, on one line and cut where it is long."""
+    try:
+        return clipped_text(repr(value))
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return "a value with thousands of digits"
+
+
+def clipped_text(text: str, longest: int = _LONGEST_VALUE) -> str:
+    """A text as messages show it: printable, and cut where it is longer than `longest` characters."""
+    if len(text) > longest:
+        text = f"{text[:longest]}... ({len(text)} characters)"
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
+    """A sentence that names the known one closest to a mistyped name, with a space before it; empty without one."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Did you mean {prefix}{close[0]}?" if close else ""
 
 
 class SpecActorError(Exception):
@@ -28,7 +54,7 @@ class ConfigError(UserError):
 
     def __init__(self, key: str, problem: str, fix: str = "") -> None:
         self.key, self.problem, self.fix = key, problem, fix
-        super().__init__(f"{key}: {problem}" + (f" Fix: {fix}" if fix else ""))
+        super().__init__(f"{clipped_text(key, _LONGEST_KEY)}: {problem}" + (f" Fix: {fix}" if fix else ""))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str, str]]:
         return type(self), (self.key, self.problem, self.fix)

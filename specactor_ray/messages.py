@@ -7,7 +7,7 @@ reordered or late; the receiver checks it against what it knows (`spec/table.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral, Real
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.errors import InputError
+from specactor_ray.errors import InputError, clipped
 
 
 class Mode(StrEnum):
@@ -29,16 +29,23 @@ class Mode(StrEnum):
     """The verifier takes the tail that is there; the drafter runs ahead up to its window."""
 
 
-_NUMBERS: Mapping[str, tuple[type, type, str]] = {
-    **dict.fromkeys(("temperature", "top_p"), (Real, float, "number")),
-    **dict.fromkeys(("top_k", "max_tokens", "seed"), (Integral, int, "whole number")),
+MAX_TEMPERATURE = 1.0e6
+"""Far above what makes all tokens of any model equally likely."""
+_MOST_STOPS = 65_536
+_NUMBERS: Mapping[str, tuple[type, type, Callable[[Any], bool], str]] = {
+    "temperature": (Real, float, lambda value: 0.0 <= value <= MAX_TEMPERATURE, "a number from 0 to 1e6"),
+    "top_k": (Integral, int, lambda value: 0 <= value < 2**31, "a whole number from 0 (off) to 2**31 - 1"),
+    "top_p": (Real, float, lambda value: 0.0 < value <= 1.0, "a number above 0 and at most 1"),
+    "max_tokens": (Integral, int, lambda value: 1 <= value < 2**31, "a whole number from 1 to 2**31 - 1"),
+    "seed": (Integral, int, lambda value: 0 <= value < 2**64, "a whole number from 0 to 2**64 - 1"),
 }
-"""Fields of `SamplingParams` → what they may be, what they are turned into, and its name."""
+"""Fields of `SamplingParams` → the type they must have, the one they become, their range, and both in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of a request are chosen (see `sampling.py` for the exact rule).
+    """How the tokens of a request are chosen (see `sampling.py` for the exact rule). The configuration, the API and
+    messages share this class and its bounds.
 
     Raises:
         InputError: A value is of the wrong type or out of range; the message names the field and what is allowed.
@@ -51,35 +58,43 @@ class SamplingParams:
     top_p: float = 1.0
     """Keep the smallest set of most probable tokens whose probability reaches this; 1 keeps all."""
     max_tokens: int = 128
-    """Most output tokens, at least 1."""
+    """Most output tokens of a request, at least 1."""
     seed: int = 0
-    """Key of the noise, an unsigned 64-bit number. The same seed gives the same tokens."""
+    """Key of the noise, an unsigned 64-bit number; the same seed gives the same tokens. In a configuration: of the run;
+    every sample's own seed is derived from it, its prompt and its number."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the output (and stay in it), beside the model's own end-of-sequence ids."""
+    """Token ids that end an output (and stay in it), beside the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Go on past the model's own end-of-sequence ids (for benchmarks)."""
 
     def __post_init__(self) -> None:
-        for name, (kind, plain, words) in _NUMBERS.items():
+        self.check()
+
+    def check(self) -> None:
+        """Raise InputError where a value is out of bounds. What is unpickled was never checked.
+
+        Numbers of numpy become Python's, a list becomes a tuple.
+        """
+        for name, (kind, plain, is_in_range, allowed) in _NUMBERS.items():
             value = getattr(self, name)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise InputError(f"sampling.{name} is {value!r}; it must be a {words}")
-            if type(value) not in (int, float):  # numpy's
-                object.__setattr__(self, name, plain(value))
+            try:
+                number = plain(value) if isinstance(value, kind) and not isinstance(value, bool) else None
+            except OverflowError:  # a whole number that no float holds
+                number = None
+            if number is None or not is_in_range(number):
+                raise InputError(f"sampling.{name} is {clipped(value)}; it must be {allowed}")
+            object.__setattr__(self, name, number)
         stops = self.stop_token_ids
-        if not isinstance(stops, list | tuple) or not all(type(one) is int and 0 <= one < 2**31 for one in stops):
-            raise InputError(f"sampling.stop_token_ids is {stops!r}; it must hold token ids, 0 or more")
+        if (
+            not isinstance(stops, list | tuple)
+            or len(stops) > _MOST_STOPS
+            or not all(type(one) is int and 0 <= one < 2**31 for one in stops)
+        ):
+            allowed = f"at most {_MOST_STOPS} token ids, each from 0 to 2**31 - 1"
+            raise InputError(f"sampling.stop_token_ids is {clipped(stops)}; it must hold {allowed}")
         object.__setattr__(self, "stop_token_ids", tuple(stops))
-        checks = (
-            ("temperature", 0.0 <= self.temperature < float("inf"), "a finite number, 0 or more"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("max_tokens", 1 <= self.max_tokens < 2**31, "between 1 and 2**31 - 1"),
-            ("seed", 0 <= self.seed < 2**64, "between 0 and 2**64 - 1"),
-        )
-        for name, good, allowed in checks:
-            if not good:
-                raise InputError(f"sampling.{name} is {getattr(self, name)!r}; it must be {allowed}")
+        if type(self.ignore_eos) is not bool:
+            raise InputError(f"sampling.ignore_eos is {clipped(self.ignore_eos)}; it must be true or false")
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ def _facts(config: Config, device: str) -> dict[str, Any]:
         "hardware": {**hardware(), "gpu": gpu_name() if device == "cuda" else None},
         "versions": versions(),
         "model": model_identity(target.model, target.dtype, target.trust_remote_code),
-        "sampling": vars(config.sampling),
+        "sampling": asdict(config.sampling),
     }
 
 

@@ -213,9 +213,7 @@ def _requests(config: Config, prompts: Sequence[Any], max_requests: int) -> list
 
     tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
     places = itertools.islice(itertools.product(range(len(prompts)), range(config.data.n)), max_requests)
-    settings = vars(config.sampling)
-    base = SamplingParams(**{**settings, "stop_token_ids": tuple(settings["stop_token_ids"])})
-    base = replace(base, max_tokens=min(base.max_tokens, MAX_RECORDED_TOKENS))
+    base = replace(config.sampling, max_tokens=min(config.sampling.max_tokens, MAX_RECORDED_TOKENS))
     return [
         TargetRequest(
             f"record-{prompt}-{sample}",

@@ -30,7 +30,7 @@ from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.output import remove_if_empty, write_json
-from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts, sampling_from_config
+from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
 from specactor_ray.rollout.target_checks import check_target, start_note
 from specactor_ray.signals import signals_deferred, sigterm_interrupts
 
@@ -74,7 +74,7 @@ def plan_workloads(
     if len(set(names)) < len(names):
         raise InputError("--prompts: two files have the same name; workloads are told apart by it")
     prompts = {path.stem: tuple(read_prompts(str(path), config.data.limit)) for path in paths}
-    base = sampling_from_config(config)
+    base = config.sampling
     return [
         Workload(
             f"{name} T={temperature:g}{', long tail' if long_tail else ''}",

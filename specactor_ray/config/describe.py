@@ -57,12 +57,12 @@ def default_of(field: Field[Any]) -> Any:
     """The default of a dataclass field, made by its factory where it has one; None without a default."""
     if field.default_factory is not MISSING:
         return field.default_factory()
-    return None if field.default is MISSING else field.default
+    return None if field.default is MISSING else list(field.default) if field.default == () else field.default
 
 
 def list_element(annotation: Any) -> Any:
-    """The element type of `list[...]`, or None for any other annotation."""
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is list else None
+    """The element type of `list[...]` and `tuple[..., ...]`, or None for any other annotation."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) in (list, tuple) else None
 
 
 def without_none(annotation: Any) -> tuple[Any, bool]:

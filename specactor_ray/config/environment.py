@@ -1,4 +1,4 @@
-"""Values that a configuration took from the environment, so that none of them is written down."""
+"""What `${...}` stands for, and which values came from the environment, so that none of them is written down."""
 
 from __future__ import annotations
 
@@ -6,36 +6,92 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
-Path = tuple[str | int, ...]
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.resolvers import oc
+
+from specactor_ray.errors import ConfigError, clipped
+
+KeyPath = tuple[str | int, ...]
+_register: Any = getattr(OmegaConf, "register_resolver", OmegaConf.register_new_resolver)  # its name from 2.4 on
+_FIX = "mend it, or what it refers to."
 
 
-def from_environment(tree: Any, config: Any) -> dict[Path, tuple[str, Any]]:
-    """Path of a key → (its `${...}` text, its value), for all that come from the environment, directly or not.
+def texts(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Path and text of every text in dicts and lists."""
+    if isinstance(tree, str):
+        yield path, tree
+    elif isinstance(tree, dict | list):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from texts(value, (*path, key))
+
+
+def references(tree: Any) -> list[tuple[KeyPath, str]]:
+    """Path and text of every value with a `${...}`."""
+    return [(path, text) for path, text in texts(tree) if "${" in text]
+
+
+def resolve(tree: Any, node: Any) -> dict[KeyPath, str]:
+    """Resolve every reference once.
 
     Args:
         tree: What the user wrote, as dicts and lists, with its references.
-        config: The configuration that was made of it.
+        node: The OmegaConf configuration that was made of it.
+
+    Returns:
+        Path → text of those that read the environment, directly or by what they refer to.
+
+    Raises:
+        ConfigError: One cannot be resolved, or stands for a value of the wrong type.
     """
-    references = {path: text for path, text in _texts(tree, ()) if "${" in text}
-    found: set[Path] = {path for path, text in references.items() if "oc.env" in text}
-    while True:
-        names = [str(path[-1]) for path in found]
-        more = {path for path, text in references.items() if any(name in text for name in names)} - found
-        if not more:
-            return {path: (references[path], value_at(config, path)) for path in found}
-        found |= more
+    reads: list[str] = []
+
+    def read(name: str, *default: Any) -> Any:
+        reads.append(name)
+        return oc.env(name, *default)
+
+    _register("oc.env", read, replace=True)
+    found = {}
+    try:
+        for path, text in references(tree):
+            reads.clear()
+            _resolve_one(node, path, text)
+            if reads:
+                found[path] = text
+    finally:
+        _register("oc.env", oc.env, replace=True)
+    return found
 
 
-def value_at(node: Any, path: Path) -> Any:
+def _resolve_one(node: Any, path: KeyPath, text: str) -> None:
+    """The errors of OmegaConf quote what it has resolved so far, which may be a secret."""
+    try:
+        value = value_at(node, path)
+        if OmegaConf.is_config(value):
+            OmegaConf.to_container(value, resolve=True)
+    except ValidationError:
+        raise ConfigError(dotted(path), f"{clipped(text)} stands for a value of the wrong type.", _FIX) from None
+    except (OmegaConfBaseException, ArithmeticError, RecursionError, TypeError, ValueError):
+        raise ConfigError(dotted(path), f"{clipped(text)} cannot be resolved.", _FIX) from None
+
+
+def without_values(error: ConfigError, tree: Any) -> ConfigError:
+    """The error, without the value where it is that of a reference: it names the reference instead."""
+    key = f"{error.key}."
+    for path, text in references(tree):
+        other = f"{dotted(path)}."
+        if key.startswith(other) or other.startswith(key):
+            return ConfigError(error.key, f"{clipped(text)} stands for a value that is not allowed.", error.fix)
+    return error
+
+
+def dotted(path: KeyPath) -> str:
+    """The path as a key."""
+    return ".".join(map(str, path))
+
+
+def value_at(node: Any, path: KeyPath) -> Any:
     """What stands at a path of keys and indices in sections, dicts and lists, OmegaConf's or plain."""
     for part in path:
         node = getattr(node, str(part)) if is_dataclass(node) else node[part]
     return node
-
-
-def _texts(node: Any, path: Path) -> Iterator[tuple[Path, str]]:
-    if isinstance(node, str):
-        yield path, node
-    elif isinstance(node, dict | list):
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from _texts(value, (*path, key))

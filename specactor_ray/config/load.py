@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import functools
 import os
 import re
@@ -18,22 +17,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, make_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from specactor_ray.config.describe import default_of, field_types, list_element, type_in_words, without_none
-from specactor_ray.config.environment import from_environment, value_at
+from specactor_ray.config.environment import KeyPath, dotted, resolve, texts, value_at, without_values
 from specactor_ray.config.schema import Config
 from specactor_ray.config.validate import validate
-from specactor_ray.errors import ConfigError
+from specactor_ray.errors import ConfigError, InputError, clipped, clipped_text, did_you_mean
 
 Tree = dict[str, Any]
 S = TypeVar("S")
 _FROM_ENVIRONMENT = "_from_environment"
-"""Attribute of a loaded configuration, and of copies of it: see `from_environment`."""
+"""Attribute of a loaded configuration, and of copies of it: path of each key whose value came from the environment →
+(its `${...}` text, its value)."""
+_MOST_LEVELS = 32
+_UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ArithmeticError, AttributeError, LookupError, ValueError)
+"""What PyYAML and OmegaConf raise for texts that are no values: a number of thousands of digits, a tag of no value."""
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -42,7 +45,8 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     Args:
         path: A YAML file; None takes the defaults.
         overrides: `key=value` items, the value in YAML: `target.max_batch=8`, `drafters.0.replicas=2`,
-            `drafters=[{method: ngram}]`. The last one of a key wins.
+            `drafters=[{method: ngram}]`. The last one of a key wins. A list replaces the one that is there; a mapping
+            for a section (`target={cores: 2}`) changes the keys it names and keeps the others.
 
     Raises:
         ConfigError: A file cannot be read, a key is unknown, a value is of the wrong type or out of range, or
@@ -58,9 +62,13 @@ def from_mapping(settings: Mapping[str, Any], overrides: Sequence[str] = ()) -> 
         ConfigError: As for `load_config`.
     """
     tree = _checked_tree(settings, overrides, Config)
-    config = _convert(tree, Config)
-    validate(config)
-    setattr(config, _FROM_ENVIRONMENT, from_environment(tree, config))
+    config, read = _convert(tree, Config)
+    config.data.options = _plain(config.data.options)  # a reference may stand for a section
+    try:
+        validate(config)
+    except ConfigError as error:
+        raise without_values(error, tree) from None
+    setattr(config, _FROM_ENVIRONMENT, {path: (text, value_at(config, path)) for path, text in read.items()})
     return config
 
 
@@ -77,13 +85,17 @@ def load_as(
         ConfigError: As for `load_config`.
     """
     settings = _read_yaml(source, example) if isinstance(source, Path) else source
-    return _convert(_checked_tree(settings, overrides, schema), schema)
+    return _convert(_checked_tree(settings, overrides, schema), schema)[0]
 
 
 def _checked_tree(settings: Mapping[str, Any], overrides: Sequence[str], schema: type) -> Tree:
     tree = _to_tree(settings)
     for item in overrides:
         _apply_override(tree, item, schema)
+    tree = _to_tree(tree)
+    for path, text in texts(tree):
+        if text == MISSING:
+            raise ConfigError(dotted(path), f"{text!r} is no value.", "write one, or leave the key out.")
     _check_section(tree, schema, "")
     return tree
 
@@ -93,12 +105,21 @@ def to_yaml(config: Config) -> str:
 
     What came from the environment (`${oc.env:TOKEN}`) is written as it was read, not as the secret that it may be.
     """
-    node = OmegaConf.structured(config)
+    tree = _literal(_plain(config))
     for path, (reference, value) in getattr(config, _FROM_ENVIRONMENT, {}).items():
         with contextlib.suppress(AttributeError, IndexError, KeyError, TypeError):
             if value_at(config, path) == value:
-                value_at(node, path[:-1])[path[-1]] = reference
-    return OmegaConf.to_yaml(node)
+                value_at(tree, path[:-1])[path[-1]] = reference
+    return OmegaConf.to_yaml(tree)
+
+
+def _literal(value: Any) -> Any:
+    """Plain values such that OmegaConf takes no text of theirs for a reference."""
+    if isinstance(value, dict):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def save_config(config: Config, path: str | Path) -> None:
@@ -134,12 +155,12 @@ def _read_yaml(path: Path, example: str = "conf/local_cpu.yaml") -> Tree:
         raise ConfigError(where, "its values are nested too deeply.", "mend the file.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(where, f"not a text file in UTF-8 ({error.reason}).", "name a YAML file.") from None
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(where, f"not valid YAML: {_yaml_problem(error)}.", "mend that line.") from None
     except OSError as error:
         if error.errno is not None:
             raise ConfigError(where, f"cannot be read: {error.strerror}.") from None
         container = None  # OmegaConf's word for a file that holds a single number
+    except _UNREADABLE as error:
+        raise ConfigError(where, f"not valid YAML: {_yaml_problem(error)}.", "mend that line.") from None
     if not OmegaConf.is_dict(container):
         raise ConfigError(where, "the file holds no `key: value` pairs.", f"see {example} for an example.")
     return _to_tree(container)
@@ -155,8 +176,10 @@ def _similar_files(path: Path) -> str:
 def _yaml_problem(error: Exception) -> str:
     """`line 3, column 7: found duplicate key mode`, without the parser's multi-line report."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    problem = " ".join(str(getattr(error, "problem", None) or error).split()).rstrip(".")
-    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
+    problem = str(getattr(error, "problem", None) or error).splitlines()[0].partition(";")[0].rstrip(".")
+    if isinstance(error, AttributeError | LookupError):  # of PyYAML, at !!timestamp or !!bool before something else
+        problem = "a tag does not fit its value"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else clipped_text(problem)
 
 
 def _to_tree(settings: Any) -> Tree:
@@ -165,12 +188,16 @@ def _to_tree(settings: Any) -> Tree:
     return {str(key): _plain(value) for key, value in plain.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, levels: int = _MOST_LEVELS) -> Any:
+    if isinstance(value, Mapping | list | tuple) and not levels:
+        raise ConfigError("configuration", f"its values are nested more than {_MOST_LEVELS} deep.", "mend it.")
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item, levels - 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+        return [_plain(item, levels - 1) for item in value]
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return value.name if isinstance(value, Enum) else value
 
 
 def _apply_override(tree: Tree, item: str, schema: type) -> None:
@@ -178,12 +205,16 @@ def _apply_override(tree: Tree, item: str, schema: type) -> None:
     key, separator, text = item.partition("=")
     key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
     if not separator:
-        raise ConfigError(item, "an override without `=`.", f"write {item}=VALUE, or {item}=null to unset it.")
+        short = clipped_text(item)
+        raise ConfigError(item, "an override without `=`.", f"write {short}=VALUE, or {short}=null to unset it.")
     if not all(key.split(".")):
         raise ConfigError(item, "an override without a key.", "write SECTION.KEY=VALUE.")
     holder, last = _holder_of(tree, key.split("."), schema)
     value = _override_value(key, text)
     old = holder[last]
+    if old and value is None and is_dataclass(_annotation(key.split("."), schema)):
+        problem = "an override without a value would drop all that is set in this section."
+        raise ConfigError(key, problem, f"write {key}.KEY=VALUE, or '{key}={{KEY: VALUE}}', which keeps other keys.")
     holder[last] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
 
 
@@ -192,8 +223,8 @@ def _override_value(key: str, text: str) -> Any:
         return _plain(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"])))["value"]
     except RecursionError:
         raise ConfigError(key, "the value is nested too deeply.", "mend it.") from None
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        problem = f"{text!r} is not valid YAML ({_yaml_problem(error)})."
+    except _UNREADABLE as error:
+        problem = f"{clipped(text)} is not valid YAML ({_yaml_problem(error)})."
         raise ConfigError(key, problem, f"quote the whole item for the shell: '{key}=...'") from None
 
 
@@ -218,7 +249,7 @@ def _holder_of(tree: Tree, parts: list[str], schema: type) -> tuple[Any, Any]:
             if node.get(part) is None:
                 node[part] = None if is_last else _default_container(parts[: number + 1], schema)
         else:
-            problem = f"{'.'.join(parts[:number])} is set to {node!r}, which has no keys."
+            problem = f"{'.'.join(parts[:number])} is set to {clipped(node)}, which has no keys."
             raise ConfigError(".".join(parts), problem, "override the section as a whole, or mend the file.")
         if is_last:
             return node, slot
@@ -230,25 +261,30 @@ def _index(values: list[Any], key: str, part: str) -> int:
     if part.isdecimal() and int(part) < len(values):
         return int(part)
     have = "it is empty" if not values else f"it has the elements 0 to {len(values) - 1}"
-    problem = f"there is no element {part!r} in the list {key}: {have}."
+    problem = f"there is no element {clipped(part)} in the list {key}: {have}."
     raise ConfigError(f"{key}.{part}", problem, f"give the whole list, for example '{key}=[...]'.")
 
 
 def _default_container(parts: list[str], schema: type) -> Any:
     """An empty section, or the default elements where the schema has a list at this key."""
-    section: Any = schema
-    for number, part in enumerate(parts):
-        if list_element(section) is not None:  # `part` is the index of an element
-            section = list_element(section)
-            continue
-        if not (isinstance(section, type) and is_dataclass(section)):
-            return {}
-        annotation = field_types(section).get(part)
-        if list_element(annotation) is not None and number == len(parts) - 1:
-            field = next(field for field in fields(section) if field.name == part)
-            return OmegaConf.to_container(OmegaConf.create(default_of(field)))
-        section = annotation
+    section = _annotation(parts[:-1], schema)
+    if is_dataclass(section) and list_element(_annotation(parts, schema)) is not None:
+        field = next(field for field in fields(section) if field.name == parts[-1])
+        return OmegaConf.to_container(OmegaConf.create(default_of(field)))
     return {}
+
+
+def _annotation(parts: list[str], schema: type) -> Any:
+    """The annotation of a key; None where the schema has no such key."""
+    annotation: Any = schema
+    for part in parts:
+        if list_element(annotation) is not None:  # `part` is the index of an element
+            annotation = list_element(annotation)
+        elif is_dataclass(annotation):
+            annotation = field_types(cast(type, annotation)).get(part)
+        else:
+            return None
+    return annotation
 
 
 def _check_section(tree: Tree, section: type, prefix: str) -> None:
@@ -275,22 +311,21 @@ def _check_section(tree: Tree, section: type, prefix: str) -> None:
 
 def _unknown_key(key: str, name: str, valid: list[str], prefix: str) -> ConfigError:
     section = f"section {prefix.rstrip('.')}" if prefix else "top level"
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    hint = f" Did you mean {prefix}{close[0]}?" if close else ""
+    hint = did_you_mean(name, valid, prefix)
     return ConfigError(key, f"unknown key.{hint}", f"the keys of the {section} are {', '.join(valid)}.")
 
 
 def _as_mapping(value: Any, key: str, section: type) -> Tree:
     if isinstance(value, dict):
         return value
-    raise ConfigError(key, f"{value!r} is not a section.", f"write it as {type_in_words(section)}.")
+    raise ConfigError(key, f"{clipped(value)} is not a section.", f"write it as {type_in_words(section)}.")
 
 
 def _as_list(value: Any, key: str, element: type) -> list[Any]:
     if isinstance(value, list):
         return value
     example = f"{key}: [{{{fields(element)[0].name}: ...}}]"
-    raise ConfigError(key, f"{value!r} is not a list.", f"write a list of sections: {example}")
+    raise ConfigError(key, f"{clipped(value)} is not a list.", f"write a list of sections: {example}")
 
 
 def _as_word(annotation: Any, value: Any) -> Any:
@@ -313,10 +348,10 @@ def _check_value(section: type, name: str, annotation: Any, value: Any, key: str
     wrong = without_none(annotation)[0] is bool and isinstance(value, int | float) and value not in (0, 1)
     try:
         OmegaConf.merge(_probe(section, name), {name: value})
-    except (OmegaConfBaseException, TypeError, ValueError):
+    except (OmegaConfBaseException, OverflowError, TypeError, ValueError):
         wrong = True
     if wrong:
-        problem = f"{value!r} is of the wrong type or not allowed."
+        problem = f"{clipped(value)} is of the wrong type or not allowed."
         raise ConfigError(key, problem, f"{key} is {type_in_words(annotation)}.")
 
 
@@ -325,12 +360,16 @@ def _defaults(schema: Any) -> Any:
     return OmegaConf.structured(schema)  # of `Config` 20 ms; a copy takes 3
 
 
-def _convert(tree: Tree, schema: type[S]) -> S:
+def _convert(tree: Tree, schema: type[S]) -> tuple[S, dict[KeyPath, str]]:
+    """The typed configuration, and the references in the tree that read the environment (see `resolve`)."""
     key: Any = schema  # for the type checker: a class can be hashed
+    node = OmegaConf.unsafe_merge(copy.deepcopy(_defaults(key)), tree)
+    read = resolve(tree, node)
     try:
-        config = OmegaConf.to_object(OmegaConf.unsafe_merge(copy.deepcopy(_defaults(key)), tree))
-    except OmegaConfBaseException as error:
-        problem = str(error.msg or error).splitlines()[0].rstrip(".")
-        raise ConfigError(error.full_key or "configuration", f"{problem}.", "mend the value or its ${...}.") from None
+        config = OmegaConf.to_object(node)
+    except InputError as error:  # of `SamplingParams`: KEY is VALUE; it must ...
+        name, _, problem = str(error).partition(" is ")
+        value, _, allowed = problem.rpartition("; it must ")
+        raise without_values(ConfigError(name, f"{value} is not allowed.", f"it must {allowed}."), tree) from None
     assert isinstance(config, schema)  # for the type checker: to_object of a structured dataclass is one
-    return config
+    return config, read

@@ -18,6 +18,7 @@ from specactor_ray.config.training_schema import (
     TrackingConfig,
     TrainerConfig,
 )
+from specactor_ray.messages import SamplingParams
 
 
 class ModeName(str, Enum):
@@ -191,6 +192,8 @@ class DrafterConfig:
     """For `eagle`: learning from the samples of RL training."""
 
 
+DRAFT_METHODS = ("ngram", "suffix", "draft_model", "eagle")
+"""Methods that come with the package."""
 MAX_METHODS = 8
 """Draft methods that a verifier keeps evidence of."""
 HISTORY_METHODS = ("ngram", "suffix")
@@ -231,26 +234,6 @@ class SpeculationConfig:
     verifiers_per_group: int = 0
     """Most verifiers that share draft actors: those of a method are spread over groups of neighbouring verifiers. 0: 8,
     so that up to 8 verifiers have all draft actors."""
-
-
-@dataclass
-class SamplingConfig:
-    """How tokens are chosen; see `sampling.py` for the exact rule."""
-
-    temperature: float = 1.0
-    """0 takes the argmax."""
-    top_k: int = 0
-    """Keep the k most probable tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches this."""
-    max_tokens: int = 128
-    """Most output tokens of a request."""
-    seed: int = 0
-    """Seed of the run; every sample's own seed is derived from it, its prompt and its number."""
-    stop_token_ids: list[int] = field(default_factory=list)
-    """Token ids that end an output, beside the model's own."""
-    ignore_eos: bool = False
-    """Go on past end-of-sequence (for benchmarks)."""
 
 
 @dataclass
@@ -311,7 +294,7 @@ class Config:
     """Draft methods, one element each; `mode: plain` uses none of them. `mode: auto` adds `suffix` to an empty list."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     """How far drafters run ahead and how long a verifier waits."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     """How tokens are chosen."""
     data: DataConfig = field(default_factory=DataConfig)
     """What to roll out."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from specactor_ray.config.lending import lendable_methods
@@ -16,6 +16,7 @@ from specactor_ray.config.online import (
     reject_two_sources_of_weights,
 )
 from specactor_ray.config.schema import (
+    DRAFT_METHODS,
     HISTORY_METHODS,
     MAX_METHODS,
     Config,
@@ -28,16 +29,19 @@ from specactor_ray.config.tensor_parallel import (
     reject_devices_that_do_not_fit_the_ranks,
     reject_ranks_the_backend_has_not,
 )
-from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.messages import SamplingParams
+from specactor_ray.errors import ConfigError, clipped, did_you_mean
 
 BACKENDS = ("hf", "vllm")
-DRAFT_METHODS = ("ngram", "suffix", "draft_model", "eagle")
 DTYPES = ("float32", "bfloat16", "float16")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 MAX_WINDOW = 128
 SMALLEST_SHARE = 0.01
 """Of a core. Ray counts in ten-thousandths; less than a hundredth is no share one could mean."""
+
+LARGEST = 1.0e9
+"""Of numbers that need not be whole: seconds, gigabytes, weights."""
+_FREE_NUMBERS = ("sampling.", "data.options.")
+"""Keys whose numbers are bounded by `SamplingParams`, or meant for others."""
 
 # Dotted key → smallest allowed integer; None (not set) is always allowed where the type allows it.
 SMALLEST = {
@@ -87,6 +91,20 @@ def validate(config: Config) -> None:
             check_one(drafter, f"drafters.{index}")
 
 
+def reject_values_that_nothing_holds(config: Config) -> None:
+    """Texts that no file and no terminal takes, and numbers beyond what arrays, timers and Ray count with."""
+    for key, value in _leaves(config, ""):
+        if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
+            problem = f"{clipped(value)} holds a NUL or is not valid UTF-8."
+            raise ConfigError(key, problem, "write it in UTF-8, without \\0.")
+        if isinstance(value, int):
+            bits = 64 if key.startswith(_FREE_NUMBERS) else 31
+            if abs(value) >= 2**bits:
+                raise ConfigError(key, f"{clipped(value)} is too large.", f"use a number below 2**{bits}.")
+        elif isinstance(value, float) and not key.startswith(_FREE_NUMBERS) and not abs(value) <= LARGEST:
+            raise ConfigError(key, f"{value!r} is out of range.", f"use a finite number, at most {LARGEST:g}.")
+
+
 def reject_too_small_counts(config: Config) -> None:
     for key, smallest in SMALLEST.items():
         reject_below(key, _value(config, key), smallest)
@@ -113,7 +131,7 @@ def reject_unknown_names(config: Config) -> None:
 def reject_run_name_unfit_for_a_folder(config: Config) -> None:
     name = config.run.name
     if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        problem = f"{name!r} cannot name a folder and actors."
+        problem = f"{clipped(name)} cannot name a folder and actors."
         raise ConfigError("run.name", problem, "use letters, digits, `.`, `_` and `-`, at most 100, a letter first.")
 
 
@@ -125,7 +143,7 @@ def reject_empty_paths(config: Config) -> None:
 
 def reject_output_over_input(config: Config) -> None:
     if config.data.path is not None and config.data.path == config.data.output:
-        problem = f"{config.data.output!r} is also data.path; the prompts would be overwritten."
+        problem = f"{clipped(config.data.output)} is also data.path; the prompts would be overwritten."
         raise ConfigError("data.output", problem, "name another file.")
 
 
@@ -152,7 +170,7 @@ def reject_health_timeout_below_interval(config: Config) -> None:
 def reject_size_of_a_foreign_cluster(config: Config) -> None:
     for key in ("cluster.num_cpus", "cluster.num_gpus"):
         if config.cluster.address != "local" and _value(config, key) is not None:
-            problem = f"is set, but the cluster at address {config.cluster.address!r} already has its own size."
+            problem = "is set, but a cluster that runs already (cluster.address) has a size of its own."
             raise ConfigError(key, problem, "leave it out, or use cluster.address=local.")
 
 
@@ -170,20 +188,7 @@ def reject_race_threshold_without_a_tail(config: Config) -> None:
 def reject_bad_hidden_layers(config: Config) -> None:
     layers = config.target.hidden_layers
     if any(layer < 0 for layer in layers) or len(set(layers)) < len(layers):
-        raise ConfigError("target.hidden_layers", f"{layers} must be different numbers, 0 or more.")
-
-
-def reject_sampling_out_of_range(config: Config) -> None:
-    values = asdict(config.sampling)
-    bad = [token for token in values["stop_token_ids"] if token < 0]
-    if bad:
-        raise ConfigError("sampling.stop_token_ids", f"{bad[0]} is not a token id.", "use ids of 0 or more.")
-    values["stop_token_ids"] = tuple(values["stop_token_ids"])
-    try:
-        SamplingParams(**values)
-    except InputError as error:  # its message begins with the key
-        key, _, problem = str(error).partition(" ")
-        raise ConfigError(key, problem + ".") from None
+        raise ConfigError("target.hidden_layers", f"{clipped(layers)} must be different numbers, 0 or more.")
 
 
 def reject_speculation_without_drafters(config: Config) -> None:
@@ -232,7 +237,9 @@ def reject_method_twice(config: Config) -> None:
         earlier = first.setdefault(drafter.method, index)
         if earlier != index:
             fix = f"keep one and raise drafters.{earlier}.replicas."
-            raise ConfigError(f"drafters.{index}.method", f"{drafter.method!r} is already element {earlier}.", fix)
+            raise ConfigError(
+                f"drafters.{index}.method", f"{clipped(drafter.method)} is already element {earlier}.", fix
+            )
     if len(first) > MAX_METHODS:
         raise ConfigError("drafters", f"{len(first)} methods; at most {MAX_METHODS} are compared.", "take some out.")
 
@@ -278,7 +285,7 @@ def reject_method_without_its_model(drafter: DrafterConfig, key: str) -> None:
 
 def reject_model_for_history(drafter: DrafterConfig, key: str) -> None:
     if drafter.method in HISTORY_METHODS and drafter.model is not None:
-        problem = f"method {drafter.method} uses no model, but {drafter.model!r} is given."
+        problem = f"method {drafter.method} uses no model, but {clipped(drafter.model)} is given."
         raise ConfigError(f"{key}.model", problem, f"leave it out, or set {key}.method=draft_model.")
 
 
@@ -323,6 +330,7 @@ def reject_match_range_upside_down(drafter: DrafterConfig, key: str) -> None:
 
 
 CHECKS: tuple[Callable[[Config], None], ...] = (
+    reject_values_that_nothing_holds,
     reject_unknown_names,
     reject_empty_paths,
     reject_run_name_unfit_for_a_folder,
@@ -330,7 +338,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_numbers_not_positive,
     reject_wait_below_zero,
     reject_window_out_of_range,
-    reject_sampling_out_of_range,
     reject_bad_hidden_layers,
     reject_step_smaller_than_batch,
     reject_health_timeout_below_interval,
@@ -369,6 +376,30 @@ DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
 )
 
 
+def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Key and value of everything below a section, keys of the user's own as values, too."""
+    if is_dataclass(node):
+        items: Any = ((field.name, getattr(node, field.name)) for field in fields(node))
+    elif isinstance(node, dict):
+        yield from ((key, name) for name in node)
+        items = node.items()
+    elif isinstance(node, list | tuple):
+        items = enumerate(node)
+    else:
+        yield key, node
+        return
+    for name, value in items:
+        yield from _leaves(value, f"{key}.{name}" if key else name)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _value(config: Config, key: str) -> Any:
     value: Any = config
     for part in key.split("."):
@@ -389,7 +420,8 @@ def _reject_not_positive(key: str, value: float) -> None:
 
 def _reject_unlisted(key: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(key, f"{value!r} is not known.", f"use one of {', '.join(allowed)}.")
+        problem = f"{clipped(value)} is not known.{did_you_mean(value, allowed)}"
+        raise ConfigError(key, problem, f"use one of {', '.join(allowed)}.")
 
 
 def _reject_window(key: str, window: int) -> None:

@@ -10,7 +10,7 @@ from operator import attrgetter
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import AlgorithmName, TrainerBackend
 from specactor_ray.config.validate import reject_below
-from specactor_ray.errors import ConfigError
+from specactor_ray.errors import ConfigError, clipped, clipped_text
 
 SMALLEST = {
     "algorithm.max_sampling_rounds": 1,
@@ -80,6 +80,13 @@ def reject_numbers_out_of_range(config: Config) -> None:
             raise ConfigError(key, f"{value!r} is out of range.", "use 0 or more.")
 
 
+def reject_betas_out_of_range(config: Config) -> None:
+    for key in ("trainer.beta1", "trainer.beta2"):
+        value = attrgetter(key)(config)
+        if not 0.0 <= value < 1.0:
+            raise ConfigError(key, f"{value!r} is out of range.", "use 0 to below 1.")
+
+
 def reject_a_reward_that_is_no_number(config: Config) -> None:
     value = config.reward.failure_value
     if value is not None and not math.isfinite(value):
@@ -93,7 +100,7 @@ def reject_an_answer_pattern_that_does_not_compile(config: Config) -> None:
         try:
             re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            problem = f"{pattern!r} is not a regular expression ({error})."
+            problem = f"{clipped(pattern)} is not a regular expression ({clipped_text(str(error))})."
             raise ConfigError("reward.answer_pattern", problem, "correct it (syntax: Python's re).") from None
 
 
@@ -122,7 +129,7 @@ def reject_unknown_stage_or_dtype(config: Config) -> None:
     if trainer.zero_stage not in (1, 2, 3):
         raise ConfigError("trainer.zero_stage", f"{trainer.zero_stage} is not a ZeRO stage.", "use 1, 2 or 3.")
     if trainer.dtype not in ("float32", "bfloat16"):
-        raise ConfigError("trainer.dtype", f"{trainer.dtype!r} is not known.", "use float32 or bfloat16.")
+        raise ConfigError("trainer.dtype", f"{clipped(trainer.dtype)} is not known.", "use float32 or bfloat16.")
     if trainer.gpus > 1:
         problem = f"{trainer.gpus} GPUs, but a rank computes on one."
         raise ConfigError("trainer.gpus", problem, "use 1 and raise trainer.ranks (trainer.backend=deepspeed).")
@@ -138,6 +145,7 @@ def reject_warmup_longer_than_the_run(config: Config) -> None:
 CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_too_small_counts,
     reject_numbers_out_of_range,
+    reject_betas_out_of_range,
     reject_a_reward_that_is_no_number,
     reject_an_answer_pattern_that_does_not_compile,
     reject_groups_without_a_baseline,

@@ -6,6 +6,7 @@ They have no model: one `extend` does all that can be done, in microseconds.
 from __future__ import annotations
 
 import abc
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -13,6 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from specactor_ray.drafters.base import RowProposer
 from specactor_ray.drafters.mirror import CommitOutcome, RequestMirror
 from specactor_ray.messages import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 _REFUSED_PER_SLOT = 16
 """Refused requests remembered per slot of `max_batch`; their ids and committed lengths only."""
@@ -31,7 +34,7 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
     """Implements `drafters.base.Proposer` but for the guessing itself; works on token ids of any vocabulary.
 
     `extend` fills the windows of all requests that were opened or advanced since the last call, and reports each of
-    them once, also if there is no guess.
+    them once, also if there is no guess. A request whose guess fails is reported without one; the others go on.
 
     A request beyond `max_batch` is refused quietly: commits of it are accepted and answered with an empty tail,
     so that nobody waits for it or asks to open it again. When a place is free the next commit of one of them
@@ -114,8 +117,13 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
         answered, self._unanswered = list(self._unanswered), {}
         for request_id in answered:
             request = self._requests.get(request_id)
-            if request is not None:
+            if request is None:
+                continue
+            try:
                 self._fill(request)
+            except Exception:
+                logger.exception("%s: no draft for request %s", self.method, request_id)
+                request.mirror.tail.clear()
         return answered
 
     def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 
-from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.config.schema import DRAFT_METHODS, DrafterConfig, TargetConfig
 from specactor_ray.drafters.base import RowProposer
 from specactor_ray.errors import ConfigError
-
-METHODS = ("ngram", "suffix", "draft_model", "eagle")
 
 
 def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> RowProposer:
@@ -31,7 +29,7 @@ def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> 
         return _build_eagle(config, target, device)
     if ":" in config.method:
         return _build_custom(config)
-    raise ConfigError("drafters.method", f"unknown method {config.method!r}; known: {', '.join(METHODS)}.")
+    raise ConfigError("drafters.method", f"unknown method {config.method!r}; known: {', '.join(DRAFT_METHODS)}.")
 
 
 def _build_custom(config: DrafterConfig) -> RowProposer:

@@ -40,6 +40,8 @@ _MAX_SEQUENCE = 1 << 24
 _MAX_WINDOW = 65_536
 _MAX_NUMBER = 1 << 31
 _MAX_TOKEN_S = 1.0e6
+_STATES = (np.float32, np.float16, np.int16)
+"""Types of hidden states, see `modeling/wire.py`."""
 _ANY_TOKEN = 1 << 31
 """Where the vocabulary is not known."""
 
@@ -70,7 +72,7 @@ class Inbox(Generic[M]):
         """Take a message in. A malformed one is dropped and counted."""
         try:
             self._check(message)
-        except (Malformed, AttributeError, TypeError) as problem:
+        except (Malformed, InputError, AttributeError, TypeError) as problem:
             self._reject(message, str(problem))
             return
         sender = getattr(message, self._sender)
@@ -123,7 +125,7 @@ def for_verifier(vocab_size: int) -> Inbox[TailBatch]:
         _require(type(message) is TailBatch, f"{type(message).__name__} is no message of a drafter")
         _require(_is_id(message.drafter_id), "the drafter's id is no string, or far too long")
         _check_arrays(message.rows, message.generations, message.bases, message.lengths)
-        _check_tokens(message.lengths, message.tokens, vocab_size)
+        _check_tokens(message.bases, message.lengths, message.tokens, vocab_size)
         _require(
             type(message.token_s) in (float, int) and 0.0 <= message.token_s <= _MAX_TOKEN_S,
             "token_s is no number of seconds",
@@ -141,7 +143,7 @@ def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
         _require(type(message) is CommitBatch, f"{type(message).__name__} is no message of a verifier")
         _require(_is_id(message.verifier_id), "the verifier's id is no string, or far too long")
         _check_arrays(message.rows, message.generations, message.starts, message.lengths)
-        _check_tokens(message.lengths, message.tokens, limit)
+        _check_tokens(message.starts, message.lengths, message.tokens, limit)
         _require(type(message.opened) is tuple, "opened is no tuple")
         for one in message.opened:
             _check_open(one, limit)
@@ -171,7 +173,9 @@ def _check_open(one: Any, limit: int) -> None:
     _require(_is_count(one.window) and one.window <= _MAX_WINDOW, f"window is not between 0 and {_MAX_WINDOW}")
     for tokens in (one.prompt_token_ids, one.committed_token_ids):
         _require(_are_tokens(tokens, limit), f"its tokens are not token ids below {limit}")
-    _require(_is_sampling(one.sampling), "sampling is not in order")
+    _require(len(one.prompt_token_ids) > 0, "its prompt has no tokens")
+    _require(type(one.sampling) is SamplingParams, "sampling is of another type")
+    one.sampling.check()
     _require(_are_features(one.features), "features are not in order")
 
 
@@ -192,12 +196,14 @@ def _check_arrays(rows: Any, *others: Any) -> None:
     _require(len(rows) <= _MAX_ROWS and (not len(rows) or int(rows.max()) < _MAX_ROWS), f"a row above {_MAX_ROWS}")
 
 
-def _check_tokens(lengths: np.ndarray, tokens: Any, limit: int) -> None:
+def _check_tokens(starts: np.ndarray, lengths: np.ndarray, tokens: Any, limit: int) -> None:
+    """int32 token ids below `limit`, those of all rows one after the other; every position fits into an int32."""
     _require(type(tokens) is np.ndarray and tokens.dtype == np.int32 and tokens.ndim == 1, "tokens are no int32 array")
     _require(
         len(tokens) <= _MAX_SEQUENCE and int(lengths.sum(dtype=np.int64)) == len(tokens),
         "lengths and tokens do not fit",
     )
+    _require(not len(starts) or int((starts.astype(np.int64) + lengths).max()) < _MAX_NUMBER, "a position is too large")
     unsigned = tokens.view(np.uint32)  # negative ones are above any limit
     _require(not len(tokens) or int(unsigned.max()) < limit, f"a token is not below {limit}")
 
@@ -233,21 +239,7 @@ def _are_features(features: Any) -> bool:
         and type(span.states) is np.ndarray
         and span.states.ndim == 2
         and len(span.states) <= _MAX_SEQUENCE
-        and span.states.dtype.kind in "fi"
+        and span.end < _MAX_NUMBER
+        and span.states.dtype in _STATES
         for span in features
     )
-
-
-def _is_sampling(sampling: Any) -> bool:
-    if type(sampling) is not SamplingParams:
-        return False
-    numbers = all(type(value) in (float, int) for value in (sampling.temperature, sampling.top_p))
-    counts = all(type(value) is int and value >= 0 for value in (sampling.top_k, sampling.max_tokens))
-    stops = _are_tokens(sampling.stop_token_ids, _ANY_TOKEN)
-    if not (numbers and counts and stops and type(sampling.seed) is int and type(sampling.ignore_eos) is bool):
-        return False
-    try:
-        sampling.__post_init__()  # the ranges; an object that came over the wire was never asked
-    except InputError:
-        return False
-    return True

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.config.schema import Config
-from specactor_ray.errors import InputError
+from specactor_ray.errors import InputError, clipped_text, did_you_mean
 from specactor_ray.json_text import parse_json
-from specactor_ray.messages import SamplingParams
 
 Prompt = str | list[dict[str, Any]] | list[int]
 """Text, chat messages (`{"role": ..., "content": ...}`), or token ids."""
+_KEYS = ("prompt", "messages")
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
@@ -75,7 +74,7 @@ def _lines(path: Path) -> list[tuple[int, str]]:
 
 def _prompt_of(row: Any, where: str) -> Prompt:
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-        raise InputError(f'{where}: expected an object with either "prompt" or "messages"')
+        raise InputError(f'{where}: expected an object with either "prompt" or "messages"{_unknown_keys(row)}')
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"]:
             raise InputError(f'{where}: "prompt" must be a non-empty string')
@@ -85,6 +84,14 @@ def _prompt_of(row: Any, where: str) -> Prompt:
     if not good:
         raise InputError(f'{where}: "messages" must be a non-empty list of {{"role": text, "content": text}} objects')
     return messages
+
+
+def _unknown_keys(row: Any) -> str:
+    """Keys of a line without a prompt, and what one of them may have been meant to be."""
+    if not isinstance(row, dict) or not row or "prompt" in row:
+        return ""
+    meant = next((hint for key in row if (hint := did_you_mean(key, _KEYS))), "")
+    return f"; its keys are {clipped_text(', '.join(row))}.{meant}"
 
 
 def _is_message(message: Any) -> bool:
@@ -145,17 +152,3 @@ def _apply_template(tokenizer: Any, messages: Any) -> list[int]:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # templates are code of the checkpoint's and raise what they like
         raise InputError(f"the model's chat template refuses these messages: {error}") from error
-
-
-def sampling_from_config(config: Config) -> SamplingParams:
-    """The `sampling` section as parameters of a request."""
-    section = config.sampling
-    return SamplingParams(
-        temperature=section.temperature,
-        top_k=section.top_k,
-        top_p=section.top_p,
-        max_tokens=section.max_tokens,
-        seed=section.seed,
-        stop_token_ids=tuple(section.stop_token_ids),
-        ignore_eos=section.ignore_eos,
-    )

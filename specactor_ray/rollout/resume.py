@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.config import Config, load_config
-from specactor_ray.config.schema import SamplingConfig
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.json_text import parse_json
+from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.output import CONFIG_FILE, TRAJECTORIES_FILE, TrajectoryWriter, is_written_to, partial_of
 from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.sampling import derive_seed
@@ -25,7 +25,7 @@ _SAME = (
     "target.dtype",
     "target.max_model_len",
     "data.chat",
-    *(f"sampling.{field.name}" for field in fields(SamplingConfig)),
+    *(f"sampling.{field.name}" for field in fields(SamplingParams)),
 )
 """With another value the outputs would be others."""
 _REMOVE = "Fix: remove the line, or begin a new run under another run.name"

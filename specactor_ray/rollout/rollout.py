@@ -27,7 +27,7 @@ from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.memory import require_memory
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.planning import ladder_priors, resolve
-from specactor_ray.rollout.prompts import Prompt, encode_prompt, sampling_from_config
+from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.rollout.target_checks import check_target
 from specactor_ray.rollout.trajectory import Trajectory
@@ -128,7 +128,7 @@ class Rollout:
             ActorLostError: No verifier could be had any more.
         """
         self._run.require_open()
-        sampling = sampling_from_config(self.config) if sampling is None else sampling
+        sampling = self.config.sampling if sampling is None else sampling
         n = self.config.data.n if n is None else n
         if isinstance(prompts, str):
             raise InputError("prompts must be a list; put a single text into one: [prompt]")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.config.load import load_as
-from specactor_ray.config.schema import HISTORY_METHODS, Config, ModeName
-from specactor_ray.config.validate import DRAFT_METHODS, validate
+from specactor_ray.config.schema import DRAFT_METHODS, HISTORY_METHODS, Config, ModeName
+from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError
 from specactor_ray.rollout.planning import Devices, resolve_mode
 

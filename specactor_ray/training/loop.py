@@ -60,7 +60,6 @@ def train(config: Config, console: Console) -> TrainOutcome:
 def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSignal, console: Console) -> TrainOutcome:
     """Start all parts and run the steps."""
     with stop.shielded():
-        from specactor_ray.rollout.prompts import sampling_from_config
         from specactor_ray.rollout.rollout import Rollout
         from specactor_ray.training.trainer_group import TrainerGroup
 
@@ -79,7 +78,7 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSigna
                 record=record,
                 saver=Saver(run.store, trainer.save, run.state, run.is_saved, run.check_lease),
                 stop=stop,
-                sampling=sampling_from_config(config),
+                sampling=config.sampling,
                 position=lambda: (stream.order.position, stream.skipped),
                 pupil=None if pupil is None else pupil.method,
                 say=lambda line: say(console, line),

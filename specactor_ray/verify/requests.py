@@ -87,6 +87,7 @@ class Requests:
             self._fresh.append(Refused(request_id, attempt, reason))
             return
         try:
+            request.sampling.check()
             self._engine.add(request)
         except InputError as error:
             committed = len(request.committed_token_ids)

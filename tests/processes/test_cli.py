@@ -58,6 +58,7 @@ def error_line(done: Any) -> str:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "good.jsonl").write_text('{"prompt": "Say hello."}\n')
     (tmp_path / "bad.jsonl").write_text('{"prompt": "Say hello."}\n{"prompt": \n')
+    (tmp_path / "typo.jsonl").write_text('{"prompt": "Say hello."}\n{"promt": "Say hello.", "id": 1}\n')
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "plain.txt").write_text("Say hello.\nSay goodbye.\n")
     (tmp_path / "there.jsonl").write_text("precious\n")
@@ -73,8 +74,23 @@ class TestUserErrors:
         "existing output": (["data.path=good.jsonl", "data.output=there.jsonl"], "there.jsonl exists and is never"),
         "output in a file": (["data.path=good.jsonl", "data.output=there.jsonl/x"], "there.jsonl is not a folder"),
         "unknown key": (["data.paht=good.jsonl"], "data.paht: unknown key. Did you mean data.path?"),
-        "max_tokens 0": (["sampling.max_tokens=0"], "sampling.max_tokens: is 0; it must be between 1 and 2**31 - 1"),
-        "negative temperature": (["sampling.temperature=-1"], "sampling.temperature: is -1.0; it must be"),
+        "max_tokens 0": (["sampling.max_tokens=0"], "sampling.max_tokens: 0 is not allowed. Fix: it must be a whole"),
+        "negative temperature": (
+            ["sampling.temperature=-1"],
+            "sampling.temperature: -1.0 is not allowed. Fix: it must",
+        ),
+        "top_k of 64 bits": (["sampling.top_k=9223372036854775808"], "sampling.top_k: 9223372036854775808 is not"),
+        "a seed of 5,000 digits": (["sampling.seed=" + "1" * 5000], "sampling.seed: '1111"),
+        "a number of 401 digits": (["target.kv_cache_gb=" + "1" * 401], "target.kv_cache_gb: 1111"),
+        "a name that is not UTF-8": (["run.name=\udcff"], "run.name: '\\udcff' is not valid YAML"),
+        "a long value": (["run.name=" + "x" * 100_000], "... (100002 characters) cannot name a folder"),
+        "a mistyped method": (["drafters=[{method: ngrams}]"], "Did you mean ngram?"),
+        "a mistyped key of a prompt": (
+            ["data.path=typo.jsonl"],
+            "typo.jsonl, line 2: expected an object with either "
+            '"prompt" or "messages"; its keys are promt, id. Did you mean prompt?',
+        ),
+        "a section without a value": (["target="], "target: an override without a value would drop"),
         "no such config": (["--config", "none.yaml"], "none.yaml: there is no such file."),
     }
 
@@ -92,7 +108,7 @@ class TestUserErrors:
         "no plain": (["--modes", "decoupled"], "--modes must contain plain"),
         "batch 0": (["--batch", "4,0"], "--batch: '0' is not a batch size"),
         "batch of words": (["--batch", "many"], "--batch: 'many' is not a batch size"),
-        "max_tokens 0": (["--max-tokens", "0"], "sampling.max_tokens: is 0"),
+        "max_tokens 0": (["--max-tokens", "0"], "sampling.max_tokens is 0; it must be a whole number from 1"),
         "malformed line": (["--prompts", "bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
         "existing report": (["--output", "there.jsonl"], "there.jsonl exists and is never overwritten"),
     }
@@ -131,6 +147,13 @@ class TestConfigCommand:
         assert done.returncode == 0
         (folder / "again.yaml").write_text(done.stdout)
         assert load_config(folder / "again.yaml") == load_config(LOCAL, ["target.max_batch=3", "data.path=good.jsonl"])
+
+    def test_what_comes_from_the_environment_is_not_printed(self, folder: Path) -> None:
+        options = 'data.options={a: {token: "${oc.env:SECRET}"}, b: "${data.options.a}"}'
+        done = specactor(folder, "config", "mode=plain", options, SECRET="hunter2")
+        assert done.returncode == 0 and "${oc.env:SECRET}" in done.stdout and "hunter2" not in done.stdout
+        done = specactor(folder, "config", "mode=plain", "target.max_batch=${oc.env:SECRET}", SECRET="hunter2")
+        assert "target.max_batch: '${oc.env:SECRET}' stands for" in error_line(done) and "hunter2" not in done.stderr
 
     def test_the_keys_are_explained(self, folder: Path) -> None:
         text = specactor(folder, "config", "--help-keys").stdout

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from specactor_ray.config.load import from_mapping
+from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.planning import ladder_priors, make_plan
 from specactor_ray.speculation.profile import load_profile
 from tests import tiny
@@ -34,7 +35,7 @@ def test_profile_then_plan(tiny_model_dir: Path, tiny_draft_model_dir: Path, tmp
     plan = json.loads(planned.stdout)["plans"][0]
     config = from_mapping({"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": "m"}]})
     config.drafters[1].model = str(tiny_draft_model_dir)
-    config.sampling.max_tokens = 16
+    config.sampling = SamplingParams(max_tokens=16)
     assert plan["chosen"]["tokens_per_s"] == make_plan(config, profile, 2, 16).chosen.tokens_per_s
     config.target.model, config.profile = str(tiny_model_dir), str(tmp_path / "profile.json")
     priors = ladder_priors(config)

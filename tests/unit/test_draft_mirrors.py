@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.drafters.base import Proposer
+from specactor_ray.drafters.draft_model import DraftModelProposer
+from specactor_ray.drafters.ngram import NgramProposer, _Request
 from specactor_ray.messages import Features, SamplingParams, TailBatch
 from specactor_ray.queues.inbox import MOST_MALFORMED
 from specactor_ray.queues.link import Link, direct_sender
 from tests.batches import news, opening
 from tests.clocks import HandClock
+from tests.tiny import tiny_draft
+from tests.unit.test_loops import eagle, ragged
 
 
 class Picky(NgramProposer):
@@ -45,8 +51,12 @@ class Picky(NgramProposer):
         if finished:
             self._break("close", request_id)
 
+    def _fill(self, request: _Request) -> None:
+        super()._fill(request)
+        self._break("fill", "bad" if request.mirror.prompt == (1, 3, 1, 3, 1) else "good")
 
-def loop_of(proposer: NgramProposer) -> tuple[DraftLoop, HandClock, list[TailBatch]]:
+
+def loop_of(proposer: Proposer) -> tuple[DraftLoop, HandClock, list[TailBatch]]:
     """A loop with one verifier, and what that is told."""
     clock, told = HandClock(), list[TailBatch]()
     loop = DraftLoop("d", proposer, clock)
@@ -75,6 +85,56 @@ def test_what_fails_costs_one_request(fails: str, lost: bool, caplog: pytest.Log
     asked = {handle for batch in told for handle in batch.lost}
     assert asked == ({(1, 1)} if lost else set()) and loop.snapshot()["failures"] == 1
     assert "request bad has failed" in caplog.text
+
+
+def test_a_request_without_a_guess_for_a_failure_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    loop, _, told = loop_of(Picky("fill"))
+    loop.deliver(news([opening(0, "bad", (1, 3, 1, 3, 1)), opening(1, "good")]))
+    assert loop.run_guarded() and loop.snapshot()["open_requests"] == 2
+    assert told[-1].rows.tolist() == [0, 1] and told[-1].lengths.tolist() == [0, 4]
+    assert "no draft for request bad" in caplog.text
+
+
+def unchecked(**values: Any) -> SamplingParams:
+    """Parameters as they may come out of a pickle."""
+    sampling = SamplingParams()
+    for name, value in values.items():
+        object.__setattr__(sampling, name, value)
+    return sampling
+
+
+STATES = Features(0, np.zeros((4, 192), np.float32))
+BAD = replace(opening(1, "bad"), features=(STATES,))
+HARMFUL = {
+    "no tokens": news([replace(BAD, prompt_token_ids=())], verifier_id="v1"),
+    "top_k": news([replace(BAD, sampling=unchecked(top_k=2**63))], verifier_id="v1"),
+    "temperature": news([replace(BAD, sampling=unchecked(temperature=10**400))], verifier_id="v1"),
+    "states": news([replace(BAD, features=(Features(0, np.zeros((4, 192), np.longdouble)),))], verifier_id="v1"),
+    "far away": news(commits=[(1, 2**31 - 1, [2])], verifier_id="v1"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMFUL)
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle"])
+def test_a_message_that_makes_no_sense_costs_other_verifiers_nothing(method: str, harm: str) -> None:
+    """Of two requests one has no place, so that the proposer answers it without a mirror."""
+    proposer: Proposer = NgramProposer(1, 4, 100, 1)
+    if method == "draft_model":
+        proposer = DraftModelProposer(ragged(tiny_draft()), 2)
+    elif method == "eagle":
+        proposer = eagle()
+    loop, _, told = loop_of(proposer)
+    loop.set_verifiers({name: Link(direct_sender(told.append)) for name in ("v0", "v1")})
+    loop.deliver(news([replace(opening(0, "good"), features=(STATES,))]))
+    loop.deliver(news([opening(1, "other")], verifier_id="v1"))
+    assert loop.run_guarded()
+    loop.deliver(HARMFUL[harm])
+    loop.deliver(news(commits=[(0, 0, [2])], features=[(0, (replace(STATES, begin=4, states=STATES.states[:1]),))]))
+    while loop.run_guarded():
+        pass
+    assert loop.snapshot()["failures"] == 0
+    assert not any(batch.lost for batch in told)
+    assert proposer.tails(["good"]).bases.tolist() == [1] and proposer.tails(["good"]).lengths.tolist() == [4]
 
 
 def test_what_is_unknown_or_has_a_gap_is_asked_for_again() -> None:

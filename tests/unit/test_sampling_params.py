@@ -6,37 +6,56 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from specactor_ray.errors import InputError
+from specactor_ray.errors import InputError, clipped
 from specactor_ray.messages import SamplingParams
+from specactor_ray.sampling import sample_rows
+
+NUMBER, WHOLE = "a number from 0 to 1e6", "a whole number from"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("temperature", -1.0, "a finite number, 0 or more"),
-        ("temperature", "1", "a number"),
-        ("temperature", True, "a number"),
-        ("top_k", -1, "0 (off) or more"),
-        ("top_k", 2.0, "a whole number"),
-        ("top_p", 0.0, "above 0 and at most 1"),
-        ("max_tokens", 0, "between 1 and 2**31 - 1"),
-        ("max_tokens", 2**31, "between 1 and 2**31 - 1"),
-        ("max_tokens", "5", "a whole number"),
-        ("seed", None, "a whole number"),
-        ("seed", 2**64, "between 0 and 2**64 - 1"),
+        *(("temperature", value, NUMBER) for value in (-1.0, "1", True, float("nan"), 1.1e6, 10**400, None)),
+        *(("top_k", value, f"{WHOLE} 0 (off) to 2**31 - 1") for value in (-1, 2.0, 2**31, 2**63)),
+        *(("top_p", value, "a number above 0 and at most 1") for value in (0.0, 1.5, 10**400)),
+        *(("max_tokens", value, f"{WHOLE} 1 to 2**31 - 1") for value in (0, 2**31, "5")),
+        *(("seed", value, f"{WHOLE} 0 to 2**64 - 1") for value in (None, -1, 2**64)),
+        ("ignore_eos", 1, "true or false"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(name: str, value: Any, allowed: str) -> None:
     with pytest.raises(InputError) as caught:
         SamplingParams(**{name: value})
-    assert str(caught.value) == f"sampling.{name} is {value!r}; it must be {allowed}"
+    assert str(caught.value) == f"sampling.{name} is {clipped(value)}; it must be {allowed}"
 
 
-@pytest.mark.parametrize("stops", [[-1], [2**31], ["a"], 5, [1.0]])
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "max_tokens", "seed", "stop_token_ids"])
+def test_a_number_that_python_does_not_write_is_named_too(name: str) -> None:
+    with pytest.raises(InputError, match=f"sampling.{name} is a value with thousands of digits"):
+        SamplingParams(**{name: 10**5000})
+
+
+@pytest.mark.parametrize("stops", [[-1], [2**31], ["a"], 5, [1.0], [1] * 65_537])
 def test_stop_tokens_are_token_ids(stops: Any) -> None:
-    with pytest.raises(InputError, match="it must hold token ids, 0 or more"):
+    with pytest.raises(InputError, match="it must hold at most 65536 token ids, each from 0") as caught:
         SamplingParams(stop_token_ids=stops)
+    assert len(str(caught.value)) < 400
+
+
+def test_extreme_values_within_the_bounds_sample_on_every_backend() -> None:
+    extremes = [
+        SamplingParams(temperature, top_k, top_p, seed=2**64 - 1)
+        for temperature in (0.0, 5e-324, 1e-4, 1e6)
+        for top_k in (0, 1, 2**31 - 1)
+        for top_p in (5e-324, 1.0)
+    ]
+    logits = torch.randn(len(extremes), 50, generator=torch.Generator().manual_seed(0))
+    positions = [2**31 - 1] * len(extremes)
+    numba, other = (sample_rows(logits, extremes, positions, backend=name) for name in ("numba", "torch"))
+    assert numba.token_ids == other.token_ids and np.isfinite(numba.logprobs).all()
 
 
 def test_lists_and_numbers_of_numpy_are_taken() -> None:

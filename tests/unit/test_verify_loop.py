@@ -153,6 +153,17 @@ def test_a_request_that_can_never_run_says_so_once(verifier: Verifier) -> None:
     assert isinstance(finished, Finished) and (finished.finish_reason, finished.attempt) == ("error", 5)
 
 
+@pytest.mark.parametrize(("name", "value"), [("top_k", 2**63), ("temperature", 10**400), ("seed", -1), ("top_p", "1")])
+def test_parameters_out_of_bounds_end_their_request_alone(verifier: Verifier, name: str, value: Any) -> None:
+    sampling = SamplingParams()
+    object.__setattr__(sampling, name, value)  # as it may come out of a pickle
+    verifier.loop.submit([replace(one(), request_id="bad", sampling=sampling), one()])
+    verifier.finish()
+    (failed,) = [event for event in verifier.events if isinstance(event, Finished) and event.request_id == "bad"]
+    assert failed.finish_reason == "error" and f"sampling.{name} is " in failed.error
+    assert verifier.tokens("r0", 0) == truth_of([one()])["r0"]
+
+
 def test_attempts_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specactor_ray.verify.requests._REMEMBERED", 2)
     attempts = Attempts()

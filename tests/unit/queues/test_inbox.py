@@ -110,12 +110,18 @@ BAD_SPANS = (
     (Features(-1, np.zeros((1, 8))),),
     (Features(0, np.zeros(8)),),
     (Features(0, np.array([["x"]])),),
+    (Features(0, np.zeros((1, 8), np.int64)),),
+    (Features(0, np.zeros((1, 8), np.longdouble)),),
+    (Features(2**31 - 1, np.zeros((1, 8), np.float32)),),
     (object.__new__(Features),),
 )
 BAD_FEATURES = (None, [(3, (SPAN,))], (3, (SPAN,)), ((3,),), ((-1, (SPAN,)),), ({0: 3, 1: (SPAN,)},), ({1: 2, 3: 4},))
 BAD_PROMPTS = (None, 7, "12", [1, 2], (1, -1), (1, VOCAB), (1, True), (1, 2.0), (1, None), (np.int64(1),))
 BAD_SAMPLING = (
     None,
+    with_value(SamplingParams(), "temperature", 10**400),
+    with_value(SamplingParams(), "top_k", 1 << 63),
+    with_value(SamplingParams(), "stop_token_ids", (7,) * (1 << 17)),
     *(with_value(SamplingParams(), "temperature", value) for value in ("hot", float("nan"), -1.0)),
     with_value(SamplingParams(), "top_p", 7.0),
     *(with_value(SamplingParams(), "seed", value) for value in (-1, 0.5)),
@@ -145,17 +151,19 @@ def others(*things: object) -> Iterator[Any]:
 
 
 FOR_VERIFIER = [
-    *malformed(TAIL, drafter_id=BAD_IDS, rows=(*BAD_ARRAYS, ints([0, HUGE])), generations=BAD_ARRAYS, bases=BAD_ARRAYS),
+    *malformed(TAIL, drafter_id=BAD_IDS, rows=(*BAD_ARRAYS, ints([0, HUGE])), generations=BAD_ARRAYS),
+    *malformed(TAIL, bases=(*BAD_ARRAYS, ints([2**31 - 2, 0]))),
     *malformed(TAIL, lengths=BAD_LENGTHS, tokens=BAD_TOKENS, token_s=BAD_SECONDS, lost=BAD_HANDLES),
     *others(COMMIT, object.__new__(TailBatch)),
 ]
 FOR_DRAFTER = [
     *malformed(COMMIT, verifier_id=BAD_IDS, rows=(*BAD_ARRAYS, ints([0, HUGE])), generations=BAD_ARRAYS),
-    *malformed(COMMIT, starts=BAD_ARRAYS, lengths=BAD_LENGTHS, tokens=BAD_TOKENS),
+    *malformed(COMMIT, starts=(*BAD_ARRAYS, ints([2**31 - 2, 0])), lengths=BAD_LENGTHS, tokens=BAD_TOKENS),
     *malformed(COMMIT, opened=(None, [OPENING], (None,), OPENING, (COMMIT,)), closed=BAD_CLOSED),
     *malformed(COMMIT, features=(*BAD_FEATURES, *(((3, spans),) for spans in BAD_SPANS))),
     *opening(row=(*BAD_NUMBERS, HUGE), generation=BAD_NUMBERS, request_id=BAD_IDS, window=(*BAD_NUMBERS, HUGE)),
-    *opening(prompt_token_ids=BAD_PROMPTS, committed_token_ids=BAD_PROMPTS, sampling=BAD_SAMPLING, features=BAD_SPANS),
+    *opening(prompt_token_ids=(*BAD_PROMPTS, ()), committed_token_ids=BAD_PROMPTS),
+    *opening(sampling=BAD_SAMPLING, features=BAD_SPANS),
     *others(TAIL, OPENING, object.__new__(CommitBatch)),
 ]
 EMPTY = TailBatch("d", *[ints([])] * 5)

@@ -13,7 +13,6 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.learner.recipe import make_recipe
 from specactor_ray.messages import SamplingParams
-from specactor_ray.rollout.prompts import sampling_from_config
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.training.data import Task, TaskOrder, TaskStream
 from specactor_ray.training.experience import Experience, ExperienceMaker
@@ -84,7 +83,7 @@ def collect(outputs: Sequence[str], **settings: Any) -> Experience:
 
     stream = TaskStream(Numbers(), TaskOrder(1000, 0, False), lambda prompt: 1, 100)
     maker = ExperienceMaker(config, make_recipe(config), stream, InProcess(config), timed)  # type: ignore[arg-type]
-    return maker.collect(Scripted(*outputs), sampling_from_config(config), 0)
+    return maker.collect(Scripted(*outputs), config.sampling, 0)
 
 
 def advantages(experience: Experience) -> list[float]:

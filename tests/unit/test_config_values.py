@@ -1,0 +1,180 @@
+"""Extreme, secret and broken values of a configuration: they are accepted, or refused by name."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor_ray.config.describe import describe
+from specactor_ray.config.load import from_mapping, load_config, save_config, to_yaml
+from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.config.validate_training import validate_training
+from specactor_ray.errors import ConfigError
+
+DRAFTER = "drafters=[{method: suffix}]"
+KEYS = [doc.key.replace(".N.", ".0.") for doc in describe()]
+BASE = ("data.n=2", DRAFTER, "reward.functions=[{name: length}]")
+POWERS = st.builds(
+    lambda power, shift: 2**power + shift, st.sampled_from([7, 15, 31, 32, 53, 63, 64]), st.integers(-1, 1)
+)
+NUMBERS = st.one_of(
+    POWERS,
+    POWERS.map(lambda number: -number),
+    st.integers(-2, 2),
+    st.sampled_from([10**30, 10**400, -(10**400)]),
+    st.floats(),
+).map(lambda number: str(number).replace("inf", ".inf").replace("nan", ".nan"))
+ODD = st.sampled_from(
+    ["", "null", "true", "[]", "{}", "[1]", "{a: 1}", "'", "${", "???", "x" * 100_000, "1" * 5000, "0x" + "f" * 5000,
+     "a\udcff", '"\\0"', "[" * 400, "!!timestamp x", "!!bool x", "!!binary x", "2001-99-99", "&a [*a]", "${target}",
+     "${run.name}", "${oc.env:NOT_THERE_AT_ALL}", "1:2:3", "1e999", "-0.0", "🙂"]
+)  # fmt: skip
+
+
+def reload(text: str, folder: Path) -> Config:
+    path = folder / "again.yaml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path)
+
+
+def is_same(first: Config, second: Config) -> bool:
+    """Equal, where not-a-number equals itself."""
+    return first == second or (to_yaml(first) == to_yaml(second) and ".nan" in to_yaml(first))
+
+
+@settings(max_examples=250)
+@given(st.sampled_from(KEYS), NUMBERS | ODD | st.text(max_size=5))
+def test_a_value_is_accepted_or_refused_by_name(tmp_path_factory: Any, key: str, text: str) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    try:
+        config = load_config(None, [*BASE, f"{key}={text}"])
+        validate_training(config)
+    except ConfigError as error:
+        message = str(error)
+        assert key.rpartition(".")[2] in message and len(message) < 2000 and message.isprintable()
+    else:
+        assert is_same(reload(to_yaml(config), folder), config)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 10**400, 1e308])
+@pytest.mark.parametrize(
+    "key", ["reward.functions.0.weight", "reward.pass_threshold", "trainer.beta1", "trainer.beta2"]
+)
+def test_numbers_of_the_update_are_bounded(key: str, number: float) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*BASE, f"{key}={str(number).replace('inf', '.inf').replace('nan', '.nan')}"])
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("key", ["trainer.beta1", "trainer.beta2"])
+@pytest.mark.parametrize("value", ["-0.1", "1"])
+def test_moments_of_the_optimizer_are_averages(key: str, value: str) -> None:
+    config = load_config(None, [f"{key}={value}", "data.n=2"])
+    with pytest.raises(ConfigError, match=f"{key}: .* use 0 to below 1"):
+        validate_training(config)
+
+
+def test_nesting_is_bounded_wherever_it_comes_from() -> None:
+    deep: Any = 1
+    for _ in range(2000):
+        deep = [deep]
+    for settings_, items in (({"data": {"options": {"x": deep}}}, []), ({}, ["data.options" + ".a" * 500 + "=1"])):
+        with pytest.raises(ConfigError, match="nested more than 32 deep"):
+            from_mapping(settings_, items)
+
+
+class TestReferences:
+    @pytest.fixture(autouse=True)
+    def environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SECRET", "hunter2")
+        monkeypatch.setenv("BROKEN", "hunter2\udcff")
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            '{a: {token: "${oc.env:SECRET}"}, b: "${data.options.a}"}',
+            '{a: {token: "${oc.env:SECRET}"}, b: "${.a}", c: ["${..b.token}"]}',
+            '{a: [{x: "${oc.env:SECRET}"}], b: "${data.options.a[0]}", c: "${.b.x}", d: "<${.c}>"}',
+            '{a: {x: "${oc.env:SECRET}"}, b: "${oc.select:data.options.a.x}", c: "${oc.dict.values:data.options.a}"}',
+            '{a: SECRET, b: "${oc.env:${.a}}", c: {d: "${data.options.b}"}}',
+        ],
+    )
+    def test_what_they_lead_to_in_the_environment_is_not_written(self, tmp_path: Path, options: str) -> None:
+        config = load_config(None, ["mode=plain", f"data.options={options}"])
+        assert "hunter2" in str(config.data.options)
+        path = tmp_path / "config.yaml"
+        save_config(config, path)
+        assert "hunter2" not in path.read_text()
+        assert load_config(path) == config
+
+    @pytest.mark.parametrize(
+        ("items", "key"),
+        [
+            (["target.max_batch=${oc.env:SECRET}"], "target.max_batch"),
+            (["target.dtype=${oc.env:SECRET}"], "target.dtype"),
+            (["run.name=${oc.env:BROKEN}"], "run.name"),
+            (["run.name=${oc.env:SECRET}/x"], "run.name"),
+            (["sampling.seed=${oc.env:SECRET}"], "sampling.seed"),
+            (["run.name=${data.${oc.env:SECRET}}"], "run.name"),
+            (['run.name=${oc.decode:"[${oc.env:SECRET}"}'], "run.name"),
+            (["data.options.a=${oc.env:SECRET}", "target.dtype=${data.options.a}"], "target.dtype"),
+            (["data.path=${oc.env:SECRET}", "data.output=${data.path}"], "data.output"),
+            (["drafters=[{method: '${oc.env:SECRET}'}]"], "drafters.0.method"),
+            (["cluster.address=${oc.env:SECRET}", "cluster.num_cpus=2"], "cluster.num_cpus"),
+            (["reward.functions=[{weight: '${oc.env:SECRET}'}]"], "reward.functions.0.weight"),
+        ],
+    )
+    def test_errors_name_them_without_their_values(self, items: list[str], key: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, ["mode=plain", *items])
+        assert caught.value.key == key
+        assert "hunter2" not in str(caught.value)
+        assert "${" in str(caught.value) or key == "cluster.num_cpus"
+
+    @pytest.mark.parametrize("item", ["run.name=${run.name}", "target.kv_cache_gb=${data.options.x}"])
+    def test_those_that_cannot_be_resolved_are_named(self, item: str) -> None:
+        with pytest.raises(ConfigError, match=r"\$\{[a-z.]+\}' cannot be resolved"):
+            load_config(None, ["data.options.x=" + "1" * 401, item])
+
+    @pytest.mark.parametrize("target", ["target", "sampling", "mode", "drafters", "speculation.race"])
+    def test_a_section_that_is_referred_to_loads_back_equal(self, tmp_path: Path, target: str) -> None:
+        config = load_config(None, [DRAFTER, f"data.options.x=${{{target}}}", "sampling.stop_token_ids=[3]"])
+        assert reload(to_yaml(config), tmp_path) == config
+
+    @pytest.mark.parametrize("text", ["${a}", "${", r"\${a}", r"\\${run.dir}", "a\\", r"c:\x ${y} \ ${z"])
+    def test_texts_that_look_like_one_load_back_equal(self, tmp_path: Path, text: str) -> None:
+        config = Config(mode=ModeName.plain)
+        config.run.dir, config.data.options = text, {"x": [text]}
+        again = reload(to_yaml(config), tmp_path)
+        assert (again.run.dir, again.data.options) == (text, {"x": [text]})
+
+
+class TestOverridesOfASection:
+    def test_a_mapping_changes_its_keys_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.yaml"
+        path.write_text("mode: plain\ntarget: {cores: 2, max_batch: 4}\n")
+        target = load_config(path, ["target={max_batch: 8}"]).target
+        assert (target.cores, target.max_batch) == (2, 8)
+
+    @pytest.mark.parametrize("item", ["target=", "target=null", "drafters.0.online="])
+    def test_nothing_in_its_place_is_refused(self, tmp_path: Path, item: str) -> None:
+        path = tmp_path / "run.yaml"
+        path.write_text("target: {cores: 2}\ndrafters: [{method: suffix, online: {passes: 2}}]\n")
+        with pytest.raises(ConfigError, match="would drop all that is set in this section") as caught:
+            load_config(path, [item])
+        assert f"{caught.value.key}.KEY=VALUE" in caught.value.fix
+
+    def test_a_key_of_the_users_own_may_be_unset(self) -> None:
+        config = load_config(None, ["mode=plain", "data.options.a={b: 1}", "data.options.a="])
+        assert config.data.options == {"a": None}
+
+
+@pytest.mark.parametrize(("method", "meant"), [("ngrams", "ngram"), ("sufix", "suffix"), ("draftmodel", "draft_model")])
+def test_a_mistyped_method_is_answered_with_the_one_that_was_meant(method: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{method}' is not known. Did you mean {meant}?"):
+        load_config(None, [f"drafters=[{{method: {method}}}]"])
