@@ -111,7 +111,7 @@ class Drafting:
             seat.token_s, seat.token_rows = float(batch.token_s), self.policy.rows
         seat.forget(batch.lost)
         unknown = self.table.take(seat.number, batch)
-        # An open that came late, or twice, is closed by nobody else.
+        # An opening that arrived late, or twice, gets no other close.
         for handle in zip(batch.rows[unknown].tolist(), batch.generations[unknown].tolist(), strict=True):
             seat.let_go(*handle)
 
