@@ -131,8 +131,14 @@ class DraftOpen:
 class CommitBatch:
     """Verifier → drafter: what has become final of all requests since the last batch.
 
-    A request is told by its handle: `rows[i]`, its place in the verifier's table, and `generations[i]`, which tells it
-    from those that had the place before. Commits come before closes, and closes before opens.
+    A handle names a request: `rows[i]`, its place in the verifier's table, and `generations[i]`, which is used once in
+    the life of a verifier. Commits come before closes, and closes before opens.
+
+    A verifier numbers its seats; `session` is the number. On a newer session the drafter closes all requests of the
+    verifier; it ignores batches of older ones. The first batch of a seat is sent even if it is empty, so requests that
+    a seat leaves open end with the next seat. Tails carry no session: a handle names the same request in all of them,
+    so a late tail is a guess like any other, a late `lost` costs one opening, and a tail of a request that the seat
+    does not draft for is answered with a close.
     """
 
     verifier_id: str
@@ -150,6 +156,8 @@ class CommitBatch:
     features: tuple[tuple[int, tuple[Features, ...]], ...] = ()
     """Row and the states of its positions that became known since the last commit, up to the one that predicted the
     last of its tokens; only for drafters that ask for it."""
+    session: int = 0
+    """Of the verifier's seat that the drafter has; from 1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

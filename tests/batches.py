@@ -23,6 +23,7 @@ def news(
     closed: Iterable[tuple[int, bool]] = (),
     verifier_id: str = "v0",
     features: Iterable[tuple[int, tuple[Features, ...]]] = (),
+    session: int = 1,
 ) -> CommitBatch:
     """What a verifier says of rows in their first generation: `commits` are (row, start, tokens), `closed` are (row,
     finished)."""
@@ -41,4 +42,5 @@ def news(
         tuple(opened),
         tuple((row, 1, finished) for row, finished in closed),
         tuple(features),
+        session,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -62,6 +64,51 @@ def dies(sample: RewardSample) -> float:
         (marks / f"{sample.answer}-{begun}").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return 1.0
+
+
+def forks(sample: RewardSample) -> float:
+    """Leaves a fork that does what the sample says: it sleeps, exits, raises, or comes back as the function does."""
+    if child := os.fork():
+        (Path(sample.metadata["marks"]) / str(child)).touch()
+        return 1.0
+    if sample.answer == "sleeps":
+        time.sleep(600.0)
+    if sample.answer == "exits":
+        raise SystemExit(3)
+    if sample.answer == "raises":
+        raise RuntimeError("in the fork")
+    return 0.25
+
+
+def uses_processes(sample: RewardSample) -> float:
+    with multiprocessing.Pool(2) as pool:
+        return float(sum(pool.map(abs, [-1, -2])))
+
+
+def asks_ray(sample: RewardSample) -> float:
+    """Whether Ray is connected, before it is used and after."""
+    import ray
+
+    before = ray.is_initialized()
+    try:
+        ray.get(ray.put(1))
+    except ray.exceptions.RaySystemError:
+        return float(before or ray.is_initialized())
+    return 2.0
+
+
+def hangs_in_native_code(sample: RewardSample) -> float:
+    """Leaves a fork and its own process id, and never returns; no thread of the process runs meanwhile."""
+    forks(sample)
+    (Path(sample.metadata["marks"]) / str(os.getpid())).touch()
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    return float(bool(re.match("(a+)+$", "a" * 60 + "b")))
+
+
+def holds_memory(sample: RewardSample) -> float:
+    held = bytearray(b"x" * (256 << 20))
+    time.sleep(60.0)
+    return float(len(held))
 
 
 def not_a_number(sample: RewardSample) -> float:

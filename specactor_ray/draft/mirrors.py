@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 class _Verifier:
     """A verifier that is drafted for."""
 
+    session: int
+    """The newest of its sessions; see `CommitBatch`."""
     mirrors: dict[int, str] = field(default_factory=dict)
     """Row → request."""
     changed: dict[str, _Place] = field(default_factory=dict)
@@ -59,8 +61,13 @@ class Mirrors:
     # ---- what verifiers say ----
 
     def take(self, message: CommitBatch) -> None:
-        """Follow a message; where that fails, only the request that it is about is lost."""
-        verifier = self._verifiers.setdefault(message.verifier_id, _Verifier())
+        """Follow a message, unless it is of an old session; where that fails, only its request is lost."""
+        verifier = self._verifiers.get(message.verifier_id)
+        if verifier is None or message.session > verifier.session:
+            self._drop(message.verifier_id)
+            verifier = self._verifiers[message.verifier_id] = _Verifier(message.session)
+        elif message.session < verifier.session:
+            return
         self._commit(verifier, message)
         for row, generation, finished in message.closed:
             request_id = self._find(verifier, row, generation)
@@ -135,6 +142,12 @@ class Mirrors:
         except Exception as error:  # noqa: BLE001 - it is logged
             self._fail(request_id, error)
 
+    def _drop(self, verifier_id: str) -> None:
+        """Close all requests of a verifier, if it has any."""
+        if (verifier := self._verifiers.pop(verifier_id, None)) is not None:
+            for request_id in list(verifier.mirrors.values()):
+                self._close(request_id)
+
     def _fail(self, request_id: str, error: Exception) -> None:
         """What was to be done for this request has failed, which costs this request alone."""
         self.counters["failures"] += 1
@@ -173,9 +186,7 @@ class Mirrors:
         for verifier_id, verifier in list(self._verifiers.items()):
             link = links.get(verifier_id)
             if link is None or verifier_id in cut_off:
-                del self._verifiers[verifier_id]
-                for request_id in list(verifier.mirrors.values()):
-                    self._close(request_id)
+                self._drop(verifier_id)
             elif verifier.changed or verifier.lost:
                 link.offer(functools.partial(self._tails, verifier, token_s))
 

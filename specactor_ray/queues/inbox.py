@@ -142,6 +142,7 @@ def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
     def check(message: Any) -> None:
         _require(type(message) is CommitBatch, f"{type(message).__name__} is no message of a verifier")
         _require(_is_id(message.verifier_id), "the verifier's id is no string, or far too long")
+        _require(_is_count(message.session), f"session is not between 0 and {_MAX_NUMBER - 1}")
         _check_arrays(message.rows, message.generations, message.starts, message.lengths)
         _check_tokens(message.starts, message.lengths, message.tokens, limit)
         _require(type(message.opened) is tuple, "opened is no tuple")

@@ -68,13 +68,14 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSigna
         Rollout(config) as rollout,
         TrainerGroup(config, rollout.run_name, run.checkpoint) as trainer,
         StepRecorder(config, run, rollout, console) as record,
+        RewardRunner(config.reward) as rewards,
     ):
         return run_steps(
             TrainingParts(
                 config=config,
                 rollout=rollout,
                 trainer=trainer,
-                maker=ExperienceMaker(config, make_recipe(config), stream, RewardRunner(config.reward), record.timed),
+                maker=ExperienceMaker(config, make_recipe(config), stream, rewards, record.timed),
                 record=record,
                 saver=Saver(run.store, trainer.save, run.state, run.is_saved, run.check_lease),
                 stop=stop,

@@ -1,44 +1,58 @@
-"""Scoring outputs off the driver: a Ray task for each sample, with a limit on its time.
+"""Scoring outputs in processes of the driver that have nothing to do with Ray, with a limit on their time.
 
-Two limits. Inside the task an alarm interrupts Python code after `timeout_s` and keeps the process. What an alarm
+Two limits. Inside the process an alarm interrupts Python code after `timeout_s` and keeps the process. What an alarm
 cannot interrupt (native code, a swallowed exception) is cut off with its process some seconds later.
 
-What happens to the process (out of memory, a lost node, a crash) says nothing about the output: such a sample is scored
-again, a few times. A sample without a score is never scored as wrong; see `reward.failure_value`.
+What happens to the process (out of memory, a crash) says nothing about the output: such a sample is scored again, a few
+times. A sample without a score is never scored as wrong; see `reward.failure_value`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import queue
 import signal
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+import socket
+import struct
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import FrameType
+from multiprocessing.connection import Connection
+from types import TracebackType
 from typing import Any
 
-import ray
+import psutil
 
-from specactor_ray.clock import SYSTEM, Clock
-from specactor_ray.cluster.calls import RayTransport, Transport
+from specactor_ray.clock import SYSTEM
 from specactor_ray.config.training_schema import RewardConfig
-from specactor_ray.errors import CallError, RemoteError, SpecActorError, UserError
+from specactor_ray.rollout.memory import available_bytes, gib
+from specactor_ray.training.reward_process import Outcome
 from specactor_ray.training.rewards import RewardSample, Scorer
 
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
-"""Beyond `timeout_s`, before the process of a task is ended."""
-_START_S = 20.0
+"""Beyond `timeout_s`, before a process is killed."""
+_START_S = 60.0
 """Longest time for a fresh process to import what the rewards need."""
-_POLL_S = 0.5
-"""How often running tasks are looked at."""
+_SEND_S = 10
+"""Longest time until a process takes a sample."""
+_POLL_S = 0.2
+"""How often a busy process is looked at."""
 _ATTEMPTS = 3
 """How often a sample whose process died is scored."""
+_LARGE_BYTES = 1 << 30
+"""A process with less memory than this is not killed for it."""
+_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from specactor_ray.training.reward_process import main; main()"
 
 
-class RewardTimeoutError(BaseException):
-    """A reward function took too long. No `Exception`: those are caught by the libraries that functions use."""
+class _Died(Exception):
+    """A reward process has ended, or had to be."""
 
 
 @dataclass(slots=True)
@@ -52,126 +66,161 @@ class Scores:
 
 
 class RewardRunner:
-    """Scores samples in `reward.workers` processes at once. Makes sure at once that the functions can be had.
+    """Scores samples in `reward.workers` processes at once. Makes sure at once that the functions can be had. To be
+    closed: a context manager.
 
     Args:
         config: The `reward` section.
-        transport: What waits for the processes; default: Ray.
-        clock: What their time is measured by.
 
     Raises:
         ConfigError: One of the functions cannot be had.
     """
 
-    def __init__(self, config: RewardConfig, transport: Transport | None = None, clock: Clock = SYSTEM) -> None:
-        self._config, self._clock = config, clock
-        self._transport: Transport = transport if transport is not None else RayTransport()
-        self._task: Any = ray.remote(num_cpus=0, max_retries=0)(_score_one)
+    def __init__(self, config: RewardConfig) -> None:
         Scorer(config)
+        self._config = config
+        self._processes = [_RewardProcess(config) for _ in range(config.workers)]
+        self._idle: queue.LifoQueue[_RewardProcess] = queue.LifoQueue()
+        for process in self._processes:
+            self._idle.put(process)
+        self._deaths = 0
+        """In the current `score`; the first is logged."""
 
-    def score(self, samples: Sequence[RewardSample], on_done: Callable[[], None] | None = None) -> Scores:
-        """The reward of every sample; never raises for what a reward function does, or for what ends its process.
+    def __enter__(self) -> RewardRunner:
+        return self
 
-        Args:
-            samples: What to score.
-            on_done: Called after each one.
-        """
-        scoring = _Scoring(samples, Scores([self._config.failure_value] * len(samples)), on_done or (lambda: None))
-        config = self._transport.put(self._config)
-        while scoring.waiting or scoring.running:
-            while scoring.waiting and len(scoring.running) < self._config.workers:
-                index = scoring.waiting.popleft()
-                scoring.running[self._task.remote(config, samples[index])] = (index, self._clock.now())
-            for reference in self._transport.wait(list(scoring.running), _POLL_S):
-                self._take(scoring, scoring.running.pop(reference)[0], reference)
-            for reference, (index, begin) in list(scoring.running.items()):
-                if self._clock.now() - begin > self._config.timeout_s + _GRACE_S + _START_S:
-                    del scoring.running[reference]
-                    ray.cancel(reference, force=True)
-                    scoring.fail(index, "timed out and had to be killed")
-        return scoring.scores
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            process.end()
 
-    def _take(self, scoring: _Scoring, index: int, reference: Any) -> None:
+    def score(self, samples: Sequence[RewardSample]) -> Scores:
+        """The reward of every sample; never raises for what a reward function does, or for what ends its process."""
+        self._deaths, outcomes = 0, list[Outcome | None]([None] * len(samples))
+        for _ in range(_ATTEMPTS):  # after all others: a machine short of memory may have some by then
+            waiting = [index for index, outcome in enumerate(outcomes) if outcome is None]
+            for index, outcome in zip(waiting, self._score_all([samples[index] for index in waiting]), strict=True):
+                outcomes[index] = outcome
+        scores = Scores([self._config.failure_value] * len(samples))
+        for index, outcome in enumerate(outcomes):
+            reward, reason = outcome or (None, f"its process died {_ATTEMPTS} times")
+            if reward is not None:
+                scores.rewards[index] = reward
+                continue
+            scores.failures[reason] += 1
+            if scores.failures[reason] == 1:
+                answer = samples[index].answer
+                logger.warning("a reward failed: %s (sample %d, reference answer %.80r)", reason, index, answer)
+        return scores
+
+    def _score_all(self, samples: Sequence[RewardSample]) -> list[Outcome | None]:
+        """None for a sample whose process died."""
+        with ThreadPoolExecutor(self._config.workers, "reward") as pool:
+            try:
+                return list(pool.map(self._score, samples))
+            except BaseException:  # an interruption does not wait for functions
+                for process in self._processes:
+                    process.kill()
+                raise
+
+    def _score(self, sample: RewardSample) -> Outcome | None:
+        process = self._idle.get()
         try:
-            reward, problem = self._transport.take(reference)
-        except RemoteError as error:  # outside of what a reward function may raise
-            logger.warning("the reward of sample %d: %s", index, error)
-            scoring.fail(index, "the reward process cannot run the functions")
-        except CallError as error:
-            scoring.process_died(index, error)
-        else:
-            if reward is None:
-                scoring.fail(index, problem)
-            else:
-                scoring.succeed(index, reward)
+            return process.score(sample)
+        except _Died as problem:
+            if not self._deaths:
+                logger.warning("a reward process died: %s; up to %d attempts for a sample", problem, _ATTEMPTS)
+            self._deaths += 1
+            return None
+        finally:
+            self._idle.put(process)
 
 
-@dataclass(slots=True)
-class _Scoring:
-    """The state of one `RewardRunner.score`."""
+class _RewardProcess:
+    """A reward process (`reward_process.py`), started when it is needed and again after it has died. For one thread at
+    a time; `kill` for any."""
 
-    samples: Sequence[RewardSample]
-    scores: Scores
-    on_done: Callable[[], None]
-    waiting: deque[int] = field(default_factory=deque)
-    running: dict[Any, tuple[int, float]] = field(default_factory=dict)
-    """Reference of a task → its sample, and when it began."""
-    deaths: Counter[int] = field(default_factory=Counter)
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Connection
 
-    def __post_init__(self) -> None:
-        self.waiting.extend(range(len(self.samples)))
+    def score(self, sample: RewardSample) -> Outcome:
+        """Raises `_Died`."""
+        try:
+            if self._process is None and (problem := self._start()):
+                self.end()
+                return None, problem
+            self._channel.send(sample)
+            outcome: Outcome = self._receive(self._config.timeout_s + _GRACE_S)
+            return outcome
+        except TimeoutError:
+            self.end()
+            return None, "timed out and had to be killed"
+        except (_Died, OSError, EOFError) as problem:
+            self.end()
+            raise _Died(str(problem) or "it closed its channel") from None
 
-    def succeed(self, index: int, reward: float) -> None:
-        self.scores.rewards[index] = reward
-        self.on_done()
+    def kill(self) -> None:
+        """Kill it and all that it started. What waits for it sees it die."""
+        if (process := self._process) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
-    def fail(self, index: int, reason: str) -> None:
-        self.scores.failures[reason] += 1
-        if self.scores.failures[reason] == 1:
-            answer = self.samples[index].answer
-            logger.warning("a reward failed: %s (sample %d, reference answer %.80r)", reason, index, answer)
-        self.on_done()
+    def end(self) -> None:
+        """Kill it and wait until it is gone."""
+        self.kill()
+        if (process := self._process) is not None:
+            self._process = None
+            self._channel.close()
+            process.communicate()
 
-    def process_died(self, index: int, error: SpecActorError) -> None:
-        """Score it again, after the samples that wait: a machine short of memory may have some by then."""
-        if not self.deaths:
-            logger.warning("a reward process died: %s; up to %d attempts for a sample", error, _ATTEMPTS)
-        self.deaths[index] += 1
-        if self.deaths[index] < _ATTEMPTS:
-            self.waiting.append(index)
-        else:
-            self.fail(index, f"its process died {_ATTEMPTS} times")
+    def _start(self) -> str:
+        """Returns why the functions cannot be run, if they cannot."""
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
+        self._channel = Connection(ours.detach())
+        path = [os.path.abspath(entry) for entry in sys.path]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), *path],
+                stdin=subprocess.PIPE,  # its lifeline
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+                start_new_session=True,
+            )
+        self._channel.send(self._config)
+        try:
+            return str(self._receive(_START_S))
+        except TimeoutError:
+            return f"the reward process did not start within {_START_S:g} s"
+
+    def _receive(self, timeout_s: float) -> Any:
+        """What it sends next. Raises `TimeoutError`, and what ends it."""
+        assert self._process is not None
+        end = SYSTEM.now() + timeout_s
+        while True:
+            self._check_memory(self._process.pid)
+            if self._channel.poll(_POLL_S):
+                return self._channel.recv()
+            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None and not self._channel.poll(0.0):  # a fork of it holds its end open
+                raise _Died(f"it ended with status {ended.si_status}")
+            if SYSTEM.now() > end:
+                raise TimeoutError
+
+    def _check_memory(self, pid: int) -> None:
+        """Ray would kill its own workers for the memory that this process takes."""
+        try:
+            held = psutil.Process(pid).memory_info().rss
+        except psutil.Error:
+            return
+        if held > max(free := available_bytes(), _LARGE_BYTES):
+            raise _Died(f"it held {gib(held)} of memory where {gib(free)} were left, and was killed")
 
 
-def _score_one(config: RewardConfig, sample: RewardSample) -> tuple[float | None, str]:
-    """Runs in a process of its own: the reward, or None and why there is none."""
-    try:
-        scorer = _scorer(config)
-    except UserError as error:
-        return None, str(error)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise RewardTimeoutError
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, config.timeout_s)
-    try:
-        return scorer(sample), ""
-    except RewardTimeoutError:
-        return None, f"took longer than reward.timeout_s ({config.timeout_s:g} s)"
-    except Exception as error:  # noqa: BLE001 - a user's function may raise anything
-        return None, f"{type(error).__name__}: {error}"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
-
-
-_scorers: dict[str, Scorer] = {}
-"""One per configuration and process: importing the functions may take seconds."""
-
-
-def _scorer(config: RewardConfig) -> Scorer:
-    key = repr(config)
-    if key not in _scorers:
-        _scorers[key] = Scorer(config)
-    return _scorers[key]
+def _environment() -> dict[str, str]:
+    """Of this process, without what leads to Ray."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {"OMP_NUM_THREADS": "1", **own, "RAY_ENABLE_AUTO_CONNECT": "0"}

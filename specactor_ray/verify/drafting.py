@@ -7,6 +7,7 @@ What is decided is in `spec/policy.py`, who drafts for what in `spec/assign.py`.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -54,6 +55,7 @@ class Drafting:
         self.inbox = inbox.for_verifier(vocab_size)
         self.table = RequestTable(max(config.window, window))
         self._seats: dict[int, Seat] = {}
+        self._sessions = itertools.count(1)
         self.policy = Policy(config, self.table, Acceptance(priors), StepCost(), self._seats)
         self.assigner = Assigner(config, self.policy, coupled, max_batch)
         self.features = FeatureLog()
@@ -76,7 +78,7 @@ class Drafting:
             number, link = next(n for n in range(len(seats) + 1) if n not in seats), links[drafter_id]
             self.table.fit_seats(number + 1)
             self.table.clear_seat(number, self.policy.acceptance.number(link.method))
-            seats[number] = Seat(number, drafter_id, link, self.table, self.features)
+            seats[number] = Seat(number, next(self._sessions), drafter_id, link, self.table, self.features)
         self._let_go(self.assigner.revise(level=True))
         self.policy.suspension.end()
 
@@ -109,7 +111,7 @@ class Drafting:
             seat.token_s, seat.token_rows = float(batch.token_s), self.policy.rows
         seat.forget(batch.lost)
         unknown = self.table.take(seat.number, batch)
-        # An open that came late, or twice, is closed by nobody else.
+        # An opening that arrived late, or twice, gets no other close.
         for handle in zip(batch.rows[unknown].tolist(), batch.generations[unknown].tolist(), strict=True):
             seat.let_go(*handle)
 

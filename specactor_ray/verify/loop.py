@@ -91,6 +91,8 @@ class VerifyLoop(Loop):
 
     def set_drafters(self, links: Mapping[str, DrafterLink]) -> None:
         """The complete list of drafters in other processes, by id."""
+        for drafter in links.values():
+            drafter.link.on_free = self._wake.set  # a step that waits for tails may have more to send
         self.drafter_links = links
         mine = {drafter.loop.drafter_id: drafter for drafter in self._hosted}
         self.put(lambda: self._drafting.set_drafters({**mine, **links}))

@@ -72,6 +72,7 @@ class Seat(Drafter):
 
     Args:
         number: Of the seat in the table.
+        session: Tells it from earlier seats of the same drafter; see `CommitBatch`.
         drafter_id: Incarnation id of the draft actor.
         link: How to reach it.
         table: The requests.
@@ -79,7 +80,7 @@ class Seat(Drafter):
     """
 
     def __init__(
-        self, number: int, drafter_id: str, link: DrafterLink, table: RequestTable, features: FeatureLog
+        self, number: int, session: int, drafter_id: str, link: DrafterLink, table: RequestTable, features: FeatureLog
     ) -> None:
         super().__init__(drafter_id, link.method, link.window, link.max_batch, link.looks_up)
         self.link = link.link
@@ -87,6 +88,7 @@ class Seat(Drafter):
         self.postponed = 0
         """Deliveries that were left out, as it works only when the verifier lets it."""
         self.number, self._table = number, table
+        self._session, self._begun = session, False
         self._features = features if link.reads_features else None
         self._closed: dict[tuple[int, int], bool] = {}
         """Row and generation of requests that it has to let go → whether they are finished."""
@@ -115,7 +117,8 @@ class Seat(Drafter):
                 table.told[number, row] = -1
 
     def news(self, verifier_id: str) -> CommitBatch | None:
-        """What it does not know yet; it counts as told from now on. None if it knows everything."""
+        """What it does not know yet; it counts as told from now on. None if it knows everything; the first batch, which
+        begins the session, is never left out."""
         table, number = self._table, self.number
         told = table.told[number]
         mine = np.flatnonzero(table.assigned[number])
@@ -124,8 +127,9 @@ class Seat(Drafter):
         rows = mine[(told[mine] >= 0) & (told[mine] < table.committed[mine])].astype(np.int32)
         closed, self._closed = tuple((*handle, finished) for handle, finished in self._closed.items()), {}
         last, self._last = self._last, []
-        if not (opened or closed or len(rows)):
+        if self._begun and not (opened or closed or len(rows)):
             return None
+        self._begun = True
         features = self._untold_features(rows)
         starts, generations = told[rows], table.generation[rows]
         lengths, tokens = table.untold(number, rows)
@@ -134,7 +138,8 @@ class Seat(Drafter):
             pairs = zip(ended, (rows, generations, starts, lengths), strict=True)
             rows, generations, starts, lengths = map(np.concatenate, pairs)
             tokens = np.concatenate([*(one[3] for one in last), tokens])
-        return CommitBatch(verifier_id, rows, generations, starts, lengths, tokens, opened, closed, features)
+        arrays = (rows, generations, starts, lengths, tokens)
+        return CommitBatch(verifier_id, *arrays, opened, closed, features, self._session)
 
     def _to_open(self, rows: list[int], deliveries: int) -> list[int]:
         """Those whose turn it is in as many deliveries; the others follow with the next."""

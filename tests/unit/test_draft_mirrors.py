@@ -178,6 +178,20 @@ def test_what_a_verifier_says_before_it_is_listed_is_asked_for_again() -> None:
     assert open_at(loop) == 0 and told[0].lost == ((0, 1),)
 
 
+def test_a_newer_session_closes_all_requests_of_its_verifier_and_older_ones_are_ignored() -> None:
+    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
+    loop.set_verifiers({name: Link(direct_sender(told.append)) for name in ("v0", "v1")})
+    loop.deliver(news([opening(0, "kept")], verifier_id="v1", session=1))
+    loop.deliver(news([opening(0, "a"), opening(1, "b")], session=1))
+    assert open_at(loop) == 3
+    loop.deliver(news([opening(2, "c")], commits=[(1, 0, [2])], session=3))
+    assert open_at(loop) == 2 and told[-1].lost == ((1, 1),)
+    loop.deliver(news([opening(3, "d")], commits=[(0, 0, [2])], closed=[(2, True)], session=2))
+    assert open_at(loop) == 2 and loop.snapshot()["resyncs"] == 1
+    loop.deliver(news(session=4))
+    assert open_at(loop) == 1
+
+
 def test_requests_of_a_verifier_that_is_cut_off_are_dropped() -> None:
     loop, _, _ = loop_of(NgramProposer(1, 4, 100, 8))
     loop.deliver(news([opening(0)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -69,6 +70,45 @@ def test_a_request_that_ends_before_it_is_opened_again_is_closed() -> None:
     drafting.close(handle[0], finished=True)
     drafting.flush()
     assert heard[-1].closed == ((*handle, False),)
+
+
+def test_what_a_seat_left_open_at_a_drafter_ends_with_the_next_seat() -> None:
+    """A list without the drafter deletes the seat with a close that was not sent, as its link was busy; the drafter
+    never has an empty list of verifiers, and its last tail arrives while it has no seat."""
+    under_way: list[Future[None]] = []
+    drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
+    loop = DraftLoop("d", NgramProposer())
+    tails = list[TailBatch]()
+    loop.set_verifiers({"v": Link(direct_sender(tails.append))})
+
+    def deliver(message: CommitBatch) -> Future[None]:
+        loop.deliver(message)
+        under_way.append(Future())
+        return under_way[-1]
+
+    def link() -> dict[str, DrafterLink]:
+        return {"d": DrafterLink("ngram", 8, Link(deliver), looks_up=True)}
+
+    drafting.set_drafters(link())
+    row = drafting.table.open(request("r"))
+    drafting.revise(ints([row]))
+    drafting.flush()
+    drafting.close(row, finished=True)
+    drafting.flush()
+    assert len(under_way) == 1, "the link is busy with the opening"
+    drafting.set_drafters({})
+    loop.run_once()
+    drafting.inbox.put(tails.pop())
+    drafting.take_messages()
+    under_way.pop().set_result(None)
+    assert loop.snapshot()["open_requests"] == 1
+    drafting.set_drafters(link())
+    drafting.flush()
+    loop.run_once()
+    assert loop.snapshot()["open_requests"] == 0
+    under_way.pop().set_result(None)
+    drafting.flush()
+    assert not under_way, "a session is begun once"
 
 
 def test_tails_are_kept_up_to_the_largest_window_of_a_drafter() -> None:

@@ -59,7 +59,6 @@ MAY_IMPORT = {
         "controller/start.py",
         "rollout/rollout.py",
         "rollout/run.py",  # shows the cluster's resources
-        "training/reward_runner.py",
         "training/trainer_group.py",
         "submission.py",
     ),

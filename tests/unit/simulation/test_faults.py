@@ -108,6 +108,7 @@ FOUND = [
     FaultScenario.draw(1300007, 100),
     FaultScenario.draw(1300125, 100),
     FaultScenario.draw(3100091, 100),
+    FaultScenario.draw(3500301, 100),
 ]
 
 

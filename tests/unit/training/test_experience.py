@@ -16,8 +16,9 @@ from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.training.data import Task, TaskOrder, TaskStream
 from specactor_ray.training.experience import Experience, ExperienceMaker
-from specactor_ray.training.reward_runner import Scores, _score_one
-from specactor_ray.training.rewards import RewardSample
+from specactor_ray.training.reward_process import score_one
+from specactor_ray.training.reward_runner import Scores
+from specactor_ray.training.rewards import RewardSample, Scorer
 
 RAISES = "tests.reward_functions:number_or_raises"
 
@@ -48,7 +49,8 @@ class InProcess:
         self._config = config.reward
 
     def score(self, samples: Sequence[RewardSample]) -> Scores:
-        results = [_score_one(self._config, sample) for sample in samples]
+        scorer = Scorer(self._config)
+        results = [score_one(scorer, sample, self._config.timeout_s) for sample in samples]
         rewards = [self._config.failure_value if reward is None else reward for reward, _ in results]
         return Scores(rewards, Counter(problem for reward, problem in results if reward is None))
 

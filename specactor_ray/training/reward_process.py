@@ -1,0 +1,82 @@
+"""What runs in a reward process: the functions, sample after sample, without Ray.
+
+The process is a fresh interpreter and leads a process group of its own, so a function may fork, start processes or kill
+itself. The group ends with the process, and with the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from types import FrameType
+
+from specactor_ray.training.rewards import RewardSample, Scorer
+
+Outcome = tuple[float | None, str]
+"""The reward, or None and why there is none."""
+_MOST_CHARACTERS = 2000
+"""Of a reason; it has to fit what a channel takes without a reader."""
+
+
+class RewardTimeoutError(BaseException):
+    """A reward function took too long. No `Exception`: those are caught by the libraries that functions use."""
+
+
+def main() -> None:
+    """Serve the channel whose descriptor is the first argument. It carries a configuration, answered by why its
+    functions cannot be run (empty if they can), then samples, each answered by an `Outcome`."""
+    channel = Connection(int(sys.argv[1]))
+    del sys.argv[1:]
+    _end_with_driver()
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")  # as Ray's workers: short of memory, the kernel takes these first
+    pid, config = os.getpid(), channel.recv()
+    try:
+        scorer = Scorer(config)
+    except Exception as error:  # noqa: BLE001 - the import of a user's module may raise anything
+        channel.send(f"the reward process cannot run the functions: {_in_words(error)}")
+        return
+    channel.send("")
+    with contextlib.suppress(EOFError):
+        while True:
+            outcome = score_one(scorer, channel.recv(), config.timeout_s)
+            if os.getpid() != pid:  # a fork by the function that came back
+                os._exit(0)
+            channel.send(outcome)
+
+
+def score_one(scorer: Scorer, sample: RewardSample, timeout_s: float) -> Outcome:
+    """Score a sample; an alarm interrupts Python code after `timeout_s`."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise RewardTimeoutError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        return scorer(sample), ""
+    except RewardTimeoutError:
+        return None, f"took longer than reward.timeout_s ({timeout_s:g} s)"
+    except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+        return None, _in_words(error)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_MOST_CHARACTERS]
+
+
+def _end_with_driver() -> None:
+    """Let the kernel kill the whole group when the other end of stdin closes, even if native code hangs here."""
+    lifeline, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)  # type: ignore[attr-defined]  # Linux
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

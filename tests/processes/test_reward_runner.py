@@ -1,0 +1,156 @@
+"""Rewards in processes of their own: what raises, hangs, forks or dies costs one sample, never the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specactor_ray.config.training_schema import RewardConfig, RewardFunctionConfig
+from specactor_ray.errors import ConfigError
+from specactor_ray.leftovers import start_ticks
+from specactor_ray.training import reward_runner
+from specactor_ray.training.reward_runner import RewardRunner, Scores
+from specactor_ray.training.rewards import RewardSample
+
+PATIENCE_S = 60.0
+
+
+def samples(count: int) -> list[RewardSample]:
+    return [RewardSample("p", "x", "x", token_ids=tuple(range(i + 1)), max_tokens=count) for i in range(count)]
+
+
+def config(name: str, **values: float | None) -> RewardConfig:
+    where = "" if name == "length" else "tests.reward_functions:"
+    return RewardConfig(functions=[RewardFunctionConfig(where + name)], **values)  # type: ignore[arg-type]
+
+
+def score(name: str, what: list[RewardSample], **values: float | None) -> Scores:
+    with RewardRunner(config(name, **values)) as runner:
+        return runner.score(what)
+
+
+def await_that(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def are_gone(marks: Path) -> bool:
+    """Processes that left their number in a folder."""
+    return all(start_ticks(int(mark.name)) is None for mark in marks.iterdir())
+
+
+def test_rewards_come_in_the_order_of_the_samples() -> None:
+    with RewardRunner(config("length", workers=3)) as runner:
+        for _ in range(2):
+            scores = runner.score(samples(20))
+            assert scores.rewards == [(i + 1) / 20 for i in range(20)]
+            assert not scores.failures
+        assert runner.score([]).rewards == []
+
+
+@pytest.mark.parametrize("value", [None, -1.0])
+def test_what_raises_costs_its_own_sample_only(value: float | None) -> None:
+    scores = score("raises_on_even_length", samples(6), failure_value=value)
+    assert scores.rewards == [1.0, value, 1.0, value, 1.0, value]
+    assert dict(scores.failures) == {"RuntimeError: even": 3}
+
+
+def test_what_hangs_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_runner, "_GRACE_S", PATIENCE_S)
+    scores = score("hangs", samples(4), timeout_s=0.2)
+    assert scores.rewards == [None] * 4
+    assert dict(scores.failures) == {"took longer than reward.timeout_s (0.2 s)": 4}
+
+
+def test_what_cannot_be_interrupted_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_runner, "_GRACE_S", 0.5)
+    scores = score("hangs_hard", samples(3), timeout_s=0.2)
+    assert scores.rewards == [None] * 3
+    assert dict(scores.failures) == {"timed out and had to be killed": 3}
+
+
+def test_a_process_that_dies_is_replaced_a_few_times(tmp_path: Path) -> None:
+    """The first sample's process dies once, the second's always."""
+    metadata = [{"marks": str(tmp_path), "times": times} for times in (1, 99)]
+    dying = [RewardSample("p", "x", str(i), metadata=entry) for i, entry in enumerate(metadata)]
+    scores = score("dies", dying)
+    assert scores.rewards == [1.0, None]
+    assert dict(scores.failures) == {"its process died 3 times": 1}
+    assert len(list(tmp_path.glob("1-*"))) == 3
+
+
+def test_forks_of_a_function_harm_nothing_and_end_with_their_process(tmp_path: Path) -> None:
+    forking = [
+        RewardSample("p", "x", what, metadata={"marks": str(tmp_path)})
+        for what in ("sleeps", "exits", "raises", "comes back")
+    ]
+    scores = score("forks", 2 * forking)
+    assert scores.rewards == [1.0] * 8
+    assert len(list(tmp_path.iterdir())) == 8
+    await_that(lambda: are_gone(tmp_path))
+
+
+def test_a_function_may_use_processes() -> None:
+    assert score("uses_processes", samples(2)).rewards == [3.0] * 2
+
+
+def test_a_function_has_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    scores = score("asks_ray", samples(1))
+    assert (scores.rewards, dict(scores.failures)) == ([0.0], {})
+
+
+def test_a_process_that_holds_more_memory_than_is_left_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_runner, "_LARGE_BYTES", 200 << 20)
+    monkeypatch.setattr(reward_runner, "available_bytes", lambda: 100 << 20)
+    scores = score("holds_memory", samples(1))
+    assert dict(scores.failures) == {"its process died 3 times": 1}
+    assert score("length", samples(2)).rewards == [0.5, 1.0]
+
+
+DRIVER = """
+import sys
+from tests.processes.test_reward_runner import RewardRunner, RewardSample, config
+RewardRunner(config("hangs_in_native_code")).score([RewardSample("p", "x", "sleeps", metadata={"marks": sys.argv[1]})])
+"""
+
+
+def test_processes_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    """Even in the middle of native code, their forks too."""
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path)])
+    try:
+        await_that(lambda: len(list(tmp_path.iterdir())) == 2)
+        assert not are_gone(tmp_path)
+    finally:
+        driver.kill()
+        driver.wait()
+    await_that(lambda: are_gone(tmp_path))
+
+
+def test_an_interruption_does_not_wait_for_functions(tmp_path: Path) -> None:
+    def interrupt() -> None:
+        await_that(lambda: len(list(tmp_path.iterdir())) == 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    hanging = RewardSample("p", "x", "sleeps", metadata={"marks": str(tmp_path)})
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        score("hangs_in_native_code", [hanging] * 2, timeout_s=3600.0, workers=1)
+    thread.join()
+    await_that(lambda: are_gone(tmp_path))
+
+
+def test_a_function_that_is_not_there_is_found_at_once() -> None:
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        RewardRunner(config("nothing"))
