@@ -1,8 +1,8 @@
 """TRL's trainers with our rollouts: `attach(trainer, rollout)`, and an unmodified `GRPOTrainer` generates here.
 
 TRL reaches an engine through its class `VLLMGeneration`, and in that class's server mode through a client with a few
-methods. `RolloutClient` is such a client. Everything above it stays TRL's: prompts and weights gathered over ranks, FSDP,
-ZeRO and PEFT, tools, evaluation, importance correction. vLLM is not needed.
+methods. `RolloutClient` is such a client. Everything above it stays TRL's: gathering over ranks, FSDP, ZeRO and PEFT,
+tools, evaluation, importance correction. vLLM is not needed.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _SHAPE = (
 def attach(trainer: Any, rollout: Rollout | None) -> None:
     """Let a TRL trainer generate with this rollout; call it once, before `trainer.train()`.
 
-    The trainer pushes its weights whenever a step has changed them. Seeds are derived from the trainer's `args.seed`, its
-    step and a count of the calls in that step, so that a run can be repeated and resumed.
+    The trainer pushes its weights before it generates, when a step has changed them. Seeds are derived from its
+    `args.seed`, its step and a count of the calls in that step, so that a run can be repeated and resumed.
 
     Args:
         trainer: A `GRPOTrainer` or `RLOOTrainer` that was made with `use_vllm=False`.
-        rollout: Serves the model that the trainer trains. In a trainer of several processes the main one has it, and the
-            others pass None.
+        rollout: Serves the model that the trainer trains. Where a trainer has several processes, the main one passes
+            it and the others None.
 
     Raises:
         InputError: TRL is of another version, the trainer asks for what keyed sampling does not have, or the rollout
@@ -77,7 +77,8 @@ class RolloutClient:
 
     def __init__(self, trainer: Any, rollout: Rollout) -> None:
         self._trainer, self._rollout = trainer, rollout
-        self._place, self._calls = (-1, True), 0
+        self._step, self._calls = -1, [0, 0]
+        """Calls of that step while evaluating, and while training."""
 
     def generate(self, prompts: Sequence[Sequence[int]], n: int, **arguments: Any) -> dict[str, Any]:
         """Outputs in the order of the prompts, the `n` of a prompt together."""
@@ -121,8 +122,8 @@ class RolloutClient:
         for name, value in {**others, **more}.items():
             if name not in _TRANSLATED and value not in _NEUTRAL.get(name, ()):
                 raise InputError(
-                    f"TRL: {name} is {value!r}, which keyed sampling does not have. Fix: leave it out; what can be set is "
-                    f"{', '.join(_TRANSLATED)}"
+                    f"TRL: {name}={value!r} is not available: sampling is keyed, with seeds derived from args.seed. "
+                    f"Fix: leave it out; generation_kwargs may hold {', '.join(_TRANSLATED)}"
                 )
         if max_tokens is None:
             raise InputError("TRL: max_completion_length is None; give a number of tokens")
@@ -133,11 +134,12 @@ class RolloutClient:
         return SamplingParams(**chosen, seed=seed, stop_token_ids=stops, ignore_eos=True)
 
     def _next_seed(self) -> int:
-        """One that no other call has: of the trainer's step, of training or evaluation, and of the call in it."""
-        place = (int(self._trainer.state.global_step), bool(self._trainer.model.training))
-        self._calls = self._calls + 1 if place == self._place else 0
-        self._place = place
-        return derive_seed(self._trainer.args.seed, 2 * place[0] + place[1], self._calls)
+        """One that no other call has. Calls since the start would not do: a resumed run must go on as the whole one."""
+        step, training = int(self._trainer.state.global_step), bool(self._trainer.model.training)
+        if step != self._step:
+            self._step, self._calls = step, [0, 0]
+        self._calls[training] += 1
+        return derive_seed(self._trainer.args.seed, 2 * step + training, self._calls[training])
 
 
 def _generation(trainer: Any, client: RolloutClient | None) -> Any:
@@ -197,8 +199,8 @@ def _require_same_model(trainer: Any, rollout: Rollout) -> None:
         here, there = getattr(served, key, None), getattr(trained, key, None)
         if here != there:
             raise InputError(
-                f"target.model is {target.model}, whose {key} is {here}; the trainer's model has {there}. Fix: serve the "
-                "model that is trained"
+                f"target.model is {target.model}, whose {key} is {here}; the trainer's model has {there}. Fix: serve "
+                "the model that is trained"
             )
     tokenizer: Any = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
     if tokenizer.get_vocab() != trainer._tokenizer.get_vocab():
@@ -207,7 +209,7 @@ def _require_same_model(trainer: Any, rollout: Rollout) -> None:
             "trainer the tokenizer of the model"
         )
     length = trainer.max_completion_length
-    if length is not None and length >= target.max_model_len:
+    if length is not None and target.max_model_len is not None and length >= target.max_model_len:
         raise InputError(
             f"TRL: max_completion_length is {length}, and target.max_model_len {target.max_model_len} holds prompt and "
             "output. Fix: raise target.max_model_len"
