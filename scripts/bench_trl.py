@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """GRPO steps of TRL with three ways to generate: TRL's own, rollouts without drafts, and rollouts with drafts.
 
-    python scripts/bench_trl.py --steps 10            # SmolLM2-135M on two cores: about ten minutes
+    python scripts/bench_trl.py --steps 10
 
 The same trainer, tasks and seeds each time. Prints seconds per step and for generating (pushing weights included), the
 mean reward and length, and the largest difference between log-probabilities of the same tokens as the rollout returned

@@ -41,7 +41,7 @@ def fitting_weights(
     for name, tensor in _named_tensors(weights, shapes):
         _require_fit(name, tensor, shapes)
         owner, copy = tied.get(name, name), tensor.detach().to("cpu", dtype, copy=True).contiguous()
-        checksum = zlib.crc32(copy.reshape(-1).view(torch.uint8).numpy()) if owner in shared else 0
+        checksum = zlib.crc32(copy.reshape(-1).view(torch.uint8).numpy().data) if owner in shared else 0
         if owner not in taken:
             taken[owner] = (name, checksum)
             yield owner, copy

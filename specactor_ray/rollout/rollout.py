@@ -18,7 +18,7 @@ from specactor_ray.config import Config, load_config
 from specactor_ray.controller.start import start_controller
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
-from specactor_ray.modeling.loading import parse_dtype, weight_shapes
+from specactor_ray.modeling.loading import locate_model, parse_dtype, weight_shapes
 from specactor_ray.modeling.policy_weights import Weights, fitting_weights
 from specactor_ray.modeling.weight_buckets import WeightBucket, pack_as_they_come
 from specactor_ray.rollout.compatibility import (
@@ -225,6 +225,11 @@ class Rollout:
     def forget_history(self) -> None:
         """Let drafters forget earlier outputs, as if they had just been started; for benchmarks."""
         self._run.forget_history()
+
+    @property
+    def model(self) -> str:
+        """The target as transformers loads it: a directory, or a Hugging Face id without its `@revision`."""
+        return str(locate_model(self.config.target.model)[0])
 
     @property
     def address(self) -> str:
