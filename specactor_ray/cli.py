@@ -24,7 +24,7 @@ from specactor_ray.drafter_cli import drafter
 from specactor_ray.errors import EXIT_USER_ERROR, InputError, SpecActorError, UserError
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
-SUBMITTABLE = {"train": "train", "rollout": "rollout", "bench": "bench rollout", "train-drafter": "drafter train"}
+SUBMITTABLE = ("train", "rollout", "bench", "train-drafter")
 JOB_RUNS = "~/specactor-runs"
 """Default of `run.dir` inside a Ray job, on the node where the job's driver runs."""
 

@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from specactor_ray.config import Config
 
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", "-c", help="YAML file. Default: the built-in defaults.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        help="YAML file or shipped name (local_cpu). Default: the built-in defaults.",
+        show_default=False,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,

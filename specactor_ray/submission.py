@@ -71,7 +71,7 @@ def _submit_and_follow(
     address: str, command: str, arguments: Sequence[str], environment: dict[str, Any], follow: bool, console: Console
 ) -> int:
     client = _connect(address)
-    entrypoint = shlex.join(["python", "-m", "specactor_ray.job", command, *arguments])
+    entrypoint = shlex.join(["python", "-m", f"specactor_ray.jobs.{command.replace('-', '_')}", *arguments])
     with _readable_errors(address):
         job = _submit(client, entrypoint, environment)
     say(console, f"job {job} submitted: {entrypoint}")

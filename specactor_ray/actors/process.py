@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -18,8 +18,7 @@ from specactor_ray.messages import Mode, WeightSet
 from specactor_ray.targets.base import TargetEngine
 
 if TYPE_CHECKING:
-    import torch
-
+    from specactor_ray.modeling.weight_buckets import WeightBucket
     from specactor_ray.verify.drafting import Drafting
 
 logger = logging.getLogger(__name__)
@@ -95,14 +94,14 @@ class ActorHost:
         return {name: tensor for bucket in buckets for name, tensor in unpack(bucket)}
 
 
-def put_weights(version: int, weights: Mapping[str, torch.Tensor], calls: Calls) -> WeightSet:
-    """A copy of the weights in the object store, in float32."""
-    import torch
-
-    from specactor_ray.modeling.weight_buckets import pack
-
-    bucket = pack(weights.items(), torch.float32)
-    return WeightSet(version, (calls.transport.put(bucket),), bucket.data.nbytes)
+def put_weights(version: int, buckets: Iterable[WeightBucket | None], calls: Calls) -> WeightSet:
+    """Put weights into the object store, bucket by bucket; they live as long as somebody holds the result."""
+    references, num_bytes = [], 0
+    for bucket in buckets:
+        if bucket is not None:  # of ranks that take part in gathering and export nothing
+            references.append(calls.transport.put(bucket))
+            num_bytes += bucket.data.nbytes
+    return WeightSet(version, tuple(references), num_bytes)
 
 
 class Loop(Protocol):

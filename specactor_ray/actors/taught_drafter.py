@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from specactor_ray.actors.process import put_weights
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.schema import Config, DrafterConfig
@@ -13,6 +15,7 @@ from specactor_ray.learner.batching import Sample
 from specactor_ray.learner.trainer import Trainer
 from specactor_ray.messages import WeightSet
 from specactor_ray.modeling.eagle_checkpoint import read_head_config
+from specactor_ray.modeling.weight_buckets import pack
 
 
 class TaughtDrafter:
@@ -60,4 +63,5 @@ class TaughtDrafter:
             self._trainer.progress.tick()
         if self._learner.version == before:
             return None
-        return put_weights(self._learner.version, self._learner.weights(), self._calls)
+        bucket = pack(self._learner.weights().items(), torch.float32)
+        return put_weights(self._learner.version, [bucket], self._calls)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from specactor_ray.actors.process import configure_process
+from specactor_ray.actors.process import configure_process, put_weights
 from specactor_ray.actors.taught_drafter import TaughtDrafter
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.online import taught_by_trainer
@@ -116,12 +116,8 @@ class TrainerActor:
             trainer.close()
 
     def _export(self, version: int) -> WeightSet | None:
-        references, total = [], 0
-        for bucket in self._running().buckets():
-            if bucket is not None:
-                references.append(self._calls.transport.put(bucket))
-                total += bucket.data.nbytes
-        return WeightSet(version, tuple(references), total) if self._running().rank == 0 else None
+        weights = put_weights(version, self._running().buckets(), self._calls)  # all ranks gather together
+        return weights if self._running().rank == 0 else None
 
     def _once(self, method: str, key: Hashable, work: Callable[[], T]) -> T:
         """The result of `work`, or that of the last time if it was done with this key."""

@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from specactor_ray.config.describe import default_of, field_types, list_element, type_in_words, without_none
 from specactor_ray.config.environment import KeyPath, dotted, resolve, texts, value_at, without_values
 from specactor_ray.config.schema import Config
+from specactor_ray.config.shipped import find_file, shipped_names
 from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError, InputError, clipped, clipped_text, did_you_mean
 
@@ -43,7 +44,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     """The checked configuration: the defaults, changed by the file, changed by the overrides.
 
     Args:
-        path: A YAML file; None takes the defaults.
+        path: A YAML file, or the name of a shipped configuration (`local_cpu`); None takes the defaults.
         overrides: `key=value` items, the value in YAML: `target.max_batch=8`, `drafters.0.replicas=2`,
             `drafters=[{method: ngram}]`. The last one of a key wins. A list replaces the one that is there; a mapping
             for a section (`target={cores: 2}`) changes the keys it names and keeps the others.
@@ -146,7 +147,7 @@ def save_config(config: Config, path: str | Path) -> None:
 def _read_yaml(path: Path, example: str = "conf/local_cpu.yaml") -> Tree:
     where = str(path)
     try:
-        container: Any = OmegaConf.load(path)
+        container: Any = OmegaConf.load(find_file(path))
     except FileNotFoundError:
         raise ConfigError(where, "there is no such file.", _similar_files(path)) from None
     except IsADirectoryError:
@@ -168,9 +169,10 @@ def _read_yaml(path: Path, example: str = "conf/local_cpu.yaml") -> Tree:
 
 def _similar_files(path: Path) -> str:
     others = sorted(file.name for file in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-    if not others:
-        return "check the path; it is relative to the current folder."
-    return f"{path.parent} holds {', '.join(others[:8])}."
+    here = (
+        f"{path.parent} holds {', '.join(others[:8])}." if others else "check the path; it is relative to this folder."
+    )
+    return f"{here} Shipped with the package: {', '.join(shipped_names())}."
 
 
 def _yaml_problem(error: Exception) -> str:

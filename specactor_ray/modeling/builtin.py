@@ -7,6 +7,7 @@ weights go into a clean Llama once, which is kept under the cache directory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ def convert_smollm2(folder: Path) -> None:
     """Write weights, configuration, generation configuration and tokenizer into `folder`."""
     path = gguf_file()
     logger.info("converting %s; this is done once", path.name)
-    with quiet_transformers():
+    with quiet_transformers(), _without_gguf_bars():
         _save_model(path, folder)
         _save_tokenizer(path, folder)
 
@@ -95,6 +96,20 @@ def _save_tokenizer(path: Path, folder: Path) -> None:
     )
     tokenizer.model_max_length = 8192
     tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _without_gguf_bars() -> Iterator[None]:
+    """transformers' reader of GGUF files shows tqdm's own bars, which its switch for bars leaves on."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    reader: Any = modeling_gguf_pytorch_utils
+    shown = reader.tqdm
+    reader.tqdm = functools.partial(shown, disable=True)
+    try:
+        yield
+    finally:
+        reader.tqdm = shown
 
 
 @contextlib.contextmanager

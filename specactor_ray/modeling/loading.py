@@ -210,8 +210,8 @@ def parse_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def check_model_dir(path: Path) -> None:
-    """See that a directory has a configuration and all of its weight files.
+def check_model_dir(path: Path) -> list[Path]:
+    """The weight files of a directory that has a configuration and all of them.
 
     Raises:
         ModelLoadError: Something is missing; the message names it.
@@ -222,8 +222,11 @@ def check_model_dir(path: Path) -> None:
     missing = sorted(shard for shard in shards if not (path / shard).is_file())
     if missing:
         raise ModelLoadError(f"The model directory {path} lacks the weight files {', '.join(missing)}. {fix}")
-    if not shards and not any(found for pattern in _WEIGHT_FILES for found in path.glob(pattern)):
+    files = [path / shard for shard in sorted(shards)]
+    files = files or sorted(found for pattern in _WEIGHT_FILES for found in path.glob(pattern))
+    if not files:
         raise ModelLoadError(f"The model directory {path} has no weights (model.safetensors). {fix}")
+    return files
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -60,6 +60,21 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Wei
     return WeightBucket(names, shapes, str(dtype).removeprefix("torch."), tuple(offsets), data.numpy())
 
 
+def pack_as_they_come(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[WeightBucket]:
+    """Buckets as `plan_buckets` plans them, of tensors in one dtype whose sizes are not known beforehand. At most one
+    bucket's tensors are held."""
+    held: list[tuple[str, torch.Tensor]] = []
+    filled = 0
+    for name, tensor in tensors:
+        if held and filled + tensor.nbytes > max_bytes:
+            yield pack(held, held[0][1].dtype)
+            held, filled = [], 0
+        held.append((name, tensor))
+        filled += tensor.nbytes
+    if held:
+        yield pack(held, held[0][1].dtype)
+
+
 def unpack(bucket: WeightBucket) -> Iterator[tuple[str, torch.Tensor]]:
     """The named tensors, as views of the bucket's array: read them, do not change them."""
     dtype = getattr(torch, bucket.dtype)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from specactor_ray.config.shipped import find_file
 from specactor_ray.errors import InputError, clipped_text, did_you_mean
 from specactor_ray.json_text import parse_json
 
@@ -62,7 +63,7 @@ def _lines(path: Path) -> list[tuple[int, str]]:
         raise InputError(f"data.path: {path} is a folder; name a file of prompts")
     try:
         # Only a newline ends a line: JSON may hold the other characters that str.splitlines splits at.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        lines = find_file(path).read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise InputError(f"data.path: there is no file {path}") from None
     except UnicodeDecodeError as error:

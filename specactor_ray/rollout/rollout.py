@@ -18,6 +18,9 @@ from specactor_ray.config import Config, load_config
 from specactor_ray.controller.start import start_controller
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
+from specactor_ray.modeling.loading import locate_model, parse_dtype, weight_shapes
+from specactor_ray.modeling.policy_weights import Weights, fitting_weights
+from specactor_ray.modeling.weight_buckets import WeightBucket, pack_as_they_come
 from specactor_ray.rollout.compatibility import (
     check_drafters_fit_target,
     export_what_drafters_read,
@@ -43,7 +46,7 @@ class Rollout:
     """A running set of verifiers and draft actors that turns prompts into trajectories.
 
     ```python
-    with Rollout.from_config("conf/local_cpu.yaml") as rollout:
+    with Rollout.from_config("local_cpu") as rollout:
         for trajectory in rollout.stream(prompts, SamplingParams(temperature=1.0, max_tokens=128, seed=7), n=4):
             ...
     ```
@@ -76,8 +79,9 @@ class Rollout:
             raise
 
     @classmethod
-    def from_config(cls, config: Config | str | Path, overrides: Sequence[str] = ()) -> Rollout:
-        """Start from a `Config`, or from a YAML file with dotlist overrides such as `target.max_batch=8`."""
+    def from_config(cls, config: Config | str | Path | None = None, overrides: Sequence[str] = ()) -> Rollout:
+        """Start from a `Config`, or from a YAML file or a shipped configuration (`local_cpu`) with overrides such as
+        `target.max_batch=8`; without either, from the defaults."""
         if not isinstance(config, Config):
             config = load_config(config, overrides)
         return cls(config)
@@ -167,18 +171,31 @@ class Rollout:
         """
         self._run.scale(drafters)
 
-    def update_weights(self, weights: WeightSet) -> None:
-        """Give every verifier, and the drafters that follow the policy, a new version of the target's weights.
+    def update_weights(self, weights: Weights | WeightSet) -> int:
+        """Give every verifier, and the drafters that follow the policy, new weights of the target.
 
-        Returns when all verifiers have it. A verifier or draft actor that joins later gets it before it serves. After
-        an error the new version holds all the same: it is taken as soon as it can be, and no token of another one is.
+        Tensors are converted to `target.dtype` and go into the object store in buckets of `trainer.weight_bucket_mb`.
+        All are checked before any verifier gets one; an InputError changes nothing. Returns when all verifiers have
+        them. A verifier or draft actor that joins later gets them before it serves. After a SpecActorError the new
+        version holds all the same: it is taken as soon as it can be, and no token of another one is.
+
+        Args:
+            weights: A state dict, an iterable of (name, tensor), or the directory of a Hugging Face checkpoint. Or a
+                `WeightSet`: what a trainer actor has put into the object store itself, with a version of its own.
+
+        Returns:
+            The version, which trajectories carry from now on: one above the last.
 
         Raises:
-            InputError: A stream is open (its trajectories would mix two versions), or the version is not above all
-                earlier ones.
+            InputError: A stream is open (its trajectories would mix two versions), a tensor does not fit the target, or
+                the version of a `WeightSet` is not above all earlier ones.
             SpecActorError: The weights were not taken in time.
         """
+        if not isinstance(weights, WeightSet):
+            self._run.require_no_stream("weights cannot change")
+            weights = self._run.put_weights(self._packed(weights))
         self._run.update_weights(weights)
+        return weights.version
 
     def update_drafter(self, method: str, weights: WeightSet) -> None:
         """Give those that draft by a method that the trainer teaches (`online.where=trainer`) a newer version of its
@@ -210,6 +227,11 @@ class Rollout:
         self._run.forget_history()
 
     @property
+    def model(self) -> str:
+        """The target as transformers loads it: a directory, or a Hugging Face id without its `@revision`."""
+        return str(locate_model(self.config.target.model)[0])
+
+    @property
     def address(self) -> str:
         """`host:port` of the Ray cluster, for `cluster.address` of another process."""
         return self._connection.address
@@ -228,6 +250,16 @@ class Rollout:
     def committed_tokens(self) -> int:
         """Output tokens journaled since the start."""
         return self._run.dispatcher.journal.committed_tokens
+
+    def _packed(self, weights: Weights) -> Iterator[WeightBucket]:
+        shapes, tied = self._weight_shapes
+        fitting = fitting_weights(weights, shapes, tied, parse_dtype(self.config.target.dtype))
+        return pack_as_they_come(fitting, self.config.trainer.weight_bucket_mb * 2**20)
+
+    @functools.cached_property
+    def _weight_shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+        target = self.config.target
+        return weight_shapes(target.model, trust_remote_code=target.trust_remote_code)
 
     def _stream(
         self, prompts: list[Prompt], sampling: list[SamplingParams], n: int, skip: frozenset[tuple[int, int]]

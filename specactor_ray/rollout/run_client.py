@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from specactor_ray.actors.process import put_weights
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import Config
@@ -16,6 +17,9 @@ from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.spares import Spares
+
+if TYPE_CHECKING:
+    from specactor_ray.modeling.weight_buckets import WeightBucket
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +65,11 @@ class RunClient:
             yield from self.dispatcher.run(entries, self.weight_version)
         finally:
             self.streaming = False
+
+    def put_weights(self, buckets: Iterable[WeightBucket]) -> WeightSet:
+        """Put the next version of the policy's weights into the object store."""
+        self.require_open()
+        return put_weights(self.weight_version + 1, buckets, self._calls)
 
     def update_weights(self, weights: WeightSet) -> None:
         """See `Rollout.update_weights`."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
+from specactor_ray.config.shipped import SHIPPED as PACKAGE_FILES
 from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.roofline import DeviceSpec, ModelSpec
 
-SHIPPED = Path(__file__).with_name("shipped")
-"""conf/simulation/hardware of the repository, which a wheel carries inside the package."""
+SHIPPED = PACKAGE_FILES / "simulation" / "hardware"
 
 HARDWARE, MODELS = "specactor hardware", "specactor models"
 

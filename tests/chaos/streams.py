@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from rich.console import Console
 
 from specactor_ray import Rollout, SamplingParams
@@ -23,6 +24,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import SpecActorError
 from specactor_ray.messages import WeightSet
 from specactor_ray.modeling.loading import load_model
+from specactor_ray.modeling.weight_buckets import pack
 from specactor_ray.observability.phase_progress import PhaseProgress
 from specactor_ray.rollout.trajectory import Trajectory
 from tests.chaos.faults import Injector, Schedule
@@ -98,7 +100,8 @@ class Weights:
             SpecActorError: They were not taken, although asked for several times.
         """
         self.version += 1
-        self._held = put_weights(self.version, self._sets[self.kind], Calls())
+        bucket = pack(self._sets[self.kind].items(), torch.float32)
+        self._held = put_weights(self.version, [bucket], Calls())
         for _attempt in range(2):
             with contextlib.suppress(SpecActorError):
                 self._rollout.update_weights(self._held)

@@ -21,9 +21,7 @@ import torch
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
-from specactor_ray.messages import WeightSet
 from specactor_ray.modeling.loading import load_model
-from specactor_ray.modeling.weight_buckets import pack
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
@@ -157,8 +155,7 @@ def test_a_seat_is_lent_and_given_back(rollout: Rollout, oracle: Oracle) -> None
 
     # The verifier that slept gets the new weights before it serves again.
     weights = {name: value * 1.05 if "mlp" in name else value for name, value in oracle.weights.items()}
-    bucket = ray.put(pack(weights.items(), torch.float32))
-    rollout.update_weights(WeightSet(1, (bucket,), 0))
+    assert rollout.update_weights(weights) == 1
     rollout.reset_metrics()
     again = rollout.generate(tiny_prompt_ids(6), sampling(40))
     oracle.use(weights)

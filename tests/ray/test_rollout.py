@@ -24,6 +24,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import RaceName
 from specactor_ray.errors import ConfigError, InputError, ModelLoadError
 from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
+from specactor_ray.modeling.weight_buckets import pack
 from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompts, tiny_target
 
@@ -187,7 +188,7 @@ def test_weights_that_a_head_was_taught_reach_whoever_drafts_with_it(mode: str, 
         end = time.monotonic() + 60.0
         while not drafted(rollout):  # a draft actor may join after the first outputs
             assert time.monotonic() < end
-        rollout.update_drafter("eagle", put_weights(1, broken, Calls()))
+        rollout.update_drafter("eagle", put_weights(1, [pack(broken.items(), torch.float32)], Calls()))
         while drafted(rollout):  # nobody waits for it
             assert time.monotonic() < end
 

@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("actors",),
     ("controller",),
     ("rollout",),
+    ("integrations",),
     ("training",),
     ("simulation", "benchmarks", "submission", "drafter_training.command"),
     ("validation",),
@@ -47,7 +48,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli_validate",),
     ("cli_plan", "cli_simulate", "drafter_cli"),
     ("cli",),
-    ("job",),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
@@ -64,6 +64,7 @@ MAY_IMPORT = {
     ),
     "greenlet": ("simulation/kernel.py",),
     "vllm": ("targets/vllm_bridge.py", "targets/vllm_worker.py", "benchmarks/vllm_peer.py"),
+    "trl": ("integrations/trl.py",),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
     "transformers": ("modeling/", "training/", "drafter_training/", "benchmarks/gpu_check/"),
     "torch": (
@@ -83,7 +84,7 @@ MAY_IMPORT = {
     ),
 }
 # These take seconds to import: only inside the function that needs them.
-ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers")
+ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl")
 LOADED_BY_VLLM = "targets/vllm_worker.py"
 """Runs inside vLLM, which loads it by name."""
 

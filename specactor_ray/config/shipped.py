@@ -1,0 +1,24 @@
+"""Configurations and prompts that come with the package; in a checkout they are the files of `conf/`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SHIPPED = Path(__file__).parents[1] / "conf"
+
+
+def find_file(name: str | Path) -> Path:
+    """The file of this name; where there is none, the shipped one: `local_cpu`, or `conf/prompts/demo.jsonl`."""
+    path = Path(name)
+    if path.exists() or path.is_absolute() or ".." in path.parts:
+        return path
+    if path.parts[:1] == ("conf",):
+        shipped = SHIPPED.joinpath(*path.parts[1:])
+    else:
+        shipped = SHIPPED / f"{path}.yaml"
+    return shipped if shipped.is_file() else path
+
+
+def shipped_names() -> list[str]:
+    """Names of the shipped configurations of runs."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml") if path.stem != "runtime_env")

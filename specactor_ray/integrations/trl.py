@@ -1,0 +1,216 @@
+"""TRL's trainers with our rollouts: `attach(trainer, rollout)`, and an unmodified `GRPOTrainer` generates here.
+
+TRL reaches an engine through its class `VLLMGeneration`, and in that class's server mode through a client with a few
+methods. `RolloutClient` is such a client. Everything above it stays TRL's: gathering over ranks, FSDP, ZeRO and PEFT,
+tools, evaluation, importance correction. vLLM is not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from specactor_ray.errors import InputError
+from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.loading import load_model_config, load_tokenizer
+from specactor_ray.sampling import derive_seed
+
+if TYPE_CHECKING:
+    import torch
+
+    from specactor_ray.rollout.rollout import Rollout
+
+SUPPORTED = "1.16"
+_TRANSLATED = ("temperature", "top_p", "top_k", "max_tokens", "stop_token_ids")
+"""Keys of `generation_kwargs` that `SamplingParams` has, too."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1.0,),
+    "min_p": (0.0, None),
+    "structured_outputs_regex": (None,),
+    "features": (None,),
+    "logprobs": (0, None),
+}
+"""Arguments of TRL that keyed sampling has no counterpart for → the values that ask for nothing."""
+_SHAPE = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+)
+"""Keys of a model's configuration that decide which weights there are."""
+
+
+def attach(trainer: Any, rollout: Rollout | None) -> None:
+    """Let a TRL trainer generate with this rollout; call it once, before `trainer.train()`.
+
+    The trainer pushes its weights before it generates, when a step has changed them. Seeds are derived from its
+    `args.seed`, its step and a count of the calls in that step, so that a run can be repeated and resumed.
+
+    Args:
+        trainer: A `GRPOTrainer` or `RLOOTrainer` that was made with `use_vllm=False`.
+        rollout: Serves the model that the trainer trains. Where a trainer has several processes, the main one passes
+            it and the others None.
+
+    Raises:
+        InputError: TRL is of another version, the trainer asks for what keyed sampling does not have, or the rollout
+            serves another model or tokenizer.
+    """
+    _require_supported(trainer)
+    client = None
+    if trainer.accelerator.is_main_process:
+        if rollout is None:
+            raise InputError("attach: the main process passes no rollout; only the other processes pass None")
+        _require_same_model(trainer, rollout)
+        client = RolloutClient(trainer, rollout)
+        client.sampling(**_sampling_arguments(trainer))  # what cannot be is refused before a step is made
+    trainer.vllm_generation = _generation(trainer, client)
+    trainer.use_vllm, trainer.vllm_mode = True, "server"
+    trainer._last_loaded_step = -1
+
+
+class RolloutClient:
+    """What TRL calls in place of its `VLLMClient`.
+
+    Args:
+        trainer: Its step, mode and seed make the seeds.
+        rollout: What generates.
+    """
+
+    def __init__(self, trainer: Any, rollout: Rollout) -> None:
+        self._trainer, self._rollout = trainer, rollout
+        self._step, self._calls = -1, [0, 0]
+        """Calls of that step while evaluating, and while training."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], n: int, **arguments: Any) -> dict[str, Any]:
+        """Outputs in the order of the prompts, the `n` of a prompt together."""
+        sampling = self.sampling(seed=self._next_seed(), **arguments)
+        done = self._rollout.generate([list(prompt) for prompt in prompts], sampling, n)
+        failed = [trajectory for trajectory in done if trajectory.error]
+        if failed:
+            raise InputError(f"prompt {failed[0].prompt_index} of {len(prompts)} cannot run: {failed[0].error}")
+        return {
+            "prompt_ids": [list(prompt) for prompt in prompts],
+            "completion_ids": [list(trajectory.token_ids) for trajectory in done],
+            "logprobs": [[[value] for value in trajectory.logprobs] for trajectory in done],
+            "logprob_token_ids": [[[token] for token in trajectory.token_ids] for trajectory in done],
+        }
+
+    def update_named_params(self, metadata: object, named_params: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Push the policy's weights."""
+        del metadata  # every tensor is checked when it comes
+        self._rollout.update_weights(named_params)
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing: no cache outlives an update of the weights."""
+
+    def sampling(
+        self,
+        *,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        max_tokens: int | None,
+        generation_kwargs: Mapping[str, Any] | None,
+        seed: int = 0,
+        **others: Any,
+    ) -> SamplingParams:
+        """TRL's arguments as parameters of a request. Outputs end at the ids that end them for the trainer.
+
+        Raises:
+            InputError: One of them asks for something that keyed sampling does not have; it is named.
+        """
+        more = dict(generation_kwargs or {})
+        for name, value in {**others, **more}.items():
+            if name not in _TRANSLATED and value not in _NEUTRAL.get(name, ()):
+                raise InputError(
+                    f"TRL: {name}={value!r} is not available: sampling is keyed, with seeds derived from args.seed. "
+                    f"Fix: leave it out; generation_kwargs may hold {', '.join(_TRANSLATED)}"
+                )
+        if max_tokens is None:
+            raise InputError("TRL: max_completion_length is None; give a number of tokens")
+        settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens, **more}
+        settings["top_k"] = max(settings["top_k"], 0)  # vLLM's -1 keeps all tokens, too
+        stops = (*self._trainer.eos_token_ids, *settings.pop("stop_token_ids", ()))
+        chosen = {name: value for name, value in settings.items() if name in _TRANSLATED}
+        return SamplingParams(**chosen, seed=seed, stop_token_ids=stops, ignore_eos=True)
+
+    def _next_seed(self) -> int:
+        """One that no other call has. Calls since the start would not do: a resumed run must go on as the whole one."""
+        step, training = int(self._trainer.state.global_step), bool(self._trainer.model.training)
+        if step != self._step:
+            self._step, self._calls = step, [0, 0]
+        self._calls[training] += 1
+        return derive_seed(self._trainer.args.seed, 2 * step + training, self._calls[training])
+
+
+def _generation(trainer: Any, client: RolloutClient | None) -> Any:
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    class RolloutGeneration(VLLMGeneration):  # type: ignore[misc]
+        """TRL's own, with another client."""
+
+        def _init_vllm(self) -> None:
+            self.vllm_client = client
+            self.accelerator.wait_for_everyone()
+
+    arguments = _sampling_arguments(trainer)
+    arguments["max_completion_length"] = arguments.pop("max_tokens")
+    return RolloutGeneration(
+        trainer.model, trainer.accelerator, trainer.processing_class, mode="server", logprobs=0, **arguments
+    )
+
+
+def _sampling_arguments(trainer: Any) -> dict[str, Any]:
+    return {
+        "temperature": trainer.temperature,
+        "top_p": trainer.top_p,
+        "top_k": trainer.top_k,
+        "min_p": trainer.min_p,
+        "repetition_penalty": trainer.repetition_penalty,
+        "max_tokens": trainer.max_completion_length,
+        "structured_outputs_regex": trainer.args.vllm_structured_outputs_regex,
+        "generation_kwargs": trainer.args.generation_kwargs,
+    }
+
+
+def _require_supported(trainer: Any) -> None:
+    try:
+        installed = version("trl")
+    except PackageNotFoundError:
+        installed = "none"
+    if not installed.startswith(f"{SUPPORTED}."):
+        raise InputError(
+            f"TRL {SUPPORTED} is supported; installed is {installed}. Fix: pip install 'trl=={SUPPORTED}.*'"
+        )
+    from trl import GRPOTrainer, RLOOTrainer
+
+    if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
+        raise InputError(f"attach takes TRL's GRPOTrainer or RLOOTrainer, not {type(trainer).__name__}")
+    if trainer.use_vllm:
+        raise InputError("TRL: use_vllm is True, which starts vLLM or is attached already. Fix: set use_vllm=False")
+    if trainer._is_vlm:
+        raise InputError("TRL: the processing class is one for images; rollouts are of text only")
+
+
+def _require_same_model(trainer: Any, rollout: Rollout) -> None:
+    target = rollout.config.target
+    served = load_model_config(target.model, trust_remote_code=target.trust_remote_code).get_text_config()
+    trained = trainer.model.config.get_text_config()
+    for key in _SHAPE:
+        here, there = getattr(served, key, None), getattr(trained, key, None)
+        if here != there:
+            raise InputError(
+                f"target.model is {target.model}, whose {key} is {here}; the trainer's model has {there}. Fix: serve "
+                "the model that is trained"
+            )
+    tokenizer: Any = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
+    if tokenizer.get_vocab() != trainer._tokenizer.get_vocab():
+        raise InputError(
+            f"target.model is {target.model}, whose tokenizer has another vocabulary than the trainer's. Fix: give the "
+            "trainer the tokenizer of the model"
+        )
+    length = trainer.max_completion_length
+    if length is not None and target.max_model_len is not None and length >= target.max_model_len:
+        raise InputError(
+            f"TRL: max_completion_length is {length}, and target.max_model_len {target.max_model_len} holds prompt and "
+            "output. Fix: raise target.max_model_len"
+        )

@@ -1,0 +1,46 @@
+"""Every Python block of docs/api.md runs as it is printed, one after the other in one process, with the tiny model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.tiny import tiny_target
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+REPOSITORY = Path(__file__).parents[2]
+BEFORE = """import ray
+ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", log_to_driver=False)
+"""
+
+
+def test_the_blocks_run(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    scripts = [block for block in blocks if not block.startswith("# my_")]
+    assert len(scripts) >= 5
+    for block in blocks:
+        if block.startswith("# my_"):  # a module of the reader's, named in its first line
+            (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    settings = yaml.safe_load((REPOSITORY / "conf" / "local_cpu.yaml").read_text(encoding="utf-8"))
+    settings["target"] |= {"model": str(tiny_target()), "kv_cache_gb": 0.05, "max_model_len": 256}
+    settings["cluster"] = {"pin_cores": False}
+    (tmp_path / "local_cpu").write_text(yaml.safe_dump(settings))  # what is there comes before what is shipped
+    (tmp_path / "page.py").write_text("\n".join([BEFORE, *scripts]))
+    done = subprocess.run(
+        [sys.executable, "page.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    drafted = [int(line) for line in done.stdout.splitlines() if line.isdecimal()]
+    assert drafted and drafted[0] > 0, done.stdout

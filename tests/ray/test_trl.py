@@ -1,0 +1,164 @@
+"""TRL's own trainers, unmodified, generate here: drafts change nothing that they learn, and weights are in step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from specactor_ray import Rollout
+from specactor_ray.config.load import from_mapping
+from specactor_ray.errors import InputError
+from specactor_ray.integrations.trl import attach
+from specactor_ray.modeling.loading import load_model, load_tokenizer
+from tests.tiny import tiny_draft, tiny_prompts, tiny_target
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+STEPS = 3
+GAP = "sampling/sampling_logp_difference/max"
+"""Between the log-probabilities of the rollout's tokens, as it returned them and as the trainer computes them."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+def start(mode: str, **more: Any) -> Rollout:
+    target = {"model": str(tiny_target()), "kv_cache_gb": 0.05, "max_model_len": 64}
+    settings: dict[str, Any] = {"mode": mode, "target": target, "cluster": {"pin_cores": False}, **more}
+    return Rollout(from_mapping(settings))
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[Rollout]:
+    with start("coupled", drafters=[{"method": "suffix"}], speculation={"verify": "all"}) as rollout:
+        yield rollout
+
+
+def trainer(folder: Path, kind: str = "GRPO", model: Path | None = None, **settings: Any) -> Any:
+    import trl
+    from datasets import Dataset
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    common = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 24,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "seed": 5,
+        "disable_tqdm": True,
+    }
+    name = str(model or tiny_target())
+    return getattr(trl, f"{kind}Trainer")(
+        model=load_model(name).requires_grad_(True),
+        reward_funcs=vowels,
+        args=getattr(trl, f"{kind}Config")(**{**common, **settings}),
+        train_dataset=Dataset.from_dict({"prompt": tiny_prompts(16)}),
+        eval_dataset=Dataset.from_dict({"prompt": tiny_prompts(4, seed=1)}),
+        processing_class=load_tokenizer(name),
+    )
+
+
+def vowels(completions: list[str], **_: Any) -> list[float]:
+    return [sum(letter in "aeiou" for letter in text) / (1 + len(text)) for text in completions]
+
+
+def steps(done: Any) -> list[dict[str, Any]]:
+    return [row for row in done.state.log_history if "reward" in row]
+
+
+def rows(done: Any, *names: str) -> list[tuple[float, ...]]:
+    return [tuple(row[name] for name in names) for row in steps(done)]
+
+
+def test_grpo_learns_the_same_with_drafts_and_without(drafting: Rollout, tmp_path: Path) -> None:
+    drafting.reset_metrics()
+    names = ("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio")
+    with_drafts = trainer(tmp_path / "drafts")
+    attach(with_drafts, drafting)
+    version = drafting._run.weight_version
+    with_drafts.train()
+    assert drafting._run.weight_version == version + STEPS, "a push before each step"
+    assert drafting.metrics().drafted_tokens > 0
+    with start("plain") as plain:
+        without = trainer(tmp_path / "plain")
+        attach(without, plain)
+        without.train()
+    assert len(steps(without)) == STEPS
+    assert rows(with_drafts, *names) == rows(without, *names)
+    assert len({row["reward"] for row in steps(without)}) == STEPS, "every step samples anew"
+    assert all(row[GAP] < 1e-3 for done in (with_drafts, without) for row in steps(done)), "weights are in step"
+    for first, second in zip(rows(with_drafts, "loss", "grad_norm"), rows(without, "loss", "grad_norm"), strict=True):
+        assert first == pytest.approx(second, rel=1e-2, abs=1e-4)
+
+
+def test_a_resumed_run_samples_what_the_whole_run_did(drafting: Rollout, tmp_path: Path) -> None:
+    """Also where it evaluated in between: seeds are of the step and the mode, not of the calls since the start."""
+    often = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    whole = trainer(tmp_path, **often, per_device_eval_batch_size=4)
+    attach(whole, drafting)
+    whole.train()
+    again = trainer(tmp_path, **often, per_device_eval_batch_size=4)
+    attach(again, drafting)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    names = ("reward", "completions/mean_length")
+    assert rows(again, *names)[-1] == rows(whole, *names)[-1]
+    assert len([row for row in whole.state.log_history if "eval_reward" in row]) == STEPS
+
+
+def test_rloo_generates_here_too(drafting: Rollout, tmp_path: Path) -> None:
+    done = trainer(tmp_path, "RLOO", max_steps=2)
+    attach(done, drafting)
+    before = drafting.committed_tokens
+    done.train()
+    assert len(steps(done)) == 2 and drafting.committed_tokens > before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1 is not available"),
+        ({"min_p": 0.1}, "min_p=0.1 is not available"),
+        ({"vllm_structured_outputs_regex": "a+"}, "structured_outputs_regex='a"),
+        ({"generation_kwargs": {"presence_penalty": 0.5}}, "presence_penalty=0.5"),
+        ({"generation_kwargs": {"seed": 1}}, "seed=1 is not available: .* derived from args.seed"),
+        ({"max_completion_length": 64}, "max_completion_length is 64, and target.max_model_len 64"),
+        ({"model": tiny_draft}, "whose hidden_size is 64; the trainer's model has 32"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_by_name(
+    drafting: Rollout, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    made = {name: value() if callable(value) else value for name, value in settings.items()}
+    with pytest.raises(InputError, match=message):
+        attach(trainer(tmp_path, **made), drafting)
+
+
+def test_what_is_no_trainer_is_attached_or_speaks_another_vocabulary(drafting: Rollout, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not list"):
+        attach([], drafting)
+    twice = trainer(tmp_path, generation_kwargs={"top_k": 5}, top_k=-1)
+    with pytest.raises(InputError, match="the main process passes no rollout"):
+        attach(twice, None)
+    attach(twice, drafting)
+    with pytest.raises(InputError, match="use_vllm is True"):
+        attach(twice, drafting)
+    other = trainer(tmp_path)
+    other._tokenizer.add_tokens(["<|other|>"])
+    with pytest.raises(InputError, match="another vocabulary"):
+        attach(other, drafting)

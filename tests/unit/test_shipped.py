@@ -1,0 +1,46 @@
+"""Shipped configurations and prompts are found by name where the current folder has nothing of that name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specactor_ray.config import load_config
+from specactor_ray.config.shipped import SHIPPED, find_file, shipped_names
+from specactor_ray.errors import ConfigError
+from specactor_ray.rollout.prompts import read_prompts
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_shipped_configuration_loads_by_its_name() -> None:
+    assert "local_cpu" in shipped_names()
+    for name in shipped_names():
+        assert load_config(name) == load_config(f"conf/{name}.yaml") == load_config(SHIPPED / f"{name}.yaml")
+    assert load_config("local_cpu", ["data.n=3"]).data.n == 3
+
+
+def test_prompts_that_shipped_configurations_name_are_there() -> None:
+    paths = [load_config(name).data.path for name in shipped_names()]
+    files = [path for path in paths if path is not None and ":" not in path]
+    assert files and all(read_prompts(path) for path in files)
+
+
+def test_what_is_there_comes_first(empty_folder: Path) -> None:
+    (empty_folder / "local_cpu").write_text("mode: plain\n")
+    assert load_config("local_cpu").mode == "plain"
+
+
+@pytest.mark.parametrize("name", ["demo.jsonl", "prompts/demo.jsonl", "../conf/local_cpu.yaml", "/conf/local_cpu.yaml"])
+def test_other_paths_mean_themselves(name: str) -> None:
+    assert find_file(name) == Path(name)
+
+
+def test_an_unknown_name_lists_what_is_shipped() -> None:
+    with pytest.raises(ConfigError, match=f"local_gpu: there is no such file.*: {', '.join(shipped_names())}"):
+        load_config("local_gpu")
