@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from specactor_ray.modeling.threads import ThreadCount, read_busy_s, threads_that_pay
+from specactor_ray.modeling.threads import ThreadCount, threads_that_pay
 
 
 @pytest.mark.parametrize(
