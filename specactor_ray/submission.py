@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import yaml
 from rich.console import Console
 
-from specactor_ray.cluster.token import shown, token_for
+from specactor_ray.cluster.token import shown, token_for, why_withheld
 from specactor_ray.errors import ClusterError, InputError
 from specactor_ray.observability.console import say
 
@@ -145,8 +145,8 @@ def _readable_errors(address: str) -> Iterator[None]:
         if "401" in text or "403" in text or "nauthori" in text or "uthentication" in text:
             raise ClusterError(
                 f"the Ray cluster at {address} wants an authentication token. Fix: set RAY_AUTH_MODE=token and "
-                "RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN). "
-                "The one saved in your home goes to clusters on this machine only, unless RAY_AUTH_MODE=token is set."
+                "RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN)."
+                + why_withheld(urlsplit(address).netloc)
             ) from None
         raise ClusterError(f"the job was refused by {address}: {text}") from None
 

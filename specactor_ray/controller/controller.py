@@ -149,7 +149,6 @@ class Controller:
 
     def _start(self) -> ClusterView:
         try:
-            self._classes = self._classes if all(vars(self._classes).values()) else self._classes.resolved()
             self._converge_first()
         except BaseException:
             self._teardown()
@@ -405,6 +404,7 @@ class Controller:
     def _launch(self, member: Member, now: float) -> None:
         seat = member.seat
         assert seat.placement is not None  # callers settle the seat first
+        self._classes = self._classes.resolved()  # takes seconds; whoever looks sees meanwhile who is to be started
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
         spec = build_spec(self._config, member, self._priors)
         name = actor_name(self._run, member.actor_id)

@@ -66,7 +66,8 @@ class FirstStart:
         """A member failed. One that was lost is replaced as at any other time, up to `max_failures`; one whose start
         raised an error, or took too long, would do so again."""
         is_replaced = member.was_ready or isinstance(member.error, ActorLostError)
-        if not desired.at_most(self.configured).wanted(member.key) or (is_replaced and record.quick < self.max_failures):
+        is_required = desired.at_most(self.configured).wanted(member.key) > 0
+        if not is_required or (is_replaced and record.quick < self.max_failures):
             return
         if isinstance(member.error, UserError):
             self.error = member.error

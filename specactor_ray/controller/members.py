@@ -36,6 +36,8 @@ class ActorClasses:
 
     def resolved(self) -> ActorClasses:
         """With the defaults imported: they load torch, so only where they are needed."""
+        if self.verifier and self.draft:
+            return self
         from specactor_ray.actors.draft import DraftActor
         from specactor_ray.actors.verifier import VerifierActor
 

@@ -140,7 +140,7 @@ def _run(
         from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
 
     begin = time.monotonic()
-    say(console, f"run {config.run.name}: starting {config.mode.value} actors, results go to {folder}")
+    say(console, f"run {config.run.name}: checking, then starting {config.mode.value} actors; results go to {folder}")
     if there:
         total = len(prompts) * config.data.n
         say(console, f"run {config.run.name}: resumed, {len(there)} of {total} trajectories are there")
