@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -28,6 +27,7 @@ from specactor_ray.cluster.token import (
     new_token,
     note_address,
     read_token,
+    remove_with_token,
     shown,
     token_for,
     why_withheld,
@@ -35,6 +35,7 @@ from specactor_ray.cluster.token import (
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.errors import ClusterError
 from specactor_ray.leftovers import make_owned_folder, remove_abandoned
+from specactor_ray.signals import signals_deferred
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ class Connection:
         A Ray that was already initialised before `connect` stays as it is.
         """
         if self._held is not None:
-            self._held.close()
+            with signals_deferred():  # half of an end would leave processes, or the token
+                self._held.close()
 
 
 def connect(config: ClusterConfig) -> Connection:
@@ -140,7 +142,7 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
     remove_abandoned(PRIVATE_FOLDER, base)
     with contextlib.ExitStack() as held:
         folder = make_owned_folder(PRIVATE_FOLDER, base)
-        held.callback(shutil.rmtree, folder, ignore_errors=True)
+        held.callback(remove_with_token, folder)
         held.enter_context(shown({**_without_metrics(), **new_token(folder)}))
         held.callback(ray.shutdown)
         try:
