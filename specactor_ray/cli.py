@@ -7,6 +7,7 @@ What loads ray or torch is imported inside the commands, so that `--help` answer
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from specactor_ray.cli_simulate import simulate
 from specactor_ray.cluster.module_path import put_current_folder_last
 from specactor_ray.drafter_cli import drafter
 from specactor_ray.errors import EXIT_USER_ERROR, InputError, SpecActorError, UserError
+from specactor_ray.signals import ignore_signals
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 SUBMITTABLE = ("train", "rollout", "bench", "train-drafter")
@@ -339,6 +341,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         show_error(str(error))
         sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
+    finally:
+        atexit.register(ignore_signals)  # all is done; what libraries do at the end is not to be interrupted
 
 
 def run_as_job(command: Sequence[str], arguments: Sequence[str]) -> None:

@@ -26,7 +26,8 @@ def interruption(error: KeyboardInterrupt) -> str:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """While inside, SIGTERM raises `Terminated` in the main thread. Does nothing in any other thread.
+    """While inside, SIGTERM raises `Terminated` in the main thread; `ignore_signals` holds until the end of it. Does
+    nothing in any other thread.
 
     `connect` keeps it in place when Ray sets a handler of its own.
     """
@@ -39,11 +40,22 @@ def sigterm_interrupts() -> Iterator[None]:
         raise Terminated
 
     _sigterm_seen.clear()
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.getsignal(number) for number in _INTERRUPTS}
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            if handler is not None:  # it was set by Python code
+                signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """From now on SIGINT and SIGTERM change nothing: the end is under way. Processes that are started later do not
+    inherit that. Does nothing outside the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _INTERRUPTS:
+            signal.signal(number, lambda number, frame: None)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import yaml
 from rich.console import Console
 
-from specactor_ray.cluster.token import shown, token_for
+from specactor_ray.cluster.token import shown, token_for, why_withheld
 from specactor_ray.errors import ClusterError, InputError
 from specactor_ray.observability.console import say
 
@@ -30,6 +30,7 @@ EXCLUDES = (
     *("auth_token", "credentials.json", "application_default_credentials.json", "kaggle.json"),
 )
 """Not part of the package that is uploaded: what it does not need, and where secrets are kept."""
+_ADDRESS = "RAY_API_SERVER_ADDRESS"
 _AGENT_TIMEOUT_S = 60.0
 _STOP_WAIT_S = "120"
 """Ray gives a stopped job three seconds; a checkpoint may take longer."""
@@ -49,7 +50,8 @@ def submit(
     Args:
         command: `train`, `rollout` or `bench`.
         arguments: Of the command; relative paths are those of the uploaded folder.
-        address: Of the dashboard, such as `http://127.0.0.1:8265`; None takes RAY_API_SERVER_ADDRESS or that one.
+        address: Of the dashboard, such as `http://127.0.0.1:8265`; wins over all variables of Ray. Default:
+            RAY_API_SERVER_ADDRESS, else port 8265 of the host in RAY_ADDRESS, else of this machine.
         runtime_env: YAML file with further settings of the job's environment.
         follow: Show the job's log until it ends; Ctrl-C then stops the job.
         console: Where to show what.
@@ -62,8 +64,9 @@ def submit(
         ClusterError: There is no job server at the address, or it wants a token.
     """
     environment = read_runtime_env(runtime_env)
-    address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or "http://127.0.0.1:8265"
-    with shown(token_for(urlsplit(address).netloc)):
+    address = address or _default_address()
+    # Ray lets its own variables win over the address that it is given.
+    with shown({**token_for(urlsplit(address).netloc), _ADDRESS: address}):
         return _submit_and_follow(address, command, arguments, environment, follow, console)
 
 
@@ -75,12 +78,20 @@ def _submit_and_follow(
     with _readable_errors(address):
         job = _submit(client, entrypoint, environment)
     say(console, f"job {job} submitted: {entrypoint}")
-    say(console, f"dashboard: {address}; stop it with: ray job stop {job} --address {address}")
+    say(console, f"dashboard: {address}; stop it with: {_ADDRESS}={address} ray job stop {job}")
     if not follow:
         return 0
     status = _follow(client, job, console)
     say(console, f"job {job}: {status}")
     return {_SUCCEEDED: 0, _STOPPED: 130}.get(status, 1)
+
+
+def _default_address() -> str:
+    address, cluster = os.environ.get(_ADDRESS), os.environ.get("RAY_ADDRESS", "")
+    if address or cluster.startswith("http"):
+        return address or cluster
+    host = cluster.rpartition("://")[2].rpartition(":")[0]
+    return f"http://{host or '127.0.0.1'}:8265"
 
 
 def read_runtime_env(path: Path | None) -> dict[str, Any]:
@@ -145,8 +156,8 @@ def _readable_errors(address: str) -> Iterator[None]:
         if "401" in text or "403" in text or "nauthori" in text or "uthentication" in text:
             raise ClusterError(
                 f"the Ray cluster at {address} wants an authentication token. Fix: set RAY_AUTH_MODE=token and "
-                "RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN). "
-                "The one saved in your home goes to clusters on this machine only, unless RAY_AUTH_MODE=token is set."
+                "RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN)."
+                + why_withheld(urlsplit(address).netloc)
             ) from None
         raise ClusterError(f"the job was refused by {address}: {text}") from None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 
 import ray
 
+from specactor_ray.cluster.discovery import cluster_to_join
 from specactor_ray.cluster.module_path import worker_job_config
 from specactor_ray.cluster.names import NAMESPACE
 from specactor_ray.cluster.token import (
@@ -27,13 +27,15 @@ from specactor_ray.cluster.token import (
     new_token,
     note_address,
     read_token,
-    saved_token,
+    remove_with_token,
     shown,
     token_for,
+    why_withheld,
 )
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.errors import ClusterError
 from specactor_ray.leftovers import make_owned_folder, remove_abandoned
+from specactor_ray.signals import signals_deferred
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,8 @@ class Connection:
         A Ray that was already initialised before `connect` stays as it is.
         """
         if self._held is not None:
-            self._held.close()
+            with signals_deferred():  # half of an end would leave processes, or the token
+                self._held.close()
 
 
 def connect(config: ClusterConfig) -> Connection:
@@ -139,8 +142,8 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
     remove_abandoned(PRIVATE_FOLDER, base)
     with contextlib.ExitStack() as held:
         folder = make_owned_folder(PRIVATE_FOLDER, base)
-        held.callback(shutil.rmtree, folder, ignore_errors=True)
-        held.enter_context(shown(new_token(folder)))
+        held.callback(remove_with_token, folder)
+        held.enter_context(shown({**_without_metrics(), **new_token(folder)}))
         held.callback(ray.shutdown)
         try:
             ray.init(
@@ -156,6 +159,13 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
         address = ray.get_runtime_context().gcs_address
         note_address(folder, address)
         return Connection(address, owned=True, held=held.pop_all())
+
+
+def _without_metrics() -> dict[str, str]:
+    """Ray would serve metrics on three ports of all interfaces, and asks for no token there. The two without a switch
+    do not come up on a port that there is not."""
+    names = {"RAY_enable_metrics_collection": "0", "AUTOSCALER_METRIC_PORT": "-1", "DASHBOARD_METRIC_PORT": "-1"}
+    return {name: value for name, value in names.items() if name not in os.environ}
 
 
 @contextlib.contextmanager
@@ -176,7 +186,7 @@ def _sigterm_blocked() -> Iterator[None]:
 def _resolve(address: str) -> str:
     """`host:port` for `auto` or what the user wrote; checked for its form."""
     if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or _running_here()
+        address = os.environ.get("RAY_ADDRESS") or cluster_to_join()
     host, _, port = address.rpartition(":")
     if "/" in address or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ClusterError(
@@ -184,17 +194,6 @@ def _resolve(address: str) -> str:
             "(the one `ray start --head` prints, not the dashboard's and not a ray:// one), `auto` or `local`."
         )
     return address
-
-
-def _running_here() -> str:
-    try:
-        from ray._private.services import get_ray_address_from_environment
-
-        return str(get_ray_address_from_environment("auto", None))
-    except (ConnectionError, ImportError):
-        raise ClusterError(
-            "cluster.address=auto: no Ray cluster runs on this machine and RAY_ADDRESS is not set. Fix: " + _TWO_FIXES
-        ) from None
 
 
 def _probe(address: str, token: str) -> bool:
@@ -252,11 +251,9 @@ _UNAUTHENTICATED = "UNAUTHENTICATED"
 def _why_refused(address: str, code: str, token: str) -> str:
     if code == _UNAUTHENTICATED:
         found = "the token of this process is not the cluster's" if token else "this process has no token for it"
-        withheld = ""
-        if not token and saved_token().is_file():
-            withheld = f" {saved_token()} goes to clusters on this machine only; RAY_AUTH_MODE=token sends it there."
         return (
             f"the Ray cluster at {address} wants an authentication token, and {found}. Fix: set RAY_AUTH_MODE=token "
-            "and RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN)." + withheld
+            "and RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN)."
+            + ("" if token else why_withheld(address))
         )
     return f"something listens at {address}, but it does not answer as a Ray cluster ({code}). Fix: {_TWO_FIXES}"

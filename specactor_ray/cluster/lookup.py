@@ -1,17 +1,22 @@
-"""Finding the controllers of the runs that are alive on the cluster this process is connected to."""
+"""Finding the runs that are alive, and their controllers."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import Any
 
 import ray
 
+from specactor_ray.cluster.connection import connect
+from specactor_ray.cluster.discovery import clusters_to_look_into
 from specactor_ray.cluster.names import NAMESPACE, controller_name, run_of_controller
-from specactor_ray.errors import ClusterError
+from specactor_ray.config.schema import ClusterConfig
+from specactor_ray.errors import ClusterError, InputError
 
 
 def list_runs() -> list[str]:
-    """Names of the runs that are alive, in alphabetical order."""
+    """Names of the runs that are alive on the cluster this process is connected to, in alphabetical order."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     runs = (run_of_controller(actor["name"]) for actor in actors if actor["namespace"] == NAMESPACE)
     return sorted(run for run in runs if run is not None)
@@ -29,3 +34,29 @@ def find_controller(run: str) -> Any:
         alive = list_runs()
         known = f"alive here: {', '.join(alive)}" if alive else "no run is alive on this cluster"
         raise ClusterError(f"there is no run {run!r}; {known}.") from None
+
+
+def address_of_run(run: str | None) -> str:
+    """What `auto` stands for to whoever looks into a run: the cluster at hand, else the only one on this machine with
+    this run (None: with any), private ones included.
+
+    Raises:
+        ClusterError: There is no cluster.
+        InputError: None of several has such a run, or more than one; they are named with their runs.
+    """
+    if os.environ.get("RAY_ADDRESS") or ray.is_initialized():
+        return "auto"
+    addresses = clusters_to_look_into()
+    if len(addresses) == 1:
+        return addresses[0]
+    runs: dict[str, list[str]] = {}
+    for address in addresses:
+        with contextlib.suppress(ClusterError), connect(ClusterConfig(address=address)):
+            runs[address] = list_runs()
+    found = [address for address in runs if (run in runs[address] if run else runs[address])]
+    if len(found) == 1:
+        return found[0]
+    there = "; ".join(f"{address}: {', '.join(runs[address]) or 'no run'}" for address in runs)
+    which, fix = (f"run {run!r}", "--address") if run else ("a run", "--run, or --address")
+    count = f"{len(found)} clusters" if found else "no cluster"
+    raise InputError(f"{count} on this machine with {which} ({there}). Fix: give {fix}.")

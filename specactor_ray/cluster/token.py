@@ -1,8 +1,8 @@
 """Which Ray token this process shows to whom.
 
 Whoever holds a cluster's token may run code on it, and Ray sends it in clear. So a cluster that is started here gets a
-token of its own, and the one saved in the user's home goes to clusters on this machine alone. Anything else is for the
-user to say, by RAY_AUTH_MODE, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, which always win.
+token of its own, and the one saved in the user's home goes to clusters on this machine alone, of this user or root.
+Anything else is for the user to say, by RAY_AUTH_MODE, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, which always win.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import os
 import secrets
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,8 @@ PRIVATE_FOLDER = "specactor-"
 """How the folder of a cluster that was started here begins."""
 _MODE, _TOKEN, _PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _TOKEN_FILE, _ADDRESS_FILE = "auth_token", "address"
+_LISTENING = "0A"
+"""State of a socket in /proc/net/tcp."""
 
 
 def chosen_by_user() -> bool:
@@ -42,6 +45,12 @@ def new_token(folder: Path) -> dict[str, str]:
     return _from_file(path)
 
 
+def remove_with_token(folder: Path) -> None:
+    """Remove the folder of a private cluster, its token first."""
+    (folder / _TOKEN_FILE).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def note_address(folder: Path, address: str) -> None:
     """Write down which cluster the token in `folder` is for, so that this user's other processes find it."""
     (folder / _ADDRESS_FILE).write_text(address, encoding="utf-8")
@@ -57,14 +66,60 @@ def token_for(address: str, found_here: bool = False) -> dict[str, str]:
     if chosen_by_user():
         return _completed()
     host, _, port = address.rpartition(":")
-    here = is_this_machine(host)
-    for base in {tempfile.gettempdir(), "/tmp"} if here else ():
+    if not is_this_machine(host):
+        return _from_file(saved_token()) if found_here and saved_token().is_file() else {}
+    if not _is_trusted(port):
+        return {}
+    for other, folder in private_clusters().items():
+        if other.rpartition(":")[2] == port:
+            return _from_file(folder / _TOKEN_FILE) if (folder / _TOKEN_FILE).exists() else {}
+    return _from_file(saved_token()) if saved_token().is_file() else {}
+
+
+def why_withheld(address: str) -> str:
+    """Why `token_for` shows this user's token to nobody at `host:port`, for people; empty when there is no token, or
+    the user decides."""
+    if chosen_by_user() or not saved_token().is_file():
+        return ""
+    host, _, port = address.rpartition(":")
+    sends = "RAY_AUTH_MODE=token sends it all the same."
+    if not is_this_machine(host):
+        return f" {saved_token()} goes to clusters on this machine only; {sends}"
+    if not _is_trusted(port):
+        uids = ", ".join(map(str, sorted(_listeners(port)))) or "nobody"
+        return (
+            f" {saved_token()} was not sent: the listener belongs to user id {uids}, not to this user or root; {sends}"
+        )
+    return ""
+
+
+def private_clusters() -> dict[str, Path]:
+    """Address → folder of the private clusters of this user's runs; one that is being started has no address yet."""
+    found = {}
+    for base in dict.fromkeys((tempfile.gettempdir(), "/tmp")):
         for folder in living_folders(PRIVATE_FOLDER, base):
             with contextlib.suppress(OSError):
-                if (folder / _ADDRESS_FILE).read_text(encoding="utf-8").rpartition(":")[2] == port:
-                    return _from_file(folder / _TOKEN_FILE) if (folder / _TOKEN_FILE).exists() else {}
-    saved = saved_token()
-    return _from_file(saved) if saved.is_file() and (here or found_here) else {}
+                note = folder / _ADDRESS_FILE
+                found[note.read_text(encoding="utf-8") if note.exists() else ""] = folder
+    return found
+
+
+def _is_trusted(port: str) -> bool:
+    """Whether whatever listens on a port of this machine belongs to this user or root."""
+    uids = _listeners(port)
+    return bool(uids) and uids <= {os.getuid(), 0}
+
+
+def _listeners(port: str) -> set[int]:
+    """User ids of the sockets that listen on a port of this machine, whatever their address."""
+    uids = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING and port.isdecimal() and int(fields[1].rpartition(":")[2], 16) == int(port):
+                    uids.add(int(fields[7]))
+    return uids
 
 
 def saved_token() -> Path:

@@ -1,12 +1,13 @@
 """The controller: the only one that creates, places, watches and removes actors. Never on the token path.
 
 It holds a desired state and brings the actors there: `observe → decide → apply`, then tell everyone who is there.
-Only one thread at a time works on the members: the caller of `start`, then the reconcile thread, then the caller
+Only one thread at a time works on the members: that of `start`, then the reconcile thread, then the caller
 of `shutdown`. What others ask for is answered from the last published snapshot.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +19,12 @@ from specactor_ray.clock import Thread
 from specactor_ray.cluster import placement as placing
 from specactor_ray.cluster.backend import Backend, RayBackend
 from specactor_ray.cluster.names import actor_name, new_actor_id
+from specactor_ray.cluster.placement import NodeSupply
 from specactor_ray.cluster.supervised import SupervisedActor, stop_in_order
 from specactor_ray.config.lending import draft_actors
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.decide import decide, has_lasted, record_failure
+from specactor_ray.controller.first_start import FirstStart
 from specactor_ray.controller.lender import Lender
 from specactor_ray.controller.members import ActorClasses, Member, PeerNews, build_spec, next_view
 from specactor_ray.controller.seats import Seat, Seating, scale_refusal
@@ -52,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 _REMEMBERED_DEPARTURES = 256
 _TICK_S = 0.2
+_START_TICK_S = 0.05
 _SYNC_TICK_S = 0.005
 """While weights are on their way."""
 _LENDING_TICK_S = 0.02
@@ -88,6 +92,7 @@ class Controller:
         self._priors = dict(priors or {})
         self._policy = policy or Policy.from_config(config.cluster)
         self._desired = DesiredState(config.target.replicas, draft_actors(config))
+        self._first = FirstStart(self._desired, config.cluster.placement_timeout_s, self._policy.max_start_failures)
         self._members: dict[str, Member] = {}
         self._used_ids: set[str] = set()
         self._failures: dict[str, FailureRecord] = {}
@@ -115,7 +120,7 @@ class Controller:
         self._shutdown, self._is_shutting = self._clock.condition(), False
         self._all_gone: bool | None = None
         """Answer of the shutdown; None until it is over."""
-        self._is_starting = False
+        self._was_asked_to_start = False
         self._first_view: Future[ClusterView] = Future()
         """Answer of the start."""
         self._thread: Thread | None = None
@@ -124,17 +129,17 @@ class Controller:
     # ---- what others call ----
 
     def start(self) -> ClusterView:
-        """Place, start and await everything that is desired, then keep it so. Returns the first view. Harmless when
-        repeated, also while it still starts: all callers get the same answer.
+        """Bring up what is desired and keep it so. Returns the first view in which the run has started (`FirstStart`).
+        Harmless when repeated, also while it still starts: all callers get the same answer.
 
         Raises:
             ClusterError: There is no room; demand and supply are shown. Nothing is left running.
             UserError: As an actor raised it, such as a `ModelLoadError`. Nothing is left running.
-            SpecActorError: An actor did not start, or not in time, or verifiers that had started died again and
-                again. Nothing is left running.
+            SpecActorError: An actor did not start, or not in time, or actors of a kind were lost again and again.
+                Nothing is left running.
         """
         with self._lock:
-            begins, self._is_starting = not self._is_starting, True
+            begins, self._was_asked_to_start = not self._was_asked_to_start, True
         if begins:
             try:
                 self._first_view.set_result(self._start())
@@ -144,11 +149,7 @@ class Controller:
 
     def _start(self) -> ClusterView:
         try:
-            self._classes = self._classes if all(vars(self._classes).values()) else self._classes.resolved()
-            self._place_first()
-            for member in self._members.values():
-                self._launch(member, self._clock.now())
-            self._await_first()
+            self._converge_first()
         except BaseException:
             self._teardown()
             raise
@@ -232,66 +233,59 @@ class Controller:
         self._lender.close()
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)
+        elif self._was_asked_to_start:
+            with contextlib.suppress(Exception):  # all that counts is that the start is over
+                self._clock.result(self._first_view, STOP_TIMEOUT_S)
         return self._teardown()
 
     # ---- the start ----
 
-    def _place_first(self) -> None:
+    def _converge_first(self) -> None:
+        """The same rounds as later on, until the run has started. Whatever a step raises ends the start."""
         supply = self._backend.supply()
-        self._apply(decide(self._desired, self._observe(), self._clock.now(), self._policy))
-        demands = self._seating.demands()
-        if self._config.cluster.address == "local" and not placing.can_ever_fit(demands, supply):
-            table = placing.demand_against_supply(demands, supply)
-            raise ClusterError(f"the run asks for more than its private cluster has.\n{table}")
-        timeout_s = self._config.cluster.placement_timeout_s
-        deadline = self._clock.now() + timeout_s
-        waiting = [member.seat for member in self._members.values()]
-        while waiting := [seat for seat in waiting if not self._seating.settle(seat)]:
-            if self._clock.now() > deadline:
-                missing = ", ".join(sorted(seat.stem for seat in waiting))
-                problem = f"{len(waiting)} of {len(self._members)} actors found no room within {timeout_s:g} s"
-                raise ClusterError(f"{problem}: {missing}.\n{placing.demand_against_supply(demands, supply)}")
-            self._clock.sleep(0.05)
-
-    def _await_first(self) -> None:
         while True:
-            actions = decide(self._desired, self._observe(), self._clock.now(), self._policy)
-            for action in actions:
-                if isinstance(action, Remove) and self._ends_start(self._members[action.actor_id]):
-                    error = self._members[action.actor_id].error
-                    raise error or SpecActorError(f"{action.actor_id}: {action.reason}")
-            self._apply(actions)
-            self._settle_pending()
-            if all(member.phase is Phase.READY for member in self._members.values()):
-                self._weights.tell(self._members.values(), self._clock.now())
-                self._publish()
-                self._tell_peers()
-                return
-            if self._stopping.wait(0.05):
+            self._round(lambda _name, step: step())
+            if self._first.error is not None:
+                raise self._first.error
+            if self._stopping.is_set():
                 raise SpecActorError("the run was shut down while it started")
+            self._require_room(supply)
+            if self._first.is_over(self._view, self._wanted()):
+                return
+            self._wake.wait(_START_TICK_S)
+            self._wake.clear()
 
-    def _ends_start(self, member: Member) -> bool:
-        """Whether the loss of this member ends the start: who had started before is replaced, as later on, but
-        verifiers only so often."""
-        if not member.was_ready:
-            return True
-        record = self._failures.get(VERIFIER, FailureRecord())
-        return member.key == VERIFIER and record.quick + 1 >= self._policy.max_start_failures
+    def _require_room(self, supply: Sequence[NodeSupply]) -> None:
+        demands, problem = self._seating.demands(), ""
+        if self._config.cluster.address == "local" and not placing.can_ever_fit(demands, supply):
+            problem = "the run asks for more than its private cluster has"
+        problem = problem or self._first.check_room(self._members.values(), self._wanted(), self._clock.now())
+        if problem:
+            raise ClusterError(f"{problem}.\n{placing.demand_against_supply(demands, supply)}")
+
+    def _wanted(self) -> DesiredState:
+        """What to work towards now."""
+        with self._lock:
+            return self._first.limited(self._desired)
 
     # ---- observe, decide, apply ----
 
     def _reconcile(self) -> None:
         while not self._stopping.is_set():
-            self._guarded("forget failures", self._forget_failures)
-            self._guarded("settle", self._settle_pending)
-            self._guarded("decide and apply", self._decide_and_apply)
-            self._guarded("weights", self._tell_weights)
-            self._guarded("publish", self._publish)
-            self._guarded("tell peers", self._tell_peers)
-            self._guarded("reap", self._reaper.poll)
+            self._round(self._guarded)
             lending = self._guarded("answer offers", lambda: self._lender.answer(self._members.values()))
             self._wake.wait(_LENDING_TICK_S if lending else _TICK_S if self._weights_in_place() else _SYNC_TICK_S)
             self._wake.clear()
+
+    def _round(self, run: Callable[[str, Callable[[], Any]], Any]) -> None:
+        """One step nearer to what is desired."""
+        run("forget failures", self._forget_failures)
+        run("settle", self._settle_pending)
+        run("decide and apply", self._decide_and_apply)
+        run("weights", self._tell_weights)
+        run("publish", self._publish)
+        run("tell peers", self._tell_peers)
+        run("reap", self._reaper.poll)
 
     def _guarded(self, name: str, step: Callable[[], Any]) -> Any:
         """A step that fails must not end the loop: the next round finds the same difference again."""
@@ -307,8 +301,7 @@ class Controller:
         return result
 
     def _decide_and_apply(self) -> None:
-        with self._lock:
-            desired = self._desired
+        desired = self._wanted()
         self._apply(decide(desired, self._observe(), self._clock.now(), self._policy))
         now, members = self._clock.now(), list(self._members.values())
         self._apply(self._lender.decide(members, self._failures, desired, now))
@@ -402,6 +395,8 @@ class Controller:
                     member.note = f"waits for room on the cluster.\n{table}"
                     logger.warning("%s %s", member.actor_id, member.note)
             except ClusterError as error:
+                if not self._first.is_placed:
+                    raise
                 if str(error) != member.note:
                     member.note = str(error)
                     logger.warning("%s waits: %s", member.actor_id, error)
@@ -409,6 +404,7 @@ class Controller:
     def _launch(self, member: Member, now: float) -> None:
         seat = member.seat
         assert seat.placement is not None  # callers settle the seat first
+        self._classes = self._classes.resolved()  # takes seconds; whoever looks sees meanwhile who is to be started
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
         spec = build_spec(self._config, member, self._priors)
         name = actor_name(self._run, member.actor_id)
@@ -430,6 +426,7 @@ class Controller:
             known = self._failures.get(member.key)
             record = record_failure(known, now, action.reason, member.was_ready, member.created_at)
             self._failures[member.key] = record
+            self._first.lost(member, self._wanted(), action.reason, record)
         if member.key == VERIFIER:
             self._departed[member.actor_id] = _departure(action, member)
             for oldest in list(self._departed)[:-_REMEMBERED_DEPARTURES]:

@@ -36,6 +36,8 @@ class ActorClasses:
 
     def resolved(self) -> ActorClasses:
         """With the defaults imported: they load torch, so only where they are needed."""
+        if self.verifier and self.draft:
+            return self
         from specactor_ray.actors.draft import DraftActor
         from specactor_ray.actors.verifier import VerifierActor
 
@@ -156,13 +158,15 @@ class Member:
             "cores": self.seat.cores,
             "gpus": facts.gpus if facts else (),
             "silent_s": round(actor.silent_s(now), 1) if actor is not None else 0.0,
-            "note": (self.note or str(self.error or "") or self._where()).partition("\n")[0],
+            "note": (self.note or str(self.error or "") or self._doing()).partition("\n")[0],
             "host": self.host_id,
             "weight_version": self.weight_version,
             "counters": actor.counters if actor is not None else {},
         }
 
-    def _where(self) -> str:
+    def _doing(self) -> str:
+        if self.phase is Phase.STARTING and self.actor is not None:
+            return "its process starts" if self.actor.facts is None else "it loads"
         inline = self.actor.counters.get("inline") if self.actor is not None else None
         if inline:
             return f"drafts itself: {', '.join(inline)}"

@@ -15,7 +15,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.controller.controller import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Controller
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.state import Policy
-from specactor_ray.errors import CallError, ClusterError, ConfigError
+from specactor_ray.errors import CallError, ConfigError, SpecActorError
 
 
 def start_controller(
@@ -48,12 +48,13 @@ def start_controller(
     }
     remote_class: Any = ray.remote(Controller)
     handle = remote_class.options(**options).remote(config, run, classes, policy, priors)
-    limit_s = config.cluster.placement_timeout_s + config.cluster.start_timeout_s + STOP_TIMEOUT_S + GONE_TIMEOUT_S
+    attempts = (policy or Policy()).max_start_failures  # the controller ends a start long before this, unless it hangs
+    limit_s = attempts * (config.cluster.placement_timeout_s + config.cluster.start_timeout_s)
     try:
-        Calls().ask(handle, "start", deadline_s=limit_s + 30.0)
+        Calls().ask(handle, "start", deadline_s=limit_s + STOP_TIMEOUT_S + GONE_TIMEOUT_S + 30.0)
     except CallError as error:
         ray.kill(handle)
-        raise ClusterError(f"the controller of run {run} did not start: {error}") from None
+        raise SpecActorError(f"run {run} did not start: {error}") from None
     except BaseException:  # also when interrupted: the controller's actors and placement groups end with it
         ray.kill(handle)
         raise

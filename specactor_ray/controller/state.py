@@ -150,6 +150,11 @@ class DesiredState:
     def all_keys(self) -> tuple[str, ...]:
         return (VERIFIER, *self.drafters)
 
+    def at_most(self, limit: DesiredState) -> DesiredState:
+        """The smaller number of each kind."""
+        drafters = {method: min(number, limit.wanted(method)) for method, number in self.drafters.items()}
+        return DesiredState(min(self.verifiers, limit.verifiers), drafters)
+
 
 @dataclass(frozen=True)
 class ObservedActor:

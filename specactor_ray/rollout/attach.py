@@ -18,7 +18,7 @@ def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tup
     Args:
         run: Its name; None takes the only run of the cluster.
         drafters: Method → number of draft actors.
-        address: `host:port` of the cluster, or `auto`.
+        address: `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only one here with such a run.
 
     Returns:
         The run's name and one row per actor, as the controller sees them when it has begun to act on it.
@@ -69,9 +69,9 @@ def _attached(run: str | None, address: str) -> Iterator[tuple[str, Callable[...
     """The run's name, and how to ask its controller."""
     from specactor_ray.cluster.calls import Calls
     from specactor_ray.cluster.connection import connect
-    from specactor_ray.cluster.lookup import find_controller, list_runs
+    from specactor_ray.cluster.lookup import address_of_run, find_controller, list_runs
 
-    with connect(ClusterConfig(address=address)):
+    with connect(ClusterConfig(address=address_of_run(run) if address == "auto" else address)):
         name = run or _only_run(list_runs())
         yield name, functools.partial(Calls().ask, find_controller(name), deadline_s=_ASK_S)
 

@@ -33,7 +33,7 @@ from specactor_ray.rollout.planning import resolve
 from specactor_ray.rollout.prompts import Prompt, read_prompts
 from specactor_ray.rollout.resume import find_unfinished, read_finished
 from specactor_ray.rollout.target_checks import start_note
-from specactor_ray.signals import interruption, signals_deferred, sigterm_interrupts
+from specactor_ray.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -140,7 +140,7 @@ def _run(
         from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
 
     begin = time.monotonic()
-    say(console, f"run {config.run.name}: starting {config.mode.value} actors, results go to {folder}")
+    say(console, f"run {config.run.name}: checking, then starting {config.mode.value} actors; results go to {folder}")
     if there:
         total = len(prompts) * config.data.n
         say(console, f"run {config.run.name}: resumed, {len(there)} of {total} trajectories are there")
@@ -164,6 +164,7 @@ def _run(
             error = interruption(interrupt)
             saved = f"{writer.count} finished trajectories are saved" if writer.count else "nothing was finished yet"
             say(console, f"{error}: shutting down, {saved}")
+            ignore_signals()
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
             raise

@@ -87,6 +87,7 @@ class Report:
     digest: int = 0
     restarts: int = 0
     """How often training was resumed."""
+    failed_starts: int = 0
 
 
 def make_config(scenario: FaultScenario) -> Config:
@@ -155,7 +156,7 @@ class Simulation(VirtualRun):
         """Runs as a task of the driver."""
         while not self.controller.process.dead and wanted == self.injector.wanted_drafters():
             try:
-                self.client.scale(wanted)
+                self.calls.ask(self.controller, "scale", wanted, deadline_s=60.0)
                 return
             except ConfigError as error:
                 self.fail(f"scale was refused: {error}")
@@ -175,9 +176,18 @@ class Simulation(VirtualRun):
     # ---- the driver ----
 
     def start_run(self) -> None:
-        """Faults wait until all have started: a start may fail, and says so."""
-        self.injector.pause()
-        super().start_run()
+        """Start the run; again, while faults end its start, as many of them may."""
+        while True:
+            self.injector.start_begins()
+            try:
+                super().start_run()
+                break
+            except SpecActorError:
+                if not self.injector.may_end_start():
+                    raise
+                self.report.failed_starts += 1
+                self._check_nothing_left()
+                self.end_run()
         self.injector.resume()
 
     def _drive(self) -> None:
@@ -324,18 +334,22 @@ class Simulation(VirtualRun):
                 yield f"{actor.name} still has {counters['inbox']} messages"
 
     def _shut_down(self) -> None:
-        assert self.backend is not None
         if not self.controller.process.dead:
             try:
                 self.client.shutdown()
             except SpecActorError as error:
                 self.fail(f"the shutdown failed: {error}")
+            self._check_nothing_left()
+
+    def _check_nothing_left(self) -> None:
+        """The controller has ended the run, or its start."""
+        if self.backend is not None and not self.controller.process.dead:
             self.clock.sleep(2.0 * LINGER_S[1])  # nobody waits for actors that had not said which process they are
             left = [name for name, actor in self.backend.actors.items() if not actor.process.dead]
             if left:
-                self.fail(f"after the shutdown these live: {left}")
+                self.fail(f"after the end these live: {left}")
             if self.machines.groups:
-                self.fail(f"after the shutdown {len(self.machines.groups)} placement groups stand")
+                self.fail(f"after the end {len(self.machines.groups)} placement groups stand")
 
 
 def simulate(scenario: FaultScenario, trace: Callable[[float, str], None] | None = None) -> Report:

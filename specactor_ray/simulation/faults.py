@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specactor_ray.config.lending import draft_actors
+from specactor_ray.controller.state import Policy
 from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
 
@@ -42,9 +43,14 @@ OF_TRAINING = ("kill trainer", "freeze trainer")
 """Scheduled too, where there is a trainer."""
 BY_ROUND = ("poison", "close early", "lend")
 """Switched on for a whole run; they strike at the start of a round."""
+EARLY = ("from the start",)
+"""Switched on for a whole run: the scheduled ones strike while it starts, too."""
 RARE = ("kill controller",)
 """Ends the run; drawn seldom."""
-KINDS = (*SCHEDULED, *OF_TRAINING, *BY_ROUND, *RARE)
+KINDS = (*SCHEDULED, *OF_TRAINING, *BY_ROUND, *EARLY, *RARE)
+_HARMLESS_TO_STARTS = ("scale", "freeze driver", "corrupt drafts", "malformed messages", "lose objects")
+_DELAYS = ("freeze actor", "freeze controller", "slow actor", "bad links", "partition")
+"""Two of them may take longer than a start may."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,9 @@ class FaultPlan:
         possible = (*SCHEDULED, *(OF_TRAINING if training else BY_ROUND))
         kinds = tuple(kind for kind in possible if rng.random() < 0.5) or ("kill verifier",)
         rare = tuple(kind for kind in RARE if rng.random() < 0.05)
-        return cls((*kinds, *rare), count, 10.0 ** rng.uniform(-1.0, 0.2))
+        interval_s = 10.0 ** rng.uniform(-1.0, 0.2)
+        early = tuple(kind for kind in EARLY if rng.random() < 0.5)
+        return cls((*kinds, *early, *rare), count, interval_s)
 
 
 class Injector:
@@ -79,7 +87,7 @@ class Injector:
     def __init__(self, simulation: Simulation, plan: FaultPlan) -> None:
         self.plan = plan
         self.struck: Counter[str] = Counter()
-        self.left = plan.count if any(kind not in BY_ROUND for kind in plan.kinds) else 0
+        self.left = plan.count if any(kind not in BY_ROUND + EARLY for kind in plan.kinds) else 0
         """Faults that are still to come."""
         self.controller_killed = False
         self._simulation = simulation
@@ -89,12 +97,26 @@ class Injector:
         self._wanted = dict(draft_actors(simulation.config))
         self._nodes = 0
         self._paused, self._scheduled = True, False
+        self._before_start, self._lasting = Counter[str](), 0
+        """What had struck when the last start began, and how many faults lasted."""
         self._undo: list[Callable[[], None]] = []
         """Ends of faults that last, for `heal`."""
 
-    def pause(self) -> None:
-        """No strikes until `resume`."""
+    def start_begins(self) -> None:
+        """No strikes until `resume`, unless this run's faults strike from the start."""
         self._paused = True
+        self._before_start, self._lasting = Counter(self.struck), len(self._undo)
+        if "from the start" in self.plan.kinds:
+            self.resume()
+
+    def may_end_start(self) -> bool:
+        """Whether what has struck since `start_begins` may end a start: losses of actors only if there are many."""
+        struck = self.struck - self._before_start
+        if struck["kill controller"] or struck["late joiners"]:
+            return True
+        weights = {kind: 1 + (kind in _DELAYS) for kind in struck if kind not in _HARMLESS_TO_STARTS}
+        total = self._lasting + sum(weight * struck[kind] for kind, weight in weights.items())
+        return total >= Policy().max_start_failures
 
     def resume(self) -> None:
         """The run has started."""
@@ -243,7 +265,8 @@ class Injector:
 
     def _late_joiners(self) -> bool:
         backend = self._simulation.backend
-        assert backend is not None  # the run has started
+        if backend is None:
+            return False
         backend.start_s = (0.1, self._rng.uniform(5.0, 40.0))  # the latest of them misses the limit for a start
         usual = type(backend).start_s
         self._for(self._rng.uniform(2.0, 20.0), lambda: setattr(backend, "start_s", usual))

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from specactor_ray.signals import interruption, signals_deferred, sigterm_interrupts
+from specactor_ray.cluster.connection import Connection
+from specactor_ray.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from tests.tiny import tiny_target
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -42,6 +44,56 @@ def test_a_signal_inside_is_raised_at_the_end(number: signal.Signals, words: str
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert done
+
+
+def test_after_an_interruption_further_signals_change_nothing_until_the_end() -> None:
+    with sigterm_interrupts():
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        ignore_signals()
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_does_not_tear_the_end_of_a_connection(number: signal.Signals) -> None:
+    done, held = [], ExitStack()
+
+    def leave() -> None:
+        os.kill(os.getpid(), number)
+        done.append("all of it")
+
+    held.callback(leave)
+    with sigterm_interrupts(), pytest.raises(KeyboardInterrupt):
+        Connection("127.0.0.1:1", owned=True, held=held).close()
+    assert done
+
+
+LOOKS_AT_THE_TOKEN = """
+import sys
+from pathlib import Path
+from specactor_ray.cluster.token import PRIVATE_FOLDER, new_token, remove_with_token
+from specactor_ray.leftovers import make_owned_folder
+
+def look(event, arguments):
+    if event == "shutil.rmtree":
+        print(sorted(path.name for path in folder.iterdir()))
+
+folder = make_owned_folder(PRIVATE_FOLDER, sys.argv[1])
+new_token(folder)
+sys.addaudithook(look)
+remove_with_token(folder)
+print(folder.exists())
+"""
+
+
+def test_the_token_of_a_private_cluster_goes_before_its_folder(tmp_path: Path) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", LOOKS_AT_THE_TOKEN, str(tmp_path)]
+    output = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=clean, check=True).stdout
+    assert output == "['owner']\nFalse\n"
 
 
 def test_without_a_handler_in_python_sigterm_is_left_alone() -> None:

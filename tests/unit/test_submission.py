@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import http.server
+import io
+import json
+import socket
+import threading
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 from ray._private.runtime_env.packaging import create_package
+from rich.console import Console
 
 from specactor_ray.errors import InputError
-from specactor_ray.submission import read_runtime_env
+from specactor_ray.submission import _default_address, read_runtime_env, submit
 
 SECRETS = (
     *(".env", ".env.local", "prod.env", ".netrc", ".pypirc", ".git-credentials", "server.pem", "deploy.key"),
@@ -34,6 +42,61 @@ def folder(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x")
     return folder
+
+
+class JobServer(http.server.BaseHTTPRequestHandler):
+    """The part of Ray's job server that a submission uses."""
+
+    def do_GET(self) -> None:
+        self.answer({"version": "4", "ray_version": ray.__version__, "ray_commit": ""})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer({"job_id": "1", "submission_id": "job1"})
+
+    def answer(self, fields: dict[str, str]) -> None:
+        body = json.dumps(fields)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_arguments: Any) -> None:
+        pass
+
+
+def test_the_given_address_wins_over_ray_address_and_is_the_one_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), JobServer) as ours, socket.socket() as other:
+        other.bind(("127.0.0.1", 0))  # and does not listen
+        threading.Thread(target=ours.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{ours.server_port}"
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("RAY_ADDRESS", f"http://127.0.0.1:{other.getsockname()[1]}")
+        console = Console(file=io.StringIO(), width=200)
+        assert submit("train", [], address, None, False, console) == 0
+        ours.shutdown()
+    assert f"RAY_API_SERVER_ADDRESS={address} ray job stop job1" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "http://127.0.0.1:8265"),
+        ({"RAY_ADDRESS": "10.0.0.5:6379"}, "http://10.0.0.5:8265"),
+        ({"RAY_ADDRESS": "auto"}, "http://127.0.0.1:8265"),
+        ({"RAY_ADDRESS": "10.0.0.5:6379", "RAY_API_SERVER_ADDRESS": "http://10.0.0.6:1"}, "http://10.0.0.6:1"),
+    ],
+)
+def test_the_address_without_one_given(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert _default_address() == expected
 
 
 def test_secrets_are_not_uploaded(folder: Path) -> None:

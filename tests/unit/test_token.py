@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,7 @@ from specactor_ray.rollout.attach import status_of_run
 from specactor_ray.submission import submit
 
 SECRET = "5eedfeed" * 8
+OTHER_USER = 54321
 NAMES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
 
 
@@ -73,7 +76,7 @@ FOREIGN = "0.0.0.0"
 
 
 def test_a_saved_token_is_not_sent_elsewhere(listener: Listener) -> None:
-    with pytest.raises(ClusterError, match="clusters on this machine only; RAY_AUTH_MODE=token sends it there"):
+    with pytest.raises(ClusterError, match="clusters on this machine only; RAY_AUTH_MODE=token sends it all the same"):
         status_of_run(None, f"{FOREIGN}:{listener.port}")
     assert listener.seen == [""]
     assert "RAY_AUTH_MODE" not in os.environ
@@ -98,8 +101,8 @@ def test_on_this_machine_a_token_is_sent_to_who_asks_for_one(listener: Listener)
 
 def test_a_dashboard_elsewhere_is_not_sent_a_saved_token() -> None:
     assert tokens.token_for(f"{FOREIGN}:8265") == {}
-    assert tokens.read_token(tokens.token_for("127.0.0.1:8265")) == SECRET
     with socket.create_server(("0.0.0.0", 0)) as server, ThreadPoolExecutor(1) as pool:
+        assert tokens.read_token(tokens.token_for(f"127.0.0.1:{server.getsockname()[1]}")) == SECRET
         request = pool.submit(first_request, server)
         with pytest.raises(ClusterError):
             submit("train", [], f"http://{FOREIGN}:{server.getsockname()[1]}", None, False, None)  # type: ignore[arg-type]
@@ -148,10 +151,33 @@ def test_a_private_cluster_has_a_token_of_its_own_that_other_processes_find(home
     path = Path(variables["RAY_AUTH_TOKEN_PATH"])
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert len(tokens.read_token(variables)) == 64
-    tokens.note_address(folder, "127.0.0.1:12345")
-    assert tokens.token_for("127.0.0.1:12345") == variables
-    assert tokens.token_for(f"{FOREIGN}:12345") == {}
-    assert tokens.read_token(tokens.token_for("127.0.0.1:12346")) == SECRET
+    with socket.create_server(("0.0.0.0", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{ours.getsockname()[1]}"
+        tokens.note_address(folder, address)
+        assert tokens.private_clusters()[address] == folder
+        assert tokens.token_for(address) == variables
+        assert tokens.token_for(f"{FOREIGN}:{ours.getsockname()[1]}") == {}
+        assert tokens.read_token(tokens.token_for(f"127.0.0.1:{other.getsockname()[1]}")) == SECRET
+    assert tokens.token_for(address) == {}, "whoever takes the port next is not shown it"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can listen as another user")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::"])
+def test_a_token_is_not_shown_to_a_listener_of_another_user(host: str) -> None:
+    program = f"""
+import os, socket
+os.setuid({OTHER_USER})
+server = socket.create_server(({host!r}, 0), family=socket.AF_INET6 if ":" in {host!r} else socket.AF_INET)
+print(server.getsockname()[1], flush=True)
+input()
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        address = f"127.0.0.1:{int(process.stdout.readline())}"
+        assert tokens.token_for(address) == {}
+        assert f"belongs to user id {OTHER_USER}, not to this user or root" in tokens.why_withheld(address)
+        process.stdin.write("end\n")
 
 
 def test_variables_are_put_back() -> None:

@@ -40,6 +40,12 @@ def test_each_kind_of_fault_alone(kind: str) -> None:
     assert kind not in SCHEDULED or report.faults[kind]
 
 
+@pytest.mark.parametrize("kind", SCHEDULED)
+def test_each_kind_of_fault_from_the_start(kind: str) -> None:
+    report = simulate(FaultScenario(3, requests=8, faults=FaultPlan((kind, "scale", "from the start"), 16, 0.3)))
+    assert report.violations == []
+
+
 def test_actors_that_stand_still_for_less_than_the_timeout_are_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def freeze(self: Injector, actor: VirtualActor) -> None:
         self._kernel.freeze(actor.process)
