@@ -31,7 +31,7 @@ def builtin_dir(name: str) -> Path:
     Raises:
         ModelLoadError: The package with the file is not installed, or the cache directory cannot be written.
     """
-    final = cache_dir() / "models" / f"{name}-v{_RECIPE_VERSION}"
+    final = _converted(name)
     try:
         return cached_dir(final, convert_smollm2)
     except OSError as error:
@@ -39,6 +39,20 @@ def builtin_dir(name: str) -> Path:
             f"The built-in model {name!r} could not be converted into {final.parent}: {error}. "
             "Fix: make about 0.6 GB of room there, or name another folder in SPECACTOR_CACHE."
         ) from error
+
+
+def require_builtin(name: str) -> None:
+    """Refuse a built-in model that is neither converted yet nor can be.
+
+    Raises:
+        ModelLoadError: The package with the file is not installed.
+    """
+    if not _converted(name).is_dir():
+        gguf_file()
+
+
+def _converted(name: str) -> Path:
+    return cache_dir() / "models" / f"{name}-v{_RECIPE_VERSION}"
 
 
 def gguf_file() -> Path:
