@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,9 +84,11 @@ def convert_smollm2(folder: Path) -> None:
 
 def _save_model(path: Path, folder: Path) -> None:
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # transformers has no switch for this progress bar
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     settings = loaded.config.to_dict()
     for key in ("quantization_config", "_model_name_or_path"):  # with the first one transformers refuses to save
         settings.pop(key, None)
@@ -95,7 +98,12 @@ def _save_model(path: Path, folder: Path) -> None:
     clean.tie_weights()
     # Rotary tables are no weights and still on the meta device; they are rebuilt when the files are loaded.
     clean.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
-    clean.save_pretrained(folder)
+    # `PreTrainedModel.save_pretrained` would import DeepSpeed, if it is installed, which looks for a GPU aloud.
+    clean.config.architectures = [type(clean).__name__]
+    clean.config.save_pretrained(folder)
+    clean.generation_config.save_pretrained(folder)
+    weights = {name: parameter.detach() for name, parameter in clean.named_parameters()}  # tied ones once
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _save_tokenizer(path: Path, folder: Path) -> None:

@@ -29,7 +29,9 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
 class TestRealConversion:
     CONVERT = "from specactor_ray.modeling.loading import resolve_model; resolve_model('smollm2-135m')"
 
-    def test_killed_in_the_middle_then_whole(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_killed_in_the_middle_then_whole(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         monkeypatch.setenv("SPECACTOR_CACHE", str(tmp_path))
         models = tmp_path / "models"
         process = subprocess.Popen([sys.executable, "-c", self.CONVERT], cwd=REPOSITORY, env=dict(os.environ))
@@ -38,7 +40,11 @@ class TestRealConversion:
         process.wait()
         assert not list(models.glob("smollm2-135m-*"))
 
-        self.check_model(loading.load_model("smollm2-135m"))
+        capfd.readouterr()
+        model = loading.load_model("smollm2-135m")
+        shown = "".join(capfd.readouterr())
+        assert "GGUF" not in shown and "accelerator" not in shown, "progress bars, or DeepSpeed's search for a GPU"
+        self.check_model(model)
         self.check_tokenizer()
         assert [path.name for path in models.iterdir() if path.is_dir()] == ["smollm2-135m-v1"]
 
