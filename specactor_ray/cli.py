@@ -75,6 +75,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     from specactor_ray.config import load_config
     from specactor_ray.observability.console import log_through, make_console, say
     from specactor_ray.observability.report import (
+        cut_line,
         failed_prompts_line,
         ladder_table,
         reason_lines,
@@ -94,7 +95,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
         console.print(ladder)
     counts = outcome.summary["trajectories"]
     reasons = [*reason_lines(counts["failures"]), *failed_prompts_line(counts["failed_prompts"])]
-    for line in reasons:
+    for line in (*reasons, *cut_line(counts)):
         say(console, line)
     if outcome.trajectories.exists():
         say(console, f"trajectories: {outcome.trajectories.resolve()}")

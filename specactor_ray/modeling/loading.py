@@ -142,10 +142,10 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     Raises:
         ModelLoadError: The tokenizer's files are not there or cannot be read.
     """
+    require_tokenizer(name)
     _import_compiled_modules()
     from transformers import AutoTokenizer
 
-    require_tokenizer(name)
     with _open(name, trust_remote_code) as (source, access):
         return AutoTokenizer.from_pretrained(source, **access)
 
@@ -307,7 +307,7 @@ def _reject_endless_parts(where: Path | str, facts: Any) -> None:
     for key, value in facts.items():
         if isinstance(value, int) and value > _MOST_PARTS and _PARTS.search(str(key)):
             raise ModelLoadError(
-                f"{where}: {key} is {str(value):.20} in config.json, and at most {_MOST_PARTS} are built. {_COPY_AGAIN}"
+                f"{where}: {key} is {value!s:.20} in config.json, and at most {_MOST_PARTS} are built. {_COPY_AGAIN}"
             )
         _reject_endless_parts(where, value)
 
