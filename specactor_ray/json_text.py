@@ -34,10 +34,9 @@ def read_foreign(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
         UnicodeDecodeError: It is not UTF-8.
     """
     with open(open_regular(path), "rb") as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"larger than {most_bytes >> 20} MiB", str(path))
-    return content.decode("utf-8")
+        if os.fstat(file.fileno()).st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"larger than {most_bytes >> 20} MiB", str(path))
+        return file.read(most_bytes).decode("utf-8")
 
 
 def parse_json(text: str) -> Any:
