@@ -22,6 +22,7 @@ from specactor_ray.modeling.loading import load_tokenizer, require_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
+from specactor_ray.rollout.memory import memory_lines, plan_rollout_memory
 from specactor_ray.rollout.output import (
     SUMMARY_FILE,
     TRAJECTORIES_FILE,
@@ -125,7 +126,8 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
                 if unfinished:
                     there = read_finished(writer, prompts, config)
                     save_run_config(config, folder)
-                for line in (*lines, *_cut_outputs(config, prompts)):
+                lines += [*_cut_outputs(config, prompts), *memory_lines(config, plan_rollout_memory(config))]
+                for line in lines:
                     say(console, line)
                 return _run(config, prompts, folder, writer, there, console)
         except BaseException as error:

@@ -12,7 +12,7 @@ from specactor_ray.config.validate_training import validate_training
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.modeling.loading import load_tokenizer
 from specactor_ray.observability.console import say
-from specactor_ray.rollout.memory import MemoryItem, available_bytes, check_memory, gib
+from specactor_ray.rollout.memory import MemoryItem, available_bytes, check_memory, gib, memory_lines
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.rollout.target_checks import max_prompt_tokens, start_note
 from specactor_ray.training.data import TaskOrder, TaskStream, open_source
@@ -80,6 +80,8 @@ def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], con
     """Print what will run, the checkpoint it continues from, and the memory it will use."""
     for item in memory:
         say(console, f"memory: {item.owner}, {item.what}: {gib(item.num_bytes)}")
+    for line in memory_lines(config, memory):
+        say(console, line)
     samples = config.trainer.prompts_per_step * config.data.n
     what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
     say(console, f"run {config.run.name}: {what}, mode {config.mode.value}; results go to {run.folder}")

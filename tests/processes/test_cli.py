@@ -155,6 +155,29 @@ class TestUserErrors:
         assert problem in error_line(done)
         assert sorted(path.name for path in folder.rglob("*")) == before, "something was left behind"
 
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            (["rollout", "data.paht=x"], "data.paht: unknown key. Did you mean data.path?"),
+            (["train", "--config", "none.yaml"], "none.yaml: there is no such file."),
+            (["bench", "cluster.num_cpus=2"], "cluster.num_cpus: is set, but the cluster at address 'auto'"),
+        ],
+    )
+    def test_submit_before_the_upload(self, folder: Path, arguments: list[str], problem: str) -> None:
+        assert problem in error_line(specactor(folder, "submit", "--address", "http://127.0.0.1:1", *arguments))
+
+    def test_submit_of_an_unknown_option(self, folder: Path) -> None:
+        done = specactor(folder, "submit", "--address", "http://127.0.0.1:1", "bench", "--mode", "plain")
+        assert done.returncode == 2 and "No such option" in done.stderr and "Traceback" not in done.stderr
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [["rollout", "data.path=x"], ["rollout", "run.name=${oc.env:OF_THE_CLUSTER}"], ["train", "-c", "/no.yaml"]],
+    )
+    def test_submit_leaves_to_the_job_what_only_the_cluster_has(self, folder: Path, arguments: list[str]) -> None:
+        done = specactor(folder, "submit", "--address", "http://127.0.0.1:1", *arguments)
+        assert "no Ray job server answers at http://127.0.0.1:1" in error_line(done)
+
     @pytest.mark.parametrize("item", ["ngram", "ngram=", "=2", "ngram=-1", "ngram=two"])
     def test_scale(self, folder: Path, item: str) -> None:
         assert f"{item!r} is not METHOD=N" in error_line(specactor(folder, "scale", item, "--run", "x"))
