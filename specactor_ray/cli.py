@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,13 +22,16 @@ from specactor_ray.cli_plan import plan, profile
 from specactor_ray.cli_simulate import simulate
 from specactor_ray.cluster.module_path import put_current_folder_last
 from specactor_ray.drafter_cli import drafter
-from specactor_ray.errors import EXIT_USER_ERROR, InputError, SpecActorError, UserError
+from specactor_ray.errors import EXIT_USER_ERROR, ConfigError, InputError, SpecActorError, UserError
 from specactor_ray.signals import ignore_signals
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
-SUBMITTABLE = ("train", "rollout", "bench", "train-drafter")
+SUBMITTABLE = {"train": "train", "rollout": "rollout", "bench": "bench rollout", "train-drafter": "drafter train"}
+"""Name of a job → the command it runs."""
 JOB_RUNS = "~/specactor-runs"
 """Default of `run.dir` inside a Ray job, on the node where the job's driver runs."""
+JOB_DEFAULTS = ("cluster.address=auto", f"run.dir={JOB_RUNS}")
+"""Inside a Ray job, whose own folder is a copy that Ray removes."""
 
 app = typer.Typer(
     name="specactor",
@@ -78,6 +81,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     from specactor_ray.config import load_config
     from specactor_ray.observability.console import log_through, make_console, say
     from specactor_ray.observability.report import (
+        cut_line,
         failed_prompts_line,
         ladder_table,
         reason_lines,
@@ -97,7 +101,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
         console.print(ladder)
     counts = outcome.summary["trajectories"]
     reasons = [*reason_lines(counts["failures"]), *failed_prompts_line(counts["failed_prompts"])]
-    for line in reasons:
+    for line in (*reasons, *cut_line(counts)):
         say(console, line)
     if outcome.trajectories.exists():
         say(console, f"trajectories: {outcome.trajectories.resolve()}")
@@ -138,6 +142,7 @@ def submit(
     """
     if command not in SUBMITTABLE:
         raise InputError(f"{command!r} cannot be submitted; COMMAND is one of {', '.join(SUBMITTABLE)}")
+    check_job_arguments(SUBMITTABLE[command].split(), context.args)
     from specactor_ray.observability.console import make_console
     from specactor_ray.submission import submit as submit_job
 
@@ -356,10 +361,36 @@ def run_as_job(command: Sequence[str], arguments: Sequence[str]) -> None:
         main([*command, *arguments])
         return
     in_job = bool(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"))
-    defaults = ["cluster.address=auto"] if in_job or os.environ.get("RAY_ADDRESS") else []
-    if in_job:  # the job's own folder is a copy that Ray removes
-        defaults.append(f"run.dir={JOB_RUNS}")
-    main([*command, *defaults, *arguments])
+    outside = ("cluster.address=auto",) if os.environ.get("RAY_ADDRESS") else ()
+    main([*command, *(JOB_DEFAULTS if in_job else outside), *arguments])
+
+
+def check_job_arguments(command: Sequence[str], arguments: Sequence[str]) -> None:
+    """Read a job's arguments and configuration as the job will, before anything is uploaded.
+
+    What only the cluster may have (files by absolute paths, variables of its environment) is left to the job.
+
+    Raises:
+        ConfigError: The configuration is wrong.
+        click.UsageError: An option is unknown or lacks its value.
+    """
+    from omegaconf.errors import InterpolationResolutionError
+
+    from specactor_ray.config import load_config
+
+    parser: Any = typer.main.get_command(app)
+    for name in command:
+        parser = parser.commands[name]
+    defaults = () if command[0] == "drafter" else JOB_DEFAULTS
+    given = parser.make_context(" ".join(command), [*defaults, *arguments]).params
+    file = given.get("config_file")
+    if command[0] == "drafter" or (file is not None and Path(file).is_absolute() and not Path(file).exists()):
+        return
+    try:
+        load_config(file, given["overrides"] or ())
+    except ConfigError as error:
+        if not isinstance(error.__context__, InterpolationResolutionError):
+            raise
 
 
 if __name__ == "__main__":

@@ -1,13 +1,46 @@
-"""JSON that somebody else wrote."""
+"""Files and JSON of foreign origin: nothing in them may hang, exhaust or crash the process that reads them."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
+from pathlib import Path
 from typing import Any
+
+MOST_BYTES = 1 << 28
+"""Largest text file that is read; the tokenizers with the largest vocabularies take a tenth of it."""
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file. A FIFO, a device or a link to one is refused: a read of it may never end.
+
+    Raises:
+        OSError: The file cannot be opened, or is no regular file.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # without waiting for a FIFO's other end
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def read_foreign(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
+    """The UTF-8 text of a regular file of limited size.
+
+    Raises:
+        OSError: As `open_regular`; or the file is larger than `most_bytes`.
+        UnicodeDecodeError: It is not UTF-8.
+    """
+    with open(open_regular(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"larger than {most_bytes >> 20} MiB", str(path))
+        return file.read(most_bytes).decode("utf-8")
 
 
 def parse_json(text: str) -> Any:
-    """`json.loads`, which says about whatever cannot be read that it cannot be read.
+    """`json.loads`, with every way to fail as a `JSONDecodeError`.
 
     Raises:
         json.JSONDecodeError: It is no JSON, is nested too deeply, or holds a number with thousands of digits.

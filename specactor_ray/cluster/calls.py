@@ -9,6 +9,7 @@ are idempotent, so a call is sent again until its deadline unless `retry=False` 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -289,12 +290,30 @@ def translate_ray_error(error: BaseException, what: str) -> SpecActorError:
     if isinstance(error, ray_errors.RayActorError):
         node_lost = _is_node_loss(error)
         hint = "its node is gone" if node_lost else "killed, out of memory, or crashed"
-        return ActorLostError(f"{what}: its process ended ({hint}): {_first_line(error)}", node_lost)
+        reason = _memory_report(error) or f"its process ended ({hint}): {_first_line(error)}"
+        return ActorLostError(f"{what}: {reason}", node_lost)
     if isinstance(error, ray_errors.GetTimeoutError):
         return CallTimeoutError(f"{what}: no answer in time")
     if isinstance(error, (ray_errors.OwnerDiedError, ray_errors.NodeDiedError)):
         return ActorLostError(f"{what}: {_first_line(error)}", isinstance(error, ray_errors.NodeDiedError))
-    return CallError(f"{what}: {type(error).__name__}: {_first_line(error)}")
+    return CallError(f"{what}: {_memory_report(error) or f'{type(error).__name__}: {_first_line(error)}'}")
+
+
+def _memory_report(error: BaseException) -> str:
+    """One line in place of Ray's page about a process that it ended for want of memory; empty for other errors."""
+    text = str(error)
+    if "low on memory" not in text:
+        return ""
+    users = [f"{command:.60} (pid {pid}, {gb} GB)" for pid, gb, command in _MEMORY_USER.findall(text)[:3]]
+    return (
+        "Ray ended its process because the machine ran out of memory; most is held by "
+        f"{', '.join(users) or 'processes that Ray does not name'}. Fix: end what else runs there, or lower "
+        "target.kv_cache_gb, target.max_batch or trainer.micro_batch_tokens; resume=auto continues the run"
+    )
+
+
+_MEMORY_USER = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
+"""A line of Ray's list of those that hold the most memory: pid, GB, command."""
 
 
 def _is_node_loss(error: ray_errors.RayActorError) -> bool:

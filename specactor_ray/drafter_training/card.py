@@ -10,7 +10,7 @@ from typing import Any
 
 from specactor_ray.drafter_training.corpus import write_json
 from specactor_ray.errors import InputError
-from specactor_ray.json_text import parse_json
+from specactor_ray.json_text import parse_json, read_foreign
 from specactor_ray.modeling.loading import load_model_config
 
 CARD_FILE = "drafter.json"
@@ -58,7 +58,7 @@ def read_card(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        card = parse_json(path.read_text(encoding="utf-8"))
+        card = parse_json(read_foreign(path))
         method, number = str(card["method"]), int(card["format"])
         TargetIdentity(**card["target"])
     except (OSError, ValueError, KeyError, TypeError) as error:

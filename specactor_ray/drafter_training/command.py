@@ -45,6 +45,7 @@ from specactor_ray.drafter_training.rollouts import (
 )
 from specactor_ray.drafter_training.student import Student, student_maker
 from specactor_ray.errors import InputError
+from specactor_ray.json_text import read_foreign
 from specactor_ray.modeling.loading import load_model_config, load_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.drafter_report import plot_training
@@ -253,7 +254,7 @@ def _claim_output(output: Path, facts: dict[str, Any]) -> None:
     """Make the output folder, or see that it is one of this very recipe."""
     path = output / WORK_FOLDER / RECIPE_FILE
     if path.is_file():
-        differing = differences(json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(facts)))
+        differing = differences(json.loads(read_foreign(path)), json.loads(json.dumps(facts)))
         if differing:
             raise InputError(
                 f"--output: {output} holds a drafter of another recipe ({differing}). Fix: name another folder, or "

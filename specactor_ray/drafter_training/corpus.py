@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from specactor_ray.errors import InputError
+from specactor_ray.json_text import read_foreign
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.cache import flush_entry
 from specactor_ray.modeling.wire import from_wire
@@ -249,7 +250,7 @@ def claim_corpus(folder: Path, facts: dict[str, Any]) -> None:
     """
     path = folder / "corpus.json"
     if path.is_file():
-        differing = differences(json.loads(path.read_text(encoding="utf-8")), facts)
+        differing = differences(json.loads(read_foreign(path)), facts)
         if differing:
             raise InputError(f"the corpus in {folder} was made differently ({differing}). Fix: name another folder")
         return

@@ -26,12 +26,12 @@ _FIRST_RESERVATION = 128
 
 @dataclass(slots=True)
 class _Mirrored:
-    """A mirror and its cache row; `cache` is None where there was no room, and then nothing is drafted."""
+    """A mirror and its cache row; each row takes one of the `max_batch` places. Without one nothing is drafted."""
 
     mirror: RequestMirror
     cache: CacheRow | None
     refused: bool = False
-    """There is no place for it, as `max_batch` others have one."""
+    """There was no place or no room for it; a later commit tries again."""
     answered: bool = False
     """All that can be said about the newest commit was reported."""
 
@@ -123,9 +123,7 @@ class DraftModelProposer(RowProposer):
     def close(self, request_id: str, finished: bool = True) -> None:
         entry = self._requests.pop(request_id, None)
         if entry is not None:
-            self._places += not entry.refused
-            if entry.cache is not None:
-                entry.cache.free()
+            self._give_up(entry)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
@@ -135,12 +133,12 @@ class DraftModelProposer(RowProposer):
                 entry.cache.truncate(0)
 
     def _take_place(self, entry: _Mirrored) -> None:
-        """Draft for this request from now on, if there is a place."""
+        """Draft for this request from now on, if there is a place and room in the cache."""
         if self._places:
-            self._places -= 1
-            entry.refused = False
             wanted = len(entry.mirror.prompt) + len(entry.mirror.committed) + _FIRST_RESERVATION
             entry.cache = self._model.cache.open(min(wanted, self.max_len))
+            entry.refused = entry.cache is None
+            self._places -= not entry.refused
 
     def _can_extend(self, entry: _Mirrored) -> bool:
         if entry.cache is None or entry.mirror.room <= 0:
@@ -169,8 +167,7 @@ class DraftModelProposer(RowProposer):
                 break
             begin, end = cache.length, min(entry.length, cache.length + budget)
             if not cache.reserve(end):
-                cache.free()
-                entry.cache = None
+                self._give_up(entry)
                 continue
             complete = end == entry.length
             chunks.append(RowChunk(cache, entry.tokens(begin, end), int(complete)))
@@ -191,13 +188,13 @@ class DraftModelProposer(RowProposer):
             if row in tokens:
                 entry.mirror.tail.append(tokens[row])
             else:
-                self._give_up(request_id)
+                self._give_up(entry)  # logits that cannot be sampled from
             entry.answered = not self._can_extend(entry)
         return list(request_ids)
 
-    def _give_up(self, request_id: str) -> None:
-        """Logits that cannot be sampled from: this request is answered with no guess from now on."""
-        entry = self._requests[request_id]
+    def _give_up(self, entry: _Mirrored) -> None:
+        """Draft no more for this request: another one may have its place and its part of the cache."""
         if entry.cache is not None:
             entry.cache.free()
             entry.cache = None
+            self._places += 1

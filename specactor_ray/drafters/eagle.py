@@ -44,6 +44,7 @@ class _Entry:
     cache: CacheRow | None
     refused: bool = False
     """There is no place for it, as `max_batch` others have one."""
+    has_place: bool = False
     promised: bool = False
     """It has got a place late, and lacks the states up to then: it is to be opened afresh."""
     first: int = 0
@@ -186,9 +187,7 @@ class EagleProposer(RowProposer):
     def close(self, request_id: str, finished: bool = True) -> None:
         entry = self._entries.pop(request_id, None)
         if entry is not None:
-            self._places += not entry.refused
-            if entry.cache is not None:
-                entry.cache.free()
+            self._give_up(entry)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         """New weights of the head. Entries that the old ones made stay: they are a little off, and rebuilding them
@@ -199,9 +198,9 @@ class EagleProposer(RowProposer):
 
     def _take_place(self, entry: _Entry) -> bool:
         """Draft for this request from now on, if there is a place."""
-        entry.refused = self._places == 0
-        self._places -= not entry.refused
-        return not entry.refused
+        entry.has_place, entry.refused = self._places > 0, self._places == 0
+        self._places -= entry.has_place
+        return entry.has_place
 
     def _can_extend(self, entry: _Entry) -> bool:
         return entry.cache is not None and (self._can_anchor(entry) or self._can_run_ahead(entry))
@@ -290,7 +289,9 @@ class EagleProposer(RowProposer):
         return answered
 
     def _give_up(self, entry: _Entry) -> None:
-        """No room in the cache, or nothing to sample from: this request is answered with no guess from now on."""
+        """Draft no more for this request: another one may have its place and its part of the cache."""
+        self._places += entry.has_place
+        entry.has_place = False
         if entry.cache is not None:
             entry.cache.free()
             entry.cache = None

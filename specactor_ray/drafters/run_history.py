@@ -6,6 +6,8 @@ now. The oldest tokens are overwritten first, so what older policies wrote fades
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,13 +19,16 @@ GROUP, RUN = 0, 1
 """Scopes of a look-up: outputs of the same prompt, all outputs."""
 
 _GROUP_NUMBERS = 1 << 30
+_PROMPT_BYTES = 400
+"""That a prompt takes beside the log: its digest and its group in two dictionaries."""
 
 
 @dataclass(slots=True)
 class Output:
     """One output of a prompt, as far as it was written."""
 
-    prompt: tuple[int, ...]
+    prompt: bytes
+    """Digest of the prompt: prompts may be long, and the history outlives their requests."""
     text: Text
     tokens: list[int] = field(default_factory=list)
 
@@ -52,8 +57,8 @@ class RunHistory:
     def __init__(self, max_tokens: int, min_match: int, max_match: int, max_unfinished: int = 64) -> None:
         self.log = TokenLog(max_tokens, min_match, max_match, scopes=2)
         self._lead, self._max_unfinished = max_match, max_unfinished
-        self._groups: dict[tuple[int, ...], _Group] = {}
-        self._idle: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        self._groups: dict[bytes, _Group] = {}
+        self._idle: OrderedDict[bytes, int] = OrderedDict()
         self._unfinished: OrderedDict[str, Output] = OrderedDict()
         self._next_group = 0
 
@@ -61,17 +66,23 @@ class RunHistory:
         """Prompts that have open outputs, or may have tokens in the log."""
         return len(self._groups)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the log, and about those of the prompts it distinguishes."""
+        return self.log.nbytes + _PROMPT_BYTES * len(self)
+
     def open(self, request_id: str, prompt: tuple[int, ...], committed: Sequence[int]) -> Output:
         """Begin an output, or go on with it; pair it with `close`."""
-        group = self._groups.get(prompt)
+        key = hashlib.blake2b(array("q", prompt), digest_size=16).digest()
+        group = self._groups.get(key)
         if group is None:
-            group = self._groups[prompt] = _Group(self._next_group)
+            group = self._groups[key] = _Group(self._next_group)
             self._next_group = (self._next_group + 1) % _GROUP_NUMBERS
         group.users += 1
-        self._idle.pop(prompt, None)
+        self._idle.pop(key, None)
         output = self._unfinished.pop(request_id, None)
         if output is None or output.text.group != group.number or not _agree(output.tokens, committed):
-            output = Output(prompt, Text(group.number))
+            output = Output(key, Text(group.number))
             self.log.append(output.text, prompt[-self._lead :], guess=False)
         self.write(output, committed)
         return output

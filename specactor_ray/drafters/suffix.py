@@ -108,7 +108,7 @@ class SuffixProposer(CopyingProposer[_Request]):
     @property
     def history_bytes(self) -> int:
         """Bytes set aside for the run's outputs and for the text of the open requests."""
-        shared = self._history.log.nbytes if self._history is not None else 0
+        shared = self._history.nbytes if self._history is not None else 0
         return shared + sum(request.own.nbytes for request in list(self._requests.values()))
 
     def _take_in(self, request_id: str, mirror: RequestMirror) -> _Request:

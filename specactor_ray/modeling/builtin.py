@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import io
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ def builtin_dir(name: str) -> Path:
     Raises:
         ModelLoadError: The package with the file is not installed, or the cache directory cannot be written.
     """
-    final = cache_dir() / "models" / f"{name}-v{_RECIPE_VERSION}"
+    final = _converted(name)
     try:
         return cached_dir(final, convert_smollm2)
     except OSError as error:
@@ -40,6 +41,20 @@ def builtin_dir(name: str) -> Path:
             f"The built-in model {name!r} could not be converted into {final.parent}: {error}. "
             "Fix: make about 0.6 GB of room there, or name another folder in SPECACTOR_CACHE."
         ) from error
+
+
+def require_builtin(name: str) -> None:
+    """Refuse a built-in model that is neither converted yet nor can be.
+
+    Raises:
+        ModelLoadError: The package with the file is not installed.
+    """
+    if not _converted(name).is_dir():
+        gguf_file()
+
+
+def _converted(name: str) -> Path:
+    return cache_dir() / "models" / f"{name}-v{_RECIPE_VERSION}"
 
 
 def gguf_file() -> Path:
@@ -70,9 +85,11 @@ def convert_smollm2(folder: Path) -> None:
 
 def _save_model(path: Path, folder: Path) -> None:
     import torch
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # transformers has no switch for this progress bar
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     settings = loaded.config.to_dict()
     for key in ("quantization_config", "_model_name_or_path"):  # with the first one transformers refuses to save
         settings.pop(key, None)
@@ -82,7 +99,12 @@ def _save_model(path: Path, folder: Path) -> None:
     clean.tie_weights()
     # Rotary tables are no weights and still on the meta device; they are rebuilt when the files are loaded.
     clean.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
-    clean.save_pretrained(folder)
+    # `PreTrainedModel.save_pretrained` would import DeepSpeed, if it is installed, which looks for a GPU aloud.
+    clean.config.architectures = [type(clean).__name__]
+    clean.config.save_pretrained(folder)
+    clean.generation_config.save_pretrained(folder)
+    weights = {name: parameter.detach() for name, parameter in clean.named_parameters()}  # tied ones once
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _save_tokenizer(path: Path, folder: Path) -> None:

@@ -16,9 +16,16 @@ from typing import Any
 import torch
 
 from specactor_ray.errors import ModelLoadError
-from specactor_ray.json_text import parse_json
+from specactor_ray.json_text import parse_json, read_foreign
 from specactor_ray.modeling.eagle_head import EagleHead, EagleHeadConfig, default_aux_layers
-from specactor_ray.modeling.loading import load_model, load_model_config, parse_dtype, resolve_model, wrong_value_errors
+from specactor_ray.modeling.loading import (
+    load_model,
+    load_model_config,
+    parse_dtype,
+    require_head,
+    resolve_model,
+    wrong_value_errors,
+)
 
 _OWN_KEY = "specactor_ray"
 """Facts of ours in `config.json` that the format has no place for."""
@@ -124,12 +131,11 @@ def target_embedding(target: str, *, trust_remote_code: bool = False) -> torch.T
 
 
 def _read_json(folder: Path) -> dict[str, Any]:
+    require_head(folder)
     path = folder / "config.json"
-    if not path.is_file():
-        raise ModelLoadError(f"There is no EAGLE head at {str(folder)!r} (no config.json). Fix: name its directory.")
     try:
-        facts = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        facts = parse_json(read_foreign(path))
+    except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}. Fix: copy the head again.") from error
     return facts if isinstance(facts, dict) else {}
 

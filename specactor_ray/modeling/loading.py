@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.errors import ModelLoadError
-from specactor_ray.json_text import parse_json
-from specactor_ray.modeling.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers
+from specactor_ray.json_text import MOST_BYTES, parse_json, read_foreign
+from specactor_ray.modeling.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers, require_builtin
 from specactor_ray.signals import signals_deferred
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
 """What follows the `@` is a commit, a tag or a branch."""
+_PARTS = re.compile(r"(layers?|blocks|experts)$")
+"""Keys of `config.json` that count what is built one by one."""
+_MOST_PARTS = 1 << 12
 
 
 def resolve_model(name: str) -> Path | str:
@@ -42,8 +45,45 @@ def resolve_model(name: str) -> Path | str:
         ModelLoadError: The directory lacks its configuration or weights, there is no such path, or the built-in
             model cannot be made.
     """
-    if name in BUILTIN_MODELS and not Path(name).exists():
-        return builtin_dir(name)
+    return builtin_dir(name) if _is_builtin(name) else _find_model(name)
+
+
+def require_model(name: str) -> None:
+    """Refuse a model that is not there. Takes no second where it is a path: nothing is loaded, converted or downloaded.
+
+    Raises:
+        ModelLoadError: As `resolve_model`; or there is no such id in the local cache, and the Hub cannot be reached.
+    """
+    if _is_builtin(name):
+        require_builtin(name)
+        return
+    source = _find_model(name)
+    if isinstance(source, Path):
+        return
+    from huggingface_hub import try_to_load_from_cache
+
+    repo, _, revision = source.partition("@")
+    cached = try_to_load_from_cache(repo, "config.json", revision=revision or None)
+    if not isinstance(cached, str) and not hub_reachable():
+        raise ModelLoadError(_unreachable(name))
+
+
+def require_head(folder: Path) -> None:
+    """Refuse a folder without an EAGLE head.
+
+    Raises:
+        ModelLoadError: It has no configuration.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"There is no EAGLE head at {str(folder)!r} (no config.json). Fix: name its directory.")
+
+
+def _is_builtin(name: str) -> bool:
+    return name in BUILTIN_MODELS and not Path(name).exists()
+
+
+def _find_model(name: str) -> Path | str:
+    """`resolve_model` for all but built-in names."""
     path = Path(name).expanduser()
     if path.is_dir():
         check_model_dir(path)
@@ -102,13 +142,11 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     Raises:
         ModelLoadError: The tokenizer's files are not there or cannot be read.
     """
+    require_tokenizer(name)
     _import_compiled_modules()
     from transformers import AutoTokenizer
 
-    source = resolve_model(name)
-    if isinstance(source, Path):
-        _reject_dir_without_tokenizer(name, source)
-    with _open(name, trust_remote_code) as (_, access):
+    with _open(name, trust_remote_code) as (source, access):
         return AutoTokenizer.from_pretrained(source, **access)
 
 
@@ -119,10 +157,16 @@ def load_model_config(name: str, *, trust_remote_code: bool = False) -> Pretrain
         ModelLoadError: As for `load_model`.
     """
     _import_compiled_modules()
-    from transformers import AutoConfig
-
     with _open(name, trust_remote_code) as (source, access):
-        return AutoConfig.from_pretrained(source, **access)
+        return _read_model_config(source, access)
+
+
+def _read_model_config(source: Path | str, access: dict[str, Any]) -> PretrainedConfig:
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(source, str):  # of a directory it was checked when it was found
+        _reject_endless_parts(source, PretrainedConfig.get_config_dict(source, **access)[0])
+    return AutoConfig.from_pretrained(source, **access)
 
 
 def _import_compiled_modules() -> None:
@@ -146,8 +190,8 @@ def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTraine
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = load_model_config(name, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
+    with _open(name, trust_remote_code) as (source, access), torch.device("meta"):
+        config = _read_model_config(source, access)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return model
 
@@ -211,12 +255,13 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def check_model_dir(path: Path) -> list[Path]:
-    """The weight files of a directory that has a configuration and all of them.
+    """The weight files of a directory that has a configuration, all of them, and no file without an end.
 
     Raises:
-        ModelLoadError: Something is missing; the message names it.
+        ModelLoadError: Something is missing or is no such file; the message names it.
     """
     fix = _COPY_AGAIN
+    _reject_endless_files(path)
     read_config(path)
     shards = {shard for index in _INDEX_FILES for shard in _shards_of(path / index)}
     missing = sorted(shard for shard in shards if not (path / shard).is_file())
@@ -239,12 +284,34 @@ def read_config(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ModelLoadError(f"The model directory {path} has no config.json. {_COPY_AGAIN}")
     try:
-        facts = parse_json(file.read_text(encoding="utf-8"))
+        facts = parse_json(read_foreign(file))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{file} is not valid JSON: {error}. {_COPY_AGAIN}") from error
     if not isinstance(facts, dict):
         raise ModelLoadError(f"{file} is not valid: it holds no keys. {_COPY_AGAIN}")
+    _reject_endless_parts(path, facts)
     return facts
+
+
+def _reject_endless_files(path: Path) -> None:
+    """transformers reads whatever has the right name: a FIFO or a device would never end."""
+    for file in path.iterdir():
+        if file.is_fifo() or file.is_char_device() or file.is_block_device() or file.is_socket():
+            raise ModelLoadError(f"{file} is not a regular file. {_COPY_AGAIN}")
+        if file.suffix == ".json" and file.is_file() and file.stat().st_size > MOST_BYTES:
+            raise ModelLoadError(f"{file} is larger than {MOST_BYTES >> 20} MiB. {_COPY_AGAIN}")
+
+
+def _reject_endless_parts(where: Path | str, facts: Any) -> None:
+    """Layers are built one by one before anything is known of their size."""
+    if not isinstance(facts, dict):
+        return
+    for key, value in facts.items():
+        if isinstance(value, int) and value > _MOST_PARTS and _PARTS.search(str(key)):
+            raise ModelLoadError(
+                f"{where}: {key} is {value!s:.20} in config.json, and at most {_MOST_PARTS} are built. {_COPY_AGAIN}"
+            )
+        _reject_endless_parts(where, value)
 
 
 _COPY_AGAIN = "Fix: name the directory that `save_pretrained` wrote, or copy the missing files into it."
@@ -254,14 +321,20 @@ def _shards_of(index: Path) -> set[str]:
     if not index.is_file():
         return set()
     try:
-        return set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return set(parse_json(read_foreign(index))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{index} is not an index of weight files: {error!r}. Fix: copy it again.") from error
 
 
-def _reject_dir_without_tokenizer(name: str, path: Path) -> None:
+def require_tokenizer(name: str) -> None:
+    """Refuse a directory without a tokenizer, by the names of its files.
+
+    Raises:
+        ModelLoadError: It has none.
+    """
+    path = Path(name).expanduser()
     wanted = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    if not any((path / file).is_file() for file in wanted):
+    if path.is_dir() and not any((path / file).is_file() for file in wanted):
         raise ModelLoadError(
             f"The model directory {name} has no tokenizer (tokenizer.json). Fix: save the tokenizer into it with "
             "`tokenizer.save_pretrained`."
@@ -324,16 +397,20 @@ def _explain(name: str, source: Path | str, offline: bool, error: Exception) -> 
             "trust_remote_code=true beside the model's name."
         )
     if offline:
-        close = difflib.get_close_matches(name, BUILTIN_MODELS, n=1)
-        hint = f" Did you mean the built-in {close[0]!r}?" if close else ""
-        return (
-            f"The model {name!r} is neither a local directory nor in the local Hugging Face cache, and the Hugging "
-            f"Face Hub cannot be reached.{hint} Fix: connect this machine to the network, or name a local directory."
-        )
+        return _unreachable(name)
     where = (
         "Fix: check the id, and log in if it is private or gated" if isinstance(source, str) else "Fix: copy it again"
     )
     return f"The model {name!r} cannot be loaded: {reason[:400]} {where}, or give {_NAMES_IN_WORDS}."
+
+
+def _unreachable(name: str) -> str:
+    close = difflib.get_close_matches(name, BUILTIN_MODELS, n=1)
+    hint = f" Did you mean the built-in {close[0]!r}?" if close else ""
+    return (
+        f"The model {name!r} is neither a local directory nor in the local Hugging Face cache, and the Hugging "
+        f"Face Hub cannot be reached.{hint} Fix: connect this machine to the network, or name a local directory."
+    )
 
 
 def hub_reachable(timeout_s: float = HUB_TIMEOUT_S) -> bool:

@@ -81,11 +81,11 @@ class RolloutProgress:
     def show(self) -> None:
         """Show the present state now."""
         state = self._read()
-        seconds = max(self._clock() - self._begin, 1e-9)
+        seconds, finished = max(self._clock() - self._begin, 1e-9), state.done - state.failed
         if self._bar is not None:
-            self._bar.update(self._task, completed=state.done, figures=figures(state, seconds))
+            self._bar.update(self._task, completed=finished, figures=figures(state, seconds))
         else:
-            counts = f"{state.done}/{self._total} trajectories, {state.tokens:,} tokens"
+            counts = f"{finished}/{self._total} trajectories, {state.tokens:,} tokens"
             say(self._console, f"{self._title}: {counts}, {figures(state, seconds)}")
 
     def _run(self) -> None:

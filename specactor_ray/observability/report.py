@@ -45,13 +45,22 @@ def reason_lines(reasons: Mapping[str, int]) -> list[str]:
     return lines
 
 
-def failed_prompts_line(indices: Sequence[int]) -> list[str]:
-    """Which prompts failed, counted from 1 in the order of the file; no line if none did."""
-    if not indices:
+def failed_prompts_line(failures: Mapping[str, int]) -> list[str]:
+    """Which prompts failed and how often, counted from 1 in the order of the file; no line if none did."""
+    if not failures:
         return []
-    shown = ", ".join(str(index + 1) for index in indices[:_MOST_DIFFERENCES])
-    rest = f" and {len(indices) - _MOST_DIFFERENCES} more" if len(indices) > _MOST_DIFFERENCES else ""
+    shown = ", ".join(
+        f"{int(index) + 1}" + (f" ({count} times)" if count > 1 else "")
+        for index, count in list(failures.items())[:_MOST_DIFFERENCES]
+    )
+    rest = f" and {len(failures) - _MOST_DIFFERENCES} more" if len(failures) > _MOST_DIFFERENCES else ""
     return [f"  failed prompts (counted from 1): {shown}{rest}"]
+
+
+def cut_line(counts: Mapping[str, Any]) -> list[str]:
+    """How many outputs the context ended; no line if none."""
+    cut = counts["cut_by_context"]
+    return [f"  {cut} outputs were ended by the context before sampling.max_tokens"] if cut else []
 
 
 def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:

@@ -22,6 +22,7 @@ from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
 from specactor_ray.errors import InputError
+from specactor_ray.json_text import open_regular
 
 CONFIG_FILE, SUMMARY_FILE, TRAJECTORIES_FILE = "config.yaml", "summary.json", "trajectories.jsonl"
 
@@ -34,7 +35,7 @@ def partial_of(path: str | Path) -> Path:
 
 def is_written_to(partial: Path) -> bool:
     """Whether a process is writing to this partial file now."""
-    with contextlib.suppress(OSError), partial.open("rb") as file:
+    with contextlib.suppress(OSError), open(open_regular(partial), "rb") as file:
         return not _lock(file.fileno())
     return False
 
@@ -108,11 +109,13 @@ class TrajectoryWriter:
 
     def _claim(self) -> int:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError as error:
-            if error.filename != str(self.partial):
-                raise InputError(f"data.output: {error.filename} is not a folder") from None
+        except FileNotFoundError:
+            problem = f"there is no folder {self.path.parent}; make it, or name a file elsewhere"
+            raise InputError(f"data.output: {problem}") from None
+        except NotADirectoryError:
+            raise InputError(f"data.output: {self.path.parent} is not a folder") from None
+        except FileExistsError:
             if is_written_to(self.partial):
                 raise InputError(self._in_use()) from None
             raise InputError(
@@ -133,7 +136,7 @@ class TrajectoryWriter:
 
     def _reopen(self) -> int:
         try:
-            descriptor = os.open(self.partial, os.O_RDWR)
+            descriptor = open_regular(self.partial, os.O_RDWR)
         except OSError as error:
             raise InputError(f"data.output: {self.partial} cannot be opened ({error.strerror})") from None
         if not _lock(descriptor, tries=5) or not _is_at(descriptor, self.partial):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -126,10 +127,14 @@ def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
 
 def _devices_of(config: Config) -> tuple[int, int]:
     """GPUs and cores that verifiers and draft actors take as the configuration is written."""
-    target = config.target
-    drafters = [] if config.mode in (ModeName.plain, ModeName.coupled) else config.drafters
+    target, drafters = config.target, _acting_drafters(config)
     gpus = target.replicas * target.gpus + sum(drafter.replicas * drafter.gpus for drafter in drafters)
     return gpus, target.replicas * target.cores + _draft_cores(drafters)
+
+
+def _acting_drafters(config: Config) -> Sequence[DrafterConfig]:
+    """Those that are draft actors, beside the verifiers."""
+    return () if config.mode in (ModeName.plain, ModeName.coupled) else config.drafters
 
 
 def _draft_cores(drafters: Sequence[DrafterConfig]) -> int:
@@ -329,6 +334,37 @@ def existing_devices(config: Config) -> Devices | None:
 
         gpus = count_gpus()
     return Devices(cores, gpus or 0)
+
+
+def require_cores(config: Config, trains: bool = False) -> None:
+    """Refuse a layout that needs more CPU cores than the cluster that is to be started here will have.
+
+    Args:
+        config: In which `mode: auto` is resolved.
+        trains: The trainer is part of the run.
+
+    Raises:
+        ConfigError: The cores that are needed and those that exist are in the message.
+    """
+    ray = sys.modules.get("ray")
+    if config.cluster.address != "local" or (ray is not None and ray.is_initialized()):
+        return  # the run will not be on a cluster of its own
+    target, cluster, trainer = config.target, config.cluster, _trainer_cores(config) if trains else 0
+    shares = [drafter.cores for drafter in _acting_drafters(config) for _ in range(drafter.replicas)]
+    verifiers, there = target.replicas * target.cores, len(os.sched_getaffinity(0))
+    counted = cluster.num_cpus or there  # what Ray gives out; cores that actors are bound to must exist, too
+    pinned = verifiers + cores_needed(shares) if cluster.pin_cores else 0
+    needed = verifiers + sum(shares) + trainer
+    if pinned <= there and needed <= counted:
+        return
+    whose = f"{target.replicas} verifier(s) with {target.cores} each"
+    whose += f", {len(shares)} draft actor(s) with {sum(shares):g} in all" if shares else ""
+    whose += f", the trainer with {trainer}" if trainer else ""
+    have = str(there) if counted == there else f"{there}, and cluster.num_cpus={counted}"
+    problem = f"the run needs {max(pinned, needed):g} CPU cores ({whose}), and there are {have}."
+    fix = "fewer cores or replicas (target.*, drafters.N.*), draft actors that share a core (drafters.N.cores=0.25), "
+    key = "drafters" if shares and verifiers <= min(there, counted) else "target.cores"
+    raise ConfigError(key, problem, fix + "mode=coupled, or a bigger cluster in cluster.address.")
 
 
 def _methods(config: Config, profile: Profile) -> tuple[dict[str, Method], list[str]]:

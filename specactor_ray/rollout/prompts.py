@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ from specactor_ray.errors import InputError, clipped_text, did_you_mean
 from specactor_ray.json_text import parse_json
 
 Prompt = str | list[dict[str, Any]] | list[int]
-"""Text, chat messages (`{"role": ..., "content": ...}`), or token ids."""
-_KEYS = ("prompt", "messages")
+"""Text, chat messages (`{"role": ..., "content": ...}`), or token ids. The content of a message is text, or a list of
+`{"type": "text", "text": ...}` parts, which are joined by newlines."""
+_KINDS = ("prompt", "messages", "prompt_token_ids")
+_KINDS_IN_WORDS = '"prompt", "messages" or "prompt_token_ids"'
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Prompts of a `.jsonl` file (an object with `prompt` or `messages` a line) or of a text file (one a line).
+    """Prompts of a `.jsonl` file (an object with `prompt`, `messages` or `prompt_token_ids` a line) or of a text file
+    (one a line).
 
     Blank lines are skipped.
 
@@ -32,7 +35,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         found = iter(read_text(path))
     prompts = list(itertools.islice(found, limit))
     if not prompts:
-        raise InputError(f"{path}: no prompts in it; write one JSON object with `prompt` or `messages` per line")
+        raise InputError(f"{path}: no prompts in it; write one JSON object with {_KINDS_IN_WORDS} per line")
     return prompts
 
 
@@ -74,29 +77,65 @@ def _lines(path: Path) -> list[tuple[int, str]]:
 
 
 def _prompt_of(row: Any, where: str) -> Prompt:
-    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-        raise InputError(f'{where}: expected an object with either "prompt" or "messages"{_unknown_keys(row)}')
+    if not isinstance(row, dict) or sum(kind in row for kind in _KINDS) != 1:
+        raise InputError(f"{where}: expected an object with one of {_KINDS_IN_WORDS}{_unknown_keys(row)}")
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"]:
             raise InputError(f'{where}: "prompt" must be a non-empty string')
         return row["prompt"]
-    messages = row["messages"]
-    good = isinstance(messages, list) and messages and all(_is_message(message) for message in messages)
-    if not good:
+    found: list[Any] = row[next(kind for kind in _KINDS if kind in row)]
+    if "prompt_token_ids" in row:
+        if not isinstance(found, list) or not found or not all(type(id_) is int and 0 <= id_ < 2**31 for id_ in found):
+            raise InputError(f'{where}: "prompt_token_ids" must be a non-empty list of whole numbers of 0 or more')
+        return found
+    if not isinstance(found, list) or not found:
         raise InputError(f'{where}: "messages" must be a non-empty list of {{"role": text, "content": text}} objects')
-    return messages
+    try:
+        _with_plain_contents(found)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    return found
+
+
+def is_token_ids(prompt: Prompt) -> bool:
+    """Whether the prompt is a list of token ids, which needs no tokenizer."""
+    return isinstance(prompt, list | tuple) and all(isinstance(token, int) for token in prompt)
 
 
 def _unknown_keys(row: Any) -> str:
-    """Keys of a line without a prompt, and what one of them may have been meant to be."""
-    if not isinstance(row, dict) or not row or "prompt" in row:
+    """Keys of a line without a prompt, and the key that one of them resembles."""
+    if not isinstance(row, dict) or not row or any(kind in row for kind in _KINDS):
         return ""
-    meant = next((hint for key in row if (hint := did_you_mean(key, _KEYS))), "")
+    meant = next((hint for key in row if (hint := did_you_mean(key, _KINDS))), "")
     return f"; its keys are {clipped_text(', '.join(row))}.{meant}"
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+def _with_plain_contents(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """The messages, each with a content that is one text.
+
+    Raises:
+        InputError: A message has no role or no text; its number and what it has are named.
+    """
+    plain = []
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict):
+            raise InputError(f'message {number} is {message!r:.80}, not a {{"role": text, "content": text}} object')
+        if not isinstance(message.get("role"), str):
+            raise InputError(f"message {number} has no role; give it one, such as user")
+        plain.append({**message, "content": _plain_content(message.get("content"), number)})
+    return plain
+
+
+def _plain_content(content: Any, number: int) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InputError(f"the content of message {number} is {content!r:.80}; it must be text or a list of text parts")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise InputError(f"message {number} has a part of type {kind!r:.80}; only text parts can be used")
+    return "\n".join(part["text"] for part in content)
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]:
@@ -108,33 +147,33 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
         chat: Wrap text as one user message where the tokenizer has a chat template.
 
     Raises:
-        InputError: The prompt is empty, or messages are given but there is no chat template.
+        InputError: The prompt is empty, a message is malformed, or messages are given but there is no chat template.
     """
-    token_ids: Sequence[Any]
     if not isinstance(prompt, str | list | tuple):
         raise InputError(f"a prompt is text, a list of chat messages or a list of token ids, not {prompt!r}")
-    _reject_half_characters(prompt)
-    if isinstance(prompt, list | tuple) and all(isinstance(token, int) for token in prompt):
-        token_ids = prompt
-    elif tokenizer is None:
+    if is_token_ids(prompt):
+        return _not_empty(prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _with_plain_contents(prompt)
+    _reject_half_characters(messages)
+    if tokenizer is None:
         raise InputError("the model has no tokenizer; give prompts as lists of token ids")
-    elif isinstance(prompt, str) and not (chat and tokenizer.chat_template):
-        token_ids = _tokenize(tokenizer, prompt)
-    else:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not tokenizer.chat_template:
-            raise InputError("the prompt is a list of chat messages, but the model's tokenizer has no chat template")
-        token_ids = _apply_template(tokenizer, messages)
+    if isinstance(prompt, str) and not (chat and tokenizer.chat_template):
+        return _not_empty(_tokenize(tokenizer, prompt))
+    if not tokenizer.chat_template:
+        raise InputError("the prompt is a list of chat messages, but the model's tokenizer has no chat template")
+    return _not_empty(_apply_template(tokenizer, messages))
+
+
+def _not_empty(token_ids: Sequence[Any]) -> tuple[int, ...]:
     if not token_ids:
         raise InputError("the prompt has no tokens")
     return tuple(token_ids)
 
 
-def _reject_half_characters(prompt: Prompt) -> None:
-    texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m, dict)]
-    for text in texts:
+def _reject_half_characters(messages: Sequence[Mapping[str, Any]]) -> None:
+    for message in messages:
         try:
-            text.encode("utf-8")
+            message["content"].encode("utf-8")
         except UnicodeEncodeError as error:
             raise InputError(
                 f"the prompt is not valid Unicode: half a surrogate pair at character {error.start}"

@@ -11,11 +11,11 @@ from typing import Any
 
 from specactor_ray.config import Config, load_config
 from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.json_text import parse_json
+from specactor_ray.json_text import parse_json, read_foreign
 from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.output import CONFIG_FILE, TRAJECTORIES_FILE, TrajectoryWriter, is_written_to, partial_of
 from specactor_ray.rollout.prompts import Prompt
-from specactor_ray.sampling import derive_seed
+from specactor_ray.signals import signals_deferred
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def find_unfinished(config: Config) -> Path | None:
     """
     for folder in _candidates(config):
         try:
-            saved = load_config(folder / CONFIG_FILE)
+            saved = _saved_config(folder / CONFIG_FILE)
         except ConfigError:
             if config.run.name:
                 raise
@@ -78,6 +78,9 @@ def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: C
         InputError: One is malformed or there twice, or of other prompts, another seed or a larger group; its line is
             named.
     """
+    with signals_deferred():
+        from specactor_ray.sampling import derive_seed  # takes seconds, so only where there is something to continue
+
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for number, line in enumerate(writer.kept.split(b"\n")[:-1], start=1):
         where = f"{writer.partial}, line {number}"
@@ -99,6 +102,14 @@ def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: C
             )
         rows[index, sample] = row
     return list(rows.values())
+
+
+def _saved_config(file: Path) -> Config:
+    try:
+        read_foreign(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(file), f"cannot be read: {error}.") from None
+    return load_config(file)
 
 
 def _is_same(first: str | Path, second: str | Path) -> bool:

@@ -29,7 +29,7 @@ from specactor_ray.rollout.compatibility import (
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.memory import require_memory
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.planning import ladder_priors, resolve
+from specactor_ray.rollout.planning import ladder_priors, require_cores, resolve
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.rollout.target_checks import check_target
@@ -60,6 +60,7 @@ class Rollout:
     def __init__(self, config: Config) -> None:
         check_target(config)
         config, lines = resolve(config)
+        require_cores(config)
         for line in lines:
             logger.info("%s", line)
         config = export_what_drafters_read(config)

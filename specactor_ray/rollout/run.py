@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,12 @@ from rich.console import Console
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.lending import draft_actors
 from specactor_ray.config.schema import ModeName
-from specactor_ray.errors import ConfigError
+from specactor_ray.errors import ConfigError, InputError, ModelLoadError
+from specactor_ray.modeling.loading import load_tokenizer, require_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
+from specactor_ray.rollout.memory import memory_lines, plan_rollout_memory
 from specactor_ray.rollout.output import (
     SUMMARY_FILE,
     TRAJECTORIES_FILE,
@@ -29,10 +32,10 @@ from specactor_ray.rollout.output import (
     save_run_config,
     write_json,
 )
-from specactor_ray.rollout.planning import resolve
-from specactor_ray.rollout.prompts import Prompt, read_prompts
+from specactor_ray.rollout.planning import require_cores, resolve
+from specactor_ray.rollout.prompts import Prompt, encode_prompt, is_token_ids, read_prompts
 from specactor_ray.rollout.resume import find_unfinished, read_finished
-from specactor_ray.rollout.target_checks import start_note
+from specactor_ray.rollout.target_checks import max_prompt_tokens, require_models, start_note
 from specactor_ray.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -51,9 +54,12 @@ class Tally:
     """Output tokens of the trajectories that ended."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Reason of failure → how often."""
-    failed_prompts: list[int] = field(default_factory=list)
-    """Index of the prompt of every failure, from 0."""
+    failed_prompts: Counter[int] = field(default_factory=Counter)
+    """Index of a prompt, from 0 → its failures."""
     finish_reasons: Counter[str] = field(default_factory=Counter)
+    max_tokens: int = 0
+    cut: int = 0
+    """Outputs that the context ended before `max_tokens`."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Count a trajectory, as `Trajectory.to_json` made it."""
@@ -62,9 +68,10 @@ class Tally:
         if row["finish_reason"] == "error":
             self.failed += 1
             self.reasons[row.get("error", "")] += 1
-            self.failed_prompts.append(row["prompt_index"])
+            self.failed_prompts[row["prompt_index"]] += 1
         else:
             self.finished += 1
+            self.cut += row["finish_reason"] == "length" and len(row["token_ids"]) < self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,10 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
     if config.resume not in ("auto", "never"):
         raise ConfigError("resume", f"is {config.resume!r}.", "a rollout takes auto or never.")
     prompts = read_prompts(config.data.path, config.data.limit)
+    require_models(config)
+    _tokenizer_for(config, prompts, require_tokenizer)
     config, lines = resolve(config)
+    require_cores(config)
     with sigterm_interrupts():
         unfinished = find_unfinished(config) if config.resume == "auto" else None
         if config.data.output is not None:  # whoever continues the run may be in another folder
@@ -116,6 +126,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
                 if unfinished:
                     there = read_finished(writer, prompts, config)
                     save_run_config(config, folder)
+                lines += [*_cut_outputs(config, prompts), *memory_lines(config, plan_rollout_memory(config))]
                 for line in lines:
                     say(console, line)
                 return _run(config, prompts, folder, writer, there, console)
@@ -125,6 +136,43 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
             if isinstance(error, KeyboardInterrupt):
                 say(console, f"{interruption(error)}: ended before it began, nothing was written")
             raise
+
+
+def _tokenizer_for(config: Config, prompts: Sequence[Prompt], find: Callable[[str], Any]) -> Any:
+    """What `find` returns for the target; None where it fails and no prompt needs a tokenizer.
+
+    Raises:
+        ModelLoadError: It fails, and a prompt is text or messages.
+    """
+    text = next((number for number, prompt in enumerate(prompts, start=1) if not is_token_ids(prompt)), None)
+    try:
+        return find(config.target.model)
+    except ModelLoadError as error:
+        if text is None:
+            return None
+        fix = f'Or give prompt {text} and all others as {{"prompt_token_ids": [...]}}.'
+        raise ModelLoadError(f"target.model: {error} {fix}") from None
+
+
+def _cut_outputs(config: Config, prompts: Sequence[Prompt]) -> list[str]:
+    """A line if some prompts leave less than `sampling.max_tokens` of the context.
+
+    Raises:
+        ConfigError: All prompts do.
+        ModelLoadError: See `_tokenizer_for`.
+    """
+    most, limit = config.sampling.max_tokens, max_prompt_tokens(config)
+    load = functools.partial(load_tokenizer, trust_remote_code=config.target.trust_remote_code)
+    tokenizer, cut = _tokenizer_for(config, prompts, load), 0
+    for prompt in prompts:
+        with contextlib.suppress(InputError):  # fails alone, when it is its turn
+            cut += limit < len(encode_prompt(tokenizer, prompt, config.data.chat)) < limit + most
+    if not cut:
+        return []
+    return [
+        f"warning: {cut} of {len(prompts)} prompts have more than {limit} tokens and so leave less than "
+        f"sampling.max_tokens={most} of the context of {limit + most} (target.max_model_len): their outputs are cut"
+    ]
 
 
 def _run(
@@ -146,7 +194,7 @@ def _run(
         say(console, f"run {config.run.name}: resumed, {len(there)} of {total} trajectories are there")
     if note := start_note(config):
         say(console, note)
-    status, error, tally = "failed", "", Tally()
+    status, error, tally = "failed", "", Tally(max_tokens=config.sampling.max_tokens)
     for row in there:
         tally.add(row)
     started, summary = time.strftime("%Y-%m-%dT%H:%M:%S%z"), {}
@@ -245,7 +293,8 @@ def _figures(rollout: Rollout, tally: Tally, total: int, seconds: float) -> dict
             "tokens": tally.tokens,
             "finish_reasons": dict(tally.finish_reasons),
             "failures": dict(tally.reasons),
-            "failed_prompts": sorted(tally.failed_prompts),
+            "failed_prompts": {str(index): count for index, count in sorted(tally.failed_prompts.items())},
+            "cut_by_context": tally.cut,
         },
         "moved_requests": rollout.moved_requests,
         "reissued_requests": rollout.reissued_requests,

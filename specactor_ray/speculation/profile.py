@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.json_text import parse_json
+from specactor_ray.json_text import parse_json, read_foreign
 from specactor_ray.speculation.costs import CostPoint, GridCost, cost_grids
 from specactor_ray.speculation.plan import Method
 
@@ -57,7 +57,7 @@ def load_profile(path: str | Path) -> Profile:
     """
     path = Path(path).expanduser()
     try:
-        data = parse_json(path.read_text(encoding="utf-8"))
+        data = parse_json(read_foreign(path))
     except FileNotFoundError:
         raise InputError(f"profile: there is no file {path}. Fix: specactor profile --output {path}") from None
     except OSError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.errors import InputError
+from specactor_ray.json_text import parse_json, read_foreign
 from specactor_ray.modeling.cache import flush_entry
 
 logger = logging.getLogger(__name__)
@@ -162,10 +163,10 @@ def read_state(path: Path) -> TrainState:
         InputError: It is missing or not one.
     """
     try:
-        saved = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        saved = parse_json(read_foreign(path / _STATE))
         known = {entry.name for entry in fields(TrainState)}
         state = TrainState(**{name: value for name, value in saved.items() if name in known})
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+    except (OSError, ValueError, AttributeError, TypeError):
         raise InputError(f"{path / _STATE} is missing or not readable") from None
     counts = (state.step, state.position, state.skipped_tasks, state.bad_steps)
     sound = (
@@ -187,8 +188,8 @@ def find_damage(path: Path, *, sums: bool = True) -> str | None:
         sums: Read the files and compare their checksums, too.
     """
     try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        manifest = parse_json(read_foreign(path / _MANIFEST))
+    except (OSError, ValueError):
         return "its manifest is missing or not readable"
     if not isinstance(manifest, dict) or not all(_is_entry(entry) for entry in manifest.values()):
         return "its manifest is not one"

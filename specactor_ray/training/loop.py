@@ -6,15 +6,13 @@ from rich.console import Console
 
 from specactor_ray.config import Config
 from specactor_ray.config.online import taught_by_trainer
-from specactor_ray.learner.recipe import make_recipe
 from specactor_ray.observability.console import say
 from specactor_ray.rollout.output import discard_run_folder
-from specactor_ray.rollout.planning import resolve
+from specactor_ray.rollout.planning import require_cores, resolve
+from specactor_ray.rollout.target_checks import require_models
 from specactor_ray.training.data import TaskStream
-from specactor_ray.training.experience import ExperienceMaker
 from specactor_ray.training.outcome import TrainOutcome
 from specactor_ray.training.record import StepRecorder
-from specactor_ray.training.reward_runner import RewardRunner
 from specactor_ray.training.run_folder import TrainingRun, open_run
 from specactor_ray.training.saver import Saver
 from specactor_ray.training.setup import announce, checked_memory, checked_tasks, prepare
@@ -34,7 +32,9 @@ def train(config: Config, console: Console) -> TrainOutcome:
         UserError: Something in the configuration, the data or the cluster is wrong; found before anything is started.
         SpecActorError: The trainer or all verifiers were lost, or the loss stayed non-finite; checkpoints stand.
     """
+    require_models(config)
     config, lines = resolve(config)
+    require_cores(config, trains=True)
     prepare(config)
     stream = checked_tasks(config)
     memory = checked_memory(config)
@@ -59,8 +59,11 @@ def train(config: Config, console: Console) -> TrainOutcome:
 
 def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSignal, console: Console) -> TrainOutcome:
     """Start all parts and run the steps."""
-    with stop.shielded():
+    with stop.shielded():  # what takes seconds, and so comes after the checks
+        from specactor_ray.learner.recipe import make_recipe
         from specactor_ray.rollout.rollout import Rollout
+        from specactor_ray.training.experience import ExperienceMaker
+        from specactor_ray.training.reward_runner import RewardRunner
         from specactor_ray.training.trainer_group import TrainerGroup
 
     pupil = taught_by_trainer(config)

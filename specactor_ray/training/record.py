@@ -21,7 +21,6 @@ from specactor_ray.observability.training_report import write_report
 from specactor_ray.rollout.output import write_json
 from specactor_ray.rollout.trajectory import drafted_by_method
 from specactor_ray.training.drafter_watchdog import DrafterWatchdog
-from specactor_ray.training.experience import Experience
 from specactor_ray.training.metrics_file import MetricsFile
 from specactor_ray.training.outcome import TrainOutcome
 from specactor_ray.training.run_folder import TrainingRun, read_metrics
@@ -29,6 +28,7 @@ from specactor_ray.training.tracking import open_trackers
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
+    from specactor_ray.training.experience import Experience
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.json_text import parse_json, read_foreign
 from specactor_ray.modeling.loading import load_model_config
 from specactor_ray.rollout.output import SUMMARY_FILE, claim_run_folder, remove_if_empty
 from specactor_ray.training.checkpoint import CheckpointStore, TrainState, open_checkpoint
@@ -24,6 +24,7 @@ from specactor_ray.training.run_settings import compare_settings, settings_of
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS, METRICS_FILE = "checkpoints", "metrics.jsonl"
+_MOST_METRICS_BYTES = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ def _lease_unfinished(config: Config, base: Path, clock: Clock) -> tuple[Path, R
 
 def _status(folder: Path) -> str:
     try:
-        return str(json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")).get("status"))
+        return str(parse_json(read_foreign(folder / SUMMARY_FILE)).get("status"))
     except (OSError, ValueError, AttributeError):
         return "unknown"
 
@@ -210,9 +211,9 @@ def _keep_metrics_until(file: Path, step: int) -> None:
     if not file.exists():
         return
     kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in read_foreign(file, _MOST_METRICS_BYTES).splitlines():
         try:
-            if json.loads(line)["step"] > step:
+            if parse_json(line)["step"] > step:
                 break
         except (ValueError, KeyError, TypeError):
             break
@@ -229,6 +230,6 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
         InputError: The file is missing or a line of it is not a record.
     """
     try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        return [parse_json(line) for line in read_foreign(file, _MOST_METRICS_BYTES).splitlines()]
     except (OSError, ValueError) as error:
         raise InputError(f"{file} cannot be read as metrics: {error}") from None

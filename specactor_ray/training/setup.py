@@ -12,9 +12,9 @@ from specactor_ray.config.validate_training import validate_training
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.modeling.loading import load_tokenizer
 from specactor_ray.observability.console import say
-from specactor_ray.rollout.memory import MemoryItem, available_bytes, check_memory, gib
+from specactor_ray.rollout.memory import MemoryItem, available_bytes, check_memory, gib, memory_lines
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
-from specactor_ray.rollout.target_checks import load_target_config, start_note
+from specactor_ray.rollout.target_checks import max_prompt_tokens, start_note
 from specactor_ray.training.data import TaskOrder, TaskStream, open_source
 from specactor_ray.training.memory import FIXES, plan_memory
 from specactor_ray.training.rewards import NEED_ANSWERS, Scorer
@@ -44,8 +44,8 @@ def checked_tasks(config: Config) -> TaskStream:
         ConfigError, InputError: See `open_source`; or there is no room for prompts, or no prompt fits.
     """
     target, data = config.target, config.data
-    limit = max_prompt_tokens(config)
     tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
+    limit = max_prompt_tokens(config)
     source = open_source(data, config.sampling.seed)
 
     def count_tokens(prompt: Prompt) -> int:
@@ -76,27 +76,12 @@ def checked_memory(config: Config) -> list[MemoryItem]:
     return plan
 
 
-def max_prompt_tokens(config: Config) -> int:
-    """Longest prompt that leaves room for a whole output.
-
-    Raises:
-        ConfigError: There is no room for any.
-    """
-    target = config.target
-    text = load_target_config(config).get_text_config()
-    context = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
-    context = min(context, target.max_model_len or context)
-    limit = context - config.sampling.max_tokens
-    if limit < 1:
-        problem = f"{config.sampling.max_tokens} leaves no room for a prompt in a context of {context} tokens."
-        raise ConfigError("sampling.max_tokens", problem, "lower it, or raise target.max_model_len.")
-    return limit
-
-
 def announce(config: Config, run: TrainingRun, memory: Sequence[MemoryItem], console: Console) -> None:
     """Print what will run, the checkpoint it continues from, and the memory it will use."""
     for item in memory:
         say(console, f"memory: {item.owner}, {item.what}: {gib(item.num_bytes)}")
+    for line in memory_lines(config, memory):
+        say(console, line)
     samples = config.trainer.prompts_per_step * config.data.n
     what = f"{config.algorithm.name.value}, {config.trainer.steps} steps of {samples} samples"
     say(console, f"run {config.run.name}: {what}, mode {config.mode.value}; results go to {run.folder}")

@@ -9,7 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,14 +20,16 @@ from rich.console import Console
 from specactor_ray import cli
 from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.errors import ClusterError, InputError, UserError
+from specactor_ray.errors import ClusterError, InputError, ModelLoadError, UserError
 from specactor_ray.messages import RequestStats, SamplingParams
 from specactor_ray.observability.progress import ProgressState, RolloutProgress, figures
+from specactor_ray.observability.report import cut_line, failed_prompts_line
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.output import TrajectoryWriter, write_json
 from specactor_ray.rollout.run import RunOutcome, run_rollout
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling import derive_seed
+from tests.tiny import tiny_draft, tiny_target
 
 REPOSITORY = Path(__file__).parents[2]
 LOCAL = str(REPOSITORY / "conf" / "local_cpu.yaml")
@@ -62,6 +64,9 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "plain.txt").write_text("Say hello.\nSay goodbye.\n")
     (tmp_path / "there.jsonl").write_text("precious\n")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "bare" / "model.safetensors").touch()
     return tmp_path
 
 
@@ -92,6 +97,7 @@ class TestUserErrors:
         ),
         "a section without a value": (["target="], "target: an override without a value would drop"),
         "no such config": (["--config", "none.yaml"], "none.yaml: there is no such file."),
+        "output in no folder": (["data.path=good.jsonl", "data.output=no/x.jsonl"], "data.output: there is no folder"),
     }
 
     @pytest.mark.parametrize("name", CASES)
@@ -102,6 +108,50 @@ class TestUserErrors:
         assert problem in error_line(specactor(folder, "rollout", *config, *arguments))
         assert sorted(path.name for path in folder.rglob("*")) == before, "something was left behind"
         assert (folder / "there.jsonl").read_text() == "precious\n"
+
+    AT_ONCE: ClassVar = {
+        "no such model": (["target.model=./none"], "target.model: There is no directory './none'"),
+        "no such id": (["target.model=no-one/none"], "target.model: The model 'no-one/none' is neither"),
+        "no such draft model": (
+            ["mode=decoupled", "drafters=[{method: draft_model, model: ./none}]"],
+            "drafters.0.model: There is no directory './none'",
+        ),
+        "no such head": (["drafters=[{method: eagle, model: bare/x}]"], "drafters.0.model: There is no EAGLE head"),
+        "no tokenizer": (["target.model=./bare"], "The model directory ./bare has no tokenizer"),
+        "too many cores": (["mode=plain", "target.cores=999"], "target.cores: the run needs 999 CPU cores"),
+        "too many draft actors": (
+            ["mode=decoupled", "drafters=[{method: ngram, replicas: 998}]"],
+            "drafters: the run needs 999 CPU cores (1 verifier(s) with 1 each, 998 draft actor(s) with 998 in all)",
+        ),
+        "more than Ray gives out": (
+            ["mode=plain", "cluster.pin_cores=false", "cluster.num_cpus=3", "target.cores=4"],
+            "target.cores: the run needs 4 CPU cores (1 verifier(s) with 4 each), and there are",
+        ),
+    }
+
+    @pytest.mark.parametrize("command", ["rollout", "train"])
+    @pytest.mark.parametrize("name", AT_ONCE)
+    def test_before_ray_and_torch_are_even_imported(self, folder: Path, command: str, name: str) -> None:
+        arguments, problem = self.AT_ONCE[name]
+        code = (
+            "import atexit, sys\n"
+            "atexit.register(lambda: print(*{'ray', 'torch', 'transformers', 'numba'} & sys.modules.keys()))\n"
+            "from specactor_ray.cli import main\nmain()"
+        )
+        overrides = ("data.path=good.jsonl", "data.n=2", *arguments)
+        done = specactor(folder, command, *overrides, program=("-c", code), HF_HUB_OFFLINE="1")
+        assert problem in error_line(done)
+        assert done.stdout == "\n" and not (folder / "runs").exists()
+
+    def test_an_output_that_no_prompt_has_room_for(self, folder: Path) -> None:
+        room = "data.path=good.jsonl", "sampling.max_tokens=300", "target.max_model_len=300"
+        message = error_line(specactor(folder, "rollout", f"target.model={tiny_target()}", *room))
+        assert "sampling.max_tokens: 300 leaves no room" in message and "target.max_model_len is 300" in message
+        message = error_line(
+            specactor(folder, "rollout", f"target.model={tiny_target()}", room[0], "sampling.max_tokens=512")
+        )
+        assert "sampling.max_tokens: 512 leaves no room" in message and "has 512" in message
+        assert not (folder / "runs").exists()
 
     BENCH_CASES: ClassVar = {
         "unknown mode": (["--modes", "plain,fast"], "--modes: 'fast' is not a mode; the modes are plain, coupled"),
@@ -120,6 +170,29 @@ class TestUserErrors:
         done = specactor(folder, "bench", "rollout", "--config", LOCAL, "data.path=good.jsonl", *arguments)
         assert problem in error_line(done)
         assert sorted(path.name for path in folder.rglob("*")) == before, "something was left behind"
+
+    @pytest.mark.parametrize(
+        ("arguments", "problem"),
+        [
+            (["rollout", "data.paht=x"], "data.paht: unknown key. Did you mean data.path?"),
+            (["train", "--config", "none.yaml"], "none.yaml: there is no such file."),
+            (["bench", "cluster.num_cpus=2"], "cluster.num_cpus: is set, but the cluster at address 'auto'"),
+        ],
+    )
+    def test_submit_before_the_upload(self, folder: Path, arguments: list[str], problem: str) -> None:
+        assert problem in error_line(specactor(folder, "submit", "--address", "http://127.0.0.1:1", *arguments))
+
+    def test_submit_of_an_unknown_option(self, folder: Path) -> None:
+        done = specactor(folder, "submit", "--address", "http://127.0.0.1:1", "bench", "--mode", "plain")
+        assert done.returncode == 2 and "No such option" in done.stderr and "Traceback" not in done.stderr
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [["rollout", "data.path=x"], ["rollout", "run.name=${oc.env:OF_THE_CLUSTER}"], ["train", "-c", "/no.yaml"]],
+    )
+    def test_submit_leaves_to_the_job_what_only_the_cluster_has(self, folder: Path, arguments: list[str]) -> None:
+        done = specactor(folder, "submit", "--address", "http://127.0.0.1:1", *arguments)
+        assert "no Ray job server answers at http://127.0.0.1:1" in error_line(done)
 
     @pytest.mark.parametrize("item", ["ngram", "ngram=", "=2", "ngram=-1", "ngram=two"])
     def test_scale(self, folder: Path, item: str) -> None:
@@ -200,7 +273,7 @@ class TestParsing:
 
 class TestWriter:
     def test_the_name_is_given_when_all_is_there(self, tmp_path: Path) -> None:
-        path = tmp_path / "new" / "out.jsonl"
+        path = tmp_path / "out.jsonl"
         with TrajectoryWriter(path) as writer:
             for number in range(3):
                 writer.write({"n": number, "text": "é\ud800"})
@@ -311,13 +384,22 @@ class TestRun:
         monkeypatch.setattr("specactor_ray.rollout.run._cluster_resources", dict)
         monkeypatch.chdir(tmp_path)
 
-    def run(self, *script: Any, name: str | None = "r", resume: str = "never", **more: Any) -> RunOutcome:
+    def run(
+        self,
+        *script: Any,
+        name: str | None = "r",
+        resume: str = "never",
+        shown: io.StringIO | None = None,
+        lines: Sequence[str] = "abc",
+        **more: Any,
+    ) -> RunOutcome:
         FakeRollout.script = list(script)
-        Path("prompts.txt").write_text("a\nb\nc\n")
-        sections = {section: more.pop(section) for section in ("sampling", "target") if section in more}
+        Path("prompts.txt").write_text("".join(f"{line}\n" for line in lines))
+        sections = {"target": {"model": str(tiny_target())}}
+        sections |= {section: more.pop(section) for section in ("sampling", "target") if section in more}
         data = {"path": "prompts.txt", **more}
         config = from_mapping({"mode": "plain", "run": {"name": name}, "resume": resume, "data": data, **sections})
-        return run_rollout(config, Console(file=io.StringIO()))
+        return run_rollout(config, Console(file=shown or io.StringIO(), width=400))
 
     def test_files_of_a_complete_run(self) -> None:
         outcome = self.run(trajectory(2), trajectory(0), trajectory(1))
@@ -343,6 +425,36 @@ class TestRun:
         assert outcome.summary["trajectories"]["failures"] == {"longer than the context": 1}
         rows = [json.loads(line) for line in outcome.trajectories.read_text().splitlines()]
         assert [row.get("error") for row in rows] == [None, "longer than the context", None]
+
+    def test_a_prompt_that_fails_often_is_listed_once(self) -> None:
+        counts = self.run(*[trajectory(1, error="no")] * 3, trajectory(0, error="no")).summary["trajectories"]
+        assert counts["failed_prompts"] == {"0": 1, "1": 3}
+        assert failed_prompts_line(counts["failed_prompts"]) == ["  failed prompts (counted from 1): 1, 2 (3 times)"]
+        assert failed_prompts_line({}) == []
+
+    def test_outputs_that_the_context_cuts_are_announced_and_counted(self) -> None:
+        shown = io.StringIO()
+        lines = ["a", " ".join(["the red fox sleeps on the mat."] * 4), "c"]
+        sections = {"target": {"model": str(tiny_target()), "max_model_len": 40}, "sampling": {"max_tokens": 25}}
+        outcome = self.run(trajectory(0), shown=shown, lines=lines, **sections)
+        assert "warning: 1 of 3 prompts have more than 15 tokens" in shown.getvalue()
+        assert "sampling.max_tokens=25 of the context of 40" in shown.getvalue()
+        counts = outcome.summary["trajectories"]
+        assert counts["cut_by_context"] == 1 and cut_line(counts) and not cut_line({"cut_by_context": 0})
+
+    def test_a_model_without_a_tokenizer_takes_token_ids(self, tmp_path: Path) -> None:
+        bare = tmp_path / "bare"
+        bare.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (bare / name).symlink_to(tiny_target() / name)
+        Path("ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n')
+        target = {"model": str(bare)}
+        assert self.run(trajectory(0), target=target, path="ids.jsonl").summary["status"] == "complete"
+        Path("ids.jsonl").write_text('{"prompt_token_ids": [5, 6]}\n{"prompt": "a"}\n')
+        with pytest.raises(
+            ModelLoadError, match=r"no tokenizer.* Or give prompt 2 and all others as .*prompt_token_ids"
+        ):
+            self.run(trajectory(0), target=target, path="ids.jsonl", name="s")
 
     def test_all_failed(self) -> None:
         outcome = self.run(*(trajectory(number, error="no") for number in range(3)))
@@ -399,7 +511,10 @@ class TestRun:
         ("changed", "expected"),
         [
             ({"sampling": {"temperature": 0.5}}, r"sampling.temperature: is 0.5, and the interrupted run r has 1.0"),
-            ({"target": {"model": "m"}}, r"target.model: is 'm', and the interrupted run r has 'smollm2-135m'"),
+            (
+                {"target": {"model": str(tiny_draft())}},
+                r"target.model: is '.*draft.*', and the interrupted run r has '",
+            ),
             (
                 {"output": "elsewhere.jsonl"},
                 r"data.output: is '.*elsewhere.jsonl', and the interrupted run r",
@@ -468,7 +583,7 @@ class TestProgress:
         with RolloutProgress(console, "rollout [x]", 8, lambda: state, 60.0, lambda: next(times)):
             pass
         assert out.getvalue() == (
-            "rollout [x]: 3/8 trajectories, 250 tokens, 125.0 tokens/s, acceptance length 1.50, supply 2.25, 1 failed\n"
+            "rollout [x]: 2/8 trajectories, 250 tokens, 125.0 tokens/s, acceptance length 1.50, supply 2.25, 1 failed\n"
         )
 
     def test_a_bar_on_a_terminal(self) -> None:

@@ -121,6 +121,26 @@ def test_a_cache_too_small_gives_up_quietly() -> None:
     assert len(drafter.tail("a")[1]) == 4 and drafter.tail("b")[1] == ()
 
 
+def test_a_request_that_outgrows_the_cache_leaves_its_place_to_another(reference: torch.nn.Module) -> None:
+    probe = RaggedModel(load(), 16 << 20)
+    drafter = proposer(cache_bytes=probe.cache.bytes_per_token * 600, max_batch=2)
+    sampling = SamplingParams(max_tokens=500)
+    for name in ("a", "b"):
+        drafter.open(name, tuple([5] * 20), (), sampling, 4)
+    drafter.open("c", (5, 6, 7), (), sampling, 4)
+    extend_fully(drafter)
+    assert len(drafter.tail("b")[1]) == 4 and drafter.tail("c") == (0, ()), "there are two places"
+    assert drafter.commit("b", 0, [9] * 460)
+    extend_fully(drafter)
+    assert drafter.tail("b") == (460, ()), "no room for so many tokens"
+    assert drafter.commit("c", 0, [9]) and drafter.commit("b", 460, [9])
+    extend_fully(drafter)
+    assert drafter.tail("c")[1] == expected_tail(reference, (5, 6, 7), [9], sampling, 4)
+    for name in ("a", "b", "c"):
+        drafter.close(name)
+    assert drafter._places == 2 and drafter._model.cache.allocator.free_slots == drafter._model.cache.slots
+
+
 def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(reference: torch.nn.Module) -> None:
     drafter, prompts = proposer(), tiny_prompt_ids(3)
     samplings = [SamplingParams(temperature=1.0, max_tokens=60, seed=i) for i in range(3)]

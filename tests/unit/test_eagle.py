@@ -163,6 +163,19 @@ def test_a_long_prompt_is_read_in_parts() -> None:
     assert drafter.tail(request.name) == (1, expected)
 
 
+def test_a_request_too_long_for_the_head_leaves_its_place_to_another() -> None:
+    drafter = EagleProposer(EagleRunner(head(), 4 << 20), max_batch=1)
+    first, second = Sequence(0, 0.0), Sequence(1, 0.0)
+    for request in (first, second):
+        drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    assert drafter.commit(first.name, 0, [9] * drafter.max_len) and drafter.commit(second.name, 0, [9])
+    drafter.add_features(first.name, [])
+    assert not drafter.commit(second.name, 1, [9]), "there is a place: to be opened with all states"
+    drafter.close(first.name)
+    drafter.close(second.name)
+    assert drafter._places == 1
+
+
 def test_limits_are_answered_quietly() -> None:
     drafter = EagleProposer(EagleRunner(head(), 4 << 20), max_batch=1)
     first, second = Sequence(0, 0.0), Sequence(1, 0.0)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specactor_ray import json_text
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.modeling import builtin, loading
 from specactor_ray.modeling.cache import cache_dir, cached_dir
@@ -82,6 +83,35 @@ class TestLocalDirectory:
         (model_dir / "config.json").write_text(text)
         assert "config.json is not valid" in error_of(lambda: loading.load_model(str(model_dir)))
 
+    @pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "num_local_experts"])
+    def test_counts_without_end(self, model_dir: Path, key: str) -> None:
+        facts = json.loads((model_dir / "config.json").read_text())
+        for change in ({key: 10**30}, {"text_config": {key: 5000}}):
+            (model_dir / "config.json").write_text(json.dumps(facts | change))
+            for load in (loading.load_model, loading.load_model_config, loading.load_empty_model):
+                message = error_of(lambda load=load: load(str(model_dir)))
+                assert f"{key} is " in message and "at most 4096 are built" in message
+
+    def test_a_shape_that_no_tensor_has(self, model_dir: Path) -> None:
+        facts = json.loads((model_dir / "config.json").read_text())
+        (model_dir / "config.json").write_text(json.dumps(facts | {"intermediate_size": 10**30}))
+        assert "cannot be loaded" in error_of(lambda: loading.load_empty_model(str(model_dir)))
+
+    @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "extra.json"])
+    def test_files_that_cannot_be_read_to_their_end(
+        self, model_dir: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (model_dir / name).unlink(missing_ok=True)
+        os.mkfifo(model_dir / name)
+        assert f"{name} is not a regular file" in error_of(lambda: loading.load_model_config(str(model_dir)))
+        (model_dir / name).unlink()
+        (model_dir / name).symlink_to("/dev/zero")
+        assert f"{name} is not a regular file" in error_of(lambda: loading.load_tokenizer(str(model_dir)))
+        (model_dir / name).unlink()
+        with (model_dir / name).open("wb") as file:
+            file.truncate(json_text.MOST_BYTES + 1)  # takes no room on the disk
+        assert f"{name} is larger than 256 MiB" in error_of(lambda: loading.load_model(str(model_dir)))
+
     @pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}, {"vocab_size": None}])
     def test_values_of_the_wrong_kind(self, model_dir: Path, change: dict[str, object]) -> None:
         facts = json.loads((model_dir / "config.json").read_text())
@@ -147,10 +177,11 @@ class TestHub:
         (snapshots.parent / "refs").mkdir()
         (snapshots.parent / "refs" / "main").write_text("a" * 40)
         program = (
-            "from specactor_ray.modeling.loading import load_model_config, load_model\n"
+            "from specactor_ray.modeling.loading import load_model_config, load_model, load_tokenizer, require_model\n"
             f"for name in 'someone/pinned', 'someone/pinned@{'b' * 40}':\n"
             "    for config in load_model_config(name), load_model(name).config:\n"
             "        print(config.max_position_embeddings)\n"
+            "    assert load_tokenizer(name).eos_token_id == 1 and require_model(name) is None\n"
         )
         environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
         environment.pop("HF_HUB_CACHE", None)

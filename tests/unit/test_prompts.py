@@ -39,6 +39,10 @@ class TestReading:
         path = write(tmp_path, "\n".join(json.dumps(line) for line in lines))
         assert read_prompts(path) == ["Say hello.", messages]
 
+    def test_token_ids(self, tmp_path: Path) -> None:
+        path = write(tmp_path, '{"prompt_token_ids": [5, 0, 511]}\n{"prompt": "a"}\n')
+        assert read_prompts(path) == [[5, 0, 511], "a"]
+
     def test_blank_lines_a_byte_order_mark_and_windows_line_ends(self, tmp_path: Path) -> None:
         path = write(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
         assert read_prompts(path) == ["a", "b"]
@@ -79,15 +83,21 @@ class TestErrors:
             ("just words", "not valid JSON"),
             ("[" * 100_000, "nested too deeply"),
             ('{"prompt": ' + "9" * 5000 + "}", "not valid JSON"),
-            ('["a"]', 'either "prompt" or "messages"'),
-            ('{"text": "a"}', 'either "prompt" or "messages"'),
-            ('{"prompt": "a", "messages": []}', 'either "prompt" or "messages"'),
+            ('["a"]', 'one of "prompt", "messages" or "prompt_token_ids"'),
+            ('{"text": "a"}', 'one of "prompt", "messages" or "prompt_token_ids"'),
+            ('{"prompt": "a", "messages": []}', 'one of "prompt", "messages" or "prompt_token_ids"'),
+            ('{"prompt_token_ids": []}', "non-empty list of whole numbers"),
+            ('{"prompt_token_ids": [3, -1]}', "non-empty list of whole numbers"),
+            ('{"prompt_token_ids": [3, true]}', "non-empty list of whole numbers"),
+            ('{"prompt_token_ids": "abc"}', "non-empty list of whole numbers"),
             ('{"prompt": ""}', "non-empty string"),
             ('{"prompt": 3}', "non-empty string"),
             ('{"messages": []}', "non-empty list"),
             ('{"messages": "hi"}', "non-empty list"),
-            ('{"messages": [{"role": "user"}]}', "non-empty list"),
-            ('{"messages": [{"role": "user", "content": 4}]}', "non-empty list"),
+            ('{"messages": [{"role": "user"}]}', "the content of message 1 is None"),
+            ('{"messages": [{"role": "user", "content": 4}]}', "the content of message 1 is 4"),
+            ('{"messages": [{"role": "user", "content": "a"}, {"content": "a"}]}', "message 2 has no role"),
+            ('{"messages": [3]}', "message 1 is 3"),
         ],
     )
     def test_the_line_is_named(self, tmp_path: Path, line: str, problem: str) -> None:
@@ -141,6 +151,32 @@ class TestEncoding:
         for prompt in ("ok \ud800", [{"role": "user", "content": "ok \ud800"}]):
             with pytest.raises(InputError, match="half a surrogate pair at character 3"):
                 encode_prompt(tokenizer, prompt, chat=False)
+
+    def test_text_parts_are_joined(self, tokenizer: Any) -> None:
+        parts = [{"type": "text", "text": "Add 2"}, {"type": "text", "text": "and 3."}]
+        joined = encode_prompt(tokenizer, "Add 2\nand 3.", chat=True)
+        assert encode_prompt(tokenizer, [{"role": "user", "content": parts}], chat=True) == joined
+
+    @pytest.mark.parametrize(
+        ("second", "problem"),
+        [
+            ({"role": "user"}, "the content of message 2 is None"),
+            ({"role": "user", "content": None}, "the content of message 2 is None"),
+            ({"role": "user", "content": []}, r"the content of message 2 is \[\]"),
+            (
+                {"role": "user", "content": [{"type": "image_url", "url": "x"}]},
+                "message 2 has a part of type 'image_url'",
+            ),
+            ({"role": "user", "content": ["hello"]}, "message 2 has a part of type 'hello'"),
+            ({"role": "user", "content": [{"type": "text"}]}, "message 2 has a part of type 'text'"),
+            ({"content": "hello"}, "message 2 has no role"),
+            ("hello", "message 2 is 'hello'"),
+        ],
+    )
+    def test_a_malformed_message_is_named(self, tokenizer: Any, second: Any, problem: str) -> None:
+        messages = [{"role": "system", "content": "Be brief."}, second]
+        with pytest.raises(InputError, match=problem):
+            encode_prompt(tokenizer, messages, chat=True)
 
     def test_messages_without_a_template(self, tokenizer: Any) -> None:
         class Bare:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from math import prod
 
 import pytest
@@ -351,7 +352,17 @@ def test_bytes_are_reported() -> None:
     proposer.open("a", [1] * 500, [2] * 5000, GREEDY, 4)
     assert proposer.history_bytes > empty + 5500 * 4 * 7
     proposer.close("a")
-    assert proposer.history_bytes == empty
+    assert proposer.history_bytes == empty + 400, "one prompt is known"
+
+
+def test_of_a_long_prompt_a_digest_is_kept() -> None:
+    history = RunHistory(1000, 2, 8)
+    prompt = tuple(range(100_000))
+    before = sys.getrefcount(prompt)
+    for finished in (False, True):
+        history.close("a", history.open("a", prompt, [1, 2, 3]), finished)
+        assert len(history) == 1 and sys.getrefcount(prompt) == before, "the prompt is kept"
+    assert history.nbytes < history.log.nbytes + 1000
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(monkeypatch: pytest.MonkeyPatch, model: Any, **target: Any) -> None:
     monkeypatch.setattr(target_checks, "load_model_config", lambda name, trust_remote_code: model)
+    monkeypatch.setattr(target_checks, "require_model", lambda name: None)
     target_checks.check_target(config_with(**target))
 
 
@@ -50,6 +51,17 @@ def test_a_context_beyond_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="513, but m was made for 512 tokens") as error:
         check(monkeypatch, LlamaConfig(**LLAMA, max_position_embeddings=512), max_model_len=513)
     assert error.value.key == "target.max_model_len"
+    with pytest.raises(ConfigError, match="513, but m was made for 512 tokens"):
+        check(monkeypatch, LlamaConfig(**LLAMA, max_position_embeddings=512), max_model_len=513, backend="hf")
+
+
+def test_a_model_of_stretched_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM serves it beyond the context that it names, `hf` does not."""
+    scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    model = LlamaConfig(**LLAMA, max_position_embeddings=512, rope_parameters=scaling)
+    check(monkeypatch, model, max_model_len=513)
+    with pytest.raises(ConfigError, match="513, but m was made for 512 tokens"):
+        check(monkeypatch, model, max_model_len=513, backend="hf")
 
 
 def test_a_cache_that_holds_no_whole_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +90,7 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeyp
             "mode": "decoupled",
             "target": {"model": str(tiny_target()), "kv_cache_gb": 8, "replicas": 2},
             "drafters": [{"method": "ngram", "replicas": 3}],
+            "cluster": {"pin_cores": False, "num_cpus": 5},
         }
     )
     plan = {item.what: item.num_bytes for item in memory.plan_rollout_memory(config)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -14,7 +15,15 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.errors import InputError
-from specactor_ray.training.checkpoint import CheckpointStore, TrainState, find_damage, mean_reward, open_checkpoint
+from specactor_ray.json_text import MOST_BYTES
+from specactor_ray.training.checkpoint import (
+    CheckpointStore,
+    TrainState,
+    find_damage,
+    mean_reward,
+    open_checkpoint,
+    read_state,
+)
 
 
 def writer(text: str) -> Callable[[Path], None]:
@@ -203,6 +212,26 @@ def test_a_checkpoint_says_who_wrote_it_under_its_sums(tmp_path: Path) -> None:
     assert set(state["written_by"]) == {"host", "user", "pid"}
     (path / "state.json").write_text(json.dumps({**state, "written_by": {"host": "else", "user": "u", "pid": 1}}))
     assert find_damage(path) is not None
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "large"])
+def test_what_has_no_end_is_not_read(tmp_path: Path, name: str, kind: str) -> None:
+    path = save(CheckpointStore(tmp_path, 1, False), 2)
+    (path / name).unlink()
+    if kind == "fifo":
+        os.mkfifo(path / name)
+    elif kind == "device":
+        (path / name).symlink_to("/dev/zero")
+    else:
+        with (path / name).open("wb") as file:
+            file.truncate(MOST_BYTES + 1)
+    assert find_damage(path) is not None
+    with pytest.raises(InputError, match="cannot be used"):
+        open_checkpoint(path)
+    if name == "state.json":
+        with pytest.raises(InputError, match="missing or not readable"):
+            read_state(path)
 
 
 def test_one_lucky_step_does_not_make_the_best_checkpoint() -> None:
