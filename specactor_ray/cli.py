@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from specactor_ray.cli_demo import demo
 from specactor_ray.cli_options import ConfigFile, Overrides, planned_side_by_side
 from specactor_ray.cli_plan import plan, profile
 from specactor_ray.cli_simulate import simulate
@@ -37,6 +38,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(drafter, name="drafter")
+app.command()(demo)
 app.command()(profile)
 app.command()(plan)
 app.command()(simulate)

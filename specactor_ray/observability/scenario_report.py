@@ -10,6 +10,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from specactor_ray.observability.plots import load_pyplot
+
 _SHARES = ("forward", "waiting", "protocol", "idle")
 _COLORS = {
     "forward": "tab:blue",
@@ -102,7 +104,7 @@ def sweep_table(report: Mapping[str, Any]) -> Table:
 
 def write_sweep_plot(folder: Path, report: Mapping[str, Any]) -> list[str]:
     """Write `sweep.png`: how many times as fast as the first variant each one is. Returns as `write_plots`."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     if pyplot is None:
         return []
     points = report["points"]
@@ -131,25 +133,13 @@ def _number(text: str) -> float | str:
         return text
 
 
-def _pyplot() -> Any:
-    """Matplotlib's plotting module, for files; None where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def write_plots(folder: Path, results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Write `running.png` and `phases.png`.
 
     Returns:
         Names of the files; none where matplotlib is not installed.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     if pyplot is None:
         return []
     for name, draw in (("running.png", _draw_running), ("phases.png", _draw_phases)):

@@ -63,6 +63,8 @@ class Rollout:
         self.config = config
         self._closed = False
         self._streams = 0
+        self.progress = (0, 0)
+        """Trajectories of the newest stream that have ended, and how many it has in all."""
         priors = ladder_priors(config)
         self._tokenizer = check_drafters_fit_target(config)
         require_memory(config)
@@ -244,7 +246,9 @@ class Rollout:
                 else:
                     entries.append(entry)
                     places[entry.request_id] = place
-            for entry in self._run.stream(entries):
+            self.progress = (0, len(entries))
+            for done, entry in enumerate(self._run.stream(entries), start=1):
+                self.progress = (done, len(entries))
                 yield self._trajectory(entry, places[entry.request_id], prompts)
         finally:
             self._run.streaming = False
