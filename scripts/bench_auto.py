@@ -29,7 +29,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from specactor_ray.benchmarks.by_turns import TurnTaker, ratio_with_error
+from specactor_ray.benchmarks.by_turns import TurnTaker
+from specactor_ray.benchmarks.comparison import ratio_with_error
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.loading import load_tokenizer

@@ -3,10 +3,8 @@ the same minutes."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
-from statistics import fmean, stdev
 
 from specactor_ray.benchmarks.comparison import Output
 from specactor_ray.config.schema import DrafterConfig, SpeculationConfig, TargetConfig, learns_from_outputs
@@ -64,19 +62,3 @@ def _hosted(drafter: DrafterConfig, config: SpeculationConfig, target: TargetCon
     link: Link[CommitBatch] = Link(direct_sender(loop.deliver))
     window, looks_up = drafter.window or config.window, learns_from_outputs(drafter)
     return HostedDrafter(drafter.method, window, link, drafter.max_batch, looks_up=looks_up, loop=loop)
-
-
-def ratio_with_error(plain: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """How many times as fast as `plain` the other is over pairs of turns with the same work, and the standard error of
-    that; infinite for a single pair.
-
-    Args:
-        plain: Seconds of each turn.
-        other: Those of the same turns, in the same order.
-    """
-    mean_s = fmean(other)
-    ratio = fmean(plain) / mean_s
-    if len(other) < 2:
-        return ratio, math.inf
-    spread = stdev(ours * ratio - theirs for ours, theirs in zip(other, plain, strict=True))
-    return ratio, spread / mean_s / math.sqrt(len(other))

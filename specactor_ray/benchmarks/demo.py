@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,11 +15,12 @@ from typing import Any
 from rich.console import Console
 
 from specactor_ray.benchmarks.child import run_in_child
+from specactor_ray.benchmarks.comparison import ratio_with_error
 from specactor_ray.benchmarks.demo_tasks import rename_tasks
 from specactor_ray.benchmarks.side_by_side import Layout, Round, SideBySide, Speed, measure_side_by_side
 from specactor_ray.config import Config, load_config
 from specactor_ray.observability.console import say
-from specactor_ray.observability.demo_report import DEMO_COLUMNS, speed_figures, training_figures, write_demo_plot
+from specactor_ray.observability.demo_report import DEMO_COLUMNS, write_demo_plot
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.phase_progress import PhaseProgress
 from specactor_ray.observability.training_display import TrainingDisplay
@@ -217,3 +219,52 @@ def training_config(demo: Demo, tasks: Path) -> Config:
             "tracking.tensorboard=false",
         ],
     )
+
+
+def speed_figures(rounds: Sequence[Round]) -> dict[str, Any] | None:
+    """Tokens per second of both variants, and the ratio of auto to plain over pairs of rounds with its standard error
+    (None for a single round); None without a round."""
+    if not rounds:
+        return None
+    plain, auto = [one.plain_s for one in rounds], [one.auto_s for one in rounds]
+    tokens = sum(one.tokens for one in rounds)
+    ratio, error = ratio_with_error(plain, auto)
+    return {
+        "plain_tokens_per_s": tokens / sum(plain),
+        "auto_tokens_per_s": tokens / sum(auto),
+        "ratio": ratio,
+        "error": error if math.isfinite(error) else None,
+        "acceptance_length": tokens / max(sum(one.row_steps for one in rounds), 1),
+        "identical": sum(one.identical for one in rounds),
+        "requests": sum(one.requests for one in rounds),
+        "rounds": [
+            {"plain_tokens_per_s": one.tokens / one.plain_s, "auto_tokens_per_s": one.tokens / one.auto_s}
+            for one in rounds
+        ],
+    }
+
+
+def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Rewards of the first and the last step with their standard errors, and where the time went; None without a
+    step."""
+    if not records:
+        return None
+    step_s = max(sum(record["seconds"]["step"] for record in records), 1e-9)
+    tokens = sum(record["speed"]["tokens"] for record in records)
+    lengths = [record["speed"]["acceptance_length"] for record in records]
+    return {
+        "steps": len(records),
+        "before": _reward(records[0]),
+        "after": _reward(records[-1]),
+        "rewards": [_reward(record) for record in records],
+        "acceptance_lengths": lengths,
+        "tokens": tokens,
+        **{f"{phase}_share": sum(r["seconds"][phase] for r in records) / step_s for phase in ("rollout", "update")},
+    }
+
+
+def _reward(record: Mapping[str, Any]) -> dict[str, Any]:
+    train = record["train"]
+    samples = train["sampled"]
+    error = train["reward_std"] / math.sqrt(samples) if samples else 0.0
+    return {"mean": train["reward_mean"], "error": error, "samples": samples}

@@ -1,20 +1,17 @@
-"""Figures, table and plot of `specactor demo`."""
+"""Table, verdict and plot of `specactor demo`, made from the plain data that `report.json` holds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from specactor_ray.observability.plots import load_pyplot
 from specactor_ray.observability.training_display import Column
-
-if TYPE_CHECKING:
-    from specactor_ray.benchmarks.side_by_side import Round
 
 DEMO_COLUMNS: Sequence[Column] = (
     ("step", lambda r: str(r["step"])),
@@ -25,57 +22,6 @@ DEMO_COLUMNS: Sequence[Column] = (
     ("rollout", lambda r: f"{r['seconds']['rollout']:.1f} s"),
     ("update", lambda r: f"{r['seconds']['update']:.1f} s"),
 )
-
-
-def speed_figures(rounds: Sequence[Round]) -> dict[str, Any] | None:
-    """Tokens per second of both variants, and the ratio of auto to plain over pairs of rounds with its standard error
-    (None for a single round); None without a round."""
-    from specactor_ray.benchmarks.by_turns import ratio_with_error
-
-    if not rounds:
-        return None
-    plain, auto = [one.plain_s for one in rounds], [one.auto_s for one in rounds]
-    tokens = sum(one.tokens for one in rounds)
-    ratio, error = ratio_with_error(plain, auto)
-    return {
-        "plain_tokens_per_s": tokens / sum(plain),
-        "auto_tokens_per_s": tokens / sum(auto),
-        "ratio": ratio,
-        "error": error if math.isfinite(error) else None,
-        "acceptance_length": tokens / max(sum(one.row_steps for one in rounds), 1),
-        "identical": sum(one.identical for one in rounds),
-        "requests": sum(one.requests for one in rounds),
-        "rounds": [
-            {"plain_tokens_per_s": one.tokens / one.plain_s, "auto_tokens_per_s": one.tokens / one.auto_s}
-            for one in rounds
-        ],
-    }
-
-
-def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Rewards of the first and the last step with their standard errors, and where the time went; None without a
-    step."""
-    if not records:
-        return None
-    step_s = max(sum(record["seconds"]["step"] for record in records), 1e-9)
-    tokens = sum(record["speed"]["tokens"] for record in records)
-    lengths = [record["speed"]["acceptance_length"] for record in records]
-    return {
-        "steps": len(records),
-        "before": _reward(records[0]),
-        "after": _reward(records[-1]),
-        "rewards": [_reward(record) for record in records],
-        "acceptance_lengths": lengths,
-        "tokens": tokens,
-        **{f"{phase}_share": sum(r["seconds"][phase] for r in records) / step_s for phase in ("rollout", "update")},
-    }
-
-
-def _reward(record: Mapping[str, Any]) -> dict[str, Any]:
-    train = record["train"]
-    samples = train["sampled"]
-    error = train["reward_std"] / math.sqrt(samples) if samples else 0.0
-    return {"mean": train["reward_mean"], "error": error, "samples": samples}
 
 
 def demo_table(report: Mapping[str, Any]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from specactor_ray.config import Config, load_config
 from specactor_ray.controller.start import start_controller
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
+from specactor_ray.observability.console import log_by_default
 from specactor_ray.rollout.compatibility import (
     check_drafters_fit_target,
     export_what_drafters_read,
@@ -55,6 +57,8 @@ class Rollout:
     """
 
     def __init__(self, config: Config) -> None:
+        log_by_default()
+        begin = time.monotonic()
         check_target(config)
         config, lines = resolve(config)
         for line in lines:
@@ -73,6 +77,9 @@ class Rollout:
         try:
             self._controller, self.run_name = start_controller(config, priors=priors)
             self._run = RunClient(config, self._controller, Calls())
+            logger.info(
+                "run %s: mode %s, ready after %.1f s", self.run_name, config.mode.value, time.monotonic() - begin
+            )
         except BaseException:
             self._connection.close()
             raise

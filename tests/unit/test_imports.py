@@ -45,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("validation",),
     ("cli_options", "cli_scenario", "cli_faults"),
     ("cli_validate",),
-    ("cli_plan", "cli_simulate", "drafter_cli"),
+    ("cli_demo", "cli_plan", "cli_simulate", "drafter_cli"),
     ("cli",),
     ("job",),
 )
