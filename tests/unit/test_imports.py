@@ -79,6 +79,7 @@ MAY_IMPORT = {
         "actors/",
         "rollout/memory.py",
         "training/",
+        "benchmarks/side_by_side.py",
         "benchmarks/vllm_peer.py",
         "benchmarks/gpu_check/",
     ),
