@@ -128,7 +128,9 @@ class TestByTurns:
             assert one.identical == one.requests == 3
             assert 0 < one.row_steps < one.tokens  # some drafts were right
             assert one.plain_s > 0.0 and one.auto_s > 0.0
-        assert plain.loop.metrics.committed_tokens == auto.loop.metrics.committed_tokens == sum(r.tokens for r in rounds)
+        assert (
+            plain.loop.metrics.committed_tokens == auto.loop.metrics.committed_tokens == sum(r.tokens for r in rounds)
+        )
         assert {speed.round for speed in reports if isinstance(speed, Speed)} == {1, 2}
 
     def test_another_output_is_counted(self, target: TargetConfig) -> None:
