@@ -16,8 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def test_both_halves_and_their_report(tmp_path: Path, tiny_model_dir: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "COLUMNS"))}
+    command = [sys.executable, "-m", "specactor_ray.cli", "demo", "--model", str(tiny_model_dir)]
     done = subprocess.run(
-        [sys.executable, *"-m specactor_ray.cli demo --minutes 0.01 --output out --model".split(), str(tiny_model_dir)],
+        [*command, "--minutes", "0.01", "--output", "out"],
         cwd=tmp_path,
         capture_output=True,
         text=True,

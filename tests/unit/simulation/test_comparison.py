@@ -446,8 +446,8 @@ class TestVerdict:
         lines = list(verdict_lines(self.report(plain=1.0, coupled=1.2, decoupled=0.9)))
         assert lines == [
             "coupled is the fastest per core: 1.20 times plain.",
-            "decoupled makes 0.90 of plain: 25% of its cores draft. Those that verify are 1.20 times as fast as those of "
-            "plain, and break even at 1.33.",
+            "decoupled makes 0.90 of plain: 25% of its cores draft. Those that verify are 1.20 times as fast as those "
+            "of plain, and break even at 1.33.",
         ]
 
     def test_plain_may_win(self) -> None:
