@@ -18,10 +18,9 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -30,21 +29,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from specactor_ray.config.schema import DrafterConfig, SpeculationConfig, TargetConfig, learns_from_outputs
-from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.drafters.registry import build_proposer
-from specactor_ray.messages import CommitBatch, SamplingParams
+from specactor_ray.benchmarks.by_turns import TurnTaker
+from specactor_ray.benchmarks.comparison import ratio_with_error
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.loading import load_tokenizer
 from specactor_ray.observability.console import make_console
 from specactor_ray.observability.phase_progress import PhaseProgress
-from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.rollout.planning import DEFAULT_METHOD
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
 from specactor_ray.targets.base import TargetRequest
-from specactor_ray.targets.registry import build_engine
-from specactor_ray.verify.drafting import Drafting
-from specactor_ray.verify.loop import VerifyLoop
-from specactor_ray.verify.seat import HostedDrafter
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ("arithmetic", "editing", "chat")
@@ -58,34 +52,9 @@ SLICES = 256
 """Turns of a workload."""
 
 
-class Variant:
-    """A verifier with its drafters, which runs when it is its turn."""
-
-    def __init__(self, methods: Sequence[str], target: TargetConfig) -> None:
-        self._engine, config = build_engine(target, "cpu", 0), SpeculationConfig()
-        self._drafting = Drafting("verifier-0", True, config, self._engine.vocab_size, max_batch=target.max_batch)
-        self.loop = VerifyLoop(self._engine, self._drafting, [self._hosted(one, target) for one in methods])
-        self.seconds: list[float] = []
-        """Of each slice."""
-
-    def _hosted(self, method: str, target: TargetConfig) -> HostedDrafter:
-        config = DrafterConfig(method)
-        loop = DraftLoop(f"{method}-0", build_proposer(config, target, "cpu"))
-        link: Link[CommitBatch] = Link(direct_sender(loop.deliver))
-        looks_up, window = learns_from_outputs(config), SpeculationConfig().window
-        return HostedDrafter(method, window, link, config.max_batch, looks_up=looks_up, loop=loop)
-
-    def run(self, tokens: int) -> None:
-        """Run until `tokens` tokens are committed in total; the last step may commit more."""
-        begin = time.perf_counter()
-        while self.loop.metrics.committed_tokens < tokens and self.loop.run_once():
-            pass
-        self.seconds.append(time.perf_counter() - begin)
-
-
-def measure(requests: Sequence[TargetRequest], target: TargetConfig) -> dict[str, Variant]:
+def measure(requests: Sequence[TargetRequest], target: TargetConfig) -> dict[str, TurnTaker]:
     """Run all requests with every variant, by turns that change their order."""
-    variants = {name: Variant(methods, target) for name, methods in VARIANTS.items()}
+    variants = {name: TurnTaker([DrafterConfig(one) for one in methods], target) for name, methods in VARIANTS.items()}
     for variant in variants.values():
         variant.loop.submit(requests)
     total = sum(request.sampling.max_tokens for request in requests)
@@ -96,18 +65,16 @@ def measure(requests: Sequence[TargetRequest], target: TargetConfig) -> dict[str
     return variants
 
 
-def figures(variants: Mapping[str, Variant]) -> dict[str, dict[str, float]]:
+def figures(variants: Mapping[str, TurnTaker]) -> dict[str, dict[str, float]]:
     """Variant → tokens/s, speed relative to plain decoding and its standard error, acceptance length."""
-    plain = variants["plain"].seconds
     found = {}
     for name, variant in variants.items():
-        metrics, mean_s = variant.loop.metrics, fmean(variant.seconds)
-        ratio = fmean(plain) / mean_s
-        spread = stdev(ours * ratio - theirs for ours, theirs in zip(variant.seconds, plain, strict=True))
+        metrics = variant.loop.metrics
+        ratio, error = ratio_with_error(variants["plain"].seconds, variant.seconds)
         found[name] = {
             "tokens_per_s": metrics.committed_tokens / sum(variant.seconds),
             "x_plain": ratio,
-            "error": spread / mean_s / math.sqrt(len(plain)),
+            "error": error,
             "acceptance_length": metrics.committed_tokens / metrics.row_steps,
         }
     return found

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from specactor_ray.cli_demo import demo
 from specactor_ray.cli_options import ConfigFile, Overrides, planned_side_by_side
 from specactor_ray.cli_plan import plan, profile
 from specactor_ray.cli_simulate import simulate
@@ -35,7 +36,6 @@ JOB_DEFAULTS = ("cluster.address=auto", f"run.dir={JOB_RUNS}")
 
 app = typer.Typer(
     name="specactor",
-    help="Lossless decoupled speculative decoding for RL rollouts, on Ray.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -43,9 +43,29 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.add_typer(drafter, name="drafter")
+app.command()(demo)
 app.command()(profile)
 app.command()(plan)
 app.command()(simulate)
+
+
+def show_versions(wanted: bool) -> None:
+    """Versions of the package and of what it stands on; nothing is imported for that."""
+    if wanted:
+        from specactor_ray.observability.environment import versions
+
+        sys.stdout.write("".join(f"{name} {version}\n" for name, version in versions().items()))
+        raise typer.Exit
+
+
+@app.callback()
+def specactor(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=show_versions, help="Show versions and exit.")
+    ] = False,
+) -> None:
+    """Lossless decoupled speculative decoding for RL rollouts, on Ray."""
+
 
 Run = Annotated[str | None, typer.Option("--run", help="Name of the run. Default: the only one.", show_default=False)]
 Address = Annotated[
@@ -57,16 +77,21 @@ Address = Annotated[
 def config(
     config_file: ConfigFile = None,
     overrides: Overrides = None,
-    help_keys: Annotated[bool, typer.Option("--help-keys", help="Explain every key instead.")] = False,
+    help_keys: Annotated[
+        bool, typer.Option("--help-keys", help="Explain every key instead, or those with one of the words that follow.")
+    ] = False,
 ) -> None:
-    """Print the whole configuration, defaults included, as YAML."""
+    """Print the whole configuration, defaults included, as YAML.
+
+    Some keys only: specactor config --help-keys speculation max_batch
+    """
     from specactor_ray.config import load_config, to_yaml
-    from specactor_ray.config.describe import describe
+    from specactor_ray.config.describe import matching_keys
     from specactor_ray.observability.console import make_console
     from specactor_ray.observability.report import config_keys_table
 
     if help_keys:
-        rows = [(doc.key, doc.type, doc.default, doc.doc) for doc in describe()]
+        rows = [(doc.key, doc.type, doc.default, doc.doc) for doc in matching_keys(overrides or ())]
         make_console().print(config_keys_table(rows))
         return
     sys.stdout.write(to_yaml(load_config(config_file, overrides or ())))

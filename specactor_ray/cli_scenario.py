@@ -151,13 +151,15 @@ def _simulate(options: ScenarioOptions, sweep: Sweep | None, names: Sequence[str
 
 def _show(report: Mapping[str, Any], console: Console) -> None:
     from specactor_ray.observability.console import say
-    from specactor_ray.observability.scenario_report import scenario_speed_table, scenario_work_table
+    from specactor_ray.observability.scenario_report import scenario_speed_table, scenario_work_table, verdict_lines
 
     if report["description"]:
         say(console, report["description"])
     say(console, report["workload"])
     console.print(scenario_speed_table(report))
     console.print(scenario_work_table(report))
+    for line in verdict_lines(report):
+        say(console, line)
     if report["part"] > 1:
         say(console, f"all figures are of 1/{report['part']} of the cluster")
     if report["status"] == "interrupted":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from specactor_ray.errors import SpecActorError, UserError
 
 W = TypeVar("W")
 R = TypeVar("R")
-Report = Callable[[str], None]
+Report = Callable[[Any], None]
 
 
 def run_in_child(measure: Callable[[W, Report], R], work: W, name: str, show: Report) -> R:
@@ -33,7 +35,8 @@ def run_in_child(measure: Callable[[W, Report], R], work: W, name: str, show: Re
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_main, args=(measure, work, theirs), name=name, daemon=True)
-    process.start()
+    with _interrupts_blocked():
+        process.start()
     theirs.close()
     try:
         while True:
@@ -56,9 +59,19 @@ def run_in_child(measure: Callable[[W, Report], R], work: W, name: str, show: Re
         ours.close()
 
 
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """A process that is started inside does not see the Ctrl-C of its terminal: its parent ends it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _main(measure: Callable[[Any, Report], Any], work: Any, channel: Any) -> None:
     try:
-        channel.send(("done", measure(work, lambda text: channel.send(("progress", text)))))
+        channel.send(("done", measure(work, lambda what: channel.send(("progress", what)))))
     except UserError as error:
         channel.send(("error", error))
     except Exception:  # noqa: BLE001 - the parent shows it

@@ -1,9 +1,11 @@
-"""Token for token comparison of two rollouts of the same requests."""
+"""Comparison of two rollouts of the same requests: token for token, and in speed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any
 
 Place = tuple[int, int]
@@ -62,3 +64,19 @@ def _at(values: Sequence[float] | None, position: int) -> float | None:
 def _entry(place: Place, **found: Any) -> dict[str, Any]:
     keys = ("position", "token", "reference_token", "margin", "own_margin")
     return {"prompt_index": place[0], "sample_index": place[1], **dict.fromkeys(keys), "note": "", **found}
+
+
+def ratio_with_error(plain: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """How many times as fast as `plain` the other is over pairs of turns with the same work, and the standard error of
+    that; infinite for a single pair.
+
+    Args:
+        plain: Seconds of each turn.
+        other: Those of the same turns, in the same order.
+    """
+    mean_s = fmean(other)
+    ratio = fmean(plain) / mean_s
+    if len(other) < 2:
+        return ratio, math.inf
+    spread = stdev(ours * ratio - theirs for ours, theirs in zip(other, plain, strict=True))
+    return ratio, spread / mean_s / math.sqrt(len(other))

@@ -8,12 +8,13 @@ import inspect
 import itertools
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
 from specactor_ray.config.schema import Config
+from specactor_ray.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,23 @@ def describe(config_class: type = Config, prefix: str = "") -> Iterator[KeyDoc]:
         element = list_element(annotation)
         if is_dataclass(element):
             yield from describe(_section_class(element), f"{key}.N.")
+
+
+def matching_keys(words: Sequence[str]) -> list[KeyDoc]:
+    """Keys that contain one of the words, whatever their case, or all keys without any; where no key does, those whose
+    meaning does.
+
+    Raises:
+        InputError: Neither does.
+    """
+    keys, wanted = list(describe()), [word.lower() for word in words]
+    if not wanted:
+        return keys
+    found = [one for one in keys if any(word in one.key.lower() for word in wanted)]
+    found = found or [one for one in keys if any(word in one.doc.lower() for word in wanted)]
+    if not found:
+        raise InputError(f"--help-keys: no key and no meaning of one contains {', '.join(words)[:80]!r}; try one word")
+    return found
 
 
 def _section_class(annotation: Any) -> type:

@@ -44,6 +44,19 @@ def show_error(message: str) -> None:
     say(make_console(sys.stderr), f"error: {message}")
 
 
+def log_by_default() -> None:
+    """Show the library's log on standard error from level INFO on, in a program that has set up no logging of its own:
+    a start takes a while, and says then what it does."""
+    library = logging.getLogger("specactor_ray")
+    if library.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
+    library.addHandler(handler)
+    if library.level == logging.NOTSET:
+        library.setLevel(logging.INFO)
+
+
 def log_through(console: Console, level: str) -> None:
     """Send the log lines of this process through a console, so that they do not tear its progress bar."""
     handler = RichHandler(console=console, show_path=False, markup=False, rich_tracebacks=False)

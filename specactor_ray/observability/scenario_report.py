@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+from specactor_ray.observability.plots import load_pyplot
 
 _SHARES = ("forward", "waiting", "protocol", "idle")
 _COLORS = {
@@ -75,6 +77,37 @@ def scenario_work_table(report: Mapping[str, Any]) -> Table:
     return table
 
 
+def verdict_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """What the figures come to: the fastest variant per device, and why a variant that drafts is slower than the
+    baseline. Nothing without a variant to compare."""
+    baseline, device, ratios = report["baseline"], report["device"], report["ratios"]
+    variants = [r for r in report["results"] if r["variant"] in report["variants"] and ratios.get(r["variant"])]
+    if len(variants) < 2 or baseline not in {one["variant"] for one in variants}:
+        return
+    best = max(variants, key=lambda one: ratios[one["variant"]])["variant"]
+    yield (
+        f"{baseline} is the fastest per {device}."
+        if best == baseline
+        else f"{best} is the fastest per {device}: {ratios[best]:.2f} times {baseline}."
+    )
+    for one in variants:
+        name, ratio = one["variant"], ratios[one["variant"]]
+        share = one["draft_devices"] / one["devices"]
+        if ratio >= 1.0:
+            continue
+        if share:
+            yield (
+                f"{name} makes {ratio:.2f} of {baseline}: {share:.0%} of its {device}s draft. Those that verify are "
+                f"{ratio / (1.0 - share):.2f} times as fast as those of {baseline}, and break even at "
+                f"{1.0 / (1.0 - share):.2f}."
+            )
+        elif one["acceptance_length"] > 1.0:
+            yield (
+                f"{name} makes {ratio:.2f} of {baseline}: {one['acceptance_length']:.2f} tokens per request and step "
+                "do not make up for what its steps cost more."
+            )
+
+
 def sweep_table(report: Mapping[str, Any]) -> Table:
     """Tokens per second and device of each variant at each value, and the ratio to the first."""
     points = report["points"]
@@ -102,7 +135,7 @@ def sweep_table(report: Mapping[str, Any]) -> Table:
 
 def write_sweep_plot(folder: Path, report: Mapping[str, Any]) -> list[str]:
     """Write `sweep.png`: how many times as fast as the first variant each one is. Returns as `write_plots`."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     if pyplot is None:
         return []
     points = report["points"]
@@ -131,25 +164,13 @@ def _number(text: str) -> float | str:
         return text
 
 
-def _pyplot() -> Any:
-    """Matplotlib's plotting module, for files; None where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def write_plots(folder: Path, results: Sequence[Mapping[str, Any]]) -> list[str]:
     """Write `running.png` and `phases.png`.
 
     Returns:
         Names of the files; none where matplotlib is not installed.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     if pyplot is None:
         return []
     for name, draw in (("running.png", _draw_running), ("phases.png", _draw_phases)):

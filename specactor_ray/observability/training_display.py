@@ -1,9 +1,13 @@
-"""Training on the terminal: a live table of the last steps, or a line a step where there is no terminal."""
+"""Training on the terminal: a live table of the last steps and what is under way; or a line a step, and one now and
+then within a long step, where there is no terminal."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,8 +18,10 @@ from rich.text import Text
 
 from specactor_ray.observability.console import say
 
+Column = tuple[str, Callable[[Mapping[str, Any]], str]]
+"""Name, and the cell of a step's record."""
 _ROWS = 12
-_COLUMNS = (
+ALL_COLUMNS: Sequence[Column] = (
     ("step", lambda r: str(r["step"])),
     ("reward", lambda r: f"{r['train']['reward_mean']:.3f} ±{r['train']['reward_std']:.2f}"),
     ("pass", lambda r: f"{100 * r['train']['pass_rate']:.0f}%"),
@@ -40,56 +46,86 @@ class TrainingDisplay:
     Args:
         console: Where; a table that is redrawn if it is a terminal, else plain lines.
         steps: Steps of the whole run.
+        columns: What is shown of each step, its number first.
+        line_interval_s: Seconds between lines within a step, where there is no terminal.
     """
 
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console, self._steps = console, steps
+    def __init__(
+        self,
+        console: Console,
+        steps: int,
+        columns: Sequence[Column] = ALL_COLUMNS,
+        line_interval_s: float = 10.0,
+    ) -> None:
+        self.rollout_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Trajectories of the step under way that have ended, and how many it has."""
+        self._console, self._steps, self._columns, self._interval_s = console, steps, columns, line_interval_s
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=_ROWS)
-        self._doing = "starting"
+        self._step, self._phase, self._since = 0, "starting Ray, verifiers and trainer", 0.0
         self._live: Live | None = None
+        self._ended = threading.Event()
+        self._lines = threading.Thread(target=self._say_lines, name="progress", daemon=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> TrainingDisplay:
+        self._since = time.monotonic()
         if self._console.is_terminal:
-            self._live = Live(self._view(), console=self._console, refresh_per_second=4, transient=False)
+            self._live = Live(get_renderable=self._view, console=self._console, refresh_per_second=4, transient=False)
             self._live.start()
+        else:
+            self._lines.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
 
     def stop(self) -> None:
         """Harmless when repeated."""
+        self._ended.set()
         if self._live is not None:
-            self._doing = "done"
-            self._live.update(self._view())
+            self._phase = "done"
             self._live.stop()
             self._live = None
 
     def begin(self, step: int) -> None:
-        self._doing = f"step {step}/{self._steps}"
+        self._step = step
 
     def phase(self, phase: str) -> None:
-        """Say what is going on."""
-        self._doing = f"{self._doing.partition(':')[0]}: {phase}"
-        if self._live is not None:
-            self._live.update(self._view())
+        """A phase of the step begins."""
+        self._phase, self._since = phase, time.monotonic()
 
     def end(self, record: Mapping[str, Any]) -> None:
         """A step is done."""
         self._rows.append(record)
-        if self._live is not None:
-            self._live.update(self._view())
-            return
-        cells = ", ".join(f"{name} {show(record)}" for name, show in _COLUMNS[1:])
-        say(self._console, f"step {record['step']}/{self._steps}: {cells}")
+        if self._live is None:
+            cells = ", ".join(f"{name} {show(record)}" for name, show in self._columns[1:])
+            say(self._console, f"step {record['step']}/{self._steps}: {cells}")
+
+    def doing(self) -> str:
+        """`step 2/30: rollout 12/32, 8 s`."""
+        if self._phase == "done":
+            return self._phase
+        done, total = self.rollout_progress()
+        count = f" {done}/{total}" if self._phase == "rollout" and total else ""
+        step = f"step {self._step}/{self._steps}: " if self._step else ""
+        return f"{step}{self._phase}{count}, {time.monotonic() - self._since:.0f} s"
+
+    def _say_lines(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            say(self._console, self.doing())
 
     def _view(self) -> Group:
-        return Group(steps_table(list(self._rows)), Text(self._doing))
+        return Group(steps_table(list(self._rows), self._columns), Text(self.doing()))
 
 
-def steps_table(records: list[Mapping[str, Any]]) -> Table:
+def steps_table(records: list[Mapping[str, Any]], columns: Sequence[Column]) -> Table:
     """A row a step."""
     table = Table(box=SIMPLE_HEAD)
-    for name, _ in _COLUMNS:
+    for name, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for record in records:
-        table.add_row(*(show(record) for _, show in _COLUMNS))
+        table.add_row(*(show(record) for _, show in columns))
     return table
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specactor_ray.observability.plots import load_pyplot
+
 logger = logging.getLogger(__name__)
 
 REPORT_FILE = "report.md"
@@ -70,14 +72,10 @@ def _drafts_table(drafters: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def _write_plots(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    try:
-        import matplotlib
-    except ImportError:
+    pyplot = load_pyplot()
+    if pyplot is None:
         logger.info("matplotlib is not installed; the report has no plots")
         return []
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     steps = [record["step"] for record in records]
     figures = {
         "reward.png": (

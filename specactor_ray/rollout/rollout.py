@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
 from specactor_ray.modeling.loading import locate_model, parse_dtype, weight_shapes
 from specactor_ray.modeling.policy_weights import Weights, fitting_weights
 from specactor_ray.modeling.weight_buckets import WeightBucket, pack_as_they_come
+from specactor_ray.observability.console import log_by_default
 from specactor_ray.rollout.compatibility import (
     check_drafters_fit_target,
     export_what_drafters_read,
@@ -58,6 +60,8 @@ class Rollout:
     """
 
     def __init__(self, config: Config) -> None:
+        log_by_default()
+        begin = time.monotonic()
         check_target(config)
         config, lines = resolve(config)
         require_cores(config)
@@ -67,6 +71,8 @@ class Rollout:
         self.config = config
         self._closed = False
         self._streams = 0
+        self.progress = (0, 0)
+        """Trajectories of the newest stream that have ended, and how many it has in all."""
         priors = ladder_priors(config)
         self._tokenizer = check_drafters_fit_target(config)
         require_memory(config)
@@ -75,6 +81,9 @@ class Rollout:
         try:
             self._controller, self.run_name = start_controller(config, priors=priors)
             self._run = RunClient(config, self._controller, Calls())
+            logger.info(
+                "run %s: mode %s, ready after %.1f s", self.run_name, config.mode.value, time.monotonic() - begin
+            )
         except BaseException:
             self._connection.close()
             raise
@@ -277,7 +286,9 @@ class Rollout:
                 else:
                     entries.append(entry)
                     places[entry.request_id] = place
-            for entry in self._run.stream(entries):
+            self.progress = (0, len(entries))
+            for done, entry in enumerate(self._run.stream(entries), start=1):
+                self.progress = (done, len(entries))
                 yield self._trajectory(entry, places[entry.request_id], prompts)
         finally:
             self._run.streaming = False

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rich.console import Console
 
 from specactor_ray.config import Config
 from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.observability.console import say
+from specactor_ray.observability.training_display import TrainingDisplay
 from specactor_ray.rollout.output import discard_run_folder
 from specactor_ray.rollout.planning import require_cores, resolve
 from specactor_ray.rollout.target_checks import require_models
@@ -20,13 +23,20 @@ from specactor_ray.training.steps import TrainingParts, run_steps
 from specactor_ray.training.stop_signal import StopSignal
 
 
-def train(config: Config, console: Console) -> TrainOutcome:
+def train(
+    config: Config,
+    console: Console,
+    display: TrainingDisplay | None = None,
+    enough: Callable[[], bool] = lambda: False,
+) -> TrainOutcome:
     """Train until `trainer.steps`, or until interrupted (Ctrl-C, SIGTERM: with a checkpoint).
 
     Args:
         config: What to train; `run.name` is filled in if it is not set. `plan: auto` and `mode: auto` are resolved in a
             copy before anything is written or started.
         console: Where progress is shown.
+        display: Shows the steps. Default: all that is known of each, on the console.
+        enough: Asked after every step: whether to end before `trainer.steps`.
 
     Raises:
         UserError: Something in the configuration, the data or the cluster is wrong; found before anything is started.
@@ -45,7 +55,8 @@ def train(config: Config, console: Console) -> TrainOutcome:
         try:
             stream.order.position, stream.skipped = run.state.position, run.state.skipped_tasks
             announce(config, run, memory, console)
-            return _train(config, run, stream, stop, console)
+            display = display or TrainingDisplay(console, config.trainer.steps)
+            return _train(config, run, stream, stop, console, display, enough)
         except BaseException as error:
             run.close()
             if run.checkpoint is None and not (run.metrics_file.exists() or run.summary_file.exists() or run.lost):
@@ -57,7 +68,15 @@ def train(config: Config, console: Console) -> TrainOutcome:
             run.close()
 
 
-def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSignal, console: Console) -> TrainOutcome:
+def _train(
+    config: Config,
+    run: TrainingRun,
+    stream: TaskStream,
+    stop: StopSignal,
+    console: Console,
+    display: TrainingDisplay,
+    enough: Callable[[], bool],
+) -> TrainOutcome:
     """Start all parts and run the steps."""
     with stop.shielded():  # what takes seconds, and so comes after the checks
         from specactor_ray.learner.recipe import make_recipe
@@ -68,9 +87,10 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSigna
 
     pupil = taught_by_trainer(config)
     with (
+        display,
         Rollout(config) as rollout,
         TrainerGroup(config, rollout.run_name, run.checkpoint) as trainer,
-        StepRecorder(config, run, rollout, console) as record,
+        StepRecorder(config, run, rollout, display) as record,
         RewardRunner(config.reward) as rewards,
     ):
         return run_steps(
@@ -86,5 +106,6 @@ def _train(config: Config, run: TrainingRun, stream: TaskStream, stop: StopSigna
                 position=lambda: (stream.order.position, stream.skipped),
                 pupil=None if pupil is None else pupil.method,
                 say=lambda line: say(console, line),
+                enough=enough,
             )
         )

@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from rich.console import Console
 
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.errors import InputError
@@ -46,13 +45,14 @@ class StepRecorder:
         config: The configuration.
         run: Where to write.
         rollout: Asked for its counters.
-        console: Where progress is shown.
+        display: Shows the steps.
     """
 
-    def __init__(self, config: Config, run: TrainingRun, rollout: Rollout, console: Console) -> None:
+    def __init__(self, config: Config, run: TrainingRun, rollout: Rollout, display: TrainingDisplay) -> None:
         self._config, self._run, self._rollout = config, run, rollout
         self._metrics = MetricsFile(run.metrics_file)
-        self._display = TrainingDisplay(console, config.trainer.steps)
+        self._display = display
+        display.rollout_progress = lambda: rollout.progress
         self._trackers = open_trackers(config, run.folder, run.state.step)
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._began: float | None = None
@@ -61,13 +61,11 @@ class StepRecorder:
             self._watchdog.observe(_counts(record))
 
     def __enter__(self) -> StepRecorder:
-        self._display.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._display.stop()
         for tracker in self._trackers:
             tracker.close()
 

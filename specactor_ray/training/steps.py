@@ -95,6 +95,8 @@ class TrainingParts:
     """Method of the drafter that the trainer teaches."""
     say: Callable[[str], None]
     """Shows a line to the user."""
+    enough: Callable[[], bool] = lambda: False
+    """Asked after every step: whether to end before `trainer.steps`."""
 
 
 def run_steps(parts: TrainingParts) -> TrainOutcome:
@@ -111,6 +113,8 @@ def run_steps(parts: TrainingParts) -> TrainOutcome:
         while saver.state.step < parts.config.trainer.steps:
             _step(parts)
             _refuse_to_learn_nothing(parts)
+            if parts.enough():
+                break
     except KeyboardInterrupt:  # a StopRequested that comes while Ray waits arrives as its base class
         parts.say(f"interrupted after step {saver.state.step}; saving a checkpoint")
         return _end(parts, "interrupted")

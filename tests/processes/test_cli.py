@@ -233,6 +233,62 @@ class TestConfigCommand:
         for expected in ("speculation.draft_wait_s", "drafters.N.method", "one of auto, plain, coupled, decoupled"):
             assert expected in text
 
+    def test_only_the_keys_that_are_asked_for(self, folder: Path) -> None:
+        text = specactor(folder, "config", "--help-keys", "Max_Batch", "draft_wait").stdout
+        assert "target.max_batch" in text and "drafters.N.max_batch" in text and "speculation.draft_wait_s" in text
+        assert "target.model" not in text
+        assert "target.record_margins" in specactor(folder, "config", "--help-keys", "near-tie").stdout
+        assert "contains 'nosuchthing'" in error_line(specactor(folder, "config", "--help-keys", "nosuchthing"))
+
+    def test_the_version(self, folder: Path) -> None:
+        done = specactor(folder, "--version")
+        versions = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+        assert done.returncode == 0 and {"specactor-ray", "python", "torch", "ray"} <= versions.keys()
+
+
+class TestDemo:
+    def test_mistakes(self, folder: Path) -> None:
+        assert "--minutes: 0 is no time" in error_line(specactor(folder, "demo", "--minutes", "0"))
+        (folder / "here").mkdir()
+        assert "--output: here exists" in error_line(specactor(folder, "demo", "--output", "here"))
+        assert "no/such/model" in specactor(folder, "demo", "--model", "no/such/model").stderr
+        assert not (folder / "runs").exists()
+
+    def test_ctrl_c_shows_what_was_measured(self, folder: Path, tiny_model_dir: Path) -> None:
+        command = ["-m", "specactor_ray.cli", "demo", "--skip-training", "--model", str(tiny_model_dir)]
+        process = subprocess.Popen(
+            [sys.executable, *command, "--minutes", "9", "--output", "out"],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            start_new_session=True,
+        )
+        assert process.stderr is not None
+        begun = next(line for line in process.stderr if "choosing the number of threads" in line or "round 1" in line)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        output, errors = process.communicate(timeout=60)
+        assert begun and "Traceback" not in errors and "Ctrl-C: what was measured until now follows" in errors
+        assert process.returncode == 130
+        measured = (folder / "out" / "report.json").exists()
+        assert measured or "nothing was measured" in output
+
+
+class TestLogByDefault:
+    PROGRAM = (
+        "import logging, sys\n"
+        "if sys.argv[1]: logging.basicConfig(level=sys.argv[1])\n"
+        "from specactor_ray.observability.console import log_by_default\n"
+        "log_by_default(); log_by_default()\n"
+        "logging.getLogger('specactor_ray.rollout').info('mode: coupled')\n"
+    )
+
+    @pytest.mark.parametrize(("level", "times"), [("", 1), ("WARNING", 0), ("INFO", 1)])
+    def test_a_program_without_logging_sees_what_is_chosen(self, folder: Path, level: str, times: int) -> None:
+        done = specactor(folder, level, program=("-c", self.PROGRAM))
+        assert done.stderr.count("mode: coupled") == times
+
 
 class TestJobs:
     @pytest.mark.parametrize("job", ["rollout.py", "bench.py"])

@@ -46,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("validation",),
     ("cli_options", "cli_scenario", "cli_faults"),
     ("cli_validate",),
-    ("cli_plan", "cli_simulate", "drafter_cli"),
+    ("cli_demo", "cli_plan", "cli_simulate", "drafter_cli"),
     ("cli",),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
@@ -79,6 +79,7 @@ MAY_IMPORT = {
         "actors/",
         "rollout/memory.py",
         "training/",
+        "benchmarks/side_by_side.py",
         "benchmarks/vllm_peer.py",
         "benchmarks/gpu_check/",
     ),

@@ -27,6 +27,7 @@ from specactor_ray.observability.scenario_report import (
     scenario_work_table,
     sweep_table,
     trace_file,
+    verdict_lines,
     write_plots,
     write_sweep_plot,
 )
@@ -424,3 +425,35 @@ class TestCommand:
         done = CliRunner().invoke(app, ["simulate", *arguments])
         assert isinstance(done.exception, InputError)
         assert expected in str(done.exception)
+
+
+class TestVerdict:
+    @staticmethod
+    def report(**ratios: float) -> dict[str, Any]:
+        results = [
+            {
+                "variant": name,
+                "devices": 4,
+                "draft_devices": 1 if name == "decoupled" else 0,
+                "acceptance_length": 1.0 if name == "plain" else 1.25,
+            }
+            for name in ratios
+        ]
+        variants = [name for name in ratios if name != "oracle"]
+        return {"results": results, "ratios": ratios, "baseline": "plain", "device": "core", "variants": variants}
+
+    def test_names_the_fastest_and_why_drafting_on_devices_of_its_own_loses(self) -> None:
+        lines = list(verdict_lines(self.report(plain=1.0, coupled=1.2, decoupled=0.9)))
+        assert lines == [
+            "coupled is the fastest per core: 1.20 times plain.",
+            "decoupled makes 0.90 of plain: 25% of its cores draft. Those that verify are 1.20 times as fast as those "
+            "of plain, and break even at 1.33.",
+        ]
+
+    def test_plain_may_win(self) -> None:
+        lines = list(verdict_lines(self.report(plain=1.0, coupled=0.8, oracle=1.5)))
+        assert lines[0] == "plain is the fastest per core."
+        assert lines[1].startswith("coupled makes 0.80 of plain: 1.25 tokens per request and step do not make up")
+
+    def test_one_variant_is_no_comparison(self) -> None:
+        assert not list(verdict_lines(self.report(plain=1.0)))

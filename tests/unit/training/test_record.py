@@ -14,6 +14,7 @@ from rich.console import Console
 from specactor_ray.config import Config
 from specactor_ray.errors import SpecActorError
 from specactor_ray.messages import RequestStats, SamplingParams
+from specactor_ray.observability.training_display import TrainingDisplay
 from specactor_ray.observability.training_report import write_report
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.trajectory import Trajectory
@@ -93,7 +94,7 @@ def recorder(folder: Path, lease: Lease) -> tuple[TrainingRun, StepRecorder]:
     config.tracking.tensorboard = False
     run = TrainingRun(folder, CheckpointStore(folder / "c", 1, False), TrainState(), None, (lease,))  # type: ignore[arg-type]
     rollout: Any = SimpleNamespace(reset_metrics=lambda: None, metrics=RolloutMetrics)
-    return run, StepRecorder(config, run, rollout, Console(file=io.StringIO()))
+    return run, StepRecorder(config, run, rollout, TrainingDisplay(Console(file=io.StringIO()), 1))
 
 
 def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +36,7 @@ class World:
         self.said: list[str] = []
         self.pending_stop = self.shield = False
         self.config = Config()
+        self.enough: Callable[[], bool] = lambda: False
         self.config.checkpoint.every = 2
         self.config.trainer.steps = 6
         for name, value in trainer.items():
@@ -129,6 +130,7 @@ class World:
                 position=lambda: (3 * self.calls["collect"], 0),
                 pupil="eagle",
                 say=self.said.append,
+                enough=self.enough,
             )
         )
 
@@ -149,6 +151,13 @@ def test_a_run_saves_when_due_and_at_the_end(world: World) -> None:
     assert (outcome.status, outcome.exit_code, world.finished) == ("complete", 0, [("complete", 0, "")])
     assert world.saved == {"step-000002": "2.0", "step-000004": "4.0", "step-000005": "5.0"}
     assert world.recorded == [1, 2, 3, 4, 5] and world.calls["update_drafter eagle"] == 5
+
+
+def test_a_run_that_has_enough_ends_whole_before_its_last_step(world: World) -> None:
+    world.config.trainer.steps = 5
+    world.enough = lambda: len(world.recorded) == 3
+    assert world.run().status == "complete" and world.recorded == [1, 2, 3]
+    assert list(world.saved)[-1] == "step-000003"
 
 
 def test_a_resumed_run_gives_its_weights_to_the_verifiers_first(world: World) -> None:

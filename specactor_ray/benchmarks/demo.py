@@ -1,0 +1,270 @@
+"""`specactor demo`: plain decoding beside drafting, then a short GRPO run, on this machine and in the minutes given."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from specactor_ray.benchmarks.child import run_in_child
+from specactor_ray.benchmarks.comparison import ratio_with_error
+from specactor_ray.benchmarks.demo_tasks import rename_tasks
+from specactor_ray.benchmarks.side_by_side import Layout, Round, SideBySide, Speed, measure_side_by_side
+from specactor_ray.config import Config, load_config
+from specactor_ray.observability.console import say
+from specactor_ray.observability.demo_report import DEMO_COLUMNS, write_demo_plot
+from specactor_ray.observability.environment import hardware, versions
+from specactor_ray.observability.phase_progress import PhaseProgress
+from specactor_ray.observability.training_display import TrainingDisplay
+from specactor_ray.rollout.output import write_json
+from specactor_ray.signals import interruption, sigterm_interrupts
+
+SEED = 7
+REPORT_FILE, PLOT_FILE = "report.json", "demo.png"
+_MOST_CORES = 8
+"""The built-in model gains nothing from more."""
+_SPEED_SHARE = 0.4
+"""Of the time, for the first half."""
+_MOST_ROUNDS, _MOST_STEPS, _LEAST_STEPS = 5, 12, 2
+_END_S = 12.0
+"""For the checkpoint and the end of the cluster."""
+_TASKS = 4096
+
+
+@dataclass
+class Demo:
+    """What the demo is given, and what it has measured so far."""
+
+    model: str
+    minutes: float
+    folder: Path
+    """For the report, the plot and the training run."""
+    console: Console
+    began: float = field(default_factory=time.monotonic)
+    status: str = "complete"
+    layout: Layout | None = None
+    rounds: list[Round] = field(default_factory=list)
+    steps: list[Mapping[str, Any]] = field(default_factory=list)
+    """Records of the training steps."""
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    def say(self, text: str) -> None:
+        say(self.console, f"{self.seconds:5.1f} s  {text}")
+
+
+def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
+    """Measure, train unless `training` is off, and write report and plot. An interruption ends it in order.
+
+    Returns:
+        The report, as in the file; its `plot` is None where matplotlib is not installed or nothing was measured.
+
+    Raises:
+        UserError: The model cannot be loaded, or the machine cannot serve it.
+    """
+    cores = tuple(sorted(os.sched_getaffinity(0)))[:_MOST_CORES]
+    try:
+        with sigterm_interrupts():
+            _measure_speed(demo, cores, 60.0 * demo.minutes * (_SPEED_SHARE if training else 1.0))
+            if training:
+                _train(demo)
+    except KeyboardInterrupt as error:
+        demo.status = "interrupted"
+        demo.say(f"{interruption(error)}: what was measured until now follows")
+    report = {
+        "status": demo.status,
+        "model": demo.model,
+        "seconds": round(demo.seconds, 1),
+        "layout": None if demo.layout is None else asdict(demo.layout),
+        "speed": speed_figures(demo.rounds),
+        "training": training_figures(demo.steps),
+        "versions": versions(),
+        "hardware": hardware(),
+        "plot": None,
+    }
+    if demo.rounds or demo.steps:
+        demo.folder.mkdir(parents=True, exist_ok=True)
+        if write_demo_plot(demo.folder / PLOT_FILE, report):
+            report["plot"] = str(demo.folder / PLOT_FILE)
+        write_json(demo.folder / REPORT_FILE, report)
+    return report
+
+
+def _measure_speed(demo: Demo, cores: Sequence[int], seconds: float) -> None:
+    from specactor_ray.rollout.planning import resolve
+
+    keys = ("target.max_batch=1", "target.max_model_len=512", "target.kv_cache_gb=0.25", "sampling.max_tokens=96")
+    config, lines = resolve(load_config(None, ["mode=auto", f"target.model={demo.model}", *keys]))
+    for line in lines:
+        demo.say(line)
+    demo.say("edits of code, tables and settings, T=0, one request at a time: plain and auto by turns in one process")
+    work = SideBySide(
+        config.target,
+        tuple(config.drafters),
+        tuple(cores),
+        config.sampling.max_tokens,
+        SEED,
+        _MOST_ROUNDS,
+        seconds - demo.seconds,
+    )
+    with PhaseProgress(demo.console, "plain and auto", work.seconds, line_interval_s=5.0) as progress:
+        demo.layout = run_in_child(measure_side_by_side, work, "demo", _shown(demo, progress))
+
+
+def _shown(demo: Demo, progress: PhaseProgress) -> Callable[[Any], None]:
+    """Shows what the measuring process reports, and keeps the rounds."""
+
+    def show(what: Any) -> None:
+        done = progress.seconds
+        if isinstance(what, Speed):
+            ratio = what.auto / max(what.plain, 1e-9)
+            speeds = f"plain {what.plain:.1f}, auto {what.auto:.1f} tokens/s, {ratio:.2f}x"
+            progress.update(done, f"round {what.round}: {speeds}")
+        elif isinstance(what, Round):
+            demo.rounds.append(what)
+            plain, auto = what.tokens / what.plain_s, what.tokens / what.auto_s
+            speeds = f"plain {plain:.1f}, auto {auto:.1f} tokens/s, {auto / plain:.2f}x"
+            demo.say(f"round {len(demo.rounds)}: {speeds}, {what.identical} of {what.requests} outputs identical")
+            progress.update(done, f"round {len(demo.rounds)}: {speeds}")
+        else:
+            if isinstance(what, Layout):
+                demo.layout = what
+            text = what.words() if isinstance(what, Layout) else what
+            demo.say(text)
+            progress.update(done, text)
+
+    return show
+
+
+def _train(demo: Demo) -> None:
+    """A short GRPO run on this machine's cores, in a run folder of its own."""
+    demo.say("training: GRPO on lines of code to repeat with one name replaced, reward: how alike line and answer are")
+    # Ray runs workers at the lowest priority; on a machine that does anything else they would hardly run at all.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    demo.folder.mkdir(parents=True, exist_ok=True)
+    tasks = demo.folder / "tasks.jsonl"
+    rows = itertools.islice(rename_tasks(SEED), _TASKS)
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    config = training_config(demo, tasks)
+    from specactor_ray.training.loop import train
+
+    end = 60.0 * demo.minutes - _END_S
+    display = _Display(demo, config.trainer.steps)
+    begin = time.monotonic()
+
+    def enough() -> bool:
+        mean_s = (time.monotonic() - begin) / len(demo.steps)
+        return len(demo.steps) >= _LEAST_STEPS and demo.seconds + mean_s > end
+
+    outcome = train(config, demo.console, display, enough)
+    if outcome.status == "interrupted":
+        demo.status = "interrupted"
+
+
+class _Display(TrainingDisplay):
+    """Keeps the records."""
+
+    def __init__(self, demo: Demo, steps: int) -> None:
+        super().__init__(demo.console, steps, DEMO_COLUMNS, line_interval_s=5.0)
+        self._records = demo.steps
+
+    def end(self, record: Mapping[str, Any]) -> None:
+        self._records.append(record)
+        super().end(record)
+
+
+def training_config(demo: Demo, tasks: Path) -> Config:
+    """The GRPO run: `mode: auto` on as many cores as decode fastest, outputs of one line."""
+    from specactor_ray.modeling.loading import load_tokenizer
+
+    newline = load_tokenizer(demo.model)("\n", add_special_tokens=False)["input_ids"]
+    threads = demo.layout.threads if demo.layout is not None else 1
+    return load_config(
+        None,
+        [
+            "mode=auto",
+            f"run.dir={demo.folder}",
+            "run.name=training",
+            f"cluster.num_cpus={threads}",
+            f"target.model={demo.model}",
+            f"target.cores={threads}",
+            "target.max_model_len=128",
+            "target.max_batch=24",
+            "target.kv_cache_gb=0.25",
+            f"data.path={tasks}",
+            "data.chat=false",
+            "data.n=8",
+            "sampling.temperature=1.0",
+            "sampling.max_tokens=16",
+            f"sampling.stop_token_ids={list(newline) if len(newline) == 1 else []}",
+            f"sampling.seed={SEED}",
+            "reward.functions=[{name: 'specactor_ray.benchmarks.demo_tasks:similarity'}]",
+            "algorithm.name=grpo",
+            f"trainer.steps={_MOST_STEPS}",
+            "trainer.prompts_per_step=3",
+            "trainer.learning_rate=1.0e-4",
+            "trainer.micro_batch_tokens=512",
+            "checkpoint.every=1000",
+            "checkpoint.keep_best=false",
+            "tracking.tensorboard=false",
+        ],
+    )
+
+
+def speed_figures(rounds: Sequence[Round]) -> dict[str, Any] | None:
+    """Tokens per second of both variants, and the ratio of auto to plain over pairs of rounds with its standard error
+    (None for a single round); None without a round."""
+    if not rounds:
+        return None
+    plain, auto = [one.plain_s for one in rounds], [one.auto_s for one in rounds]
+    tokens = sum(one.tokens for one in rounds)
+    ratio, error = ratio_with_error(plain, auto)
+    return {
+        "plain_tokens_per_s": tokens / sum(plain),
+        "auto_tokens_per_s": tokens / sum(auto),
+        "ratio": ratio,
+        "error": error if math.isfinite(error) else None,
+        "acceptance_length": tokens / max(sum(one.row_steps for one in rounds), 1),
+        "identical": sum(one.identical for one in rounds),
+        "requests": sum(one.requests for one in rounds),
+        "rounds": [
+            {"plain_tokens_per_s": one.tokens / one.plain_s, "auto_tokens_per_s": one.tokens / one.auto_s}
+            for one in rounds
+        ],
+    }
+
+
+def training_figures(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Rewards of the first and the last step with their standard errors, and where the time went; None without a
+    step."""
+    if not records:
+        return None
+    step_s = max(sum(record["seconds"]["step"] for record in records), 1e-9)
+    tokens = sum(record["speed"]["tokens"] for record in records)
+    lengths = [record["speed"]["acceptance_length"] for record in records]
+    return {
+        "steps": len(records),
+        "before": _reward(records[0]),
+        "after": _reward(records[-1]),
+        "rewards": [_reward(record) for record in records],
+        "acceptance_lengths": lengths,
+        "tokens": tokens,
+        **{f"{phase}_share": sum(r["seconds"][phase] for r in records) / step_s for phase in ("rollout", "update")},
+    }
+
+
+def _reward(record: Mapping[str, Any]) -> dict[str, Any]:
+    train = record["train"]
+    samples = train["sampled"]
+    error = train["reward_std"] / math.sqrt(samples) if samples else 0.0
+    return {"mean": train["reward_mean"], "error": error, "samples": samples}

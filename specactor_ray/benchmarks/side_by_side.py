@@ -1,0 +1,176 @@
+"""Plain decoding and drafting by turns on the same prompts, in a process of its own: the first half of the demo."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from specactor_ray.benchmarks.child import Report
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
+
+if TYPE_CHECKING:
+    from specactor_ray.benchmarks.by_turns import TurnTaker
+    from specactor_ray.targets.base import TargetRequest
+
+PROMPTS_PER_ROUND = 3
+"""One of each kind of `demo_tasks.edit_prompts`, so that rounds are alike."""
+LEAST_ROUNDS = 2
+_TURN_TOKENS = 16
+"""Tokens of a turn: the two take turns within a round, too."""
+_CALIBRATION = (6, 2)
+"""Tokens, and how often they are decoded with each number of threads."""
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """What to measure."""
+
+    target: TargetConfig
+    drafters: tuple[DrafterConfig, ...]
+    """Of the variant that drafts."""
+    cores: tuple[int, ...]
+    max_tokens: int
+    seed: int
+    rounds: int
+    """At most."""
+    seconds: float
+    """No round begins later than that, but for the first `LEAST_ROUNDS`."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Threads that plain decoding is fastest with; both variants run with them."""
+
+    threads: int
+    tokens_per_s: dict[int, float]
+    """Threads → what plain decoding made with them."""
+
+    def words(self) -> str:
+        tried = ", ".join(f"{threads}: {speed:.1f}" for threads, speed in self.tokens_per_s.items())
+        return f"{self.threads} thread(s) for both, with which plain decoding is fastest (tokens/s with {tried})"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Where a round is."""
+
+    round: int
+    plain: float
+    """Tokens per second in this round so far."""
+    auto: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """The same prompts decoded by both."""
+
+    requests: int
+    identical: int
+    """Requests whose tokens and end are the same in both."""
+    tokens: int
+    plain_s: float
+    auto_s: float
+    row_steps: int
+    """Steps of the variant that drafts, summed over requests."""
+
+
+def measure_side_by_side(work: SideBySide, report: Report) -> Layout:
+    """Reports steps in words, then the `Layout`, then a `Speed` after every turn and a `Round` at the end of each."""
+    from specactor_ray.cluster.cores import bind_to_cores
+
+    begin = time.monotonic()
+    bind_to_cores(work.cores)
+    report("loading torch")
+    from specactor_ray.benchmarks.by_turns import TurnTaker
+    from specactor_ray.benchmarks.demo_tasks import edit_prompts
+    from specactor_ray.modeling.loading import load_tokenizer
+
+    report(f"loading {work.target.model} twice (the first time ever it is converted, and kernels are compiled)")
+    tokenizer = load_tokenizer(work.target.model, trust_remote_code=work.target.trust_remote_code)
+    plain, auto = TurnTaker((), work.target), TurnTaker(work.drafters, work.target)
+    prompts = edit_prompts(work.seed)
+    report("choosing the number of threads")
+    warm_up = _requests(tokenizer, [next(prompts)], work, "warm-up")
+    layout = fastest_layout(plain, warm_up[0], len(work.cores))
+    report(layout)
+    _decode(auto, warm_up)
+    for number in range(1, work.rounds + 1):
+        if number > LEAST_ROUNDS and time.monotonic() - begin > work.seconds:
+            break
+        requests = _requests(tokenizer, list(itertools.islice(prompts, PROMPTS_PER_ROUND)), work, str(number))
+        report(play_round(plain, auto, requests, number, report))
+    return layout
+
+
+def play_round(
+    plain: TurnTaker, auto: TurnTaker, requests: Sequence[TargetRequest], number: int, report: Report
+) -> Round:
+    """Decode the requests with both, by turns that change their order from round to round."""
+    both = (plain, auto) if number % 2 else (auto, plain)
+    before = {one: one.loop.metrics.committed_tokens for one in both}
+    steps = auto.loop.metrics.row_steps
+    for one in both:
+        one.loop.forget_history()  # an earlier round's outputs may be alike
+        one.loop.submit(requests)
+        one.seconds.clear()
+
+    def speed(one: TurnTaker) -> float:
+        return (one.loop.metrics.committed_tokens - before[one]) / sum(one.seconds)
+
+    unfinished = list(both)
+    for goal in itertools.count(_TURN_TOKENS, _TURN_TOKENS):
+        unfinished = [one for one in unfinished if one.run(before[one] + goal)]
+        if not unfinished:
+            break
+        report(Speed(number, speed(plain), speed(auto)))
+    expected, got = plain.outputs(), auto.outputs()
+    return Round(
+        requests=len(expected),
+        identical=sum(got.get(name) == output for name, output in expected.items()),
+        tokens=sum(len(output.token_ids) for output in expected.values()),
+        plain_s=sum(plain.seconds),
+        auto_s=sum(auto.seconds),
+        row_steps=auto.loop.metrics.row_steps - steps,
+    )
+
+
+def fastest_layout(plain: TurnTaker, request: TargetRequest, cores: int) -> Layout:
+    """Decode a few tokens with 1, 2, 4, ... threads, each several times by turns; leaves torch with the best number."""
+    import torch
+
+    tokens, repeats = _CALIBRATION
+    counts = [2**power for power in range(cores.bit_length()) if 2**power < cores] + [cores]
+    best = dict.fromkeys(counts, math.inf)
+    sampling = replace(request.sampling, max_tokens=tokens, ignore_eos=True)
+    for repeat, threads in itertools.product(range(repeats), counts):
+        torch.set_num_threads(threads)
+        short = replace(request, request_id=f"{threads} threads, {repeat}", sampling=sampling)
+        best[threads] = min(best[threads], _decode(plain, [short]))
+    fastest = min(counts, key=best.__getitem__)
+    torch.set_num_threads(fastest)
+    return Layout(fastest, {threads: tokens / seconds for threads, seconds in best.items()})
+
+
+def _decode(taker: TurnTaker, requests: Sequence[TargetRequest]) -> float:
+    """Seconds in which they are decoded to their end."""
+    taker.seconds.clear()
+    taker.loop.submit(requests)
+    taker.run(math.inf)
+    taker.outputs()
+    return float(taker.seconds[0])
+
+
+def _requests(tokenizer: Any, prompts: Sequence[str], work: SideBySide, name: str) -> list[TargetRequest]:
+    from specactor_ray.messages import SamplingParams
+    from specactor_ray.rollout.prompts import encode_prompt
+    from specactor_ray.targets.base import TargetRequest
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=work.max_tokens, seed=work.seed)
+    return [
+        TargetRequest(f"{name}-{index}", encode_prompt(tokenizer, prompt, chat=True), sampling)
+        for index, prompt in enumerate(prompts)
+    ]

