@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -494,6 +495,7 @@ class TestRun:
         sections = {"target": {"model": str(tiny_target()), "max_model_len": 40}, "sampling": {"max_tokens": 25}}
         outcome = self.run(trajectory(0), shown=shown, lines=lines, **sections)
         assert "warning: 1 of 3 prompts have more than 15 tokens" in shown.getvalue()
+        assert re.search(r"memory: about \d+\.\d\d GiB will be held, and \d+\.\d\d GiB are free now", shown.getvalue())
         assert "sampling.max_tokens=25 of the context of 40" in shown.getvalue()
         counts = outcome.summary["trajectories"]
         assert counts["cut_by_context"] == 1 and cut_line(counts) and not cut_line({"cut_by_context": 0})
@@ -606,6 +608,14 @@ class TestRun:
         with pytest.raises(InputError, match=r"partial, line 2: this is no trajectory.* Fix: remove the line"):
             self.run(trajectory(1), resume="auto")
         assert {path: path.read_bytes() for path in Path("runs/r").iterdir()} == before
+
+    @pytest.mark.parametrize("name", ["trajectories.jsonl.partial", "config.yaml"])
+    def test_what_is_no_regular_file_is_not_read(self, name: str) -> None:
+        self.run(trajectory(2), KeyboardInterrupt())
+        (Path("runs/r") / name).unlink()
+        os.mkfifo(Path("runs/r") / name)
+        with pytest.raises(UserError, match=rf"{name}.* cannot be (opened|read).*not a regular file"):
+            self.run(trajectory(1), resume="auto")
 
     def test_a_run_without_a_finished_trajectory_is_continued_too(self) -> None:
         self.run(KeyboardInterrupt())
