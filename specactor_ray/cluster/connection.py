@@ -143,7 +143,7 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
     with contextlib.ExitStack() as held:
         folder = make_owned_folder(PRIVATE_FOLDER, base)
         held.callback(remove_with_token, folder)
-        held.enter_context(shown({**_without_metrics(), **new_token(folder)}))
+        held.enter_context(shown({**_without_metrics(), **_of_normal_priority(), **new_token(folder)}))
         held.callback(ray.shutdown)
         try:
             ray.init(
@@ -159,6 +159,11 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
         address = ray.get_runtime_context().gcs_address
         note_address(folder, address)
         return Connection(address, owned=True, held=held.pop_all())
+
+
+def _of_normal_priority() -> dict[str, str]:
+    """Ray runs workers at niceness 15 by default: beside any other process they hardly run at all."""
+    return {"RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")}
 
 
 def _without_metrics() -> dict[str, str]:
