@@ -19,6 +19,7 @@ from specactor_ray.benchmarks.variants import BenchMode, Variant, plan_variants
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.report import (
     difference_lines,
     ladder_table,
@@ -369,7 +370,7 @@ class TestFiles:
     def test_a_long_tail_has_lengths_of_its_own_whatever_is_sampled(self, tmp_path: Path) -> None:
         (tmp_path / "chat.txt").write_text("one\ntwo\nthree\nfour\n")
         settings = config()
-        settings.sampling.max_tokens, settings.sampling.stop_token_ids = 60, [3]
+        settings.sampling = SamplingParams(max_tokens=60, stop_token_ids=(3,))
         (workload,) = rollout_modes.plan_workloads(settings, [tmp_path / "chat.txt"], [1.0], long_tail=True)
         assert sorted(s.max_tokens for s in workload.sampling) == [15, 20, 30, 60]
         assert all(s.ignore_eos and not s.stop_token_ids and s.temperature == 1.0 for s in workload.sampling)
