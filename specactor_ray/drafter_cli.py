@@ -20,7 +20,9 @@ _RECIPE = TrainRecipe(_CORPUS)
 drafter = typer.Typer(help="Train drafters offline, and measure them.", no_args_is_help=True)
 
 Target = Annotated[str, typer.Option(help="A local directory, a Hugging Face id or a built-in name.")]
-Data = Annotated[Path, typer.Option(help="Prompts: .jsonl with `prompt` or `messages`, or a text file.")]
+Data = Annotated[
+    Path, typer.Option(help="Prompts: .jsonl with `prompt`, `messages` or `prompt_token_ids`, or a text file.")
+]
 Temperature = Annotated[float, typer.Option(help="Of the target's rollouts.")]
 MaxTokens = Annotated[int, typer.Option(help="Most output tokens of a rollout.")]
 Seed = Annotated[int, typer.Option(help="Of the rollouts, and of the order of training.")]

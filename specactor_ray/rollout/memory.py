@@ -138,11 +138,11 @@ def check_memory(config: Config, plan: Sequence[MemoryItem], available: float, f
         raise ConfigError("memory", problem, fix)
 
 
-def memory_lines(config: Config, plan: Sequence[MemoryItem]) -> list[str]:
-    """What a run on this machine's CPU will hold, and what is free now; no line for other runs."""
+def memory_lines(config: Config, plan: Sequence[MemoryItem] | None = None) -> list[str]:
+    """What a run on this machine's CPU will hold (default: a rollout), and what is free now; no line for other runs."""
     if not _judged(config):
         return []
-    needed = sum(item.num_bytes for item in plan)
+    needed = sum(item.num_bytes for item in plan or plan_rollout_memory(config))
     return [f"memory: about {gib(needed)} will be held, and {gib(available_bytes())} are free now"]
 
 

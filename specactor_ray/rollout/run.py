@@ -22,7 +22,7 @@ from specactor_ray.modeling.loading import load_tokenizer, require_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
-from specactor_ray.rollout.memory import memory_lines, plan_rollout_memory
+from specactor_ray.rollout.memory import memory_lines
 from specactor_ray.rollout.output import (
     SUMMARY_FILE,
     TRAJECTORIES_FILE,
@@ -35,7 +35,7 @@ from specactor_ray.rollout.output import (
 from specactor_ray.rollout.planning import require_cores, resolve
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, is_token_ids, read_prompts
 from specactor_ray.rollout.resume import find_unfinished, read_finished
-from specactor_ray.rollout.target_checks import max_prompt_tokens, require_models, start_note
+from specactor_ray.rollout.target_checks import check_target, max_prompt_tokens, require_models, start_note
 from specactor_ray.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
                 if unfinished:
                     there = read_finished(writer, prompts, config)
                     save_run_config(config, folder)
-                lines += [*_cut_outputs(config, prompts), *memory_lines(config, plan_rollout_memory(config))]
-                for line in lines:
+                check_target(config)
+                for line in (*lines, *_cut_outputs(config, prompts), *memory_lines(config)):
                     say(console, line)
                 return _run(config, prompts, folder, writer, there, console)
         except BaseException as error:
@@ -158,7 +158,7 @@ def _cut_outputs(config: Config, prompts: Sequence[Prompt]) -> list[str]:
     """A line if some prompts leave less than `sampling.max_tokens` of the context.
 
     Raises:
-        ConfigError: All prompts do.
+        ConfigError: Every prompt would.
         ModelLoadError: See `_tokenizer_for`.
     """
     most, limit = config.sampling.max_tokens, max_prompt_tokens(config)
