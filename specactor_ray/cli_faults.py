@@ -91,7 +91,8 @@ def run_faults(faults: int, seed: int, requests: int, processes: int | None, out
     console.print(faults_table(campaign.faults))
     ended = f"{campaign.finished:,} requests finished, {campaign.failed} poison ones failed with their reason"
     say(console, f"{campaign.runs} runs, {campaign.num_faults:,} faults: {ended}")
-    say(console, f"training resumed {campaign.restarts}x; {campaign.gave_up} rollouts gave up, as they may")
+    gave_up = f"{campaign.failed_starts} starts failed and {campaign.gave_up} rollouts gave up, as they may"
+    say(console, f"training resumed {campaign.restarts}x; {gave_up}")
     say(console, f"{campaign.events:,} events, {campaign.virtual_s:,.0f} virtual seconds in {seconds:.0f} s")
     lines = []
     for report in campaign.violations if not interrupted else ():

@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from specactor_ray.cluster.discovery import cluster_to_join
+from specactor_ray.cluster.discovery import TWO_FIXES, cluster_to_join
 from specactor_ray.cluster.module_path import worker_job_config
 from specactor_ray.cluster.names import NAMESPACE
 from specactor_ray.cluster.token import (
@@ -40,7 +40,6 @@ from specactor_ray.signals import signals_deferred
 logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 5.0
-_TWO_FIXES = "start one with `ray start --head` (and give its address), or use cluster.address=local."
 _LONGEST_TEMP_DIR = 40
 """Ray puts Unix sockets about 65 characters below its folder, and their paths may have at most 107."""
 
@@ -215,7 +214,7 @@ def _probe(address: str, token: str) -> bool:
         socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S).close()
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
-        raise ClusterError(f"no Ray cluster answers at {address} ({reason}). Fix: {_TWO_FIXES}") from None
+        raise ClusterError(f"no Ray cluster answers at {address} ({reason}). Fix: {TWO_FIXES}") from None
     answer = _ask_alive(address, "")
     wants_token = answer == _UNAUTHENTICATED
     if wants_token and token:
@@ -261,4 +260,4 @@ def _why_refused(address: str, code: str, token: str) -> str:
             "and RAY_AUTH_TOKEN_PATH=<file with the token the cluster was started with> (or RAY_AUTH_TOKEN)."
             + ("" if token else why_withheld(address))
         )
-    return f"something listens at {address}, but it does not answer as a Ray cluster ({code}). Fix: {_TWO_FIXES}"
+    return f"something listens at {address}, but it does not answer as a Ray cluster ({code}). Fix: {TWO_FIXES}"

@@ -13,7 +13,7 @@ from specactor_ray.errors import ClusterError
 
 _NOTE = "ray_current_cluster"
 """File in Ray's temporary folder: the address of the newest `ray start` there. Private clusters leave none."""
-_FIX = "Fix: start one with `ray start --head` (and give its address), or use cluster.address=local."
+TWO_FIXES = "start one with `ray start --head` (and give its address), or use cluster.address=local."
 
 
 def started_clusters() -> list[str]:
@@ -46,7 +46,7 @@ def cluster_to_join() -> str:
     private = [address for address in private_clusters() if address]
     beside = f" (that of another run, at {', '.join(private)}, is private to it)" if private else ""
     none = "no Ray cluster of `ray start` runs on this machine as this user or root, and RAY_ADDRESS is not set"
-    raise ClusterError(f"cluster.address=auto: {none}{beside}. {_FIX}")
+    raise ClusterError(f"cluster.address=auto: {none}{beside}. Fix: {TWO_FIXES}")
 
 
 def clusters_to_look_into() -> list[str]:

@@ -31,6 +31,8 @@ class Campaign:
     gave_up: int = 0
     """Runs that ended with an error, as they may: their controller was killed, or their only verifier all the time."""
     restarts: int = 0
+    failed_starts: int = 0
+    """Starts that enough faults had struck."""
     events: int = 0
     virtual_s: float = 0.0
     violations: list[Report] = field(default_factory=list)
@@ -47,6 +49,7 @@ class Campaign:
         self.failed += report.failed
         self.gave_up += bool(report.gave_up)
         self.restarts += report.restarts
+        self.failed_starts += report.failed_starts
         self.events += report.events
         self.virtual_s += report.virtual_s
         if report.violations:

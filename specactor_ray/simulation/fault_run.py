@@ -88,6 +88,7 @@ class Report:
     restarts: int = 0
     """How often training was resumed."""
     failed_starts: int = 0
+    """How often enough faults struck a start to end it."""
 
 
 def make_config(scenario: FaultScenario) -> Config:

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
-import os, subprocess, sys, ray
+import os, psutil, subprocess, sys, ray
 from specactor_ray.cluster.connection import connect
 from specactor_ray.cluster.module_path import put_current_folder_last
 from specactor_ray.config.schema import ClusterConfig
@@ -28,6 +28,12 @@ FINDS_IT = '''
 import sys
 from specactor_ray.rollout.attach import status_of_run
 status_of_run(None, sys.argv[1])
+'''
+
+JOINS_IT = '''
+from specactor_ray.cluster.connection import connect
+from specactor_ray.config.schema import ClusterConfig
+connect(ClusterConfig(address="auto"))
 '''
 
 LEAVES_A_FOLDER = '''
@@ -52,6 +58,14 @@ for _ in range(2):
         command = [sys.executable, "-c", FINDS_IT, connection.address]
         other = subprocess.run(command, env=clean, capture_output=True, cwd="bin")
         assert b"no run is going on" in other.stderr, other.stderr
+        command[-1] = "auto"  # to look is fine
+        other = subprocess.run(command, env=clean, capture_output=True, cwd="bin")
+        assert b"no run is going on" in other.stderr, other.stderr
+        other = subprocess.run([sys.executable, "-c", JOINS_IT], env=clean, capture_output=True, cwd="bin")
+        assert f"that of another run, at {connection.address}, is private".encode() in other.stderr, other.stderr
+        ours = {process.pid for process in psutil.Process().children(recursive=True)}
+        sockets = [one for one in psutil.net_connections("tcp4") if one.pid in ours and one.status == "LISTEN"]
+        assert sockets and not [one for one in sockets if one.laddr.ip == "0.0.0.0"], "Ray serves metrics"
 assert len(set(tokens)) == 2
 assert not os.path.exists(os.path.join(os.environ["TMPDIR"], left))
 """

@@ -10,7 +10,10 @@ import pytest
 
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.supervised import SupervisedActor
+from specactor_ray.controller.controller import Controller
+from specactor_ray.controller.state import Remove
 from specactor_ray.controller.weights import WeightNews
+from specactor_ray.errors import SpecActorError
 from specactor_ray.messages import WeightSet
 from specactor_ray.queues.events import EventQueue
 from specactor_ray.rollout.quarantine import Quarantine
@@ -112,6 +115,17 @@ def old_weights_serve_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Requests, "add", take)
 
 
+def a_removal_ends_the_start(patch: pytest.MonkeyPatch) -> None:
+    """Whatever is removed while a run starts ends it, although it is only not wanted any more."""
+    remove = Controller._remove
+
+    def end(self: Controller, action: Remove, now: float) -> None:
+        remove(self, action, now)
+        self._first.error = self._first.error or SpecActorError(action.reason)
+
+    patch.setattr(Controller, "_remove", end)
+
+
 MUTANTS: list[tuple[Patch, tuple[str, ...]]] = [
     (one_blip_excludes_a_verifier, ("bad links",)),
     (a_lost_submit_is_not_noticed, ("bad links",)),
@@ -120,6 +134,7 @@ MUTANTS: list[tuple[Patch, tuple[str, ...]]] = [
     (events_are_lost_with_their_answer, ("bad links",)),
     (attempts_are_not_told_apart, ("freeze actor", "partition", "bad links")),
     (old_weights_serve_on, ("kill drafter",)),
+    (a_removal_ends_the_start, ("scale", "from the start")),
 ]
 
 
