@@ -31,7 +31,7 @@ from specactor_ray.integrations.trl import attach
 from specactor_ray.modeling.loading import load_model, load_tokenizer
 from specactor_ray.rollout.prompts import read_prompts
 
-VARIANTS = ("trl", "plain", "auto")
+VARIANTS = ("trl", "plain", "coupled")
 EQUAL = ("reward", "reward_std", "completions/mean_length")
 GAP = "sampling/sampling_logp_difference/max"
 

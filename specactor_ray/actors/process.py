@@ -95,7 +95,7 @@ class ActorHost:
 
 
 def put_weights(version: int, buckets: Iterable[WeightBucket | None], calls: Calls) -> WeightSet:
-    """Put weights into the object store, bucket by bucket; they live as long as somebody holds the result."""
+    """Put weights into the object store, bucket by bucket; they live as long as the result is held."""
     references, num_bytes = [], 0
     for bucket in buckets:
         if bucket is not None:  # of ranks that take part in gathering and export nothing
