@@ -19,6 +19,7 @@ from specactor_ray.benchmarks.comparison import ratio_with_error
 from specactor_ray.benchmarks.demo_tasks import rename_tasks
 from specactor_ray.benchmarks.side_by_side import Layout, Round, SideBySide, Speed, measure_side_by_side
 from specactor_ray.config import Config, load_config
+from specactor_ray.errors import SpecActorError
 from specactor_ray.observability.console import say
 from specactor_ray.observability.demo_report import DEMO_COLUMNS, write_demo_plot
 from specactor_ray.observability.environment import hardware, versions
@@ -70,7 +71,7 @@ def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
         The report, as in the file; its `plot` is None where matplotlib is not installed or nothing was measured.
 
     Raises:
-        UserError: The model cannot be loaded, or the machine cannot serve it.
+        SpecActorError: Something failed before there was a figure; later on the report says `failed`.
     """
     cores = tuple(sorted(os.sched_getaffinity(0)))[:_MOST_CORES]
     try:
@@ -81,6 +82,11 @@ def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
     except KeyboardInterrupt as error:
         demo.status = "interrupted"
         demo.say(f"{interruption(error)}: what was measured until now follows")
+    except SpecActorError as error:
+        if not demo.rounds:
+            raise
+        demo.status = "failed"
+        demo.say(f"error: {error}")
     report = {
         "status": demo.status,
         "model": demo.model,
@@ -199,11 +205,11 @@ def training_config(demo: Demo, tasks: Path) -> Config:
             f"target.model={demo.model}",
             f"target.cores={threads}",
             "target.max_model_len=128",
-            "target.max_batch=24",
+            "target.max_batch=16",
             "target.kv_cache_gb=0.25",
             f"data.path={tasks}",
             "data.chat=false",
-            "data.n=8",
+            "data.n=4",
             "sampling.temperature=1.0",
             "sampling.max_tokens=16",
             f"sampling.stop_token_ids={list(newline) if len(newline) == 1 else []}",
@@ -211,7 +217,7 @@ def training_config(demo: Demo, tasks: Path) -> Config:
             "reward.functions=[{name: 'specactor_ray.benchmarks.demo_tasks:similarity'}]",
             "algorithm.name=grpo",
             f"trainer.steps={_MOST_STEPS}",
-            "trainer.prompts_per_step=3",
+            "trainer.prompts_per_step=4",
             "trainer.learning_rate=1.0e-4",
             "trainer.micro_batch_tokens=512",
             "checkpoint.every=1000",
