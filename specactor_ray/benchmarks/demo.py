@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,6 +39,8 @@ _MOST_ROUNDS, _MOST_STEPS, _LEAST_STEPS = 5, 12, 2
 _END_S = 12.0
 """For the checkpoint and the end of the cluster."""
 _TASKS = 4096
+_BEAT_S = 5.0
+"""Seconds between lines that say what is under way, where there is no terminal."""
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Demo:
     console: Console
     began: float = field(default_factory=time.monotonic)
     status: str = "complete"
+    doing: str = "starting"
     layout: Layout | None = None
     rounds: list[Round] = field(default_factory=list)
     steps: list[Mapping[str, Any]] = field(default_factory=list)
@@ -123,33 +127,43 @@ def _measure_speed(demo: Demo, cores: Sequence[int], seconds: float) -> None:
         _MOST_ROUNDS,
         seconds - demo.seconds,
     )
-    with PhaseProgress(demo.console, "plain and auto", work.seconds, line_interval_s=5.0) as progress:
-        demo.layout = run_in_child(measure_side_by_side, work, "demo", _shown(demo, progress))
+    ended = threading.Event()
+    with PhaseProgress(demo.console, "plain and auto", work.seconds, line_interval_s=_BEAT_S) as progress:
+        shown = (demo, progress, 0.99 * work.seconds, ended)  # the bar stops at its end, and the last round may not
+        threading.Thread(target=_show_now_and_then, args=shown, daemon=True).start()
+        try:
+            demo.layout = run_in_child(measure_side_by_side, work, "demo", _kept(demo))
+        finally:
+            ended.set()
 
 
-def _shown(demo: Demo, progress: PhaseProgress) -> Callable[[Any], None]:
-    """Shows what the measuring process reports, and keeps the rounds."""
+def _show_now_and_then(demo: Demo, progress: PhaseProgress, most: float, ended: threading.Event) -> None:
+    """Loading and compiling take a while in which nothing is reported."""
+    while not ended.wait(_BEAT_S if not demo.console.is_terminal else 0.25):
+        progress.update(min(progress.seconds, most), demo.doing)
 
-    def show(what: Any) -> None:
-        done = progress.seconds
+
+def _kept(demo: Demo) -> Callable[[Any], None]:
+    """Takes what the measuring process reports."""
+
+    def keep(what: Any) -> None:
         if isinstance(what, Speed):
             ratio = what.auto / max(what.plain, 1e-9)
             speeds = f"plain {what.plain:.1f}, auto {what.auto:.1f} tokens/s, {ratio:.2f}x"
-            progress.update(done, f"round {what.round}: {speeds}")
+            demo.doing = f"round {what.round}: {speeds}"
         elif isinstance(what, Round):
             demo.rounds.append(what)
             plain, auto = what.tokens / what.plain_s, what.tokens / what.auto_s
             speeds = f"plain {plain:.1f}, auto {auto:.1f} tokens/s, {auto / plain:.2f}x"
             demo.say(f"round {len(demo.rounds)}: {speeds}, {what.identical} of {what.requests} outputs identical")
-            progress.update(done, f"round {len(demo.rounds)}: {speeds}")
         else:
             if isinstance(what, Layout):
                 demo.layout = what
             text = what.words() if isinstance(what, Layout) else what
             demo.say(text)
-            progress.update(done, text)
+            demo.doing = text.partition(" (")[0]
 
-    return show
+    return keep
 
 
 def _train(demo: Demo) -> None:
