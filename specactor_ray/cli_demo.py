@@ -53,13 +53,14 @@ def demo(
         say(console, f"  {command}")
     if report["status"] == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
-    raise typer.Exit(0 if report["speed"]["identical"] == report["speed"]["requests"] else EXIT_FAILED)
+    sound = report["status"] == "complete" and report["speed"]["identical"] == report["speed"]["requests"]
+    raise typer.Exit(0 if sound else EXIT_FAILED)
 
 
 def _next_commands(model: str, folder: Path, trained: bool) -> list[str]:
     return [
         f"specactor bench rollout target.model={model} data.path=PROMPTS.jsonl",
-        f"specactor train --config {folder}/training/config.yaml trainer.steps=60"
+        f"specactor train --config {folder}/training/config.yaml resume=auto trainer.steps=60"
         if trained
         else f"specactor train target.model={model} data.path=TASKS.jsonl",
         "specactor config --help-keys speculation",

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,6 +20,7 @@ from specactor_ray.benchmarks.comparison import ratio_with_error
 from specactor_ray.benchmarks.demo_tasks import rename_tasks
 from specactor_ray.benchmarks.side_by_side import Layout, Round, SideBySide, Speed, measure_side_by_side
 from specactor_ray.config import Config, load_config
+from specactor_ray.errors import SpecActorError
 from specactor_ray.observability.console import say
 from specactor_ray.observability.demo_report import DEMO_COLUMNS, write_demo_plot
 from specactor_ray.observability.environment import hardware, versions
@@ -37,6 +39,8 @@ _MOST_ROUNDS, _MOST_STEPS, _LEAST_STEPS = 5, 12, 2
 _END_S = 12.0
 """For the checkpoint and the end of the cluster."""
 _TASKS = 4096
+_BEAT_S = 5.0
+"""Seconds between lines that say what is under way, where there is no terminal."""
 
 
 @dataclass
@@ -50,6 +54,7 @@ class Demo:
     console: Console
     began: float = field(default_factory=time.monotonic)
     status: str = "complete"
+    doing: str = "starting"
     layout: Layout | None = None
     rounds: list[Round] = field(default_factory=list)
     steps: list[Mapping[str, Any]] = field(default_factory=list)
@@ -70,7 +75,7 @@ def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
         The report, as in the file; its `plot` is None where matplotlib is not installed or nothing was measured.
 
     Raises:
-        UserError: The model cannot be loaded, or the machine cannot serve it.
+        SpecActorError: Something failed before there was a figure; later on the report says `failed`.
     """
     cores = tuple(sorted(os.sched_getaffinity(0)))[:_MOST_CORES]
     try:
@@ -81,6 +86,11 @@ def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
     except KeyboardInterrupt as error:
         demo.status = "interrupted"
         demo.say(f"{interruption(error)}: what was measured until now follows")
+    except SpecActorError as error:
+        if not demo.rounds:
+            raise
+        demo.status = "failed"
+        demo.say(f"error: {error}")
     report = {
         "status": demo.status,
         "model": demo.model,
@@ -117,33 +127,43 @@ def _measure_speed(demo: Demo, cores: Sequence[int], seconds: float) -> None:
         _MOST_ROUNDS,
         seconds - demo.seconds,
     )
-    with PhaseProgress(demo.console, "plain and auto", work.seconds, line_interval_s=5.0) as progress:
-        demo.layout = run_in_child(measure_side_by_side, work, "demo", _shown(demo, progress))
+    ended = threading.Event()
+    with PhaseProgress(demo.console, "plain and auto", work.seconds, line_interval_s=_BEAT_S) as progress:
+        shown = (demo, progress, 0.99 * work.seconds, ended)  # the bar stops at its end, and the last round may not
+        threading.Thread(target=_show_now_and_then, args=shown, daemon=True).start()
+        try:
+            demo.layout = run_in_child(measure_side_by_side, work, "demo", _kept(demo))
+        finally:
+            ended.set()
 
 
-def _shown(demo: Demo, progress: PhaseProgress) -> Callable[[Any], None]:
-    """Shows what the measuring process reports, and keeps the rounds."""
+def _show_now_and_then(demo: Demo, progress: PhaseProgress, most: float, ended: threading.Event) -> None:
+    """Loading and compiling take a while in which nothing is reported."""
+    while not ended.wait(_BEAT_S if not demo.console.is_terminal else 0.25):
+        progress.update(min(progress.seconds, most), demo.doing)
 
-    def show(what: Any) -> None:
-        done = progress.seconds
+
+def _kept(demo: Demo) -> Callable[[Any], None]:
+    """Takes what the measuring process reports."""
+
+    def keep(what: Any) -> None:
         if isinstance(what, Speed):
             ratio = what.auto / max(what.plain, 1e-9)
             speeds = f"plain {what.plain:.1f}, auto {what.auto:.1f} tokens/s, {ratio:.2f}x"
-            progress.update(done, f"round {what.round}: {speeds}")
+            demo.doing = f"round {what.round}: {speeds}"
         elif isinstance(what, Round):
             demo.rounds.append(what)
             plain, auto = what.tokens / what.plain_s, what.tokens / what.auto_s
             speeds = f"plain {plain:.1f}, auto {auto:.1f} tokens/s, {auto / plain:.2f}x"
             demo.say(f"round {len(demo.rounds)}: {speeds}, {what.identical} of {what.requests} outputs identical")
-            progress.update(done, f"round {len(demo.rounds)}: {speeds}")
         else:
             if isinstance(what, Layout):
                 demo.layout = what
             text = what.words() if isinstance(what, Layout) else what
             demo.say(text)
-            progress.update(done, text)
+            demo.doing = text.partition(" (")[0]
 
-    return show
+    return keep
 
 
 def _train(demo: Demo) -> None:
@@ -199,11 +219,11 @@ def training_config(demo: Demo, tasks: Path) -> Config:
             f"target.model={demo.model}",
             f"target.cores={threads}",
             "target.max_model_len=128",
-            "target.max_batch=24",
+            "target.max_batch=16",
             "target.kv_cache_gb=0.25",
             f"data.path={tasks}",
             "data.chat=false",
-            "data.n=8",
+            "data.n=4",
             "sampling.temperature=1.0",
             "sampling.max_tokens=16",
             f"sampling.stop_token_ids={list(newline) if len(newline) == 1 else []}",
@@ -211,7 +231,7 @@ def training_config(demo: Demo, tasks: Path) -> Config:
             "reward.functions=[{name: 'specactor_ray.benchmarks.demo_tasks:similarity'}]",
             "algorithm.name=grpo",
             f"trainer.steps={_MOST_STEPS}",
-            "trainer.prompts_per_step=3",
+            "trainer.prompts_per_step=4",
             "trainer.learning_rate=1.0e-4",
             "trainer.micro_batch_tokens=512",
             "checkpoint.every=1000",

@@ -51,7 +51,7 @@ class Layout:
 
     def words(self) -> str:
         tried = ", ".join(f"{threads}: {speed:.1f}" for threads, speed in self.tokens_per_s.items())
-        return f"{self.threads} thread(s) for both, with which plain decoding is fastest (tokens/s with {tried})"
+        return f"{self.threads} thread(s) for both: plain decoding is fastest so (tokens/s with {tried})"
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,9 @@ def measure_side_by_side(work: SideBySide, report: Report) -> Layout:
     from specactor_ray.benchmarks.demo_tasks import edit_prompts
     from specactor_ray.modeling.loading import load_tokenizer
 
-    report(f"loading {work.target.model} twice (the first time ever it is converted, and kernels are compiled)")
+    report(f"loading the tokenizer of {work.target.model} (the first time, the built-in model is converted)")
     tokenizer = load_tokenizer(work.target.model, trust_remote_code=work.target.trust_remote_code)
+    report("loading the model for plain and for auto (the first time, kernels are compiled)")
     plain, auto = TurnTaker((), work.target), TurnTaker(work.drafters, work.target)
     prompts = edit_prompts(work.seed)
     report("choosing the number of threads")
