@@ -169,8 +169,6 @@ def _kept(demo: Demo) -> Callable[[Any], None]:
 def _train(demo: Demo) -> None:
     """A short GRPO run on this machine's cores, in a run folder of its own."""
     demo.say("training: GRPO on lines of code to repeat with one name replaced, reward: how alike line and answer are")
-    # Ray runs workers at the lowest priority; on a machine that does anything else they would hardly run at all.
-    os.environ.setdefault("RAY_worker_niceness", "0")
     demo.folder.mkdir(parents=True, exist_ok=True)
     tasks = demo.folder / "tasks.jsonl"
     rows = itertools.islice(rename_tasks(SEED), _TASKS)

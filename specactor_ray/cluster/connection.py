@@ -162,7 +162,8 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
 
 def _of_normal_priority() -> dict[str, str]:
     """Ray runs workers at niceness 15 by default: beside any other process they hardly run at all."""
-    return {"RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0")}
+    name = "RAY_worker_niceness"
+    return {name: os.environ.get(name, "0")}
 
 
 def _without_metrics() -> dict[str, str]:
