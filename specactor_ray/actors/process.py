@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.cluster.cores import SPINS, bind_to_cores, limit_spins
+from specactor_ray.cluster.cores import bind_to_cores, limit_spins
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.controller.state import VerifierSpec
 from specactor_ray.drafters.base import Proposer
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def configure_process(actor_id: str, cores: Sequence[int], log_level: str, spins: int = SPINS) -> None:
+def configure_process(actor_id: str, cores: Sequence[int], log_level: str) -> None:
     """Log lines carry the actor's id; the process runs on its own cores. Call before torch does any work."""
     logging.basicConfig(
         level=log_level, format=f"%(asctime)s %(levelname)s {actor_id} %(name)s: %(message)s", force=True
     )
-    os.environ.update(limit_spins(spins))
+    os.environ.update(limit_spins())
     if cores:
         bind_to_cores(cores)
 
@@ -48,9 +48,9 @@ class ActorHost:
     def clock(self) -> Clock:
         return self.calls.clock
 
-    def configure(self, actor_id: str, cores: Sequence[int], log_level: str, spins: int = SPINS) -> None:
+    def configure(self, actor_id: str, cores: Sequence[int], log_level: str) -> None:
         """Prepare the process; before anything is loaded."""
-        configure_process(actor_id, cores, log_level, spins)
+        configure_process(actor_id, cores, log_level)
 
     def facts(self) -> dict[str, object]:
         """Facts about the process for the controller: pid and the cores it may run on."""

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from typing import Any
 
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost, LoopThread
-from specactor_ray.cluster.cores import ADAPTIVE_SPINS, SPINS
 from specactor_ray.config.schema import learns_from_outputs, reads_features
 from specactor_ray.controller.state import VERIFIER, DraftEndpoint, InlineSpec, VerifierSpec
 from specactor_ray.draft.loop import DraftLoop
@@ -34,9 +33,7 @@ class VerifierActor:
         repeated."""
         with self._lock:
             if self._thread is None:
-                spec = self._spec
-                spins = ADAPTIVE_SPINS if spec.target.backend == "hf" else SPINS
-                self._host.configure(spec.actor_id, spec.cores, spec.log_level, spins)
+                self._host.configure(self._spec.actor_id, self._spec.cores, self._spec.log_level)
                 self._thread = LoopThread(self._make_loop, "verify", self._host.clock)
         return {**self._host.facts(), "vocab_size": self._thread.loop().vocab_size}
 

@@ -15,12 +15,10 @@ from specactor_ray.errors import ClusterError
 
 _ROUNDING = 1e-6
 """Ten shares of 0.1 fill a core, whatever floats make of their sum."""
-SPINS = 1_000
-"""How often an idle thread of OpenMP's pool looks for work before it sleeps. GNU OpenMP's default of 300,000 occupies a
-core for milliseconds; beside a busy process a forward then takes 30 times as long."""
-ADAPTIVE_SPINS = 30_000
-"""Bridges the gaps between the operations of a forward (about 0.3 ms), which makes it a tenth faster. For processes
-that use fewer threads when other processes occupy their cores (`modeling/threads.py`)."""
+SPINS = 3_000
+"""How often an idle thread of OpenMP's pool looks for work before it sleeps: that bridges the gaps between the operations
+of a forward. GNU OpenMP's default of 300,000 occupies a core for milliseconds; beside a busy process a forward then takes
+30 times as long (docs/design/engine.md)."""
 
 
 class CoreLedger:
@@ -143,12 +141,12 @@ def usable_cores() -> tuple[str, tuple[int, ...]]:
     return machine, tuple(sorted(os.sched_getaffinity(0)))
 
 
-def limit_spins(spins: int = SPINS) -> dict[str, str]:
-    """Environment of a process whose idle threads spin so often, unless the environment of this process says it.
+def limit_spins() -> dict[str, str]:
+    """Environment that limits how often idle threads spin, unless that of this process sets it already.
 
     Takes effect in a process that has not loaded torch yet.
     """
-    return {} if "GOMP_SPINCOUNT" in os.environ else {"GOMP_SPINCOUNT": str(spins)}
+    return {} if "GOMP_SPINCOUNT" in os.environ else {"GOMP_SPINCOUNT": str(SPINS)}
 
 
 def bind_to_cores(cores: Sequence[int]) -> None:

@@ -17,6 +17,8 @@ import torch
 
 _PERIOD_S = 0.5
 """Time over which the use of the cores is averaged; the kernel counts it in ticks of 10 ms."""
+_FADE = 0.8
+"""Share of the load that is still expected a period after it was seen: a thread too many costs more than one too few."""
 
 
 def threads_that_pay(cores: int, foreign: float) -> int:
@@ -51,6 +53,8 @@ class ThreadCount:
         self._cores, self._busy_s, self._own_s, self._now = frozenset(cores), busy_s, own_s, now
         self.threads = len(self._cores)
         self._last = (now(), busy_s(self._cores), own_s())
+        self._foreign = 0.0
+        """Cores' worth of other processes."""
 
     def apply(self) -> None:
         """Use as many threads as paid over the last period."""
@@ -59,7 +63,8 @@ class ThreadCount:
         if now - begin >= _PERIOD_S:
             self._last = (now, self._busy_s(self._cores), self._own_s())
             foreign = (self._last[1] - busy - (self._last[2] - own)) / (now - begin)
-            self.threads = threads_that_pay(len(self._cores), foreign)
+            self._foreign = max(foreign, _FADE * self._foreign)
+            self.threads = threads_that_pay(len(self._cores), self._foreign)
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
 

@@ -30,7 +30,7 @@ class SimulatedHost(ActorHost):
         self._clock = VirtualClock(network.kernel, actor.process)
         self.calls = Calls(VirtualTransport(network, actor), self._clock)
 
-    def configure(self, actor_id: str, cores: Sequence[int], log_level: str, spins: int = 0) -> None:
+    def configure(self, actor_id: str, cores: Sequence[int], log_level: str) -> None:
         pass
 
     def facts(self) -> dict[str, object]:

@@ -30,7 +30,7 @@ assert os.environ["GOMP_SPINCOUNT"] == {spins!r}, os.environ["GOMP_SPINCOUNT"]
 def test_binding_reaches_every_thread_and_torch(before: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     environment.pop("GOMP_SPINCOUNT", None)
-    for spins, chosen in (("1000", {}), ("7", {"GOMP_SPINCOUNT": "7"})):
+    for spins, chosen in (("3000", {}), ("7", {"GOMP_SPINCOUNT": "7"})):
         script = BIND.format(before=before, spins=spins)
         done = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, env={**environment, **chosen}

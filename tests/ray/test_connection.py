@@ -22,7 +22,7 @@ from specactor_ray.config.schema import ClusterConfig
 @ray.remote
 def modules():
     import graphlib, mine, specactor_ray
-    return mine.__file__, os.path.exists("planted"), specactor_ray.__file__
+    return mine.__file__, os.path.exists("planted"), specactor_ray.__file__, os.getpriority(os.PRIO_PROCESS, 0)
 
 FINDS_IT = '''
 import sys
@@ -50,7 +50,8 @@ tokens = []
 for _ in range(2):
     with connect(ClusterConfig(num_cpus=1)) as connection:
         tokens.append(open(os.environ["RAY_AUTH_TOKEN_PATH"]).read())
-        found, planted, package = ray.get(modules.remote())
+        found, planted, package, niceness = ray.get(modules.remote())
+        assert niceness == os.getpriority(os.PRIO_PROCESS, 0), "workers run at the priority of the driver"
         assert found == os.path.join(os.getcwd(), "mine.py"), found
         assert not planted
         assert package == sys.modules["specactor_ray"].__file__

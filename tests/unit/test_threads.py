@@ -58,7 +58,7 @@ def test_a_busy_neighbour_takes_a_thread_and_gives_it_back() -> None:
     assert pass_by(0.1, 0.1, 0.1) == 2  # too short to judge by
     assert pass_by(0.9, 0.9, 0.9) == 1
     assert pass_by(1.0, 1.0, 1.0) == 1
-    assert pass_by(1.0, 1.0, 0.1) == 2
+    assert [pass_by(1.0, 1.0, 0.1) for _ in range(4)] == [1, 1, 1, 2]  # it may come back
 
 
 BURN = "import time\nwhile time.process_time() < 0.5: pass"
