@@ -16,9 +16,9 @@ from specactor_ray.errors import ClusterError
 _ROUNDING = 1e-6
 """Ten shares of 0.1 fill a core, whatever floats make of their sum."""
 SPINS = 3_000
-"""How often an idle thread of OpenMP's pool looks for work before it sleeps: that bridges the gaps between the operations
-of a forward. GNU OpenMP's default of 300,000 occupies a core for milliseconds; beside a busy process a forward then takes
-30 times as long (docs/design/engine.md)."""
+"""How often an idle thread of OpenMP's pool looks for work before it sleeps; bridges the gaps between operations. GNU
+OpenMP's default of 300,000 occupies a core for milliseconds: beside a busy process a forward then takes 30 times as
+long (docs/design/engine.md)."""
 
 
 class CoreLedger:

@@ -18,7 +18,7 @@ import torch
 _PERIOD_S = 0.5
 """Time over which the use of the cores is averaged; the kernel counts it in ticks of 10 ms."""
 _FADE = 0.8
-"""Share of the load that is still expected a period after it was seen: a thread too many costs more than one too few."""
+"""Share of a load that is expected to be there a period later: a thread too many costs more than one too few."""
 
 
 def threads_that_pay(cores: int, foreign: float) -> int:
