@@ -17,8 +17,8 @@ TWO_FIXES = "start one with `ray start --head` (and give its address), or use cl
 
 
 def started_clusters() -> list[str]:
-    """Addresses of the clusters that this user or root has joined this machine to by `ray start`. Programs of other
-    users may look the same, and nothing is to be shown to those."""
+    """Addresses of the clusters that this user or root has joined this machine to by `ray start`. Processes of other
+    users are left out: they may only look the same."""
     found = set()
     for process in psutil.process_iter(["cmdline", "uids"]):
         line, uids = process.info["cmdline"] or [""], process.info["uids"]

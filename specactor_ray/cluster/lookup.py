@@ -37,8 +37,8 @@ def find_controller(run: str) -> Any:
 
 
 def address_of_run(run: str | None) -> str:
-    """What `auto` stands for to whoever looks into a run: the cluster at hand, else the only one on this machine with
-    this run (None: with any), private ones included.
+    """Where `status` and `scale` look without an address: in the cluster at hand, else in the only one on this machine
+    with this run (None: with any), private ones included.
 
     Raises:
         ClusterError: There is no cluster.

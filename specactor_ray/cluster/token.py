@@ -77,8 +77,8 @@ def token_for(address: str, found_here: bool = False) -> dict[str, str]:
 
 
 def why_withheld(address: str) -> str:
-    """Why `token_for` shows this user's token to nobody at `host:port`, for people; empty when there is no token, or
-    the user decides."""
+    """Why `token_for` does not show the saved token at `host:port`, in words; empty when there is none, or the user
+    decides."""
     if chosen_by_user() or not saved_token().is_file():
         return ""
     host, _, port = address.rpartition(":")
@@ -86,7 +86,7 @@ def why_withheld(address: str) -> str:
     if not is_this_machine(host):
         return f" {saved_token()} goes to clusters on this machine only; {sends}"
     if not _is_trusted(port):
-        uids = ", ".join(map(str, sorted(_listeners(port)))) or "nobody"
+        uids = ", ".join(map(str, sorted(_listeners(port)))) or "unknown"
         return (
             f" {saved_token()} was not sent: the listener belongs to user id {uids}, not to this user or root; {sends}"
         )

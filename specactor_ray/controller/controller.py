@@ -404,7 +404,7 @@ class Controller:
     def _launch(self, member: Member, now: float) -> None:
         seat = member.seat
         assert seat.placement is not None  # callers settle the seat first
-        self._classes = self._classes.resolved()  # takes seconds; whoever looks sees meanwhile who is to be started
+        self._classes = self._classes.resolved()  # may take seconds: after the first status
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
         spec = build_spec(self._config, member, self._priors)
         name = actor_name(self._run, member.actor_id)
