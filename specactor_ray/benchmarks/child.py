@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 from specactor_ray.errors import SpecActorError, UserError
@@ -62,6 +63,7 @@ def run_in_child(measure: Callable[[W, Report], R], work: W, name: str, show: Re
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
     """A process that is started inside does not see the Ctrl-C of its terminal: its parent ends it."""
+    resource_tracker.ensure_running()  # its own start, at the first process, would unblock the signal again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

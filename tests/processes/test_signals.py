@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from specactor_ray.benchmarks.child import Report, run_in_child
 from specactor_ray.cluster.connection import Connection
 from specactor_ray.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from tests.tiny import tiny_target
@@ -156,3 +157,12 @@ def test_sigterm_never_tears_the_import_of_a_compiled_module(function: str) -> N
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def sees_interrupts(_work: None, _report: Report) -> bool:
+    return signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_ctrl_c_is_the_parents_not_that_of_a_measuring_process() -> None:
+    assert not run_in_child(sees_interrupts, None, "probe", lambda _: None)
+    assert sees_interrupts(None, lambda _: None)
