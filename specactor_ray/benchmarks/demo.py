@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from rich.console import Console
 from specactor_ray.benchmarks.child import run_in_child
 from specactor_ray.benchmarks.comparison import ratio_with_error
 from specactor_ray.benchmarks.demo_tasks import rename_tasks
-from specactor_ray.benchmarks.side_by_side import Layout, Round, SideBySide, Speed, measure_side_by_side
+from specactor_ray.benchmarks.side_by_side import Round, SideBySide, Speed, measure_side_by_side
 from specactor_ray.config import Config, load_config
 from specactor_ray.errors import SpecActorError
 from specactor_ray.observability.console import say
@@ -55,7 +55,6 @@ class Demo:
     began: float = field(default_factory=time.monotonic)
     status: str = "complete"
     doing: str = "starting"
-    layout: Layout | None = None
     rounds: list[Round] = field(default_factory=list)
     steps: list[Mapping[str, Any]] = field(default_factory=list)
     """Records of the training steps."""
@@ -77,10 +76,9 @@ def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
     Raises:
         SpecActorError: Something failed before there was a figure; later on the report says `failed`.
     """
-    cores = tuple(sorted(os.sched_getaffinity(0)))[:_MOST_CORES]
     try:
         with sigterm_interrupts():
-            _measure_speed(demo, cores, 60.0 * demo.minutes * (_SPEED_SHARE if training else 1.0))
+            _measure_speed(demo, 60.0 * demo.minutes * (_SPEED_SHARE if training else 1.0))
             if training:
                 _train(demo)
     except KeyboardInterrupt as error:
@@ -95,7 +93,6 @@ def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
         "status": demo.status,
         "model": demo.model,
         "seconds": round(demo.seconds, 1),
-        "layout": None if demo.layout is None else asdict(demo.layout),
         "speed": speed_figures(demo.rounds),
         "training": training_figures(demo.steps),
         "versions": versions(),
@@ -110,7 +107,11 @@ def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
     return report
 
 
-def _measure_speed(demo: Demo, cores: Sequence[int], seconds: float) -> None:
+def _cores() -> tuple[int, ...]:
+    return tuple(sorted(os.sched_getaffinity(0)))[:_MOST_CORES]
+
+
+def _measure_speed(demo: Demo, seconds: float) -> None:
     from specactor_ray.rollout.planning import resolve
 
     keys = ("target.max_batch=1", "target.max_model_len=512", "target.kv_cache_gb=0.25", "sampling.max_tokens=96")
@@ -121,7 +122,7 @@ def _measure_speed(demo: Demo, cores: Sequence[int], seconds: float) -> None:
     work = SideBySide(
         config.target,
         tuple(config.drafters),
-        tuple(cores),
+        _cores(),
         config.sampling.max_tokens,
         SEED,
         _MOST_ROUNDS,
@@ -132,7 +133,7 @@ def _measure_speed(demo: Demo, cores: Sequence[int], seconds: float) -> None:
         shown = (demo, progress, 0.99 * work.seconds, ended)  # the bar stops at its end, and the last round may not
         threading.Thread(target=_show_now_and_then, args=shown, daemon=True).start()
         try:
-            demo.layout = run_in_child(measure_side_by_side, work, "demo", _kept(demo))
+            run_in_child(measure_side_by_side, work, "demo", _kept(demo))
         finally:
             ended.set()
 
@@ -157,11 +158,8 @@ def _kept(demo: Demo) -> Callable[[Any], None]:
             speeds = f"plain {plain:.1f}, auto {auto:.1f} tokens/s, {auto / plain:.2f}x"
             demo.say(f"round {len(demo.rounds)}: {speeds}, {what.identical} of {what.requests} outputs identical")
         else:
-            if isinstance(what, Layout):
-                demo.layout = what
-            text = what.words() if isinstance(what, Layout) else what
-            demo.say(text)
-            demo.doing = text.partition(" (")[0]
+            demo.say(what)
+            demo.doing = what.partition(" (")[0]
 
     return keep
 
@@ -202,20 +200,20 @@ class _Display(TrainingDisplay):
 
 
 def training_config(demo: Demo, tasks: Path) -> Config:
-    """The GRPO run: `mode: auto` on as many cores as decode fastest, outputs of one line."""
+    """The GRPO run: `mode: auto`, outputs of one line."""
     from specactor_ray.modeling.loading import load_tokenizer
 
     newline = load_tokenizer(demo.model)("\n", add_special_tokens=False)["input_ids"]
-    threads = demo.layout.threads if demo.layout is not None else 1
+    cores = len(_cores())
     return load_config(
         None,
         [
             "mode=auto",
             f"run.dir={demo.folder}",
             "run.name=training",
-            f"cluster.num_cpus={threads}",
+            f"cluster.num_cpus={cores}",
             f"target.model={demo.model}",
-            f"target.cores={threads}",
+            f"target.cores={cores}",
             "target.max_model_len=128",
             "target.max_batch=16",
             "target.kv_cache_gb=0.25",

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specactor_ray.benchmarks.child import Report
@@ -21,8 +21,6 @@ PROMPTS_PER_ROUND = 3
 LEAST_ROUNDS = 2
 _TURN_TOKENS = 16
 """Tokens of a turn: the two take turns within a round, too."""
-_CALIBRATION = (6, 2)
-"""Tokens, and how often they are decoded with each number of threads."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +37,6 @@ class SideBySide:
     """At most."""
     seconds: float
     """No round begins later than that, but for the first `LEAST_ROUNDS`."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Threads that plain decoding is fastest with; both variants run with them."""
-
-    threads: int
-    tokens_per_s: dict[int, float]
-    """Threads → what plain decoding made with them."""
-
-    def words(self) -> str:
-        tried = ", ".join(f"{threads}: {speed:.1f}" for threads, speed in self.tokens_per_s.items())
-        return f"{self.threads} thread(s) for both: plain decoding is fastest so (tokens/s with {tried})"
 
 
 @dataclass(frozen=True)
@@ -78,8 +63,8 @@ class Round:
     """Steps of the variant that drafts, summed over requests."""
 
 
-def measure_side_by_side(work: SideBySide, report: Report) -> Layout:
-    """Reports steps in words, then the `Layout`, then a `Speed` after every turn and a `Round` at the end of each."""
+def measure_side_by_side(work: SideBySide, report: Report) -> None:
+    """Reports steps in words, then a `Speed` after every turn and a `Round` at the end of each."""
     from specactor_ray.cluster.cores import bind_to_cores
 
     begin = time.monotonic()
@@ -94,17 +79,16 @@ def measure_side_by_side(work: SideBySide, report: Report) -> Layout:
     report("loading the model for plain and for auto (the first time, kernels are compiled)")
     plain, auto = TurnTaker((), work.target), TurnTaker(work.drafters, work.target)
     prompts = edit_prompts(work.seed)
-    report("choosing the number of threads")
-    warm_up = _requests(tokenizer, [next(prompts)], work, "warm-up")
-    layout = fastest_layout(plain, warm_up[0], len(work.cores))
-    report(layout)
-    _decode(auto, warm_up)
+    report(f"warming up; both decode on {len(work.cores)} cores, with as many threads as other processes leave free")
+    for one in (plain, auto):
+        one.loop.submit(_requests(tokenizer, [next(prompts)], work, "warm-up"))
+        one.run(math.inf)
+        one.outputs()
     for number in range(1, work.rounds + 1):
         if number > LEAST_ROUNDS and time.monotonic() - begin > work.seconds:
             break
         requests = _requests(tokenizer, list(itertools.islice(prompts, PROMPTS_PER_ROUND)), work, str(number))
         report(play_round(plain, auto, requests, number, report))
-    return layout
 
 
 def play_round(
@@ -137,32 +121,6 @@ def play_round(
         auto_s=sum(auto.seconds),
         row_steps=auto.loop.metrics.row_steps - steps,
     )
-
-
-def fastest_layout(plain: TurnTaker, request: TargetRequest, cores: int) -> Layout:
-    """Decode a few tokens with 1, 2, 4, ... threads, each several times by turns; leaves torch with the best number."""
-    import torch
-
-    tokens, repeats = _CALIBRATION
-    counts = [2**power for power in range(cores.bit_length()) if 2**power < cores] + [cores]
-    best = dict.fromkeys(counts, math.inf)
-    sampling = replace(request.sampling, max_tokens=tokens, ignore_eos=True)
-    for repeat, threads in itertools.product(range(repeats), counts):
-        torch.set_num_threads(threads)
-        short = replace(request, request_id=f"{threads} threads, {repeat}", sampling=sampling)
-        best[threads] = min(best[threads], _decode(plain, [short]))
-    fastest = min(counts, key=best.__getitem__)
-    torch.set_num_threads(fastest)
-    return Layout(fastest, {threads: tokens / seconds for threads, seconds in best.items()})
-
-
-def _decode(taker: TurnTaker, requests: Sequence[TargetRequest]) -> float:
-    """Seconds in which they are decoded to their end."""
-    taker.seconds.clear()
-    taker.loop.submit(requests)
-    taker.run(math.inf)
-    taker.outputs()
-    return float(taker.seconds[0])
 
 
 def _requests(tokenizer: Any, prompts: Sequence[str], work: SideBySide, name: str) -> list[TargetRequest]:

@@ -15,7 +15,7 @@ from specactor_ray.benchmarks.by_turns import TurnTaker
 from specactor_ray.benchmarks.comparison import ratio_with_error
 from specactor_ray.benchmarks.demo import speed_figures, training_figures
 from specactor_ray.benchmarks.demo_tasks import edit_prompts, rename_tasks, similarity
-from specactor_ray.benchmarks.side_by_side import Round, Speed, fastest_layout, play_round
+from specactor_ray.benchmarks.side_by_side import Round, Speed, play_round
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.demo_report import DEMO_COLUMNS, demo_table, verdict_lines, write_demo_plot
@@ -141,18 +141,6 @@ class TestByTurns:
 
         one = play_round(TurnTaker((), target), Liar((), target), requests(1), 1, lambda _: None)
         assert (one.identical, one.requests) == (2, 3)
-
-    def test_threads_are_those_that_plain_decoding_is_fastest_with(self, target: TargetConfig) -> None:
-        import torch
-
-        before = torch.get_num_threads()
-        try:
-            layout = fastest_layout(TurnTaker((), target), requests(0)[0], 3)
-            assert torch.get_num_threads() == layout.threads
-        finally:
-            torch.set_num_threads(before)
-        assert list(layout.tokens_per_s) == [1, 2, 3]
-        assert layout.tokens_per_s[layout.threads] == max(layout.tokens_per_s.values())
 
 
 class TestTrainingDisplay:
