@@ -93,8 +93,8 @@ class TestUserErrors:
         "a mistyped method": (["drafters=[{method: ngrams}]"], "Did you mean ngram?"),
         "a mistyped key of a prompt": (
             ["data.path=typo.jsonl"],
-            "typo.jsonl, line 2: expected an object with either "
-            '"prompt" or "messages"; its keys are promt, id. Did you mean prompt?',
+            "typo.jsonl, line 2: expected an object with one of "
+            '"prompt", "messages" or "prompt_token_ids"; its keys are promt, id. Did you mean prompt?',
         ),
         "a section without a value": (["target="], "target: an override without a value would drop"),
         "no such config": (["--config", "none.yaml"], "none.yaml: there is no such file."),
@@ -177,7 +177,7 @@ class TestUserErrors:
         [
             (["rollout", "data.paht=x"], "data.paht: unknown key. Did you mean data.path?"),
             (["train", "--config", "none.yaml"], "none.yaml: there is no such file."),
-            (["bench", "cluster.num_cpus=2"], "cluster.num_cpus: is set, but the cluster at address 'auto'"),
+            (["bench", "cluster.num_cpus=2"], "cluster.num_cpus: is set, but a cluster that runs already"),
         ],
     )
     def test_submit_before_the_upload(self, folder: Path, arguments: list[str], problem: str) -> None:
@@ -267,7 +267,7 @@ class TestDemo:
             start_new_session=True,
         )
         assert process.stderr is not None
-        begun = next(line for line in process.stderr if "choosing the number of threads" in line or "round 1" in line)
+        begun = next(line for line in process.stderr if "warming up" in line or "round 1" in line)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         output, errors = process.communicate(timeout=60)
         assert begun and "Traceback" not in errors and "Ctrl-C: what was measured until now follows" in errors
