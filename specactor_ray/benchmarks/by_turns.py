@@ -26,7 +26,7 @@ class TurnTaker:
         drafting = Drafting("verifier-0", True, config, engine.vocab_size, max_batch=target.max_batch)
         self.loop = VerifyLoop(engine, drafting, [_hosted(one, config, target) for one in drafters])
         self.seconds: list[float] = []
-        """Of each turn."""
+        """Duration of each turn."""
         self._next_event = 0
 
     def run(self, tokens: float) -> bool:

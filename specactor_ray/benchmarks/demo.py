@@ -34,13 +34,13 @@ REPORT_FILE, PLOT_FILE = "report.json", "demo.png"
 _MOST_CORES = 8
 """The built-in model gains nothing from more."""
 _SPEED_SHARE = 0.4
-"""Of the time, for the first half."""
+"""Share of the time for the first half."""
 _MOST_ROUNDS, _MOST_STEPS, _LEAST_STEPS = 5, 12, 2
 _END_S = 12.0
 """For the checkpoint and the end of the cluster."""
 _TASKS = 4096
 _BEAT_S = 5.0
-"""Seconds between lines that say what is under way, where there is no terminal."""
+"""Seconds between progress lines where there is no terminal."""
 
 
 @dataclass

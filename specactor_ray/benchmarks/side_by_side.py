@@ -29,7 +29,7 @@ class SideBySide:
 
     target: TargetConfig
     drafters: tuple[DrafterConfig, ...]
-    """Of the variant that drafts."""
+    """Drafters of the variant that drafts."""
     cores: tuple[int, ...]
     max_tokens: int
     seed: int

@@ -19,7 +19,7 @@ from specactor_ray.training.rewards import RewardSample, Scorer
 Outcome = tuple[float | None, str]
 """The reward, or None and why there is none."""
 _MOST_CHARACTERS = 2000
-"""Of a reason; it has to fit what a channel takes without a reader."""
+"""Longest reason in characters: a channel takes it without a reader."""
 
 
 class RewardTimeoutError(BaseException):

@@ -221,6 +221,6 @@ class _RewardProcess:
 
 
 def _environment() -> dict[str, str]:
-    """Of this process, without what leads to Ray."""
+    """Environment of this process, without the variables of Ray."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return {"OMP_NUM_THREADS": "1", **own, "RAY_ENABLE_AUTO_CONNECT": "0"}
