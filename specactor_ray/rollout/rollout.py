@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import ray
 
+from specactor_ray.clock import SYSTEM
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.config import Config, load_config
@@ -61,7 +61,7 @@ class Rollout:
 
     def __init__(self, config: Config) -> None:
         log_by_default()
-        begin = time.monotonic()
+        begin = SYSTEM.now()
         check_target(config)
         config, lines = resolve(config)
         require_cores(config)
@@ -82,7 +82,7 @@ class Rollout:
             self._controller, self.run_name = start_controller(config, priors=priors)
             self._run = RunClient(config, self._controller, Calls())
             logger.info(
-                "run %s: mode %s, ready after %.1f s", self.run_name, config.mode.value, time.monotonic() - begin
+                "run %s: mode %s, ready after %.1f s", self.run_name, config.mode.value, SYSTEM.now() - begin
             )
         except BaseException:
             self._connection.close()

@@ -193,4 +193,4 @@ def test_a_run_is_resolved_before_anything_is_written(
     assert [(one.mode, one.target.cores) for one in seen] == [(ModeName.coupled, 2)]
     assert config.mode is ModeName.auto
     if where == "rollout":
-        assert saved == seen and out.getvalue().startswith("mode: coupled (") and out.getvalue().count("\n") == 1
+        assert saved == seen and out.getvalue().startswith("mode: coupled (") and out.getvalue().count("\n") == 2
