@@ -4,7 +4,7 @@
     python scripts/bench_busy.py            # quiet, then beside one process that never rests; five minutes on two cores
 
 Verifiers decode by turns in one process: plain with one thread, with a thread on every core, with the number that the
-product chooses (`modeling/threads.py`), and `mode: auto`. The draft model and the trainer run in processes of their own,
+product chooses, and `mode: auto`. The draft model and the trainer run in processes of their own,
 with the spins of OpenMP that the product sets and with OpenMP's default. Do not start it beside other work.
 """
 

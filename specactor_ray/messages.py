@@ -29,11 +29,11 @@ class Mode(StrEnum):
     """The verifier takes the tail that is there; the drafter runs ahead up to its window."""
 
 
-MAX_TEMPERATURE = 1.0e6
+MAX_TEMPERATURE = 1.0e30
 """Far above what makes all tokens of any model equally likely."""
 _MOST_STOPS = 65_536
 _NUMBERS: Mapping[str, tuple[type, type, Callable[[Any], bool], str]] = {
-    "temperature": (Real, float, lambda value: 0.0 <= value <= MAX_TEMPERATURE, "a number from 0 to 1e6"),
+    "temperature": (Real, float, lambda value: 0.0 <= value <= MAX_TEMPERATURE, "a number from 0 to 1e30"),
     "top_k": (Integral, int, lambda value: 0 <= value < 2**31, "a whole number from 0 (off) to 2**31 - 1"),
     "top_p": (Real, float, lambda value: 0.0 < value <= 1.0, "a number above 0 and at most 1"),
     "max_tokens": (Integral, int, lambda value: 1 <= value < 2**31, "a whole number from 1 to 2**31 - 1"),

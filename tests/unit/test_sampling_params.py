@@ -12,13 +12,13 @@ from specactor_ray.errors import InputError, clipped
 from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling import sample_rows
 
-NUMBER, WHOLE = "a number from 0 to 1e6", "a whole number from"
+NUMBER, WHOLE = "a number from 0 to 1e30", "a whole number from"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        *(("temperature", value, NUMBER) for value in (-1.0, "1", True, float("nan"), 1.1e6, 10**400, None)),
+        *(("temperature", value, NUMBER) for value in (-1.0, "1", True, float("nan"), 1.1e30, 10**400, None)),
         *(("top_k", value, f"{WHOLE} 0 (off) to 2**31 - 1") for value in (-1, 2.0, 2**31, 2**63)),
         *(("top_p", value, "a number above 0 and at most 1") for value in (0.0, 1.5, 10**400)),
         *(("max_tokens", value, f"{WHOLE} 1 to 2**31 - 1") for value in (0, 2**31, "5")),
@@ -48,7 +48,7 @@ def test_stop_tokens_are_token_ids(stops: Any) -> None:
 def test_extreme_values_within_the_bounds_sample_on_every_backend() -> None:
     extremes = [
         SamplingParams(temperature, top_k, top_p, seed=2**64 - 1)
-        for temperature in (0.0, 5e-324, 1e-4, 1e6)
+        for temperature in (0.0, 5e-324, 1e-4, 1e30)
         for top_k in (0, 1, 2**31 - 1)
         for top_p in (5e-324, 1.0)
     ]
