@@ -29,9 +29,10 @@ def configure_process(actor_id: str, cores: Sequence[int], log_level: str) -> No
     logging.basicConfig(
         level=log_level, format=f"%(asctime)s %(levelname)s {actor_id} %(name)s: %(message)s", force=True
     )
-    os.environ.update(limit_spins())
     if cores:
         bind_to_cores(cores)
+    else:
+        os.environ.update(limit_spins())
 
 
 COMMAND_TIMEOUT_S = 300.0

@@ -164,6 +164,7 @@ def bind_to_cores(cores: Sequence[int]) -> None:
     wanted = set(cores)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ[name] = str(len(wanted))
+    os.environ.update(limit_spins())
     try:
         os.sched_setaffinity(0, wanted)
     except OSError as error:
