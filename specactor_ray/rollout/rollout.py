@@ -81,9 +81,7 @@ class Rollout:
         try:
             self._controller, self.run_name = start_controller(config, priors=priors)
             self._run = RunClient(config, self._controller, Calls())
-            logger.info(
-                "run %s: mode %s, ready after %.1f s", self.run_name, config.mode.value, SYSTEM.now() - begin
-            )
+            logger.info("run %s: mode %s, ready after %.1f s", self.run_name, config.mode.value, SYSTEM.now() - begin)
         except BaseException:
             self._connection.close()
             raise
