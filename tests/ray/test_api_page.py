@@ -1,4 +1,4 @@
-"""Every Python block of docs/api.md runs as it is printed, one after the other in one process, with the tiny model."""
+"""Every Python block of docs/api.md and README.md runs as printed, all in one process, with the tiny model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 
 from tests.tiny import tiny_target
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 REPOSITORY = Path(__file__).parents[2]
 BEFORE = """import ray
 ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", log_to_driver=False)
@@ -21,10 +21,10 @@ ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specac
 
 
 def test_the_blocks_run(tmp_path: Path) -> None:
-    page = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    pages = [(REPOSITORY / name).read_text(encoding="utf-8") for name in ("docs/api.md", "README.md")]
+    blocks = re.findall(r"```python\n(.*?)```", "".join(pages), re.DOTALL)
     scripts = [block for block in blocks if not block.startswith("# my_")]
-    assert len(scripts) >= 5
+    assert len(scripts) >= 7
     for block in blocks:
         if block.startswith("# my_"):  # a module of the reader's, named in its first line
             (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
@@ -39,7 +39,7 @@ def test_the_blocks_run(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=850,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     drafted = [int(line) for line in done.stdout.splitlines() if line.isdecimal()]
