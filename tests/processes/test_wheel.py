@@ -59,7 +59,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*command: str, cwd: Path | None = None, code: int = 0) -> Any:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "PYTHON"))}
-    done = subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, timeout=280)
     assert done.returncode == code, done.stderr
     return done
 

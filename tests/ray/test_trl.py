@@ -17,7 +17,7 @@ from specactor_ray.integrations.trl import attach
 from specactor_ray.modeling.loading import load_model, load_tokenizer
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 STEPS = 3
 GAP = "sampling/sampling_logp_difference/max"
 """Between the log-probabilities of the rollout's tokens, as it returned them and as the trainer computes them."""

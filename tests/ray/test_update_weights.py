@@ -16,7 +16,7 @@ from specactor_ray.errors import InputError
 from specactor_ray.modeling.loading import load_model, load_tokenizer
 from tests.tiny import tiny_draft, tiny_target
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 PROMPTS = ["Tell me about the red fox.", "Count from 3 to 9.", "Add 3 and 4."]
 SAMPLING = SamplingParams(temperature=1.0, max_tokens=24, seed=3)
 
