@@ -32,7 +32,7 @@ SUBMITTABLE = {"train": "train", "rollout": "rollout", "bench": "bench rollout",
 JOB_RUNS = "~/specactor-runs"
 """Default of `run.dir` inside a Ray job, on the node where the job's driver runs."""
 JOB_DEFAULTS = ("cluster.address=auto", f"run.dir={JOB_RUNS}")
-"""Inside a Ray job, whose own folder is a copy that Ray removes."""
+"""Overrides inside a Ray job. Ray removes the job's own folder when it ends."""
 
 app = typer.Typer(
     name="specactor",

@@ -157,7 +157,7 @@ class CommitBatch:
     """Row and the states of its positions that became known since the last commit, up to the one that predicted the
     last of its tokens; only for drafters that ask for it."""
     session: int = 0
-    """Of the verifier's seat that the drafter has; from 1."""
+    """Number of the seat's session, from 1; a newer one replaces all requests of older ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,7 +41,7 @@ SMALLEST_SHARE = 0.01
 LARGEST = 1.0e9
 """Of numbers that need not be whole: seconds, gigabytes, weights."""
 _FREE_NUMBERS = ("sampling.", "data.options.")
-"""Keys whose numbers are bounded by `SamplingParams`, or meant for others."""
+"""Keys with other bounds: those of `SamplingParams`, and of the libraries that read `data.options`."""
 
 # Dotted key → smallest allowed integer; None (not set) is always allowed where the type allows it.
 SMALLEST = {

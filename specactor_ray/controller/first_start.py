@@ -63,8 +63,8 @@ class FirstStart:
         return f"{len(waiting)} of {total} actors found no room within {self.placement_timeout_s:g} s: {names}"
 
     def lost(self, member: Member, desired: DesiredState, reason: str, record: FailureRecord) -> None:
-        """A member failed. One that was lost is replaced as at any other time, up to `max_failures`; one whose start
-        raised an error, or took too long, would do so again."""
+        """Record a failed member. Lost members are replaced, up to `max_failures`. An error or a timeout in a member's
+        start ends the start of the run."""
         is_replaced = member.was_ready or isinstance(member.error, ActorLostError)
         is_required = desired.at_most(self.configured).wanted(member.key) > 0
         if not is_required or (is_replaced and record.quick < self.max_failures):

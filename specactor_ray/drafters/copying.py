@@ -34,7 +34,7 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
     """Implements `drafters.base.Proposer` but for the guessing itself; works on token ids of any vocabulary.
 
     `extend` fills the windows of all requests that were opened or advanced since the last call, and reports each of
-    them once, also if there is no guess. A request whose guess fails is reported without one; the others go on.
+    them once, also if there is no guess. If guessing fails for a request, its tail is empty.
 
     A request beyond `max_batch` is refused quietly: commits of it are accepted and answered with an empty tail,
     so that nobody waits for it or asks to open it again. When a place is free the next commit of one of them

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from specactor_ray.errors import InputError
+from specactor_ray.errors import InputError, did_you_mean
 from specactor_ray.modeling.loading import check_model_dir, load_model
 
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | Path
@@ -95,8 +94,7 @@ def _checkpoint_tensors(folder: Path, known: Mapping[str, Any]) -> Iterator[tupl
 
 def _require_fit(name: str, tensor: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if name not in shapes:
-        close = difflib.get_close_matches(name, shapes, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
+        hint = did_you_mean(name, shapes)
         raise InputError(f"weights: the target has no {name}.{hint} Fix: give Hugging Face's names, without prefixes")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
         kind = "on the meta device" if isinstance(tensor, torch.Tensor) and tensor.is_meta else type(tensor).__name__

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.config.shipped import find_file
-from specactor_ray.errors import InputError, clipped_text, did_you_mean
+from specactor_ray.errors import InputError, clipped, clipped_text, did_you_mean
 from specactor_ray.json_text import parse_json
 
 Prompt = str | list[dict[str, Any]] | list[int]
@@ -119,7 +119,7 @@ def _with_plain_contents(messages: Sequence[Any]) -> list[dict[str, Any]]:
     plain = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
-            raise InputError(f'message {number} is {message!r:.80}, not a {{"role": text, "content": text}} object')
+            raise InputError(f'message {number} is {clipped(message)}, not a {{"role": text, "content": text}} object')
         if not isinstance(message.get("role"), str):
             raise InputError(f"message {number} has no role; give it one, such as user")
         plain.append({**message, "content": _plain_content(message.get("content"), number)})
@@ -130,11 +130,12 @@ def _plain_content(content: Any, number: int) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
-        raise InputError(f"the content of message {number} is {content!r:.80}; it must be text or a list of text parts")
+        problem = f"the content of message {number} is {clipped(content)}"
+        raise InputError(f"{problem}; it must be text or a list of text parts")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise InputError(f"message {number} has a part of type {kind!r:.80}; only text parts can be used")
+            raise InputError(f"message {number} has a part of type {clipped(kind)}; only text parts can be used")
     return "\n".join(part["text"] for part in content)
 
 
