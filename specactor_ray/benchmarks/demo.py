@@ -38,7 +38,8 @@ _SPEED_SHARE = 0.35
 _MOST_ROUNDS, _MOST_STEPS, _LEAST_STEPS = 5, 12, 2
 _END_S = 12.0
 """For the checkpoint and the end of the cluster."""
-_TASKS = 4096
+_TASKS = 4
+"""All of them in each step, so that rewards of steps compare, and drafts find what earlier steps wrote."""
 _BEAT_S = 5.0
 """Seconds between progress lines where there is no terminal."""
 
@@ -168,7 +169,7 @@ def _kept(demo: Demo) -> Callable[[Any], None]:
 
 def _train(demo: Demo) -> None:
     """A short GRPO run on this machine's cores, in a run folder of its own."""
-    demo.say("training: GRPO on lines of code to repeat with one name replaced, reward: how alike line and answer are")
+    demo.say(f"training: GRPO on {_TASKS} lines of code to repeat with one name replaced; reward: similarity to them")
     demo.folder.mkdir(parents=True, exist_ok=True)
     tasks = demo.folder / "tasks.jsonl"
     rows = itertools.islice(rename_tasks(SEED), _TASKS)
@@ -230,7 +231,7 @@ def training_config(demo: Demo, tasks: Path) -> Config:
             "reward.functions=[{name: 'specactor_ray.benchmarks.demo_tasks:similarity'}]",
             "algorithm.name=grpo",
             f"trainer.steps={_MOST_STEPS}",
-            "trainer.prompts_per_step=4",
+            f"trainer.prompts_per_step={_TASKS}",
             "trainer.learning_rate=1.0e-4",
             "trainer.micro_batch_tokens=512",
             "checkpoint.every=1000",

@@ -1,4 +1,4 @@
-"""Tasks of `specactor demo`, made from a seed: no file is needed, and no prompt comes twice."""
+"""Tasks of `specactor demo`, made from a seed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rename_tasks(seed: int) -> Iterator[dict[str, str]]:
 
 
 def similarity(sample: RewardSample) -> float:
-    """How much of the first line of an output is the answer, character by character: 1.0 where they are equal."""
+    """Similarity of the first line of an output to the answer, by characters: 1.0 where they are equal."""
     line = sample.text.strip().partition("\n")[0]
     return difflib.SequenceMatcher(None, line, sample.answer or "", autojunk=False).ratio()
 
