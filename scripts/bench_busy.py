@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a verifier, a draft model and a trainer make of their cores when other processes want them, too.
+"""Speed of a verifier, a draft model and a trainer on a quiet machine, and beside busy processes.
 
     python scripts/bench_busy.py            # quiet, then beside one process that never rests; five minutes on two cores
 
@@ -79,7 +79,7 @@ def neighbours(count: int) -> Iterator[None]:
             process.wait()
 
 
-def verifier_speeds(batch: int, tokens: int, cores: int, slices: int) -> dict[str, float]:
+def verifier_speeds(prompts_file: Path, batch: int, tokens: int, cores: int, slices: int) -> dict[str, float]:
     """Variant → tokens per second."""
     import torch
 
@@ -92,7 +92,7 @@ def verifier_speeds(batch: int, tokens: int, cores: int, slices: int) -> dict[st
     from specactor_ray.targets.base import TargetRequest
 
     tokenizer, target = load_tokenizer(MODEL), TargetConfig(max_batch=batch, cores=cores, kv_cache_gb=0.5)
-    prompts = read_prompts(ROOT / "conf" / "prompts" / "editing.jsonl", batch)
+    prompts = read_prompts(prompts_file, batch)
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     encoded = [encode_prompt(tokenizer, prompts[number % len(prompts)], chat=True) for number in range(batch)]
     takers = {
@@ -126,6 +126,8 @@ def seconds_alone(setup: str, cores: Sequence[int], spins: dict[str, str], secon
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = ROOT / "conf" / "prompts" / "editing.jsonl"
+    parser.add_argument("--prompts", type=Path, default=default, help="default: %(default)s")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16], help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=96, help="of each output; default: %(default)s")
     parser.add_argument("--slices", type=int, default=24, help="turns of a variant; default: %(default)s")
@@ -147,7 +149,7 @@ def main() -> None:
             bind_to_cores(cores)
             time.sleep(1.0)
             for batch in arguments.batch:
-                speeds = verifier_speeds(batch, arguments.tokens, len(cores), arguments.slices)
+                speeds = verifier_speeds(arguments.prompts, batch, arguments.tokens, len(cores), arguments.slices)
                 shares.append(speeds["auto"] / max(speed for name, speed in speeds.items() if name != "auto"))
                 cells = ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items())
                 print(f"  verifier, batch {batch}, tokens/s: {cells}; auto / best plain {shares[-1]:.2f}", flush=True)

@@ -6,7 +6,8 @@
 The same trainer, tasks and seeds each time. Prints seconds per step and for generating (pushing weights included), the
 mean reward and length, and the largest difference between log-probabilities of the same tokens as the rollout returned
 them and as the trainer computes them, over all steps. Rewards and lengths of every step must be equal with drafts and
-without: else the exit code is 1. TRL's own generation samples other tokens.
+without: else the exit code is 1. TRL's own generation samples other tokens. For an attached engine TRL corrects the
+importance of each output, which takes one more forward over all of them; `--no-correction` switches that off.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import re
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import trl
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
+
+with warnings.catch_warnings(action="ignore"):  # about the version of vLLM, which is not used
+    import trl
 
 from specactor_ray import Rollout
 from specactor_ray.config.load import from_mapping
@@ -49,7 +53,8 @@ def _words(messages: Any) -> list[str]:
 class Clock(TrainerCallback):
     """Seconds of every step, and of generating in it."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, variant: str) -> None:
+        self._variant = variant
         self.steps: list[float] = []
         self.generating: list[float] = []
         self._begin = 0.0
@@ -68,6 +73,8 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.steps.append(time.perf_counter() - self._begin)
+        times = f"{self.steps[-1]:.1f} s, {self.generating[-1]:.1f} s of them for generating"
+        print(f"{self._variant}: step {len(self.steps)}, {times}", file=sys.stderr)
 
 
 def make_trainer(options: argparse.Namespace, folder: Path) -> Any:
@@ -82,6 +89,7 @@ def make_trainer(options: argparse.Namespace, folder: Path) -> Any:
         logging_steps=1,
         report_to="none",
         save_strategy="no",
+        vllm_importance_sampling_correction=not options.no_correction,
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
@@ -104,8 +112,9 @@ def measure(variant: str, options: argparse.Namespace, folder: Path) -> dict[str
     try:
         if rollout is not None:
             attach(trainer, rollout)
-        clock = Clock(trainer)
+        clock = Clock(trainer, variant)
         trainer.add_callback(clock)
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
         metrics = rollout.metrics() if rollout is not None else None
     finally:
@@ -152,6 +161,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--no-correction", action="store_true", help="without TRL's importance correction")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     options = parser.parse_args()
     results = []
@@ -159,7 +169,6 @@ def main() -> int:
         for variant in options.variants:
             results.append(measure(variant, options, Path(folder)))
             gc.collect()
-            print(f"{variant}: {results[-1]['step s']:.2f} s per step", file=sys.stderr)
     show(results)
     ours = [result["rows"] for result in results if result["variant"] != "trl"]
     same = all(rows == ours[0] for rows in ours)
