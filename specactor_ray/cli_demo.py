@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from specactor_ray.errors import InputError
+from specactor_ray.errors import InputError, ModelLoadError
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
@@ -31,8 +31,13 @@ def demo(
         raise InputError(f"--minutes: {minutes:g} is no time; use more than 0")
     if output is not None and output.exists():
         raise InputError(f"--output: {output} exists and is never overwritten; name another folder")
+    from specactor_ray.modeling.loading import require_model
     from specactor_ray.observability.console import log_through, make_console, say
 
+    try:
+        require_model(model)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"--model: {error}") from None
     progress = make_console(sys.stderr)
     log_through(progress, "WARNING")
     from specactor_ray.benchmarks.demo import Demo, run_demo

@@ -7,11 +7,19 @@ is allowed and what to do; the command line prints it without a traceback and ex
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection
 
 EXIT_USER_ERROR = 2
 _LONGEST_VALUE, _LONGEST_KEY = 120, 400
 """Characters of a value or a key that a message shows."""
+_USERINFO = re.compile(r"(?<=:/)(/?)[^/\s]*@")
+"""Name and password before the host of a URL; `Path` leaves one slash of two."""
+
+
+def redacted(text: str) -> str:
+    """The text with names and passwords in its URLs replaced by `***`."""
+    return _USERINFO.sub(r"\1***@", text)
 
 
 def clipped(value: object) -> str:
@@ -23,7 +31,8 @@ def clipped(value: object) -> str:
 
 
 def clipped_text(text: str, longest: int = _LONGEST_VALUE) -> str:
-    """A text as messages show it: printable, and cut where it is longer than `longest` characters."""
+    """A text as messages show it: printable, without passwords in URLs, and cut where it is longer than `longest`."""
+    text = redacted(text)
     if len(text) > longest:
         text = f"{text[:longest]}... ({len(text)} characters)"
     return text if text.isprintable() else repr(text)[1:-1]
@@ -36,7 +45,10 @@ def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
 
 
 class SpecActorError(Exception):
-    """Root of every error this package raises on purpose."""
+    """Root of every error this package raises on purpose. No message holds a password of a URL."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redacted(one) if isinstance(one, str) else one for one in args))
 
 
 class UserError(SpecActorError, ValueError):
@@ -62,6 +74,23 @@ class ConfigError(UserError):
 
 class InputError(UserError):
     """A prompt, a data file or a sampling parameter cannot be used."""
+
+
+class RangeError(InputError):
+    """A value of a key is not among the allowed ones.
+
+    Args:
+        key: Dotted key.
+        value: What was given, as `clipped` shows it.
+        allowed: What must be given, as in `be true or false`.
+    """
+
+    def __init__(self, key: str, value: str, allowed: str) -> None:
+        self.key, self.value, self.allowed = key, value, allowed
+        super().__init__(f"{key} is {value}; it must {allowed}")
+
+    def __reduce__(self) -> tuple[type[RangeError], tuple[str, str, str]]:
+        return type(self), (self.key, self.value, self.allowed)
 
 
 class ModelLoadError(UserError):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.errors import InputError, clipped
+from specactor_ray.errors import RangeError, clipped
 
 
 class Mode(StrEnum):
@@ -48,7 +48,7 @@ class SamplingParams:
     messages share this class and its bounds.
 
     Raises:
-        InputError: A value is of the wrong type or out of range; the message names the field and what is allowed.
+        RangeError: A value is of the wrong type or out of range.
     """
 
     temperature: float = 1.0
@@ -71,7 +71,7 @@ class SamplingParams:
         self.check()
 
     def check(self) -> None:
-        """Raise InputError where a value is out of bounds. What is unpickled was never checked.
+        """Raise RangeError where a value is out of bounds. What is unpickled was never checked.
 
         Numbers of numpy become Python's, a list becomes a tuple.
         """
@@ -82,7 +82,7 @@ class SamplingParams:
             except OverflowError:  # a whole number that no float holds
                 number = None
             if number is None or not is_in_range(number):
-                raise InputError(f"sampling.{name} is {clipped(value)}; it must be {allowed}")
+                raise RangeError(f"sampling.{name}", clipped(value), f"be {allowed}")
             object.__setattr__(self, name, number)
         stops = self.stop_token_ids
         if (
@@ -90,11 +90,11 @@ class SamplingParams:
             or len(stops) > _MOST_STOPS
             or not all(type(one) is int and 0 <= one < 2**31 for one in stops)
         ):
-            allowed = f"at most {_MOST_STOPS} token ids, each from 0 to 2**31 - 1"
-            raise InputError(f"sampling.stop_token_ids is {clipped(stops)}; it must hold {allowed}")
+            allowed = f"hold at most {_MOST_STOPS} token ids, each from 0 to 2**31 - 1"
+            raise RangeError("sampling.stop_token_ids", clipped(stops), allowed)
         object.__setattr__(self, "stop_token_ids", tuple(stops))
         if type(self.ignore_eos) is not bool:
-            raise InputError(f"sampling.ignore_eos is {clipped(self.ignore_eos)}; it must be true or false")
+            raise RangeError("sampling.ignore_eos", clipped(self.ignore_eos), "be true or false")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.cluster.token import shown, token_for, why_withheld
-from specactor_ray.errors import ClusterError, InputError
+from specactor_ray.config.load import yaml_problem
+from specactor_ray.errors import ClusterError, InputError, redacted
 from specactor_ray.observability.console import say
 
 EXCLUDES = (
@@ -78,7 +79,8 @@ def _submit_and_follow(
     with _readable_errors(address):
         job = _submit(client, entrypoint, environment)
     say(console, f"job {job} submitted: {entrypoint}")
-    say(console, f"dashboard: {address}; stop it with: {_ADDRESS}={address} ray job stop {job}")
+    shown = redacted(address)
+    say(console, f"dashboard: {shown}; stop it with: {_ADDRESS}={shown} ray job stop {job}")
     if not follow:
         return 0
     status = _follow(client, job, console)
@@ -107,8 +109,10 @@ def read_runtime_env(path: Path | None) -> dict[str, Any]:
     try:
         if path is not None:
             given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise InputError(f"--runtime-env: {path} cannot be read: {error}") from None
+    except OSError as error:
+        raise InputError(f"--runtime-env: {path} cannot be read ({error.strerror}); name a YAML file") from None
+    except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise InputError(f"--runtime-env: {path} is not valid YAML ({yaml_problem(error)}); mend it") from None
     if not isinstance(given, Mapping):
         raise InputError(f"--runtime-env: {path} must hold `key: value` pairs, such as pip or env_vars")
     for key, kind in (("excludes", list), ("env_vars", dict)):

@@ -20,8 +20,8 @@ from specactor_ray.benchmarks.variants import Variant, draft_cores
 from specactor_ray.config.schema import HISTORY_METHODS, Config, ModeName
 from specactor_ray.config.validate import validate
 from specactor_ray.observability.console import say
+from specactor_ray.rollout.preflight import check_target, require_named
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
-from specactor_ray.rollout.target_checks import check_target
 from specactor_ray.simulation.costs import profile_world
 from specactor_ray.simulation.rollouts import SimulatedRollouts
 from specactor_ray.simulation.scenario import MachinesConfig, PythonConfig, ScenarioConfig, StepsConfig
@@ -95,6 +95,7 @@ def report_of(points: Sequence[Point]) -> dict[str, Any]:
 def _validate_backend(config: Config, batches: Sequence[int], backend: str, console: Console) -> Iterator[Point]:
     config = copy.deepcopy(config)
     config.target.backend, config.target.record_margins = backend, False
+    require_named(config)
     check_target(config)
     from specactor_ray.cluster.connection import connect
 

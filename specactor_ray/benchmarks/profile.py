@@ -20,11 +20,10 @@ from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.phase_progress import PhaseProgress, show_steps
-from specactor_ray.rollout.compatibility import export_what_drafters_read
 from specactor_ray.rollout.output import write_json
 from specactor_ray.rollout.planning import as_decoupled
+from specactor_ray.rollout.preflight import check_target, export_what_drafters_read, require_named
 from specactor_ray.rollout.prompts import read_prompts
-from specactor_ray.rollout.target_checks import check_target
 from specactor_ray.signals import sigterm_interrupts
 from specactor_ray.speculation.profile import KIND, SCHEMA
 
@@ -66,6 +65,7 @@ def run_profile(
     config = copy.deepcopy(as_decoupled(config))
     if config.drafters:
         config.mode = ModeName.decoupled  # whatever it will be run in, everything is measured
+    require_named(config)
     check_target(config)
     config = export_what_drafters_read(config)
     from specactor_ray.modeling.identity import method_identity

@@ -30,8 +30,8 @@ from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.output import remove_if_empty, write_json
+from specactor_ray.rollout.preflight import check_target, require_named, start_note
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
-from specactor_ray.rollout.target_checks import check_target, start_note
 from specactor_ray.signals import signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ def _checked_variants(
     config: Config, modes: Sequence[BenchMode], batches: Sequence[int], peers: bool
 ) -> Sequence[Variant]:
     """What will be measured, after all that can be checked before Ray starts."""
+    require_named(config)
     check_target(config)
     variants = plan_variants(config, modes, batches)
     _reject_more_cores_than_there_are(config, variants)

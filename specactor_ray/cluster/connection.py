@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import Any
 
 import ray
 
-from specactor_ray.cluster.discovery import TWO_FIXES, cluster_to_join
+from specactor_ray.cluster.discovery import TWO_FIXES, require_listener, resolve_address
 from specactor_ray.cluster.module_path import worker_job_config
 from specactor_ray.cluster.names import NAMESPACE
 from specactor_ray.cluster.token import (
@@ -99,7 +98,7 @@ def connect(config: ClusterConfig) -> Connection:
 
 
 def _join(config: ClusterConfig) -> Connection:
-    address = _resolve(config.address)
+    address = resolve_address(config.address)
     variables = token_for(address, found_here=config.address == "auto" and not os.environ.get("RAY_ADDRESS"))
     wants_token = _probe(address, read_token(variables))
     with contextlib.ExitStack() as held:
@@ -188,19 +187,6 @@ def _sigterm_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _resolve(address: str) -> str:
-    """`host:port` for `auto` or what the user wrote; checked for its form."""
-    if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or cluster_to_join()
-    host, _, port = address.rpartition(":")
-    if "/" in address or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ClusterError(
-            f"{address!r} is not the address of a Ray cluster; it must be host:port, such as 10.0.0.5:6379 "
-            "(the one `ray start --head` prints, not the dashboard's and not a ray:// one), `auto` or `local`."
-        )
-    return address
-
-
 def _probe(address: str, token: str) -> bool:
     """Ask the cluster at `host:port` whether it is alive and takes our token; seconds, never minutes.
 
@@ -209,13 +195,7 @@ def _probe(address: str, token: str) -> bool:
     Returns:
         Whether it wants a token.
     """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    try:
-        socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S).close()
-    except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
-        raise ClusterError(f"no Ray cluster answers at {address} ({reason}). Fix: {TWO_FIXES}") from None
+    require_listener(address)
     answer = _ask_alive(address, "")
     wants_token = answer == _UNAUTHENTICATED
     if wants_token and token:

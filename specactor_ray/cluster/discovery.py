@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import sys
 from pathlib import Path
 
 import psutil
 
 from specactor_ray.cluster.token import private_clusters
+from specactor_ray.config.validate import why_no_address
 from specactor_ray.errors import ClusterError
 
 _NOTE = "ray_current_cluster"
 """File in Ray's temporary folder: the address of the newest `ray start` there. Private clusters leave none."""
+_LISTENER_TIMEOUT_S = 2.0
 TWO_FIXES = "start one with `ray start --head` (and give its address), or use cluster.address=local."
 
 
@@ -29,6 +33,38 @@ def started_clusters() -> list[str]:
             if (Path(options["--temp_dir"]) / _NOTE).read_text(encoding="utf-8").strip() == options["--gcs-address"]:
                 found.add(options["--gcs-address"])
     return sorted(found)
+
+
+def is_connected() -> bool:
+    """Whether this process is connected to a Ray cluster. Ray is not imported to find out."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def resolve_address(address: str) -> str:
+    """`host:port` of `auto`, or the address as it is.
+
+    Raises:
+        ClusterError: `auto` stands for no cluster, or the address is not of this form.
+    """
+    found = (os.environ.get("RAY_ADDRESS") or cluster_to_join()) if address == "auto" else address
+    if problem := why_no_address(found):
+        raise ClusterError(problem)
+    return found
+
+
+def require_listener(address: str) -> None:
+    """Refuse the address, `host:port`, of a cluster where nothing listens.
+
+    Raises:
+        ClusterError: See above.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_LISTENER_TIMEOUT_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        raise ClusterError(f"no Ray cluster answers at {address} ({reason}). Fix: {TWO_FIXES}") from None
 
 
 def cluster_to_join() -> str:

@@ -28,7 +28,7 @@ from specactor_ray.config.environment import KeyPath, dotted, resolve, texts, va
 from specactor_ray.config.schema import Config
 from specactor_ray.config.shipped import find_file, shipped_names
 from specactor_ray.config.validate import validate
-from specactor_ray.errors import ConfigError, InputError, clipped, clipped_text, did_you_mean
+from specactor_ray.errors import ConfigError, RangeError, clipped, clipped_text, did_you_mean
 
 Tree = dict[str, Any]
 S = TypeVar("S")
@@ -77,15 +77,15 @@ def load_as(
     schema: type[S],
     source: Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
-    example: str = "conf/local_cpu.yaml",
+    folder: str = "",
 ) -> S:
     """Like `load_config`, for another schema: a dataclass of such sections. Relations between keys are not checked.
-    `example` is a file that errors point to.
+    Shipped files of this schema are in `folder` of `conf`.
 
     Raises:
         ConfigError: As for `load_config`.
     """
-    settings = _read_yaml(source, example) if isinstance(source, Path) else source
+    settings = _read_yaml(source, folder) if isinstance(source, Path) else source
     return _convert(_checked_tree(settings, overrides, schema), schema)[0]
 
 
@@ -144,12 +144,12 @@ def save_config(config: Config, path: str | Path) -> None:
         raise
 
 
-def _read_yaml(path: Path, example: str = "conf/local_cpu.yaml") -> Tree:
+def _read_yaml(path: Path, folder: str = "") -> Tree:
     where = str(path)
     try:
-        container: Any = OmegaConf.load(find_file(path))
+        container: Any = OmegaConf.load(find_file(path, folder))
     except FileNotFoundError:
-        raise ConfigError(where, "there is no such file.", _similar_files(path)) from None
+        raise ConfigError(where, "there is no such file.", _similar_files(path, folder)) from None
     except IsADirectoryError:
         raise ConfigError(where, "this is a folder.", "name a YAML file.") from None
     except RecursionError:
@@ -161,21 +161,22 @@ def _read_yaml(path: Path, example: str = "conf/local_cpu.yaml") -> Tree:
             raise ConfigError(where, f"cannot be read: {error.strerror}.") from None
         container = None  # OmegaConf's word for a file that holds a single number
     except _UNREADABLE as error:
-        raise ConfigError(where, f"not valid YAML: {_yaml_problem(error)}.", "mend that line.") from None
+        raise ConfigError(where, f"not valid YAML: {yaml_problem(error)}.", "mend that line.") from None
     if not OmegaConf.is_dict(container):
+        example = Path("conf", folder, f"{shipped_names(folder)[-1]}.yaml")
         raise ConfigError(where, "the file holds no `key: value` pairs.", f"see {example} for an example.")
     return _to_tree(container)
 
 
-def _similar_files(path: Path) -> str:
+def _similar_files(path: Path, folder: str) -> str:
     others = sorted(file.name for file in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
     here = (
         f"{path.parent} holds {', '.join(others[:8])}." if others else "check the path; it is relative to this folder."
     )
-    return f"{here} Shipped with the package: {', '.join(shipped_names())}."
+    return f"{here} Shipped with the package: {', '.join(shipped_names(folder))}."
 
 
-def _yaml_problem(error: Exception) -> str:
+def yaml_problem(error: Exception) -> str:
     """`line 3, column 7: found duplicate key mode`, without the parser's multi-line report."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     problem = str(getattr(error, "problem", None) or error).splitlines()[0].partition(";")[0].rstrip(".")
@@ -226,7 +227,7 @@ def _override_value(key: str, text: str) -> Any:
     except RecursionError:
         raise ConfigError(key, "the value is nested too deeply.", "mend it.") from None
     except _UNREADABLE as error:
-        problem = f"{clipped(text)} is not valid YAML ({_yaml_problem(error)})."
+        problem = f"{clipped(text)} is not valid YAML ({yaml_problem(error)})."
         raise ConfigError(key, problem, f"quote the whole item for the shell: '{key}=...'") from None
 
 
@@ -369,9 +370,8 @@ def _convert(tree: Tree, schema: type[S]) -> tuple[S, dict[KeyPath, str]]:
     read = resolve(tree, node)
     try:
         config = OmegaConf.to_object(node)
-    except InputError as error:  # of `SamplingParams`: KEY is VALUE; it must ...
-        name, _, problem = str(error).partition(" is ")
-        value, _, allowed = problem.rpartition("; it must ")
-        raise without_values(ConfigError(name, f"{value} is not allowed.", f"it must {allowed}."), tree) from None
+    except RangeError as error:  # of `SamplingParams`
+        refused = ConfigError(error.key, f"{error.value} is not allowed.", f"it must {error.allowed}.")
+        raise without_values(refused, tree) from None
     assert isinstance(config, schema)  # for the type checker: to_object of a structured dataclass is one
     return config, read

@@ -7,18 +7,23 @@ from pathlib import Path
 SHIPPED = Path(__file__).parents[1] / "conf"
 
 
-def find_file(name: str | Path) -> Path:
-    """The file of this name; where there is none, the shipped one: `local_cpu`, or `conf/prompts/demo.jsonl`."""
+def find_file(name: str | Path, folder: str = "") -> Path:
+    """The file of this name; where there is none, the shipped one: `local_cpu`, or `conf/prompts/demo.jsonl`.
+
+    Args:
+        name: A path, or the name of a shipped file without its ending.
+        folder: Of `conf`, where names are looked up.
+    """
     path = Path(name)
     if path.exists() or path.is_absolute() or ".." in path.parts:
         return path
     if path.parts[:1] == ("conf",):
         shipped = SHIPPED.joinpath(*path.parts[1:])
     else:
-        shipped = SHIPPED / f"{path}.yaml"
+        shipped = SHIPPED / folder / f"{path}.yaml"
     return shipped if shipped.is_file() else path
 
 
-def shipped_names() -> list[str]:
-    """Names of the shipped configurations of runs."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml") if path.stem != "runtime_env")
+def shipped_names(folder: str = "") -> list[str]:
+    """Names of the shipped configurations of runs, or of the files in another folder of `conf`."""
+    return sorted(path.stem for path in (SHIPPED / folder).glob("*.yaml") if path.stem != "runtime_env")

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from specactor_ray.config.lending import lendable_methods
+from specactor_ray.config.named import is_named
 from specactor_ray.config.online import (
     reject_batch_above_buffer,
     reject_online_for_others,
@@ -167,6 +168,22 @@ def reject_health_timeout_below_interval(config: Config) -> None:
         raise ConfigError("cluster.health_timeout_s", problem, fix)
 
 
+def reject_address_of_no_cluster(config: Config) -> None:
+    address = config.cluster.address
+    if address not in ("local", "auto") and (problem := why_no_address(address)):
+        raise ConfigError("cluster.address", problem)
+
+
+def why_no_address(address: str) -> str:
+    """What is wrong with the form of a cluster's address; empty for `host:port`."""
+    host, _, port = address.rpartition(":")
+    if not re.search(r"[/@\s]", address) and host and port.isdecimal() and 0 < int(port) < 65536:
+        return ""
+    form = "host:port, such as 10.0.0.5:6379 (as `ray start --head` prints it, not the dashboard's and not ray://...)"
+    shown = clipped(address if "://" in address else re.sub(".*@", "***@", address))
+    return f"{shown} is not the address of a Ray cluster; it must be {form}, `auto` or `local`."
+
+
 def reject_size_of_a_foreign_cluster(config: Config) -> None:
     for key in ("cluster.num_cpus", "cluster.num_gpus"):
         if config.cluster.address != "local" and _value(config, key) is not None:
@@ -257,7 +274,7 @@ def reject_drafter_cores_between_whole_numbers(drafter: DrafterConfig, key: str)
 
 
 def reject_unknown_drafter_names(drafter: DrafterConfig, key: str) -> None:
-    if not re.fullmatch(r"[\w.]+:\w+", drafter.method):  # else a class of the user's, imported where it drafts
+    if not is_named(drafter.method):  # else a class of the user's, imported where it drafts
         _reject_unlisted(f"{key}.method", drafter.method, DRAFT_METHODS)
     _reject_unlisted(f"{key}.dtype", drafter.dtype, DTYPES)
 
@@ -341,6 +358,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_bad_hidden_layers,
     reject_step_smaller_than_batch,
     reject_health_timeout_below_interval,
+    reject_address_of_no_cluster,
     reject_size_of_a_foreign_cluster,
     reject_device_the_target_cannot_use,
     reject_ranks_the_backend_has_not,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-
+from specactor_ray.config.named import require_proposer
 from specactor_ray.config.schema import DRAFT_METHODS, DrafterConfig, TargetConfig
 from specactor_ray.drafters.base import RowProposer
 from specactor_ray.errors import ConfigError
@@ -34,18 +33,7 @@ def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> 
 
 def _build_custom(config: DrafterConfig) -> RowProposer:
     """A user's own proposer, `package.module:Class`, made with its configuration section."""
-    module_name, _, class_name = config.method.partition(":")
-    try:
-        proposer_class = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("drafters.method", f"{config.method} cannot be imported ({error}).") from error
-    missing = [
-        name for name in ("open", "commit_batch", "extend", "tails", "close") if not hasattr(proposer_class, name)
-    ]
-    if missing:
-        problem = f"{config.method} is no proposer: it lacks {', '.join(missing)}."
-        raise ConfigError("drafters.method", problem, "derive it from specactor_ray.drafters.base.RowProposer.")
-    proposer: RowProposer = proposer_class(config)
+    proposer: RowProposer = require_proposer(config.method, "drafters.N.method")(config)
     return proposer
 
 

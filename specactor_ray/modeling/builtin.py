@@ -43,14 +43,17 @@ def builtin_dir(name: str) -> Path:
         ) from error
 
 
-def require_builtin(name: str) -> None:
-    """Refuse a built-in model that is neither converted yet nor can be.
+def require_builtin(name: str) -> Path | None:
+    """The folder of a built-in model; None where it can be converted, but is not yet.
 
     Raises:
         ModelLoadError: The package with the file is not installed.
     """
-    if not _converted(name).is_dir():
-        gguf_file()
+    folder = _converted(name)
+    if folder.is_dir():
+        return folder
+    gguf_file()
+    return None
 
 
 def _converted(name: str) -> Path:

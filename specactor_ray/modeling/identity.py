@@ -67,10 +67,3 @@ def gpu_name() -> str | None:
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-
-
-def count_gpus() -> int:
-    """GPUs this process sees."""
-    import torch
-
-    return torch.cuda.device_count()

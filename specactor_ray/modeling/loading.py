@@ -48,34 +48,40 @@ def resolve_model(name: str) -> Path | str:
     return builtin_dir(name) if _is_builtin(name) else _find_model(name)
 
 
-def require_model(name: str) -> None:
+def require_model(name: str) -> Path | None:
     """Refuse a model that is not there. Takes no second where it is a path: nothing is loaded, converted or downloaded.
+
+    Returns:
+        The folder with its `config.json`; None where it must be converted or downloaded first.
 
     Raises:
         ModelLoadError: As `resolve_model`; or there is no such id in the local cache, and the Hub cannot be reached.
     """
     if _is_builtin(name):
-        require_builtin(name)
-        return
+        return require_builtin(name)
     source = _find_model(name)
     if isinstance(source, Path):
-        return
+        return source
     from huggingface_hub import try_to_load_from_cache
 
     repo, _, revision = source.partition("@")
     cached = try_to_load_from_cache(repo, "config.json", revision=revision or None)
-    if not isinstance(cached, str) and not hub_reachable():
+    if isinstance(cached, str):
+        return Path(cached).parent
+    if not hub_reachable():
         raise ModelLoadError(_unreachable(name))
+    return None
 
 
-def require_head(folder: Path) -> None:
-    """Refuse a folder without an EAGLE head.
+def require_head(folder: Path) -> Path:
+    """The folder, which must hold an EAGLE head.
 
     Raises:
         ModelLoadError: It has no configuration.
     """
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"There is no EAGLE head at {str(folder)!r} (no config.json). Fix: name its directory.")
+    return folder
 
 
 def _is_builtin(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
 from importlib import metadata
@@ -37,6 +38,22 @@ def hardware() -> dict[str, Any]:
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(terse=True),
     }
+
+
+def count_gpus() -> int:
+    """GPUs that a Ray cluster on this machine would have: those of the driver, as far as CUDA_VISIBLE_DEVICES names
+    them. Imports no torch."""
+    count = ctypes.c_uint(0)
+    try:
+        driver = ctypes.CDLL("libnvidia-ml.so.1")
+        if driver.nvmlInit_v2() or driver.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return 0
+    except (OSError, AttributeError):  # no driver, or a very old one
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count.value
+    return min(count.value, sum(one not in ("", "NoDevFiles") for one in visible.split(",")))
 
 
 def _cpuinfo() -> dict[str, str]:

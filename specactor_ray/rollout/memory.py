@@ -14,6 +14,7 @@ from specactor_ray.modeling.loading import load_empty_model, parse_dtype
 
 PROCESS_BYTES = 0.35 * 2**30
 """Python, torch and Ray of one process."""
+FIXES = "a smaller target.kv_cache_gb or target.replicas, or fewer drafters."
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,23 @@ def require_memory(config: Config) -> None:
         ConfigError: The numbers are in the message.
     """
     if _judged(config):
-        fix = "a smaller target.kv_cache_gb or target.replicas, or fewer drafters."
-        check_memory(config, plan_rollout_memory(config), available_bytes(), fix)
+        check_memory(config, plan_rollout_memory(config), available_bytes(), FIXES)
+
+
+def require_caches(config: Config) -> None:
+    """Refuse caches that cannot fit this machine, whatever the weights take; no model is read.
+
+    Raises:
+        ConfigError: The numbers are in the message.
+    """
+    target = config.target
+    plan = [MemoryItem("verifiers", f"{target.replicas} x cache", target.replicas * target.kv_cache_gb * 2**30)]
+    for drafter in config.drafters if config.mode is not ModeName.plain else ():
+        copies = target.replicas if config.mode is ModeName.coupled else drafter.replicas
+        if drafter.model and copies:
+            held = copies * drafter.kv_cache_gb * 2**30
+            plan.append(MemoryItem("drafters", f"{copies} x cache of {drafter.method}", held))
+    check_memory(config, plan, available_bytes(), FIXES)
 
 
 def _judged(config: Config) -> bool:
@@ -133,8 +149,8 @@ def check_memory(config: Config, plan: Sequence[MemoryItem], available: float, f
     """
     total = sum(item.num_bytes for item in plan)
     if total > available and _judged(config):
-        lines = "\n".join(f"  {item.owner:<14} {item.what:<32} {gib(item.num_bytes)}" for item in plan)
-        problem = f"the run needs about {gib(total)}, and {gib(available)} are free.\n{lines}\n"
+        items = "; ".join(f"{item.owner}, {item.what}: {gib(item.num_bytes)}" for item in plan)
+        problem = f"the run needs about {gib(total)} ({items}), and {gib(available)} are free."
         raise ConfigError("memory", problem, fix)
 
 

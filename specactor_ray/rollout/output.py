@@ -206,7 +206,7 @@ def save_run_config(config: Config, folder: Path) -> None:
     try:
         save_config(config, folder / CONFIG_FILE)
     except OSError as error:
-        raise InputError(f"run.dir: {folder} cannot be written to ({error.strerror})") from None
+        raise InputError(f"run.dir: {folder} cannot be written to ({error.strerror}); name another folder") from None
 
 
 def discard_run_folder(folder: Path) -> None:

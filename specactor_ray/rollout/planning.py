@@ -4,19 +4,20 @@ cluster."""
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from specactor_ray.cluster.cores import cores_needed
+from specactor_ray.cluster.discovery import is_connected
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.config.validate import MAX_WINDOW, validate
 from specactor_ray.errors import ConfigError
-from specactor_ray.observability.environment import hardware, versions
+from specactor_ray.observability.environment import count_gpus, hardware, versions
 from specactor_ray.spec.tgs import geometric, share_right
 from specactor_ray.speculation.plan import ALL_MODES, Method, Plan, search_plan
 from specactor_ray.speculation.profile import Profile, load_profile, reject_foreign_profile
@@ -330,25 +331,43 @@ def existing_devices(config: Config) -> Devices | None:
         return None
     cores, gpus = cluster.num_cpus or len(os.sched_getaffinity(0)), cluster.num_gpus
     if gpus is None and config.target.gpus:
-        from specactor_ray.modeling.identity import count_gpus
-
         gpus = count_gpus()
     return Devices(cores, gpus or 0)
 
 
-def require_cores(config: Config, trains: bool = False) -> None:
-    """Refuse a layout that needs more CPU cores than the cluster that is to be started here will have.
+def require_devices(config: Config, trains: bool = False) -> None:
+    """Refuse a layout that needs more GPUs or CPU cores than the cluster that is to be started here will have.
 
     Args:
         config: In which `mode: auto` is resolved.
         trains: The trainer is part of the run.
 
     Raises:
-        ConfigError: The cores that are needed and those that exist are in the message.
+        ConfigError: What is needed and what exists are in the message.
     """
-    ray = sys.modules.get("ray")
-    if config.cluster.address != "local" or (ray is not None and ray.is_initialized()):
-        return  # the run will not be on a cluster of its own
+    if config.cluster.address == "local" and not is_connected():
+        _require_gpus(config, trains)
+        _require_cores(config, trains)
+
+
+def _require_gpus(config: Config, trains: bool) -> None:
+    target, trainer = config.target, config.trainer
+    wanted = {"target.gpus": target.replicas * target.gpus}
+    wanted |= {f"drafters.{i}.gpus": one.replicas * one.gpus for i, one in enumerate(_acting_drafters(config))}
+    wanted |= {"trainer.gpus": trainer.ranks * trainer.gpus * trains}
+    needed = sum(wanted.values())
+    if not needed:
+        return
+    there = count_gpus() if config.cluster.num_gpus is None else config.cluster.num_gpus
+    if needed > there:
+        totals = zip(wanted, itertools.accumulate(wanted.values()), strict=True)
+        key = next(key for key, total in totals if total > there)
+        whose = ", ".join(f"{name} {count}" for name, count in wanted.items() if count)
+        problem = f"the run needs {needed} GPU(s) in all ({whose}), and there are {there}."
+        raise ConfigError(key, problem, f"use {key}=0, fewer replicas, or a bigger cluster in cluster.address.")
+
+
+def _require_cores(config: Config, trains: bool) -> None:
     target, cluster, trainer = config.target, config.cluster, _trainer_cores(config) if trains else 0
     shares = [drafter.cores for drafter in _acting_drafters(config) for _ in range(drafter.replicas)]
     verifiers, there = target.replicas * target.cores, len(os.sched_getaffinity(0))

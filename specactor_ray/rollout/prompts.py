@@ -15,6 +15,8 @@ from specactor_ray.json_text import parse_json
 Prompt = str | list[dict[str, Any]] | list[int]
 """Text, chat messages (`{"role": ..., "content": ...}`), or token ids. The content of a message is text, or a list of
 `{"type": "text", "text": ...}` parts, which are joined by newlines."""
+Encoded = tuple[tuple[int, ...], str]
+"""Token ids of a prompt and an empty text; or none, and why there are none."""
 _KINDS = ("prompt", "messages", "prompt_token_ids")
 _KINDS_IN_WORDS = '"prompt", "messages" or "prompt_token_ids"'
 
@@ -77,13 +79,17 @@ def _lines(path: Path) -> list[tuple[int, str]]:
 
 
 def _prompt_of(row: Any, where: str) -> Prompt:
-    if not isinstance(row, dict) or sum(kind in row for kind in _KINDS) != 1:
+    given = [kind for kind in _KINDS if isinstance(row, dict) and kind in row]
+    if len(given) > 1:
+        both = " and ".join(f'"{kind}"' for kind in given)
+        raise InputError(f"{where}: the line has {both}, and a prompt is one of them; remove the others")
+    if not given:
         raise InputError(f"{where}: expected an object with one of {_KINDS_IN_WORDS}{_unknown_keys(row)}")
     if "prompt" in row:
         if not isinstance(row["prompt"], str) or not row["prompt"]:
             raise InputError(f'{where}: "prompt" must be a non-empty string')
         return row["prompt"]
-    found: list[Any] = row[next(kind for kind in _KINDS if kind in row)]
+    found: list[Any] = row[given[0]]
     if "prompt_token_ids" in row:
         if not isinstance(found, list) or not found or not all(type(id_) is int and 0 <= id_ < 2**31 for id_ in found):
             raise InputError(f'{where}: "prompt_token_ids" must be a non-empty list of whole numbers of 0 or more')
@@ -104,7 +110,7 @@ def is_token_ids(prompt: Prompt) -> bool:
 
 def _unknown_keys(row: Any) -> str:
     """Keys of a line without a prompt, and the key that one of them resembles."""
-    if not isinstance(row, dict) or not row or any(kind in row for kind in _KINDS):
+    if not isinstance(row, dict) or not row:
         return ""
     meant = next((hint for key in row if (hint := did_you_mean(key, _KINDS))), "")
     return f"; its keys are {clipped_text(', '.join(row))}.{meant}"
@@ -163,6 +169,17 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, chat: bool) -> tuple[int, ...]
     if not tokenizer.chat_template:
         raise InputError("the prompt is a list of chat messages, but the model's tokenizer has no chat template")
     return _not_empty(_apply_template(tokenizer, messages))
+
+
+def encode_prompts(tokenizer: Any, prompts: Sequence[Prompt], chat: bool) -> list[Encoded]:
+    """`encode_prompt` of each; a prompt that cannot be encoded has its reason in place of token ids."""
+    encoded: list[Encoded] = []
+    for prompt in prompts:
+        try:
+            encoded.append((encode_prompt(tokenizer, prompt, chat), ""))
+        except InputError as error:
+            encoded.append(((), str(error)))
+    return encoded
 
 
 def _not_empty(token_ids: Sequence[Any]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -23,18 +23,19 @@ from specactor_ray.modeling.loading import locate_model, parse_dtype, weight_sha
 from specactor_ray.modeling.policy_weights import Weights, fitting_weights
 from specactor_ray.modeling.weight_buckets import WeightBucket, pack_as_they_come
 from specactor_ray.observability.console import log_by_default
-from specactor_ray.rollout.compatibility import (
-    check_drafters_fit_target,
-    export_what_drafters_read,
-    warn_without_drafters,
-)
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.memory import require_memory
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.planning import ladder_priors, require_cores, resolve
-from specactor_ray.rollout.prompts import Prompt, encode_prompt
+from specactor_ray.rollout.planning import ladder_priors, require_devices, resolve
+from specactor_ray.rollout.preflight import (
+    check_drafters_fit_target,
+    check_target,
+    export_what_drafters_read,
+    require_parts,
+    warn_without_drafters,
+)
+from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
 from specactor_ray.rollout.run_client import RunClient
-from specactor_ray.rollout.target_checks import check_target
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling import derive_seed
 
@@ -62,9 +63,10 @@ class Rollout:
     def __init__(self, config: Config) -> None:
         log_by_default()
         begin = SYSTEM.now()
+        require_parts(config)
         check_target(config)
         config, lines = resolve(config)
-        require_cores(config)
+        require_devices(config)
         for line in lines:
             logger.info("%s", line)
         config = export_what_drafters_read(config)
@@ -122,6 +124,7 @@ class Rollout:
         sampling: Sampling | None = None,
         n: int | None = None,
         skip: Collection[tuple[int, int]] = (),
+        encoded: Sequence[Encoded] | None = None,
     ) -> Iterator[Trajectory]:
         """Yield `len(prompts) * n` trajectories in the order they finish.
 
@@ -131,6 +134,7 @@ class Rollout:
                 derived from it. Default: the configuration's.
             n: Samples per prompt. Default: `data.n`.
             skip: `(prompt index, sample index)` of trajectories that are not wanted, since they are there already.
+            encoded: What `encode_prompts` made of the prompts. Default: made here.
 
         A prompt that cannot run ends as a trajectory with `finish_reason` `error` and its reason; the others go on.
 
@@ -162,7 +166,7 @@ class Rollout:
             raise InputError(f"n is {n}; it must be 1 or more")
         if self._run.streaming:
             raise InputError("another stream of this rollout is still open; exhaust or close it first")
-        return self._stream(list(prompts), each, n, frozenset(skip))
+        return self._stream(list(prompts), each, n, frozenset(skip), encoded)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling | None = None, n: int | None = None
@@ -270,15 +274,21 @@ class Rollout:
         return weight_shapes(target.model, trust_remote_code=target.trust_remote_code)
 
     def _stream(
-        self, prompts: list[Prompt], sampling: list[SamplingParams], n: int, skip: frozenset[tuple[int, int]]
+        self,
+        prompts: list[Prompt],
+        sampling: list[SamplingParams],
+        n: int,
+        skip: frozenset[tuple[int, int]],
+        encoded: Sequence[Encoded] | None,
     ) -> Iterator[Trajectory]:
         self._run.rouse()
         self._run.streaming = True
         self._streams += 1
         try:
-            encode = functools.partial(encode_prompt, self._tokenizer, chat=self.config.data.chat)
+            if encoded is None:
+                encoded = encode_prompts(self._tokenizer, prompts, self.config.data.chat)
             entries, places = [], {}
-            for place, entry, reason in samples_of(prompts, sampling, n, skip, encode, f"{self._streams}-"):
+            for place, entry, reason in samples_of(encoded, sampling, n, skip, f"{self._streams}-"):
                 if reason:
                     yield self._trajectory(entry, place, prompts, reason)
                 else:
@@ -315,33 +325,23 @@ class Rollout:
 
 
 def samples_of(
-    prompts: Sequence[Prompt],
+    encoded: Sequence[Encoded],
     sampling: Sequence[SamplingParams],
     n: int,
     skip: Collection[tuple[int, int]],
-    encode: Callable[[Prompt], tuple[int, ...]],
     prefix: str = "",
 ) -> Iterator[tuple[tuple[int, int], JournalEntry, str]]:
-    """Place (prompt index, sample index), request, and why it cannot run, if so. A prompt is encoded once.
+    """Place (prompt index, sample index), request, and why it cannot run, if so.
 
     Args:
-        prompts: What to sample from.
+        encoded: The prompts.
         sampling: For each prompt.
         n: Samples per prompt.
         skip: Places that are left out.
-        encode: Token ids of a prompt; raises InputError where it has none.
         prefix: Of the request ids.
     """
-    for prompt_index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-        places = [(prompt_index, one) for one in range(n) if (prompt_index, one) not in skip]
-        if not places:
-            continue
-        token_ids: tuple[int, ...] = ()
-        reason = ""
-        try:
-            token_ids = encode(prompt)
-        except InputError as error:
-            reason = str(error)
-        for place in places:
-            own = replace(params, seed=derive_seed(params.seed, *place))
-            yield place, JournalEntry(f"{prefix}{place[0]}-{place[1]}", token_ids, own), reason
+    for prompt_index, ((token_ids, reason), params) in enumerate(zip(encoded, sampling, strict=True)):
+        for place in ((prompt_index, one) for one in range(n)):
+            if place not in skip:
+                own = replace(params, seed=derive_seed(params.seed, *place))
+                yield place, JournalEntry(f"{prefix}{place[0]}-{place[1]}", token_ids, own), reason

@@ -17,7 +17,7 @@ from rich.console import Console
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.lending import draft_actors
 from specactor_ray.config.schema import ModeName
-from specactor_ray.errors import ConfigError, InputError, ModelLoadError
+from specactor_ray.errors import ConfigError, ModelLoadError
 from specactor_ray.modeling.loading import load_tokenizer, require_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
@@ -32,10 +32,9 @@ from specactor_ray.rollout.output import (
     save_run_config,
     write_json,
 )
-from specactor_ray.rollout.planning import require_cores, resolve
-from specactor_ray.rollout.prompts import Prompt, encode_prompt, is_token_ids, read_prompts
+from specactor_ray.rollout.preflight import check_target, max_prompt_tokens, refuse_early, start_note
+from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
 from specactor_ray.rollout.resume import find_unfinished, read_finished
-from specactor_ray.rollout.target_checks import check_target, max_prompt_tokens, require_models, start_note
 from specactor_ray.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -110,10 +109,8 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
     if config.resume not in ("auto", "never"):
         raise ConfigError("resume", f"is {config.resume!r}.", "a rollout takes auto or never.")
     prompts = read_prompts(config.data.path, config.data.limit)
-    require_models(config)
     _tokenizer_for(config, prompts, require_tokenizer)
-    config, lines = resolve(config)
-    require_cores(config)
+    config, lines = refuse_early(config)
     with sigterm_interrupts():
         unfinished = find_unfinished(config) if config.resume == "auto" else None
         if config.data.output is not None:  # whoever continues the run may be in another folder
@@ -127,9 +124,10 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
                     there = read_finished(writer, prompts, config)
                     save_run_config(config, folder)
                 check_target(config)
-                for line in (*lines, *_cut_outputs(config, prompts), *memory_lines(config)):
+                encoded = _encode(config, prompts)
+                for line in (*lines, *_cut_outputs(config, encoded), *memory_lines(config)):
                     say(console, line)
-                return _run(config, prompts, folder, writer, there, console)
+                return _run(config, prompts, encoded, folder, writer, there, console)
         except BaseException as error:
             if not unfinished and not (folder / SUMMARY_FILE).exists():
                 discard_run_folder(folder)
@@ -154,23 +152,28 @@ def _tokenizer_for(config: Config, prompts: Sequence[Prompt], find: Callable[[st
         raise ModelLoadError(f"target.model: {error} {fix}") from None
 
 
-def _cut_outputs(config: Config, prompts: Sequence[Prompt]) -> list[str]:
+def _encode(config: Config, prompts: Sequence[Prompt]) -> list[Encoded]:
+    """The prompts as token ids. Those that cannot be encoded fail alone, when it is their turn.
+
+    Raises:
+        ModelLoadError: See `_tokenizer_for`.
+    """
+    load = functools.partial(load_tokenizer, trust_remote_code=config.target.trust_remote_code)
+    return encode_prompts(_tokenizer_for(config, prompts, load), prompts, config.data.chat)
+
+
+def _cut_outputs(config: Config, encoded: Sequence[Encoded]) -> list[str]:
     """A line if some prompts leave less than `sampling.max_tokens` of the context.
 
     Raises:
         ConfigError: Every prompt would.
-        ModelLoadError: See `_tokenizer_for`.
     """
     most, limit = config.sampling.max_tokens, max_prompt_tokens(config)
-    load = functools.partial(load_tokenizer, trust_remote_code=config.target.trust_remote_code)
-    tokenizer, cut = _tokenizer_for(config, prompts, load), 0
-    for prompt in prompts:
-        with contextlib.suppress(InputError):  # fails alone, when it is its turn
-            cut += limit < len(encode_prompt(tokenizer, prompt, config.data.chat)) < limit + most
+    cut = sum(limit < len(token_ids) < limit + most for token_ids, _ in encoded)
     if not cut:
         return []
     return [
-        f"warning: {cut} of {len(prompts)} prompts have more than {limit} tokens and so leave less than "
+        f"warning: {cut} of {len(encoded)} prompts have more than {limit} tokens and so leave less than "
         f"sampling.max_tokens={most} of the context of {limit + most} (target.max_model_len): their outputs are cut"
     ]
 
@@ -178,6 +181,7 @@ def _cut_outputs(config: Config, prompts: Sequence[Prompt]) -> list[str]:
 def _run(
     config: Config,
     prompts: list[Prompt],
+    encoded: list[Encoded],
     folder: Path,
     writer: TrajectoryWriter,
     there: list[dict[str, Any]],
@@ -204,7 +208,7 @@ def _run(
         _announce(rollout, console)
         begin = time.monotonic()
         try:
-            _consume(rollout, prompts, writer, tally, console, _places(there))
+            _consume(rollout, prompts, encoded, writer, tally, console, _places(there))
             writer.complete()
             status = "complete"
         except KeyboardInterrupt as interrupt:
@@ -263,6 +267,7 @@ def _places(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, int]]:
 def _consume(
     rollout: Rollout,
     prompts: list[Prompt],
+    encoded: list[Encoded],
     writer: TrajectoryWriter,
     tally: Tally,
     console: Console,
@@ -274,7 +279,7 @@ def _consume(
         return ProgressState(done, tally.failed, rollout.committed_tokens, metrics.acceptance_length, metrics.supply)
 
     with RolloutProgress(console, "rollout", len(prompts) * rollout.config.data.n, read):
-        for trajectory in rollout.stream(prompts, skip=there):
+        for trajectory in rollout.stream(prompts, skip=there, encoded=encoded):
             row = trajectory.to_json()
             writer.write(row)
             tally.add(row)

@@ -176,7 +176,7 @@ def load_scenario(path: Path, overrides: Sequence[str] = ()) -> ScenarioConfig:
 
 def _load(path: Path, overrides: Sequence[str]) -> ScenarioConfig:
     try:
-        return load_as(ScenarioConfig, path, overrides, example="conf/simulation/two_cores.yaml")
+        return load_as(ScenarioConfig, path, overrides, folder="simulation")
     except ConfigError as error:
         if error.key in ("kind", "mode", "target"):  # of another kind of file
             kind = "a hardware file; name a scenario, which names it as `hardware`" if error.key == "kind" else _RUN

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from specactor_ray.config.schema import DataConfig
-from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.errors import ConfigError, InputError, clipped_text
 from specactor_ray.rollout.prompts import Prompt, read_jsonl, read_text
 
 GENERATED_SIZE = 100_000
@@ -92,6 +92,8 @@ class TableSource:
         if not isinstance(row, Mapping):
             raise InputError(f"{where}: expected an object with {config.prompt_key!r} or 'messages'")
         key = config.prompt_key if config.prompt_key in row else "messages"
+        if self._lines and key != "messages" and "messages" in row:
+            raise InputError(f"{where}: the line has {key!r} and 'messages', and a prompt is one of them; remove one")
         if key not in row:
             keys = ", ".join(sorted(row)) or "none"
             raise InputError(f"{where}: no key {config.prompt_key!r} (data.prompt_key); its keys are {keys}")
@@ -126,7 +128,9 @@ class GymSource:
         try:
             self._tasks = reasoning_gym.create_dataset(task, seed=seed, size=self._size, **(config.options or {}))
         except (TypeError, ValueError, AssertionError) as error:
-            raise ConfigError("data.options", f"{task} refuses them: {error}.") from None
+            known = ", ".join(one.name for one in fields(DATASETS[task][1]) if one.name not in ("seed", "size"))
+            problem = f"{task} refuses them: {clipped_text(str(error))}."
+            raise ConfigError("data.options", problem, f"its options are {known}; or leave them out.") from None
 
     def __len__(self) -> int:
         return self._size

@@ -11,8 +11,7 @@ from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.training_display import TrainingDisplay
 from specactor_ray.rollout.output import discard_run_folder
-from specactor_ray.rollout.planning import require_cores, resolve
-from specactor_ray.rollout.target_checks import require_models
+from specactor_ray.rollout.preflight import refuse_early
 from specactor_ray.training.data import TaskStream
 from specactor_ray.training.outcome import TrainOutcome
 from specactor_ray.training.record import StepRecorder
@@ -42,9 +41,7 @@ def train(
         UserError: Something in the configuration, the data or the cluster is wrong; found before anything is started.
         SpecActorError: The trainer or all verifiers were lost, or the loss stayed non-finite; checkpoints stand.
     """
-    require_models(config)
-    config, lines = resolve(config)
-    require_cores(config, trains=True)
+    config, lines = refuse_early(config, trains=True)
     prepare(config)
     stream = checked_tasks(config)
     memory = checked_memory(config)

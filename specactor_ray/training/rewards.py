@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from specactor_ray.config.named import import_named
 from specactor_ray.config.training_schema import RewardConfig
 from specactor_ray.errors import ConfigError
 
@@ -94,12 +95,7 @@ def find_reward(name: str) -> RewardFunction:
             raise ConfigError("reward.functions", f"{name!r} is not known.", fix)
         _require(name)
         return REWARDS[name]
-    module_name, _, function_name = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        problem = f"{name} cannot be imported ({error})."
-        raise ConfigError("reward.functions", problem, "check the name, and that it is on PYTHONPATH.") from None
+    function = import_named(name, "reward.functions")
     if not callable(function):
         raise ConfigError("reward.functions", f"{name} is not a function.", "name one that takes a RewardSample.")
     return function  # type: ignore[no-any-return]

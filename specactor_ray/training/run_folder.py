@@ -99,7 +99,8 @@ def open_run(config: Config, tasks: int | None = None, clock: Clock = SYSTEM) ->
         folder = base / config.run.name
         return _with_leases(config, folder, RunLease(folder, clock=clock), clock, lambda: _begin(config, folder, state))
     except OSError as error:
-        raise InputError(f"run.dir: {error.filename or base} cannot be used ({error.strerror or error})") from None
+        reason = error.strerror or error
+        raise InputError(f"run.dir: {error.filename or base} cannot be used ({reason}); name another folder") from None
 
 
 def _with_leases(

@@ -13,8 +13,8 @@ from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.modeling.loading import load_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.rollout.memory import MemoryItem, available_bytes, check_memory, gib, memory_lines
+from specactor_ray.rollout.preflight import max_prompt_tokens, start_note
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
-from specactor_ray.rollout.target_checks import max_prompt_tokens, start_note
 from specactor_ray.training.data import TaskOrder, TaskStream, open_source
 from specactor_ray.training.memory import FIXES, plan_memory
 from specactor_ray.training.rewards import NEED_ANSWERS, Scorer
@@ -44,9 +44,15 @@ def checked_tasks(config: Config) -> TaskStream:
         ConfigError, InputError: See `open_source`; or there is no room for prompts, or no prompt fits.
     """
     target, data = config.target, config.data
+    source = open_source(data, config.sampling.seed)  # what is wrong with it shows before the tokenizer is loaded
+    needs_answer = [term.name for term in config.reward.functions if term.name in NEED_ANSWERS]
+    if needs_answer and source[0].answer is None:
+        raise InputError(
+            f"data.path: task 1 of {data.path} has no {data.answer_key!r} (data.answer_key), and the reward "
+            f"{needs_answer[0]} compares with it. Fix: add it, or choose another reward.functions"
+        )
     tokenizer = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
     limit = max_prompt_tokens(config)
-    source = open_source(data, config.sampling.seed)
 
     def count_tokens(prompt: Prompt) -> int:
         return len(encode_prompt(tokenizer, prompt, data.chat))
@@ -55,13 +61,7 @@ def checked_tasks(config: Config) -> TaskStream:
         order = TaskOrder(len(source), config.sampling.seed, data.shuffle)
         return TaskStream(source, order, count_tokens, limit)
 
-    first = stream().take(1)[0]
-    needs_answer = [term.name for term in config.reward.functions if term.name in NEED_ANSWERS]
-    if needs_answer and first.answer is None:
-        raise InputError(
-            f"data.path: task {first.index + 1} of {data.path} has no {data.answer_key!r} (data.answer_key), and the "
-            f"reward {needs_answer[0]} compares with it. Fix: add it, or choose another reward.functions"
-        )
+    stream().take(1)
     return stream()
 
 

@@ -135,7 +135,7 @@ def test_what_does_not_fit_the_chosen_mode_is_refused_with_key_and_fix() -> None
 
 def test_the_devices_that_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning.os, "sched_getaffinity", lambda _: {0, 1, 2})
-    monkeypatch.setattr("specactor_ray.modeling.identity.count_gpus", lambda: 5)
+    monkeypatch.setattr(planning, "count_gpus", lambda: 5)
     assert existing_devices(load_config()) == Devices(3, 0)
     assert existing_devices(load_config(None, ["target.gpus=1"])) == Devices(3, 5)
     sized = ["cluster.num_cpus=7", "cluster.num_gpus=2", "target.gpus=1"]

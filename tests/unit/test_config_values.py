@@ -125,7 +125,7 @@ class TestReferences:
             (["data.options.a=${oc.env:SECRET}", "target.dtype=${data.options.a}"], "target.dtype"),
             (["data.path=${oc.env:SECRET}", "data.output=${data.path}"], "data.output"),
             (["drafters=[{method: '${oc.env:SECRET}'}]"], "drafters.0.method"),
-            (["cluster.address=${oc.env:SECRET}", "cluster.num_cpus=2"], "cluster.num_cpus"),
+            (["cluster.address=${oc.env:SECRET}"], "cluster.address"),
             (["reward.functions=[{weight: '${oc.env:SECRET}'}]"], "reward.functions.0.weight"),
         ],
     )

@@ -181,7 +181,7 @@ class TestHub:
             f"for name in 'someone/pinned', 'someone/pinned@{'b' * 40}':\n"
             "    for config in load_model_config(name), load_model(name).config:\n"
             "        print(config.max_position_embeddings)\n"
-            "    assert load_tokenizer(name).eos_token_id == 1 and require_model(name) is None\n"
+            "    assert load_tokenizer(name).eos_token_id == 1 and require_model(name).is_dir()\n"
         )
         environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
         environment.pop("HF_HUB_CACHE", None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
-from specactor_ray.rollout.prompts import encode_prompt, read_prompts
+from specactor_ray.rollout.prompts import encode_prompt, encode_prompts, read_prompts
 from specactor_ray.rollout.rollout import samples_of
 from specactor_ray.sampling import derive_seed
 
@@ -85,7 +85,7 @@ class TestErrors:
             ('{"prompt": ' + "9" * 5000 + "}", "not valid JSON"),
             ('["a"]', 'one of "prompt", "messages" or "prompt_token_ids"'),
             ('{"text": "a"}', 'one of "prompt", "messages" or "prompt_token_ids"'),
-            ('{"prompt": "a", "messages": []}', 'one of "prompt", "messages" or "prompt_token_ids"'),
+            ('{"prompt": "a", "messages": []}', 'the line has "prompt" and "messages", and a prompt is one of them'),
             ('{"prompt_token_ids": []}', "non-empty list of whole numbers"),
             ('{"prompt_token_ids": [3, -1]}', "non-empty list of whole numbers"),
             ('{"prompt_token_ids": [3, true]}', "non-empty list of whole numbers"),
@@ -187,29 +187,22 @@ class TestEncoding:
 
 
 class TestSamples:
-    def samples(self, n: int, skip: set[tuple[int, int]]) -> tuple[list, list]:
-        """What becomes of three prompts of which the second has no token ids, and the prompts that were encoded."""
-        encoded = []
-
-        def encode(prompt: str) -> tuple[int, ...]:
-            encoded.append(prompt)
-            if not prompt:
-                raise InputError("the prompt is empty")
-            return tuple(map(ord, prompt))
-
+    def samples(self, n: int, skip: set[tuple[int, int]]) -> list:
+        """What becomes of three prompts of which the second has no token ids."""
+        encoded = encode_prompts(None, [[5], [], [6, 7]], chat=False)
+        assert encoded == [((5,), ""), ((), "the prompt has no tokens"), ((6, 7), "")]
         sampling = [SamplingParams(seed=seed) for seed in (3, 4, 5)]
-        return list(samples_of(["a", "", "c"], sampling, n, skip, encode, "7-")), encoded
+        return list(samples_of(encoded, sampling, n, skip, "7-"))
 
-    def test_a_prompt_is_encoded_once_for_all_its_samples(self) -> None:
-        samples, encoded = self.samples(4, set())
-        assert encoded == ["a", "", "c"] and len(samples) == 12
+    def test_each_has_a_name_a_seed_and_the_reason_why_it_cannot_run(self) -> None:
+        samples = self.samples(4, set())
+        assert len(samples) == 12
         assert samples[0][1].prompt_token_ids is samples[3][1].prompt_token_ids
         for (prompt, sample), entry, reason in samples:
             assert entry.request_id == f"7-{prompt}-{sample}"
             assert entry.sampling.seed == derive_seed(3 + prompt, prompt, sample)
-            assert reason == ("the prompt is empty" if prompt == 1 else "")
+            assert reason == ("the prompt has no tokens" if prompt == 1 else "")
 
-    def test_what_is_skipped_is_not_even_encoded(self) -> None:
-        samples, encoded = self.samples(2, {(0, 0), (1, 0), (1, 1)})
-        assert encoded == ["a", "c"]
+    def test_what_is_skipped_is_left_out(self) -> None:
+        samples = self.samples(2, {(0, 0), (1, 0), (1, 1)})
         assert [place for place, _, _ in samples] == [(0, 1), (2, 0), (2, 1)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from specactor_ray.errors import InputError, clipped
+from specactor_ray.errors import InputError, RangeError, clipped
 from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling import sample_rows
 
@@ -27,9 +28,11 @@ NUMBER, WHOLE = "a number from 0 to 1e30", "a whole number from"
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(name: str, value: Any, allowed: str) -> None:
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(RangeError) as caught:
         SamplingParams(**{name: value})
     assert str(caught.value) == f"sampling.{name} is {clipped(value)}; it must be {allowed}"
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.key, again.value, again.allowed) == (f"sampling.{name}", clipped(value), f"be {allowed}")
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "max_tokens", "seed", "stop_token_ids"])

@@ -10,6 +10,7 @@ from specactor_ray.config import load_config
 from specactor_ray.config.shipped import SHIPPED, find_file, shipped_names
 from specactor_ray.errors import ConfigError
 from specactor_ray.rollout.prompts import read_prompts
+from specactor_ray.simulation.scenario import load_scenario
 
 
 @pytest.fixture(autouse=True)
@@ -44,3 +45,11 @@ def test_other_paths_mean_themselves(name: str) -> None:
 def test_an_unknown_name_lists_what_is_shipped() -> None:
     with pytest.raises(ConfigError, match=f"local_gpu: there is no such file.*: {', '.join(shipped_names())}"):
         load_config("local_gpu")
+
+
+def test_a_scenario_is_found_by_its_name_and_an_unknown_one_lists_scenarios() -> None:
+    assert load_scenario(Path("two_cores")) == load_scenario(Path("conf/simulation/two_cores.yaml"))
+    with pytest.raises(
+        ConfigError, match=f"three_cores: there is no such file.*: {', '.join(shipped_names('simulation'))}"
+    ):
+        load_scenario(Path("three_cores"))

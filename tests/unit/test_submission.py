@@ -110,9 +110,13 @@ def test_own_excludes_come_on_top(folder: Path, tmp_path: Path) -> None:
     assert uploaded(folder, read_runtime_env(own)) == wanted
 
 
-@pytest.mark.parametrize("text", ["excludes: data", "env_vars: [A]", "pip: " + "[" * 3000 + "]" * 3000, "- a"])
+@pytest.mark.parametrize(
+    "text", ["excludes: data", "env_vars: [A]", "pip: [a\nb: : c", "pip: " + "[" * 3000 + "]" * 3000, "- a"]
+)
 def test_malformed_environments(tmp_path: Path, text: str) -> None:
     path = tmp_path / "env.yaml"
     path.write_text(text)
-    with pytest.raises(InputError, match="--runtime-env"):
+    with pytest.raises(InputError, match=r"--runtime-env: .*\Z"):
         read_runtime_env(path)
+    with pytest.raises(InputError, match=r"none.yaml cannot be read \(No such file or directory\); name a YAML file"):
+        read_runtime_env(tmp_path / "none.yaml")

@@ -9,7 +9,7 @@ import pytest
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import ConfigError
-from specactor_ray.rollout.target_checks import check_target
+from specactor_ray.rollout.preflight import check_target
 from specactor_ray.targets import vllm_bridge
 
 

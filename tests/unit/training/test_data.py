@@ -86,7 +86,7 @@ def test_generated_tasks_are_a_function_of_seed_and_index() -> None:
         (DataConfig(), "data.path"),
         (DataConfig(path="reasoning_gym:no_such_task"), "chain_sum"),
         (DataConfig(path="reasoning_gym:chain_sum", options={"min_terms": "x"}), "data.options"),
-        (DataConfig(path="reasoning_gym:chain_sum", options={"terms": 2}), "data.options"),
+        (DataConfig(path="reasoning_gym:chain_sum", options={"terms": 2}), "data.options: .*min_terms, max_terms"),
     ],
 )
 def test_refused_sources(config: DataConfig, message: str) -> None:
@@ -103,6 +103,7 @@ def test_refused_sources(config: DataConfig, message: str) -> None:
         ('{"question": "a"}\n', "data.prompt_key"),
         ('\n{"prompt": ""}\n', "line 2"),
         ("[1]\n", "line 1"),
+        ('{"prompt": "a"}\n{"prompt": "a", "messages": []}\n', "line 2: the line has 'prompt' and 'messages'"),
     ],
 )
 def test_bad_files(text: str, message: str, tmp_path: Path) -> None:

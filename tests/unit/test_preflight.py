@@ -10,7 +10,7 @@ from transformers import BartConfig, LlamaConfig
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import ConfigError, ModelLoadError
-from specactor_ray.rollout import memory, target_checks
+from specactor_ray.rollout import memory, preflight
 from specactor_ray.rollout.rollout import Rollout
 from specactor_ray.targets import vllm_bridge
 from tests.tiny import tiny_target
@@ -24,9 +24,9 @@ def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(monkeypatch: pytest.MonkeyPatch, model: Any, **target: Any) -> None:
-    monkeypatch.setattr(target_checks, "load_model_config", lambda name, trust_remote_code: model)
-    monkeypatch.setattr(target_checks, "require_model", lambda name: None)
-    target_checks.check_target(config_with(**target))
+    monkeypatch.setattr(preflight, "load_model_config", lambda name, trust_remote_code: model)
+    monkeypatch.setattr(preflight, "require_model", lambda name: None)
+    preflight.check_target(config_with(**target))
 
 
 def config_with(**target: Any) -> Config:
@@ -96,7 +96,9 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeyp
     plan = {item.what: item.num_bytes for item in memory.plan_rollout_memory(config)}
     assert plan["2 x (weights + cache)"] > 16 * 2**30 and plan["3 x ngram"] == 3 * memory.PROCESS_BYTES
     monkeypatch.setattr(memory, "available_bytes", lambda: 4.0 * 2**30)
-    with pytest.raises(ConfigError, match=r"needs about 1[78]\.\d\d GiB, and 4\.00 GiB are free") as error:
+    with pytest.raises(
+        ConfigError, match=r"needs about 1[78]\.\d\d GiB \(verifiers, .*\), and 4\.00 GiB are free"
+    ) as error:
         Rollout(config)
     assert "target.kv_cache_gb" in error.value.fix
     config.cluster.address = "10.0.0.1:6379"  # its memory is not known here
@@ -106,10 +108,10 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeyp
 @pytest.mark.parametrize("backend", ["hf", "vllm"])
 def test_a_missing_model_is_named_with_its_key(backend: str) -> None:
     with pytest.raises(ModelLoadError, match=r"^target\.model: There is no directory '/nowhere'\. Fix: "):
-        target_checks.check_target(config_with(model="/nowhere", backend=backend))
+        preflight.check_target(config_with(model="/nowhere", backend=backend))
 
 
 def test_a_start_that_compiles_is_announced() -> None:
-    assert "target.compiled=false" in target_checks.start_note(config_with())
-    assert not target_checks.start_note(config_with(compiled=False))
-    assert not target_checks.start_note(config_with(backend="hf"))
+    assert "target.compiled=false" in preflight.start_note(config_with())
+    assert not preflight.start_note(config_with(compiled=False))
+    assert not preflight.start_note(config_with(backend="hf"))

@@ -1,0 +1,320 @@
+"""What can be known to be wrong before any actor starts. `refuse_early` imports neither Ray nor torch; what follows it
+reads models' configurations. Imports no backend."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from specactor_ray.cluster.discovery import is_connected, require_listener, resolve_address
+from specactor_ray.config.lending import lendable_methods
+from specactor_ray.config.named import is_named, require_proposer
+from specactor_ray.config.schema import Config, ModeName, reads_features
+from specactor_ray.errors import ConfigError, ModelLoadError
+from specactor_ray.modeling.loading import (
+    load_model_config,
+    load_tokenizer,
+    parse_dtype,
+    read_config,
+    require_head,
+    require_model,
+)
+from specactor_ray.rollout.memory import require_caches
+from specactor_ray.rollout.planning import require_devices, resolve
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_TOKENS = {"cpu": 128, "gpu": 16}
+"""Of vLLM's cache, unless its attention kernels want others."""
+
+
+def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str]]:
+    """Make all checks that need neither Ray nor torch, and resolve `plan: auto` and `mode: auto` (see `resolve`).
+
+    Args:
+        config: What is about to run; not changed.
+        trains: The trainer is part of the run.
+
+    Raises:
+        UserError: The key and the fix are named.
+    """
+    require_named(config)
+    config, lines = resolve(config)
+    require_devices(config, trains)
+    require_caches(config)
+    return config, lines
+
+
+def require_named(config: Config) -> None:
+    """Refuse what a configuration names and is not there: models, proposers, a cluster.
+
+    Raises:
+        ConfigError: A proposer cannot be imported, or the target's own context is too short for the configuration.
+        ModelLoadError: A model cannot be found; the key is named.
+        ClusterError: Nothing listens at `cluster.address`.
+    """
+    require_parts(config)
+    folder = _require_model("target.model", config.target.model)
+    for index, drafter in enumerate(config.drafters if config.mode is not ModeName.plain else ()):
+        if drafter.model:
+            _require_model(f"drafters.{index}.model", drafter.model, reads_features(drafter))
+    if folder is not None:
+        facts = read_config(folder)
+        _reject_encoder_decoder(config, SimpleNamespace(**facts))
+        nested = facts.get("text_config")
+        text = SimpleNamespace(**(nested if isinstance(nested, dict) else facts))
+        if config.target.backend != "vllm":
+            _reject_context_beyond_the_models(config, text)
+        max_prompt_tokens(config, text)
+
+
+def require_parts(config: Config) -> None:
+    """`require_named` without models.
+
+    Raises:
+        ConfigError, ClusterError: See there.
+    """
+    for index, drafter in enumerate(config.drafters if config.mode is not ModeName.plain else ()):
+        if is_named(drafter.method):
+            require_proposer(drafter.method, f"drafters.{index}.method")
+    if config.cluster.address != "local" and not is_connected():
+        require_listener(resolve_address(config.cluster.address))
+
+
+def _require_model(key: str, name: str, is_head: bool = False) -> Path | None:
+    """The folder of its `config.json`, where that is on this machine."""
+    try:
+        return require_head(Path(name).expanduser()) if is_head else require_model(name)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{key}: {error}") from None
+
+
+def check_target(config: Config) -> None:
+    """Refuse a model that is not there, a backend that is not installed or of an untested version, and a model that
+    it cannot hold or split.
+
+    Raises:
+        ConfigError: The key and the fix are named.
+        ModelLoadError: The model cannot be found; the key is named.
+    """
+    if config.target.backend == "vllm":
+        from specactor_ray.targets.vllm_bridge import require_vllm
+
+        require_vllm()
+    model = load_target_config(config)
+    _reject_encoder_decoder(config, model)
+    text = model.get_text_config()
+    _reject_context_beyond_the_models(config, text)
+    if config.target.backend != "vllm":
+        return
+    _reject_heads_that_cannot_be_split(config, text)
+    _reject_cache_below_one_request(config, text)
+
+
+def load_target_config(config: Config) -> Any:
+    """The target's model configuration, as transformers has it.
+
+    Raises:
+        ModelLoadError: The model cannot be found; the key is named.
+    """
+    return _load_config("target.model", config.target.model, config.target.trust_remote_code)
+
+
+def _load_config(key: str, name: str, trust_remote_code: bool) -> Any:
+    try:
+        return load_model_config(name, trust_remote_code=trust_remote_code)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{key}: {error}") from error
+
+
+def max_prompt_tokens(config: Config, text: Any = None) -> int:
+    """Longest prompt that leaves room for a whole output of `sampling.max_tokens`.
+
+    Args:
+        config: What is about to run.
+        text: The target's text configuration. Default: read when it is needed.
+
+    Raises:
+        ConfigError: There is no room for any.
+        ModelLoadError: The model cannot be found; the key is named.
+    """
+    wanted, longest = config.sampling.max_tokens, config.target.max_model_len
+    context = longest or 1 << 30
+    if wanted < context:  # else the model need not be asked
+        context = min(context, context_of(text or load_target_config(config).get_text_config()) or context)
+    if wanted >= context:
+        whose = f"target.max_model_len is {longest}" if context == longest else f"{config.target.model} has {context}"
+        problem = f"{wanted} leaves no room for a prompt: prompt and output share one context, and {whose}."
+        fix = f"use less than {context}, or a higher target.max_model_len if the model allows it."
+        raise ConfigError("sampling.max_tokens", problem, fix)
+    return context - wanted
+
+
+def context_of(text: Any) -> int:
+    """Most tokens of a sequence that a model was made for, by its text configuration; 0 where it does not say."""
+    tokens = getattr(text, "max_position_embeddings", 0)
+    return tokens if isinstance(tokens, int) else 0
+
+
+def start_note(config: Config) -> str:
+    """What to say before a start that takes minutes; empty otherwise."""
+    target = config.target
+    if target.backend != "vllm" or not target.compiled or target.gpus:
+        return ""
+    return "vLLM compiles the model at every start, minutes on a CPU; target.compiled=false starts sooner, runs slower"
+
+
+def _reject_encoder_decoder(config: Config, model: Any) -> None:
+    if getattr(model, "is_encoder_decoder", False):
+        kind = getattr(model, "model_type", "of an unknown type")
+        problem = f"{config.target.model} is an encoder-decoder model ({kind}); the target must only decode."
+        raise ConfigError("target.model", problem, "choose a decoder-only model.")
+
+
+def _reject_heads_that_cannot_be_split(config: Config, text: Any) -> None:
+    """vLLM gives every rank whole heads; key/value heads may be copied instead."""
+    ranks, heads = config.target.tensor_parallel, int(text.num_attention_heads)
+    key_value_heads = _key_value_heads(text)
+    fits = [n for n in range(1, heads + 1) if heads % n == 0 and (key_value_heads % n == 0 or n % key_value_heads == 0)]
+    if ranks not in fits:
+        problem = f"{ranks} ranks cannot share {heads} attention heads and {key_value_heads} key/value heads evenly."
+        raise ConfigError("target.tensor_parallel", problem, f"use one of {', '.join(map(str, fits))}.")
+
+
+def _reject_context_beyond_the_models(config: Config, text: Any) -> None:
+    """vLLM stretches the positions of some models; `hf` does not go beyond the context that the model names."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    fixed = config.target.backend != "vllm" or rope.get("rope_type", "default") == "default"
+    longest, wanted = context_of(text), config.target.max_model_len
+    if wanted and longest and wanted > longest and fixed:
+        problem = f"{wanted}, but {config.target.model} was made for {longest} tokens."
+        raise ConfigError("target.max_model_len", problem, f"use {longest} or less.")
+
+
+def _reject_cache_below_one_request(config: Config, text: Any) -> None:
+    """vLLM does not start with a cache that a single request of `max_model_len` could not be finished in."""
+    target, ranks = config.target, config.target.tensor_parallel
+    length = target.max_model_len or context_of(text)
+    plain = not getattr(text, "sliding_window", None) and not getattr(text, "kv_lora_rank", None)
+    if not length or not plain or set(getattr(text, "layer_types", None) or ()) - {"full_attention"}:
+        return  # other layers keep less; vLLM knows how much
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = max(_key_value_heads(text), ranks)
+    per_token = 2 * int(text.num_hidden_layers) * heads * head_dim * parse_dtype(target.dtype).itemsize
+    block = _BLOCK_TOKENS["gpu" if target.gpus else "cpu"]
+    blocks = int(target.kv_cache_gb * 2**30 / per_token) // block - 1  # vLLM keeps one empty
+    if blocks * block < length:
+        needed = (-(-length // block) + 1) * block * per_token / 2**30
+        problem = (
+            f"{target.kv_cache_gb:g} holds {max(blocks, 0) * block} tokens of {target.model} in vLLM's blocks of "
+            f"{block}, and a request may have {length}."
+        )
+        fix = f"use {math.ceil(needed * 1000) / 1000:g} or more"
+        fix += f", or target.max_model_len={blocks * block}." if blocks > 0 else "."
+        raise ConfigError("target.kv_cache_gb", problem, fix)
+
+
+def _key_value_heads(text: Any) -> int:
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+
+
+def export_what_drafters_read(config: Config) -> Config:
+    """The configuration with `target.hidden_layers` set to what its EAGLE head reads; unchanged without one.
+
+    Raises:
+        ConfigError: `target.hidden_layers` is set to something else.
+        ModelLoadError: The head cannot be found, or was made for another target.
+    """
+    heads = [(i, d.model) for i, d in enumerate(config.drafters) if reads_features(d) and d.model]
+    if not heads or config.mode is ModeName.plain:
+        return config
+    from specactor_ray.modeling.eagle_checkpoint import read_head_config
+
+    index, head = heads[0]
+    trust = config.target.trust_remote_code
+    try:
+        layers = list(read_head_config(head, config.target.model, trust_remote_code=trust).exported_layers)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"drafters.{index}.model: {error}") from error
+    _check_card(head, f"drafters.{index}.model", config)
+    if config.target.hidden_layers not in ([], layers):
+        problem = f"{config.target.hidden_layers} is set, but the EAGLE head {head} reads {layers}."
+        raise ConfigError("target.hidden_layers", problem, "leave it out.")
+    resolved = copy.deepcopy(config)
+    resolved.target.hidden_layers = layers
+    return resolved
+
+
+def _check_card(head: str, key: str, config: Config) -> None:
+    """Hold what a trained head's `drafter.json` says about its target against the target."""
+    from specactor_ray.drafter_training.card import identify, read_card
+
+    card = read_card(Path(head).expanduser())
+    if card is None:
+        return
+    made_for, target = card["target"], identify(config.target.model, config.target.trust_remote_code)
+    for name in ("num_layers", "hidden_size", "vocab_size"):
+        if made_for[name] != getattr(target, name):
+            problem = (
+                f"the head was trained for {made_for['name']} with {name}={made_for[name]}; the target "
+                f"{target.name} has {name}={getattr(target, name)}."
+            )
+            raise ConfigError(key, problem, "train one for this target: specactor drafter train --method eagle")
+    if made_for["config_hash"] != target.config_hash:
+        logger.warning(
+            "%s: the head was trained for %s, whose configuration is not that of the target %s. If the weights differ, "
+            "too, it will seldom be right.",
+            key,
+            made_for["name"],
+            target.name,
+        )
+
+
+def warn_without_drafters(config: Config) -> None:
+    """Say so when a mode with drafts starts with none, and none can come by lending.
+
+    Not an error: draft actors may be added while the run goes on (`specactor scale`), and a verifier does without.
+    """
+    if config.mode is ModeName.plain or any(drafter.replicas for drafter in config.drafters):
+        return
+    if not lendable_methods(config):
+        until = f" until `specactor scale {config.drafters[0].method}=1`"
+        logger.warning(
+            "drafters.*.replicas are all 0: the run decodes without drafts%s. Fix: "
+            "drafters.0.replicas=1, or mode=plain if that is what you want.",
+            until if config.mode is ModeName.decoupled else "",
+        )
+
+
+def check_drafters_fit_target(config: Config) -> Any:
+    """Refuse drafters whose vocabulary differs from the target's.
+
+    Returns:
+        The target's tokenizer, or None where the model directory has none (prompts are token ids then).
+
+    Raises:
+        ConfigError: A drafter's vocabulary has another size; both sizes are named.
+        ModelLoadError: A model cannot be found.
+    """
+    target = load_target_config(config)
+    if config.mode is not ModeName.plain:
+        for index, drafter in enumerate(config.drafters):
+            if drafter.model is None or reads_features(drafter):  # a head is checked on its own
+                continue
+            draft = _load_config(f"drafters.{index}.model", drafter.model, drafter.trust_remote_code)
+            if draft.vocab_size != target.vocab_size:
+                raise ConfigError(
+                    f"drafters.{index}.model",
+                    f"{drafter.model} has a vocabulary of {draft.vocab_size} tokens, "
+                    f"the target {config.target.model} one of {target.vocab_size}.",
+                    "use a draft model that was trained with the target's tokenizer",
+                )
+    try:
+        return load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
+    except ModelLoadError as error:
+        logger.warning("%s Prompts must be lists of token ids.", error)
+        return None

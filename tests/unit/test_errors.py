@@ -1,0 +1,37 @@
+"""Errors: what their messages show, and what they hold back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from specactor_ray.config import load_config
+from specactor_ray.errors import ClusterError, ConfigError, InputError, ModelLoadError, clipped, redacted
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("ray://user:secret@host:10001", "ray://***@host:10001"),
+        ("https://secret@host/x and http://a:secret@b", "https://***@host/x and http://***@b"),
+        (str(Path("http://u:secret@host/x.jsonl")), "http:/***@host/x.jsonl"),
+        ("http://host/org/model@main", "http://host/org/model@main"),
+        ("org/model@9f2c1a7: not there", "org/model@9f2c1a7: not there"),
+    ],
+)
+def test_names_and_passwords_in_urls_are_not_shown(text: str, shown: str) -> None:
+    assert redacted(text) == shown and clipped(text) == repr(shown)
+    for error in (ClusterError(text), InputError(text), ModelLoadError(text), ConfigError("key", text)):
+        assert shown in str(error) and "secret" not in str(error)
+
+
+def test_a_password_is_replaced_before_a_value_is_cut() -> None:
+    assert clipped(f"http://user:{'secret' * 100}@host") == "'http://***@host'"
+
+
+@pytest.mark.parametrize("address", ["user:secret@host:1", "ray://user:secret@host:1", "http://u:secret@host"])
+def test_an_address_with_a_password(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.address: '.*\*\*\*@host.*' is not the address") as caught:
+        load_config(None, [f"cluster.address={address}"])
+    assert "secret" not in str(caught.value)
