@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from specactor_ray.cli_faults import parse_scenario, replay_faults, run_faults
 from specactor_ray.cli_scenario import ScenarioOptions, run_scenario
 from specactor_ray.cli_validate import run_validation
 from specactor_ray.errors import InputError
@@ -17,15 +16,8 @@ _OPTIONS: Mapping[str, Sequence[str]] = {
     "--published": (),
     "--validate": ("--config", "--batch", "--json"),
     "--config": ("--compare", "--oracle", "--sweep", "--output", "--processes", "--json"),
-    "--replay": ("--requests", "--count", "--interval", "--kinds", "--layout", "--training", "--trace"),
-    "--faults": ("--seed", "--requests", "--processes", "--json"),
 }
-"""The jobs of this command, the first that is asked for, and the options of each; without any it is `--faults`."""
-_INSTEAD = {
-    "--seed": "write seed=N after the options",
-    "--requests": "write workload.requests=N after the options",
-}
-"""What to do in place of an option that does not go with --config."""
+"""The jobs of this command, the first that is asked for, and the options of each."""
 
 
 def simulate(
@@ -53,28 +45,10 @@ def simulate(
         Path | None,
         typer.Option("--output", help="--config: folder for the report, plots and traces; never overwritten."),
     ] = None,
-    faults: Annotated[int, typer.Option(help="Faults to inflict, over as many runs as that takes.")] = 1000,
-    seed: Annotated[int, typer.Option(help="--faults: of the runs; the same seed, the same runs.")] = 0,
-    requests: Annotated[
-        int, typer.Option(help="--faults, --replay: requests of each stream, or of a step of training.")
-    ] = 64,
     processes: Annotated[
         int | None, typer.Option(help="Processes to run in. Default: one per core.", show_default=False)
     ] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Report to write; never overwritten.")] = None,
-    replay: Annotated[int | None, typer.Option(help="Run this one seed again.", show_default=False)] = None,
-    count: Annotated[int, typer.Option(help="replay: faults to schedule.")] = 50,
-    interval: Annotated[
-        float | None, typer.Option(help="replay: mean seconds between them.", show_default=False)
-    ] = None,
-    kinds: Annotated[
-        str | None, typer.Option(help="replay: kinds of faults, comma-separated.", show_default=False)
-    ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="replay: verifiers,drafters,nodes,mode.", show_default=False)
-    ] = None,
-    training: Annotated[bool, typer.Option("--training", help="replay: train instead of streaming.")] = False,
-    trace: Annotated[bool, typer.Option("--trace", help="replay: print every event.")] = False,
     validate: Annotated[
         bool,
         typer.Option(
@@ -86,24 +60,20 @@ def simulate(
         bool, typer.Option("--published", help="Only print the cost models against published measurements.")
     ] = False,
 ) -> None:
-    """Run the product's loops, dispatcher, controller and training steps on virtual time.
+    """Run the product's loops, dispatcher and controller on virtual time.
 
     No Ray, no models, no waiting: one deterministic thread per run.
 
-    With a file of conf/simulation, predict how fast that scenario is, one row per variant: the hardware is modelled,
-    the decisions are the product's own. --output adds plots and a timeline per variant, which ui.perfetto.dev opens.
-
-    Without it, inflict faults. After every run, each request must have ended once with the tokens of plain decoding, no
-    innocent request may have failed, and nothing may be left over. A run that fails is shrunk and printed as a command
-    that repeats it. Exit code 1 if any failed.
+    A file of conf/simulation is a scenario: predict how fast it is, one row per variant. The hardware is modelled, the
+    decisions are the product's own. --output adds plots and a timeline per variant, which ui.perfetto.dev opens.
     """
     given, overrides = given_options(context), overrides or []
     if config is None and overrides and "=" not in overrides[0]:  # simulate conf/simulation/two_cores.yaml
         config, overrides = Path(overrides[0]), overrides[1:]
         given.append("--config")
     refuse_misplaced(given, overrides)
-    refuse_below({"--faults": faults, "--requests": requests, "--processes": processes, "--count": count}, 1)
-    refuse_below({"--seed": seed, "--replay": replay}, 0)
+    if processes is not None and processes < 1:
+        raise InputError(f"--processes: {processes} is too small; use 1 or more")
     _refuse_output(output)
     if published:
         _show_published()
@@ -111,14 +81,12 @@ def simulate(
         run_validation(config, overrides, batch, output)
     elif config is not None:
         run_scenario(ScenarioOptions(config, overrides, compare, oracle, sweep, folder, output, processes))
-    elif replay is None:
-        run_faults(faults, seed, requests, processes, output)
     else:
-        replay_faults(parse_scenario(replay, count, requests, interval, kinds, layout, training), trace)
+        raise InputError("name a scenario, such as --config conf/simulation/two_cores.yaml, or use --validate")
 
 
 def given_options(context: typer.Context) -> list[str]:
-    """Options that the command line names, as in `--faults`."""
+    """Options that the command line names, as in `--oracle`."""
     given = [p for p in context.command.params if p.param_type_name == "option" and p.name is not None]
     return [
         max(one.opts, key=len)
@@ -133,17 +101,15 @@ def refuse_misplaced(given: Sequence[str], overrides: Sequence[str]) -> None:
     Raises:
         InputError: An option, or an override, goes with another job of this command.
     """
-    job = next((name for name in _OPTIONS if name in given), "--faults")
+    job = next((name for name in _OPTIONS if name in given), None)
     for option in given:
-        if option == job or option in _OPTIONS[job]:
-            continue
         homes = [name for name, options in _OPTIONS.items() if option in options]
-        if job == "--faults" and "--config" in homes:
+        if job is None and "--config" in homes:
             raise InputError(f"{option}: needs a scenario; add --config FILE")
-        if job == "--faults" and homes:
+        if job is None:
             raise InputError(f"{option}: needs {homes[0]}; add it, or leave {option} out")
-        hint = _INSTEAD.get(option, "leave it out") if job == "--config" else "leave it out"
-        raise InputError(f"{option}: does not go with {job}; {hint}")
+        if option != job and job not in homes:
+            raise InputError(f"{option}: does not go with {job}; leave it out")
     if overrides and job not in ("--validate", "--config"):
         raise InputError(f"{overrides[0]}: overrides are of a scenario; add --config FILE")
 
@@ -153,13 +119,6 @@ def _refuse_output(output: Path | None) -> None:
         raise InputError(f"--json: {output} exists; name another file")
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"--json: there is no folder {output.parent}; make it first")
-
-
-def refuse_below(numbers: Mapping[str, int | None], least: int) -> None:
-    """Raises InputError for a number below `least`; None is none."""
-    for option, number in numbers.items():
-        if number is not None and number < least:
-            raise InputError(f"{option}: {number} is too small; use {least} or more")
 
 
 def _show_published() -> None:

@@ -13,16 +13,6 @@ from rich.text import Text
 from specactor_ray.observability.console import say
 
 
-def faults_table(faults: Mapping[str, int]) -> Table:
-    """How often each kind of fault struck, the most frequent first."""
-    table = Table(title="faults that struck", box=SIMPLE_HEAD, title_justify="left")
-    table.add_column("kind")
-    table.add_column("times", justify="right")
-    for kind, times in sorted(faults.items(), key=lambda item: (-item[1], item[0])):
-        table.add_row(kind, f"{times:,}")
-    return table
-
-
 class Published(Protocol):
     """A published figure beside its prediction."""
 

@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training",),
     ("simulation", "benchmarks", "submission", "drafter_training.command"),
     ("validation",),
-    ("cli_options", "cli_scenario", "cli_faults"),
+    ("cli_options", "cli_scenario"),
     ("cli_validate",),
     ("cli_demo", "cli_plan", "cli_simulate", "drafter_cli"),
     ("cli",),
