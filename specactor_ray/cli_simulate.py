@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,12 +12,7 @@ from specactor_ray.cli_scenario import ScenarioOptions, run_scenario
 from specactor_ray.cli_validate import run_validation
 from specactor_ray.errors import InputError
 
-_OPTIONS: Mapping[str, Sequence[str]] = {
-    "--published": (),
-    "--validate": ("--config", "--batch", "--json"),
-    "--config": ("--compare", "--oracle", "--sweep", "--output", "--processes", "--json"),
-}
-"""The jobs of this command, the first that is asked for, and the options of each."""
+_OF_SCENARIOS = ("--compare", "--oracle", "--sweep", "--output", "--processes")
 
 
 def simulate(
@@ -56,9 +51,6 @@ def simulate(
         ),
     ] = False,
     batch: Annotated[str, typer.Option(help="--validate: batch sizes.")] = "1,4,16",
-    published: Annotated[
-        bool, typer.Option("--published", help="Only print the cost models against published measurements.")
-    ] = False,
 ) -> None:
     """Run the product's loops, dispatcher and controller on virtual time.
 
@@ -67,51 +59,38 @@ def simulate(
     A file of conf/simulation is a scenario: predict how fast it is, one row per variant. The hardware is modelled, the
     decisions are the product's own. --output adds plots and a timeline per variant, which ui.perfetto.dev opens.
     """
-    given, overrides = given_options(context), overrides or []
+    overrides = overrides or []
     if config is None and overrides and "=" not in overrides[0]:  # simulate conf/simulation/two_cores.yaml
         config, overrides = Path(overrides[0]), overrides[1:]
-        given.append("--config")
-    refuse_misplaced(given, overrides)
-    if processes is not None and processes < 1:
-        raise InputError(f"--processes: {processes} is too small; use 1 or more")
+    given = _given_options(context)
+    batch_given = [option for option in given if option == "--batch"]
     _refuse_output(output)
-    if published:
-        _show_published()
-    elif validate:
+    if validate:
+        _refuse([option for option in given if option in _OF_SCENARIOS], "does not go with --validate; leave it out")
         run_validation(config, overrides, batch, output)
-    elif config is not None:
-        run_scenario(ScenarioOptions(config, overrides, compare, oracle, sweep, folder, output, processes))
+    elif config is None:
+        _refuse(batch_given, "needs --validate; add it, or leave it out")
+        _refuse(given, "needs a scenario; add --config FILE")
+        _refuse(overrides, "overrides are of a scenario; add --config FILE")
+        raise InputError("name a scenario, such as conf/simulation/two_cores.yaml, or use --validate")
     else:
-        raise InputError("name a scenario, such as --config conf/simulation/two_cores.yaml, or use --validate")
+        _refuse(batch_given, "does not go with --config; leave it out")
+        if processes is not None and processes < 1:
+            raise InputError(f"--processes: {processes} is too small; use 1 or more")
+        run_scenario(ScenarioOptions(config, overrides, compare, oracle, sweep, folder, output, processes))
 
 
-def given_options(context: typer.Context) -> list[str]:
+def _given_options(context: typer.Context) -> list[str]:
     """Options that the command line names, as in `--oracle`."""
-    given = [p for p in context.command.params if p.param_type_name == "option" and p.name is not None]
-    return [
-        max(one.opts, key=len)
-        for one in given
-        if getattr(context.get_parameter_source(one.name or ""), "name", "") == "COMMANDLINE"
-    ]
+    options = [one for one in context.command.params if one.param_type_name == "option"]
+    sources = {max(one.opts, key=len): context.get_parameter_source(one.name or "") for one in options}
+    return [option for option, source in sources.items() if getattr(source, "name", "") == "COMMANDLINE"]
 
 
-def refuse_misplaced(given: Sequence[str], overrides: Sequence[str]) -> None:
-    """Refuse options of another job than the one that is asked for.
-
-    Raises:
-        InputError: An option, or an override, goes with another job of this command.
-    """
-    job = next((name for name in _OPTIONS if name in given), None)
-    for option in given:
-        homes = [name for name, options in _OPTIONS.items() if option in options]
-        if job is None and "--config" in homes:
-            raise InputError(f"{option}: needs a scenario; add --config FILE")
-        if job is None:
-            raise InputError(f"{option}: needs {homes[0]}; add it, or leave {option} out")
-        if option != job and job not in homes:
-            raise InputError(f"{option}: does not go with {job}; leave it out")
-    if overrides and job not in ("--validate", "--config"):
-        raise InputError(f"{overrides[0]}: overrides are of a scenario; add --config FILE")
+def _refuse(given: Sequence[str], problem: str) -> None:
+    """Raises InputError that names the first of these arguments, if there is one."""
+    if given:
+        raise InputError(f"{given[0]}: {problem}")
 
 
 def _refuse_output(output: Path | None) -> None:
@@ -119,11 +98,3 @@ def _refuse_output(output: Path | None) -> None:
         raise InputError(f"--json: {output} exists; name another file")
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"--json: there is no folder {output.parent}; make it first")
-
-
-def _show_published() -> None:
-    from specactor_ray.observability.console import make_console
-    from specactor_ray.observability.simulation_report import show_published
-    from specactor_ray.simulation.published import published_points
-
-    show_published(make_console(), published_points())

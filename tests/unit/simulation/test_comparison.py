@@ -420,8 +420,6 @@ class TestCommand:
             (["--output", "out"], "--output: needs a scenario"),
             (["--batch", "1,4"], "--batch: needs --validate"),
             (["seed=1"], "seed=1: overrides are of a scenario; add --config FILE"),
-            (["--published", "--json", "x.json"], "--json: does not go with --published"),
-            (["--published", "seed=3"], "seed=3: overrides are of a scenario"),
             (["--json", "no/such/folder/x.json", "x.yaml"], "--json: there is no folder no/such/folder"),
             ([], "name a scenario"),
         ],
