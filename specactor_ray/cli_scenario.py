@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specactor_ray.errors import InputError
+from specactor_ray.files import write_json
 from specactor_ray.signals import signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -208,8 +208,7 @@ def _write_json(path: Path, data: Mapping[str, Any], indent: int | None = 2) -> 
         InputError: It exists, or cannot be written.
     """
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(data, indent=indent) + "\n")
+        write_json(path, data, indent, shared=True, new=True)
     except FileExistsError:
         raise InputError(f"{path} exists and is never overwritten; name another file") from None
     except OSError as error:

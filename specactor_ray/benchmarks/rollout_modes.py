@@ -24,12 +24,13 @@ from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.files import write_json
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.output import remove_if_empty, write_json
+from specactor_ray.rollout.output import remove_if_empty
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
 from specactor_ray.rollout.target_checks import check_target, start_note
 from specactor_ray.signals import signals_deferred, sigterm_interrupts

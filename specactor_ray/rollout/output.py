@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -220,14 +219,3 @@ def remove_if_empty(*folders: Path) -> None:
     with contextlib.suppress(OSError):
         for folder in folders:
             folder.rmdir()
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON file that is either complete or not there. Only its owner may read it."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(json.dumps(data, indent=2) + "\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

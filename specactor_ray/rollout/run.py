@@ -18,6 +18,7 @@ from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.lending import draft_actors
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import ConfigError, InputError, ModelLoadError
+from specactor_ray.files import write_json
 from specactor_ray.modeling.loading import load_tokenizer, require_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
@@ -30,7 +31,6 @@ from specactor_ray.rollout.output import (
     claim_run_folder,
     discard_run_folder,
     save_run_config,
-    write_json,
 )
 from specactor_ray.rollout.planning import require_cores, resolve
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, is_token_ids, read_prompts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from specactor_ray.files import write_json
 from specactor_ray.observability.console import make_console, say
 from specactor_ray.observability.phase_progress import PhaseProgress
 from specactor_ray.signals import sigterm_interrupts
@@ -154,7 +154,7 @@ def run_faults(faults: int, seed: int, requests: int, processes: int | None, out
             "replay": lines,
             "status": "interrupted" if interrupted else "complete",
         }
-        output.write_text(json.dumps(report_data, indent=2) + "\n", encoding="utf-8")
+        write_json(output, report_data, shared=True, new=True)
     if interrupted:
         seeds = ", ".join(str(report.scenario.seed) for report in campaign.violations)
         say(console, f"interrupted; {f'seeds that failed: {seeds}' if seeds else 'nothing was found'}")

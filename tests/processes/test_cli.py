@@ -22,11 +22,12 @@ from specactor_ray import cli
 from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.errors import ClusterError, InputError, ModelLoadError, UserError
+from specactor_ray.files import write_json
 from specactor_ray.messages import RequestStats, SamplingParams
 from specactor_ray.observability.progress import ProgressState, RolloutProgress, figures
 from specactor_ray.observability.report import cut_line, failed_prompts_line
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.output import TrajectoryWriter, write_json
+from specactor_ray.rollout.output import TrajectoryWriter
 from specactor_ray.rollout.run import RunOutcome, run_rollout
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling import derive_seed
