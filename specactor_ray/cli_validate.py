@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specactor_ray.cli_options import parse_numbers
-from specactor_ray.errors import ConfigError
+from specactor_ray.errors import EXIT_INTERRUPTED, ConfigError
 from specactor_ray.files import write_json
 
 if TYPE_CHECKING:
     from specactor_ray.config.schema import Config
 
-EXIT_INTERRUPTED = 130
 _OF_SCENARIOS = ("description", "hardware", "machines", "workload")
 DEFAULTS: Mapping[str, Any] = {
     "target": {"cores": 1, "max_model_len": 1024, "kv_cache_gb": 1.0},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
-EXIT_USER_ERROR = 2
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 _LONGEST_VALUE, _LONGEST_KEY = 120, 400
 """Characters of a value or a key that a message shows."""
 

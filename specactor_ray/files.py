@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from specactor_ray.errors import InputError
+
 logger = logging.getLogger(__name__)
 
 
@@ -56,6 +58,34 @@ def write_text(path: Path, text: str, shared: bool = False, new: bool = False) -
 def write_json(path: Path, data: Any, indent: int | None = 2, shared: bool = False, new: bool = False) -> None:
     """Write a JSON file as a whole; arguments and errors as for `write_text`."""
     write_text(path, json.dumps(data, indent=indent) + "\n", shared, new)
+
+
+def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
+    """Make a folder and its parents. Returns those that did not exist, the deepest first.
+
+    Args:
+        folder: The folder; it may exist.
+        option: What messages begin with.
+        empty: It must hold nothing.
+
+    Raises:
+        InputError: It cannot be made, or is not empty.
+    """
+    try:
+        if empty and folder.is_dir() and any(folder.iterdir()):
+            raise InputError(f"{option}: {folder} holds files, and none is overwritten; name another folder")
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{option}: {folder} cannot be made ({error.strerror}); name another folder") from None
+    return made
+
+
+def remove_if_empty(*folders: Path) -> None:
+    """Remove folders, in this order; the first that holds something stays, and so do those after it."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def flush_entry(path: Path) -> None:

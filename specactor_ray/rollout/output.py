@@ -21,6 +21,7 @@ from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
 from specactor_ray.errors import InputError
+from specactor_ray.files import remove_if_empty
 from specactor_ray.json_text import open_regular
 
 CONFIG_FILE, SUMMARY_FILE, TRAJECTORIES_FILE = "config.yaml", "summary.json", "trajectories.jsonl"
@@ -212,10 +213,3 @@ def discard_run_folder(folder: Path) -> None:
     """Remove the folder of a run that ended before it began: its configuration, and the folders if that was all."""
     (folder / CONFIG_FILE).unlink(missing_ok=True)
     remove_if_empty(folder, folder.parent)
-
-
-def remove_if_empty(*folders: Path) -> None:
-    """Remove folders, in this order; the first that holds something stays, and so do those after it."""
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()

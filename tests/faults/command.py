@@ -12,6 +12,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from specactor_ray.files import write_json
 from specactor_ray.observability.console import make_console, say
 from specactor_ray.observability.phase_progress import PhaseProgress
@@ -21,7 +22,6 @@ from tests.faults.campaign import Campaign, replay_line, run_campaign, shrink
 from tests.faults.injector import KINDS, FaultPlan
 from tests.faults.run import FaultScenario, simulate
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 MODES = ("plain", "coupled", "decoupled")
 _OF_CAMPAIGNS = ("seed", "processes", "json")
 _OF_REPLAYS = ("count", "interval", "kinds", "layout", "training", "trace")

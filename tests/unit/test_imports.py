@@ -16,7 +16,8 @@ PACKAGE = REPOSITORY / "specactor_ray"
 # A module may import its own part and the parts of lower layers. Parts on one line know nothing of each other.
 # The pure half of the controller (plain data and decisions) lies below the actors, which are told what to be with it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("clock", "errors", "files", "json_text", "leftovers"),
+    ("clock", "errors", "json_text", "leftovers"),
+    ("files",),
     ("jit",),
     ("signals",),
     ("messages",),
