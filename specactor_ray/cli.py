@@ -18,15 +18,22 @@ from typing import Annotated, Any
 import typer
 
 from specactor_ray.cli_demo import demo
-from specactor_ray.cli_options import ConfigFile, Overrides, planned_side_by_side
+from specactor_ray.cli_options import ConfigFile, Overrides, parse_numbers, planned_side_by_side
 from specactor_ray.cli_plan import plan, profile
 from specactor_ray.cli_simulate import simulate
 from specactor_ray.cluster.module_path import put_current_folder_last
 from specactor_ray.drafter_cli import drafter
-from specactor_ray.errors import EXIT_USER_ERROR, ConfigError, InputError, SpecActorError, UserError
+from specactor_ray.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    ConfigError,
+    InputError,
+    SpecActorError,
+    UserError,
+)
 from specactor_ray.signals import ignore_signals
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 SUBMITTABLE = {"train": "train", "rollout": "rollout", "bench": "bench rollout", "train-drafter": "drafter train"}
 """Name of a job → the command it runs."""
 JOB_RUNS = "~/specactor-runs"
@@ -255,7 +262,8 @@ def bench_rollout(
     settings = load_config(config_file, [*(overrides or ()), *chosen_backend, "target.record_margins=true"])
     if max_tokens is not None:
         settings.sampling = replace(settings.sampling, max_tokens=max_tokens)
-    chosen, batches = parse_modes(modes), parse_batches(batch, settings.target.max_batch)
+    chosen = parse_modes(modes)
+    batches = [settings.target.max_batch] if batch is None else parse_numbers("--batch", batch)
     progress = make_console(sys.stderr)
     log_through(progress, settings.run.log_level)
     settings = planned_side_by_side(settings, progress)
@@ -341,21 +349,6 @@ def parse_temperatures(text: str | None) -> list[float]:
             raise InputError(f"--temperatures: {item.strip()!r} is not a temperature; give numbers of 0 or more: 0,1")
         numbers.append(number)
     return list(dict.fromkeys(numbers))
-
-
-def parse_batches(text: str | None, default: int) -> list[int]:
-    """`1,4,16` → the numbers, each once.
-
-    Raises:
-        InputError: One of them is not a whole number of 1 or more.
-    """
-    if text is None:
-        return [default]
-    items = [item.strip() for item in text.split(",")]
-    bad = [item for item in items if not item.isdecimal() or int(item) < 1]
-    if bad:
-        raise InputError(f"--batch: {bad[0]!r} is not a batch size; give whole numbers of 1 or more, such as 1,4,16")
-    return list(dict.fromkeys(int(item) for item in items))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from specactor_ray.errors import InputError, ModelLoadError
-
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, ModelLoadError
 
 
 def demo(

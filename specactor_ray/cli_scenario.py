@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specactor_ray.errors import InputError
+from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError
+from specactor_ray.files import make_folder, remove_if_empty, write_json
 from specactor_ray.signals import signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from specactor_ray.simulation.comparison import Compared, Sweep
     from specactor_ray.simulation.rollouts import Result
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 REPORT_FILE = "report.json"
 _MOST_SHOWN = 6
 """Runs that the progress bar names one by one."""
@@ -70,7 +68,7 @@ def run_scenario(options: ScenarioOptions) -> None:
     chosen = choose_variants(options.config, [*options.overrides, *first], names, options.oracle)
     for line in flattened(options.config, options.overrides, sweep, chosen):
         say(make_console(sys.stderr), f"note: {line}")
-    made = make_output(options.output) if options.output is not None else []
+    made = make_folder(options.output, "--output", empty=True) if options.output is not None else []
     found: list[Compared] = []
     try:
         found = [one for one in _simulate(options, sweep, chosen) if one.results]
@@ -79,7 +77,7 @@ def run_scenario(options: ScenarioOptions) -> None:
         raise typer.Exit(EXIT_FAILED) from None
     finally:
         if not found:
-            _remove_empty(made)
+            remove_if_empty(*made)
     console = make_console()
     if not found:
         say(console, "interrupted before the first variant had finished; nothing was written")
@@ -107,28 +105,6 @@ def parse_names(text: str | None) -> list[str] | None:
     if not names:
         raise InputError(f"--compare: {text!r} names no variant; give some, such as plain,decoupled")
     return names
-
-
-def make_output(folder: Path) -> list[Path]:
-    """Make the folder and its parents. Returns those that did not exist, the deepest first.
-
-    Raises:
-        InputError: It holds something, or cannot be made.
-    """
-    try:
-        if folder.is_dir() and any(folder.iterdir()):
-            raise InputError(f"--output: {folder} holds files, and none is overwritten; name another folder")
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output: {folder} cannot be made ({error.strerror}); name another folder") from None
-    return made
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
 
 
 def _simulate(options: ScenarioOptions, sweep: Sweep | None, names: Sequence[str]) -> list[Compared]:
@@ -208,8 +184,7 @@ def _write_json(path: Path, data: Mapping[str, Any], indent: int | None = 2) -> 
         InputError: It exists, or cannot be written.
     """
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(data, indent=indent) + "\n")
+        write_json(path, data, indent, shared=True, new=True)
     except FileExistsError:
         raise InputError(f"{path} exists and is never overwritten; name another file") from None
     except OSError as error:

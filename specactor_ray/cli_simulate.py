@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from specactor_ray.cli_faults import parse_scenario, replay_faults, run_faults
 from specactor_ray.cli_scenario import ScenarioOptions, run_scenario
 from specactor_ray.cli_validate import run_validation
 from specactor_ray.errors import InputError
 
-_OPTIONS: Mapping[str, Sequence[str]] = {
-    "--published": (),
-    "--validate": ("--config", "--batch", "--json"),
-    "--config": ("--compare", "--oracle", "--sweep", "--output", "--processes", "--json"),
-    "--replay": ("--requests", "--count", "--interval", "--kinds", "--layout", "--training", "--trace"),
-    "--faults": ("--seed", "--requests", "--processes", "--json"),
-}
-"""The jobs of this command, the first that is asked for, and the options of each; without any it is `--faults`."""
-_INSTEAD = {
-    "--seed": "write seed=N after the options",
-    "--requests": "write workload.requests=N after the options",
-}
-"""What to do in place of an option that does not go with --config."""
+_OF_SCENARIOS = ("--compare", "--oracle", "--sweep", "--output", "--processes")
 
 
 def simulate(
@@ -53,28 +40,10 @@ def simulate(
         Path | None,
         typer.Option("--output", help="--config: folder for the report, plots and traces; never overwritten."),
     ] = None,
-    faults: Annotated[int, typer.Option(help="Faults to inflict, over as many runs as that takes.")] = 1000,
-    seed: Annotated[int, typer.Option(help="--faults: of the runs; the same seed, the same runs.")] = 0,
-    requests: Annotated[
-        int, typer.Option(help="--faults, --replay: requests of each stream, or of a step of training.")
-    ] = 64,
     processes: Annotated[
         int | None, typer.Option(help="Processes to run in. Default: one per core.", show_default=False)
     ] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Report to write; never overwritten.")] = None,
-    replay: Annotated[int | None, typer.Option(help="Run this one seed again.", show_default=False)] = None,
-    count: Annotated[int, typer.Option(help="replay: faults to schedule.")] = 50,
-    interval: Annotated[
-        float | None, typer.Option(help="replay: mean seconds between them.", show_default=False)
-    ] = None,
-    kinds: Annotated[
-        str | None, typer.Option(help="replay: kinds of faults, comma-separated.", show_default=False)
-    ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="replay: verifiers,drafters,nodes,mode.", show_default=False)
-    ] = None,
-    training: Annotated[bool, typer.Option("--training", help="replay: train instead of streaming.")] = False,
-    trace: Annotated[bool, typer.Option("--trace", help="replay: print every event.")] = False,
     validate: Annotated[
         bool,
         typer.Option(
@@ -82,70 +51,46 @@ def simulate(
         ),
     ] = False,
     batch: Annotated[str, typer.Option(help="--validate: batch sizes.")] = "1,4,16",
-    published: Annotated[
-        bool, typer.Option("--published", help="Only print the cost models against published measurements.")
-    ] = False,
 ) -> None:
-    """Run the product's loops, dispatcher, controller and training steps on virtual time.
+    """Run the product's loops, dispatcher and controller on virtual time.
 
     No Ray, no models, no waiting: one deterministic thread per run.
 
-    With a file of conf/simulation, predict how fast that scenario is, one row per variant: the hardware is modelled,
-    the decisions are the product's own. --output adds plots and a timeline per variant, which ui.perfetto.dev opens.
-
-    Without it, inflict faults. After every run, each request must have ended once with the tokens of plain decoding, no
-    innocent request may have failed, and nothing may be left over. A run that fails is shrunk and printed as a command
-    that repeats it. Exit code 1 if any failed.
+    A file of conf/simulation is a scenario: predict how fast it is, one row per variant. The hardware is modelled, the
+    decisions are the product's own. --output adds plots and a timeline per variant, which ui.perfetto.dev opens.
     """
-    given, overrides = given_options(context), overrides or []
+    overrides = overrides or []
     if config is None and overrides and "=" not in overrides[0]:  # simulate conf/simulation/two_cores.yaml
         config, overrides = Path(overrides[0]), overrides[1:]
-        given.append("--config")
-    refuse_misplaced(given, overrides)
-    refuse_below({"--faults": faults, "--requests": requests, "--processes": processes, "--count": count}, 1)
-    refuse_below({"--seed": seed, "--replay": replay}, 0)
+    given = _given_options(context)
+    batch_given = [option for option in given if option == "--batch"]
     _refuse_output(output)
-    if published:
-        _show_published()
-    elif validate:
+    if validate:
+        _refuse([option for option in given if option in _OF_SCENARIOS], "does not go with --validate; leave it out")
         run_validation(config, overrides, batch, output)
-    elif config is not None:
-        run_scenario(ScenarioOptions(config, overrides, compare, oracle, sweep, folder, output, processes))
-    elif replay is None:
-        run_faults(faults, seed, requests, processes, output)
+    elif config is None:
+        _refuse(batch_given, "needs --validate; add it, or leave it out")
+        _refuse(given, "needs a scenario; add --config FILE")
+        _refuse(overrides, "overrides are of a scenario; add --config FILE")
+        raise InputError("name a scenario, such as conf/simulation/two_cores.yaml, or use --validate")
     else:
-        replay_faults(parse_scenario(replay, count, requests, interval, kinds, layout, training), trace)
+        _refuse(batch_given, "does not go with --config; leave it out")
+        if processes is not None and processes < 1:
+            raise InputError(f"--processes: {processes} is too small; use 1 or more")
+        run_scenario(ScenarioOptions(config, overrides, compare, oracle, sweep, folder, output, processes))
 
 
-def given_options(context: typer.Context) -> list[str]:
-    """Options that the command line names, as in `--faults`."""
-    given = [p for p in context.command.params if p.param_type_name == "option" and p.name is not None]
-    return [
-        max(one.opts, key=len)
-        for one in given
-        if getattr(context.get_parameter_source(one.name or ""), "name", "") == "COMMANDLINE"
-    ]
+def _given_options(context: typer.Context) -> list[str]:
+    """Options that the command line names, as in `--oracle`."""
+    options = [one for one in context.command.params if one.param_type_name == "option"]
+    sources = {max(one.opts, key=len): context.get_parameter_source(one.name or "") for one in options}
+    return [option for option, source in sources.items() if getattr(source, "name", "") == "COMMANDLINE"]
 
 
-def refuse_misplaced(given: Sequence[str], overrides: Sequence[str]) -> None:
-    """Refuse options of another job than the one that is asked for.
-
-    Raises:
-        InputError: An option, or an override, goes with another job of this command.
-    """
-    job = next((name for name in _OPTIONS if name in given), "--faults")
-    for option in given:
-        if option == job or option in _OPTIONS[job]:
-            continue
-        homes = [name for name, options in _OPTIONS.items() if option in options]
-        if job == "--faults" and "--config" in homes:
-            raise InputError(f"{option}: needs a scenario; add --config FILE")
-        if job == "--faults" and homes:
-            raise InputError(f"{option}: needs {homes[0]}; add it, or leave {option} out")
-        hint = _INSTEAD.get(option, "leave it out") if job == "--config" else "leave it out"
-        raise InputError(f"{option}: does not go with {job}; {hint}")
-    if overrides and job not in ("--validate", "--config"):
-        raise InputError(f"{overrides[0]}: overrides are of a scenario; add --config FILE")
+def _refuse(given: Sequence[str], problem: str) -> None:
+    """Raises InputError that names the first of these arguments, if there is one."""
+    if given:
+        raise InputError(f"{given[0]}: {problem}")
 
 
 def _refuse_output(output: Path | None) -> None:
@@ -153,18 +98,3 @@ def _refuse_output(output: Path | None) -> None:
         raise InputError(f"--json: {output} exists; name another file")
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError(f"--json: there is no folder {output.parent}; make it first")
-
-
-def refuse_below(numbers: Mapping[str, int | None], least: int) -> None:
-    """Raises InputError for a number below `least`; None is none."""
-    for option, number in numbers.items():
-        if number is not None and number < least:
-            raise InputError(f"{option}: {number} is too small; use {least} or more")
-
-
-def _show_published() -> None:
-    from specactor_ray.observability.console import make_console
-    from specactor_ray.observability.simulation_report import show_published
-    from specactor_ray.simulation.published import published_points
-
-    show_published(make_console(), published_points())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specactor_ray.cli_options import parse_numbers
-from specactor_ray.errors import ConfigError
+from specactor_ray.errors import EXIT_INTERRUPTED, ConfigError
+from specactor_ray.files import write_json
 
 if TYPE_CHECKING:
     from specactor_ray.config.schema import Config
 
-EXIT_INTERRUPTED = 130
 _OF_SCENARIOS = ("description", "hardware", "machines", "workload")
 DEFAULTS: Mapping[str, Any] = {
     "target": {"cores": 1, "max_model_len": 1024, "kv_cache_gb": 1.0},
@@ -67,7 +66,7 @@ def run_validation(config: Path | None, overrides: Sequence[str], batch: str, ou
     say(console, f"error of tokens/s: median {median:.1%}, at most {largest:.1%}, over {len(report['points'])} points")
     say(console, f"on {machine['cores']} cores of {machine['cpu']} ({', '.join(machine['vector'])})")
     if output is not None:
-        output.write_text(json.dumps({**report, "hardware": machine}, indent=2) + "\n", encoding="utf-8")
+        write_json(output, {**report, "hardware": machine}, shared=True)
         say(console, f"written: {output.resolve()}")
     if interrupted:
         say(console, "interrupted: what had been measured is shown")

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from specactor_ray.drafter_training.recipe import LEARNING_RATES, METHODS, CorpusRecipe, TrainRecipe
-from specactor_ray.errors import InputError
+from specactor_ray.errors import EXIT_INTERRUPTED, InputError
 
-EXIT_INTERRUPTED = 130
 _CORPUS = CorpusRecipe(target="")
 _RECIPE = TrainRecipe(_CORPUS)
 

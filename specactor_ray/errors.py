@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Collection
 
-EXIT_USER_ERROR = 2
+EXIT_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 _LONGEST_VALUE, _LONGEST_KEY = 120, 400
 """Characters of a value or a key that a message shows."""
 _USERINFO = re.compile(r"(?<=:/)(/?)[^/\s]*@")

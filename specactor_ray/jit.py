@@ -8,7 +8,6 @@ own.
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 from numba import njit
 from numba.core.caching import FunctionCache
 
+from specactor_ray.files import locked
+
 
 class LockedCache(FunctionCache):
     """An on-disk cache of compiled code that one process reads or writes at a time."""
@@ -24,8 +25,7 @@ class LockedCache(FunctionCache):
     @contextmanager
     def _lock(self) -> Iterator[None]:
         self._impl.locator.ensure_cache_path()
-        with open(Path(self.cache_path) / f"{self._impl.filename_base}.lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # released with the file
+        with locked(Path(self.cache_path) / f"{self._impl.filename_base}.lock"):
             yield
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from specactor_ray.cluster.token import shown, token_for, why_withheld
 from specactor_ray.config.load import yaml_problem
-from specactor_ray.errors import ClusterError, InputError, redacted
+from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterError, InputError, redacted
 from specactor_ray.observability.console import say
 
 EXCLUDES = (
@@ -85,7 +85,7 @@ def _submit_and_follow(
         return 0
     status = _follow(client, job, console)
     say(console, f"job {job}: {status}")
-    return {_SUCCEEDED: 0, _STOPPED: 130}.get(status, 1)
+    return {_SUCCEEDED: 0, _STOPPED: EXIT_INTERRUPTED}.get(status, EXIT_FAILED)
 
 
 def _default_address() -> str:

@@ -21,12 +21,12 @@ from specactor_ray.benchmarks.demo_tasks import rename_tasks
 from specactor_ray.benchmarks.side_by_side import Round, SideBySide, Speed, measure_side_by_side
 from specactor_ray.config import Config, load_config
 from specactor_ray.errors import SpecActorError
+from specactor_ray.files import write_json
 from specactor_ray.observability.console import say
 from specactor_ray.observability.demo_report import DEMO_COLUMNS, write_demo_plot
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.phase_progress import PhaseProgress
 from specactor_ray.observability.training_display import TrainingDisplay
-from specactor_ray.rollout.output import write_json
 from specactor_ray.signals import interruption, sigterm_interrupts
 
 SEED = 7

@@ -18,9 +18,9 @@ from specactor_ray.benchmarks.profile_process import Axes, Measured, Share, meas
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.files import write_json
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.phase_progress import PhaseProgress, show_steps
-from specactor_ray.rollout.output import write_json
 from specactor_ray.rollout.planning import as_decoupled
 from specactor_ray.rollout.preflight import check_target, export_what_drafters_read, require_named
 from specactor_ray.rollout.prompts import read_prompts
@@ -91,14 +91,10 @@ def run_profile(
 
 
 def _write(output: Path, data: Mapping[str, Any]) -> None:
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
     try:
-        write_json(temporary, data)
-        os.link(temporary, output)  # unlike a rename it fails where the file exists
+        write_json(output, data, new=True)
     except OSError as error:
         raise InputError(f"--output: {output} cannot be written ({error.strerror})") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _facts(config: Config, device: str) -> dict[str, Any]:

@@ -24,12 +24,12 @@ from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.files import make_folder, remove_if_empty, write_json
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.output import remove_if_empty, write_json
 from specactor_ray.rollout.preflight import check_target, require_named, start_note
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
 from specactor_ray.signals import signals_deferred, sigterm_interrupts
@@ -132,7 +132,7 @@ def run_bench(
     variants = _checked_variants(config, modes, batches, peers)
     if note := start_note(config):
         say(console, note)
-    made = _make_folder(output.parent)
+    made = make_folder(output.parent, "--output")
     report = _head(config, workloads, output)
     bench = Bench(workloads, console)
     from specactor_ray.cluster.connection import connect  # takes seconds, so only after the checks
@@ -346,16 +346,6 @@ def all_identical(report: Mapping[str, Any]) -> bool:
 def _reject_existing(output: Path) -> None:
     if output.exists():
         raise InputError(f"--output: {output} exists and is never overwritten; name another file")
-
-
-def _make_folder(folder: Path) -> list[Path]:
-    """Make a folder; returns those that did not exist, the deepest first."""
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output: {folder} cannot be made ({error.strerror})") from None
-    return made
 
 
 def _head(config: Config, workloads: Sequence[Workload], output: Path) -> dict[str, Any]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, make_dataclass
 from enum import Enum
@@ -29,6 +27,7 @@ from specactor_ray.config.schema import Config
 from specactor_ray.config.shipped import find_file, shipped_names
 from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError, RangeError, clipped, clipped_text, did_you_mean
+from specactor_ray.files import write_text
 
 Tree = dict[str, Any]
 S = TypeVar("S")
@@ -131,17 +130,7 @@ def save_config(config: Config, path: str | Path) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(to_yaml(config))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    write_text(path, to_yaml(config))
 
 
 def _read_yaml(path: Path, folder: str = "") -> Tree:

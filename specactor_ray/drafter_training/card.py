@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.drafter_training.corpus import write_json
 from specactor_ray.errors import InputError
+from specactor_ray.files import write_json
 from specactor_ray.json_text import parse_json, read_foreign
 from specactor_ray.modeling.loading import load_model_config
 
@@ -45,7 +45,7 @@ def write_card(
 ) -> None:
     """Write `drafter.json` into a drafter's folder."""
     card = {"format": FORMAT, "method": method, "target": asdict(target)}
-    write_json(folder / CARD_FILE, {**card, "training": training, "acceptance": acceptance})
+    write_json(folder / CARD_FILE, {**card, "training": training, "acceptance": acceptance}, shared=True)
 
 
 def read_card(folder: Path) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from specactor_ray.drafter_training.card import (
     read_card,
     write_card,
 )
-from specactor_ray.drafter_training.corpus import claim_corpus, differences, write_json
+from specactor_ray.drafter_training.corpus import claim_corpus, differences
 from specactor_ray.drafter_training.loop import CHECKPOINT_FILE, LoopProgress, TrainLoop
 from specactor_ray.drafter_training.measuring import head_config, measure
 from specactor_ray.drafter_training.recipe import (
@@ -45,6 +45,7 @@ from specactor_ray.drafter_training.rollouts import (
 )
 from specactor_ray.drafter_training.student import Student, student_maker
 from specactor_ray.errors import InputError
+from specactor_ray.files import write_json
 from specactor_ray.json_text import read_foreign
 from specactor_ray.modeling.loading import load_model_config, load_tokenizer
 from specactor_ray.observability.console import say
@@ -167,8 +168,15 @@ def eval_drafter(
         except KeyboardInterrupt:
             return DrafterOutcome("interrupted", note="interrupted")
     if paths.output is not None:
-        facts = {"method": drafter.method, "model": drafter.model, "target": asdict(target), "corpus": asdict(recipe)}
-        write_json(paths.output, {**facts, "acceptance": rows, "hardware": hardware(), "versions": versions()})
+        facts: dict[str, Any] = {
+            "method": drafter.method,
+            "model": drafter.model,
+            "target": asdict(target),
+            "corpus": asdict(recipe),
+        }
+        write_json(
+            paths.output, {**facts, "acceptance": rows, "hardware": hardware(), "versions": versions()}, shared=True
+        )
     return DrafterOutcome("finished", rows)
 
 
@@ -265,7 +273,7 @@ def _claim_output(output: Path, facts: dict[str, Any]) -> None:
         raise InputError(f"--output: {output} exists and is no folder of `drafter train`. Fix: name another folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, facts)
+        write_json(path, facts, shared=True)
     except OSError as error:
         raise InputError(f"--output: {output} cannot be written to ({error.strerror})") from None
 

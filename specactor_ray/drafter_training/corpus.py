@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 
 from specactor_ray.errors import InputError
+from specactor_ray.files import flush_entry, replacing, write_json
 from specactor_ray.json_text import read_foreign
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.cache import flush_entry
 from specactor_ray.modeling.wire import from_wire
 from specactor_ray.targets.base import RowOutput, TargetEngine, TargetRequest
 
@@ -107,10 +106,8 @@ class RecordStore:
             for record, _ in self._pending
         ]
         final = self._folder / f"{self._part}-{self._pending[0][0].index:06d}.safetensors"
-        partial = final.with_suffix(".partial")
-        save_file(tensors, partial, metadata={"records": json.dumps(facts)})
-        flush_entry(partial)
-        os.replace(partial, final)
+        with replacing(final, final.with_suffix(".partial")) as partial:
+            save_file(tensors, partial, metadata={"records": json.dumps(facts)})
         flush_entry(self._folder)
         self._where |= {record.index: final for record, _ in self._pending}
         self._pending = []
@@ -257,7 +254,7 @@ def claim_corpus(folder: Path, facts: dict[str, Any]) -> None:
     if folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"{folder} exists and is no corpus. Fix: name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, facts)
+    write_json(path, facts, shared=True)
 
 
 def differences(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str:
@@ -270,11 +267,3 @@ def differences(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "")
         elif left != right:
             found.append(f"{prefix}{key} {left!r} there, {right!r} wanted")
     return "; ".join(text for text in found if text)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """A JSON file, complete or as it was before."""
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    flush_entry(partial)
-    os.replace(partial, path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -25,8 +24,8 @@ from specactor_ray.drafter_training.corpus import Record, RecordStore
 from specactor_ray.drafter_training.recipe import TrainRecipe
 from specactor_ray.drafter_training.student import Student, add_sums, load_batch, means
 from specactor_ray.errors import InputError
+from specactor_ray.files import replacing
 from specactor_ray.learner.engines.torch_engine import parameter_groups
-from specactor_ray.modeling.cache import flush_entry
 
 logger = logging.getLogger(__name__)
 
@@ -172,12 +171,10 @@ class TrainLoop:
         """Write the checkpoint; the one before it stays until the new one is whole."""
         with self._shield():
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._path.with_suffix(".partial")
             state = {name: getattr(self.state, name) for name in LoopState.__dataclass_fields__}
             content = {"student": self.student.trained(), "optimizer": self._optimizer.state_dict(), "state": state}
-            torch.save(content, partial)
-            flush_entry(partial)
-            os.replace(partial, self._path)
+            with replacing(self._path, self._path.with_suffix(".partial")) as partial:
+                torch.save(content, partial)
 
     def _batches(self) -> list[list[int]]:
         if self._of_epoch != self.state.epoch:

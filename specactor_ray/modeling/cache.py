@@ -6,14 +6,14 @@ A build that was killed leaves only a hidden temporary folder, which the next bu
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+
+from specactor_ray.files import flush_entry, locked
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def cached_dir(final: Path, build: Callable[[Path], None]) -> Path:
     if final.is_dir():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(final.parent / f".{final.name}.lock"):
+    with locked(final.parent / f".{final.name}.lock"):
         if final.is_dir():  # another process made it while this one waited
             return final
         _remove_leftovers(final)
@@ -60,17 +60,6 @@ def _temporary_prefix(final: Path) -> str:
     return f".{final.name}.tmp-"
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process that holds %s", path)
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield  # closing the file lets the lock go
-
-
 def _remove_leftovers(final: Path) -> None:
     """Remove what killed builds left; safe under the lock, since no build of this folder can be running."""
     for leftover in final.parent.glob(f"{_temporary_prefix(final)}*"):
@@ -83,12 +72,3 @@ def _flush(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
         path.chmod(0o755 if path.is_dir() else 0o644)
         flush_entry(path)
-
-
-def flush_entry(path: Path) -> None:
-    """Write a file's content, or a folder's list of names, through to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

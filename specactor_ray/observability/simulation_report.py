@@ -3,61 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
-
-from specactor_ray.observability.console import say
-
-
-def faults_table(faults: Mapping[str, int]) -> Table:
-    """How often each kind of fault struck, the most frequent first."""
-    table = Table(title="faults that struck", box=SIMPLE_HEAD, title_justify="left")
-    table.add_column("kind")
-    table.add_column("times", justify="right")
-    for kind, times in sorted(faults.items(), key=lambda item: (-item[1], item[0])):
-        table.add_row(kind, f"{times:,}")
-    return table
-
-
-class Published(Protocol):
-    """A published figure beside its prediction."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def published(self) -> float: ...
-    @property
-    def predicted(self) -> float: ...
-    @property
-    def difference(self) -> float: ...
-    @property
-    def within(self) -> bool: ...
-    @property
-    def source(self) -> str: ...
-    @property
-    def note(self) -> str: ...
-
-
-def show_published(console: Console, points: Sequence[Published]) -> None:
-    """The cost models against published measurements; the notes below are numbered as in the first column."""
-    table = Table(title="cost models against published measurements", box=SIMPLE_HEAD, title_justify="left")
-    table.add_column("what")
-    for column in ("published", "predicted", "difference"):
-        table.add_column(column, justify="right")
-    table.add_column("source")
-    notes = list(dict.fromkeys(point.note for point in points if point.note))
-    for point in points:
-        mark = f" [{notes.index(point.note) + 1}]" if point.note else ""
-        difference = f"{point.difference:+.1%}" + ("" if point.within else " !")
-        figures = f"{point.published:.4g}", f"{point.predicted:.4g}", difference
-        table.add_row(Text(point.name + mark), *figures, Text(point.source))
-    console.print(table)
-    for number, note in enumerate(notes, 1):
-        say(console, f"[{number}] {note}")
 
 
 def validation_table(points: Sequence[Mapping[str, Any]]) -> Table:

@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +21,7 @@ from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
 from specactor_ray.errors import InputError
+from specactor_ray.files import remove_if_empty
 from specactor_ray.json_text import open_regular
 
 CONFIG_FILE, SUMMARY_FILE, TRAJECTORIES_FILE = "config.yaml", "summary.json", "trajectories.jsonl"
@@ -213,21 +213,3 @@ def discard_run_folder(folder: Path) -> None:
     """Remove the folder of a run that ended before it began: its configuration, and the folders if that was all."""
     (folder / CONFIG_FILE).unlink(missing_ok=True)
     remove_if_empty(folder, folder.parent)
-
-
-def remove_if_empty(*folders: Path) -> None:
-    """Remove folders, in this order; the first that holds something stays, and so do those after it."""
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a JSON file that is either complete or not there. Only its owner may read it."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(json.dumps(data, indent=2) + "\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -17,7 +17,8 @@ from rich.console import Console
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.lending import draft_actors
 from specactor_ray.config.schema import ModeName
-from specactor_ray.errors import ConfigError, ModelLoadError
+from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, ModelLoadError
+from specactor_ray.files import write_json
 from specactor_ray.modeling.loading import load_tokenizer, require_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
@@ -30,7 +31,6 @@ from specactor_ray.rollout.output import (
     claim_run_folder,
     discard_run_folder,
     save_run_config,
-    write_json,
 )
 from specactor_ray.rollout.preflight import check_target, max_prompt_tokens, refuse_early, start_note
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts, is_token_ids, read_prompts
@@ -39,8 +39,6 @@ from specactor_ray.signals import ignore_signals, interruption, signals_deferred
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
-
-EXIT_ALL_FAILED, EXIT_INTERRUPTED = 1, 130
 
 
 @dataclass(slots=True)
@@ -87,7 +85,7 @@ class RunOutcome:
         if self.summary["status"] == "interrupted":
             return EXIT_INTERRUPTED
         counts = self.summary["trajectories"]
-        return EXIT_ALL_FAILED if counts["failed"] == counts["total"] else 0
+        return EXIT_FAILED if counts["failed"] == counts["total"] else 0
 
 
 def run_rollout(config: Config, console: Console) -> RunOutcome:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.errors import InputError
+from specactor_ray.files import flush_entry
 from specactor_ray.json_text import parse_json, read_foreign
-from specactor_ray.modeling.cache import flush_entry
 
 logger = logging.getLogger(__name__)
 

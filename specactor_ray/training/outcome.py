@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_EXIT_CODES = {"complete": 0, "failed": 1, "interrupted": 130}
+from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED
+
+_EXIT_CODES = {"complete": 0, "failed": EXIT_FAILED, "interrupted": EXIT_INTERRUPTED}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ import yaml
 
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.errors import InputError
+from specactor_ray.files import write_json
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.training_display import TrainingDisplay
 from specactor_ray.observability.training_report import write_report
-from specactor_ray.rollout.output import write_json
 from specactor_ray.rollout.trajectory import drafted_by_method
 from specactor_ray.training.drafter_watchdog import DrafterWatchdog
 from specactor_ray.training.metrics_file import MetricsFile

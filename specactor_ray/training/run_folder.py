@@ -14,9 +14,10 @@ from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.files import remove_if_empty, write_text
 from specactor_ray.json_text import parse_json, read_foreign
 from specactor_ray.modeling.loading import load_model_config
-from specactor_ray.rollout.output import SUMMARY_FILE, claim_run_folder, remove_if_empty
+from specactor_ray.rollout.output import SUMMARY_FILE, claim_run_folder
 from specactor_ray.training.checkpoint import CheckpointStore, TrainState, open_checkpoint
 from specactor_ray.training.run_lease import RunInUseError, RunLease
 from specactor_ray.training.run_settings import compare_settings, settings_of
@@ -219,9 +220,7 @@ def _keep_metrics_until(file: Path, step: int) -> None:
         except (ValueError, KeyError, TypeError):
             break
         kept.append(line + "\n")
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(file)
+    write_text(file, "".join(kept), shared=True)
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:

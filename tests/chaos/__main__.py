@@ -51,6 +51,11 @@ NETWORK = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if any(argument.partition("=")[0] in ("--virtual", "--replay") for argument in arguments):
+        from tests.faults.command import main as run_virtual
+
+        return run_virtual(arguments)
     options = parse(arguments)
     if options.stage:
         return run_stage(options)
@@ -80,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
+    virtual = "Faults on virtual time, without Ray: --virtual N; its options: --virtual 1 --help."
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__, epilog=virtual)
     parser.add_argument("--seed", type=int, default=0, help="of the schedule (default: 0)")
     parser.add_argument("--faults", type=int, help="how many strike the streams (default: 60, with --short 13)")
     parser.add_argument("--short", action="store_true", help="only the streams, each kind of fault once")

@@ -22,11 +22,12 @@ from specactor_ray import cli
 from specactor_ray.config.load import from_mapping, load_config
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.errors import ClusterError, InputError, ModelLoadError, UserError
+from specactor_ray.files import write_json
 from specactor_ray.messages import RequestStats, SamplingParams
 from specactor_ray.observability.progress import ProgressState, RolloutProgress, figures
 from specactor_ray.observability.report import cut_line, failed_prompts_line
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.output import TrajectoryWriter, write_json
+from specactor_ray.rollout.output import TrajectoryWriter
 from specactor_ray.rollout.run import RunOutcome, run_rollout
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling import derive_seed
@@ -183,8 +184,8 @@ class TestUserErrors:
     BENCH_CASES: ClassVar = {
         "unknown mode": (["--modes", "plain,fast"], "--modes: 'fast' is not a mode; the modes are plain, coupled"),
         "no plain": (["--modes", "decoupled"], "--modes must contain plain"),
-        "batch 0": (["--batch", "4,0"], "--batch: '0' is not a batch size"),
-        "batch of words": (["--batch", "many"], "--batch: 'many' is not a batch size"),
+        "batch 0": (["--batch", "4,0"], "--batch: '0' is no whole number"),
+        "batch of words": (["--batch", "many"], "--batch: 'many' is no whole number"),
         "max_tokens 0": (["--max-tokens", "0"], "sampling.max_tokens is 0; it must be a whole number from 1"),
         "malformed line": (["--prompts", "bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
         "existing report": (["--output", "there.jsonl"], "there.jsonl exists and is never overwritten"),
@@ -345,8 +346,7 @@ class TestJobs:
 
 class TestParsing:
     def test_batches(self) -> None:
-        assert cli.parse_batches("1, 4,16,4", 9) == [1, 4, 16]
-        assert cli.parse_batches(None, 9) == [9]
+        assert cli.parse_numbers("--batch", "1, 4,16,4") == [1, 4, 16]
 
     def test_modes(self) -> None:
         assert cli.parse_modes("plain, decoupled") == [ModeName.plain, ModeName.decoupled]

@@ -16,7 +16,9 @@ PACKAGE = REPOSITORY / "specactor_ray"
 # A module may import its own part and the parts of lower layers. Parts on one line know nothing of each other.
 # The pure half of the controller (plain data and decisions) lies below the actors, which are told what to be with it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("clock", "errors", "jit", "json_text", "leftovers"),
+    ("clock", "errors", "json_text", "leftovers"),
+    ("files",),
+    ("jit",),
     ("signals",),
     ("messages",),
     ("config",),
@@ -44,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training",),
     ("simulation", "benchmarks", "submission", "drafter_training.command"),
     ("validation",),
-    ("cli_options", "cli_scenario", "cli_faults"),
+    ("cli_options", "cli_scenario"),
     ("cli_validate",),
     ("cli_demo", "cli_plan", "cli_simulate", "drafter_cli"),
     ("cli",),

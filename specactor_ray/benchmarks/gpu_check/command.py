@@ -13,10 +13,9 @@ from specactor_ray.benchmarks.gpu_check.report import Report, refuse_existing, s
 from specactor_ray.benchmarks.gpu_check.settings import ON_GPU, Settings, dry_run_on
 from specactor_ray.benchmarks.gpu_check.stages import StageFunction, run_stages, say
 from specactor_ray.benchmarks.gpu_check.tables import tables
-from specactor_ray.errors import EXIT_USER_ERROR, InputError, UserError
+from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, InputError, UserError
 from specactor_ray.signals import signals_deferred, sigterm_interrupts
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 STAGES = ("hardware", "forwards", "sampler", "flips", "engine", "end_to_end")
 _DESCRIPTION = """\
 Measures what one GPU does with this project's work, in a few minutes and without Ray or vLLM. Models of 0.5B, 7B and

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specactor_ray.errors import InputError
+from specactor_ray.files import write_json, write_text
 
 
 class Report:
@@ -58,11 +57,11 @@ class Report:
 
     def save(self) -> None:
         """Write both files; the YAML once forwards were measured."""
-        _write(self.path, json.dumps(_plain(self.data), indent=2, allow_nan=False) + "\n")
+        write_json(self.path, _plain(self.data), shared=True)
         measured = self.stages.get("forwards", {}).get("figures", {}).get("shapes", {})
         measured = {name: shape for name, shape in measured.items() if shape["graph"] or shape["eager"]}
         if measured:
-            _write(self.yaml_path, hardware_yaml(self.data, measured))
+            write_text(self.yaml_path, hardware_yaml(self.data, measured), shared=True)
 
 
 def refuse_existing(path: Path) -> None:
@@ -117,15 +116,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
-
-
-def _write(path: Path, text: str) -> None:
-    """A file that is either complete or not there."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)

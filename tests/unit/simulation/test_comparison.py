@@ -389,11 +389,7 @@ class TestCommand:
         ("arguments", "expected"),
         [
             (["--batch", "1,4"], "--batch: does not go with --config; leave it out"),
-            (["--faults", "10"], "--faults: does not go with --config; leave it out"),
-            (["--seed", "1"], "--seed: does not go with --config; write seed=N"),
-            (["--requests", "4"], "--requests: does not go with --config; write workload.requests=N"),
-            (["--replay", "1"], "--replay: does not go with --config"),
-            (["--trace"], "--trace: does not go with --config"),
+            (["--validate", "--oracle"], "--oracle: does not go with --validate"),
             (["--processes", "0"], "--processes: 0 is too small"),
             (["--compare", "fast"], "no variant 'fast'. Fix: use some of: plain, coupled, decoupled."),
             (["--compare", ","], "--compare: ',' names no variant"),
@@ -422,7 +418,10 @@ class TestCommand:
             (["--compare", "plain"], "--compare: needs a scenario; add --config FILE"),
             (["--oracle"], "--oracle: needs a scenario"),
             (["--output", "out"], "--output: needs a scenario"),
+            (["--batch", "1,4"], "--batch: needs --validate"),
             (["seed=1"], "seed=1: overrides are of a scenario; add --config FILE"),
+            (["--json", "no/such/folder/x.json", "x.yaml"], "--json: there is no folder no/such/folder"),
+            ([], "name a scenario"),
         ],
     )
     def test_options_of_scenarios_need_one(self, arguments: list[str], expected: str) -> None:

@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from specactor_ray.cli import app
 from specactor_ray.controller.state import Policy, VerifierSpec
-from specactor_ray.simulation.campaign import replay_line, run_campaign, shrink
 from specactor_ray.simulation.engine import SimulatedEngine
-from specactor_ray.simulation.fault_run import FaultScenario, Simulation, simulate
-from specactor_ray.simulation.faults import KINDS, OF_TRAINING, SCHEDULED, FaultPlan, Injector
 from specactor_ray.simulation.host import SimulatedHost
 from specactor_ray.simulation.network import VirtualActor
+from tests.chaos.__main__ import main
+from tests.faults.campaign import replay_line, run_campaign, shrink
+from tests.faults.injector import KINDS, OF_TRAINING, SCHEDULED, FaultPlan, Injector
+from tests.faults.run import FaultScenario, Simulation, simulate
 
 
 def run(scenario: FaultScenario) -> None:
@@ -131,20 +130,21 @@ def test_a_campaign_strikes_as_often_as_it_is_told() -> None:
 
 
 def test_a_campaign_is_written_down(tmp_path: Path) -> None:
-    arguments = ["simulate", "--faults", "40", "--seed", "2", "--requests", "8", "--processes", "1"]
-    done = CliRunner().invoke(app, [*arguments, "--json", str(tmp_path / "out.json")])
-    assert done.exit_code == 0, done.output
+    arguments = ["--virtual", "40", "--seed", "2", "--requests", "8", "--processes", "1"]
+    assert main([*arguments, "--json", str(tmp_path / "out.json")]) == 0
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["num_faults"] == sum(report["faults"].values()) >= 40
     assert report["failures"] == report["replay"] == [] and report["finished"] > 0 and report["seed"] == 2
 
 
-def test_a_failing_scenario_is_shrunk_and_its_line_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_scenario_is_shrunk_and_its_line_repeats_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without the watch over progress, a wedged engine is never noticed."""
     from specactor_ray.cluster.supervised import SupervisedActor
 
     monkeypatch.setattr(SupervisedActor, "stalled_s", property(lambda self: 0.0))
-    monkeypatch.setattr("specactor_ray.simulation.fault_run._STANDSTILL_S", 50.0)
+    monkeypatch.setattr("tests.faults.run._STANDSTILL_S", 50.0)
     plan = FaultPlan(("wedge engine", "slow actor"), 4, 0.4)
     scenario = FaultScenario(0, requests=4, drafters=1, faults=plan)
     assert simulate(scenario).violations
@@ -153,52 +153,56 @@ def test_a_failing_scenario_is_shrunk_and_its_line_repeats_it(monkeypatch: pytes
     assert small.faults.count < 4
     assert small.requests < 4
     line = shlex.split(replay_line(small))
-    done = CliRunner().invoke(app, line[1:])
-    assert done.exit_code == 1, done.output
-    assert "FAILED" in done.output
+    assert line[0] == "scripts/chaos" and main(line[1:]) == 1
+    assert "FAILED" in capsys.readouterr().out
     monkeypatch.undo()
-    assert CliRunner().invoke(app, line[1:]).exit_code == 0
+    assert main(line[1:]) == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--faults", "0"], "--faults: 0 is too small"),
+        (["--virtual", "0"], "--virtual: 0 is not a whole number of 1 or more"),
+        (["--virtual=two"], "--virtual: two is not a whole number"),
         (["--replay", "1", "--kinds", "kill everything"], "'kill everything' is not a kind of fault"),
         (["--replay", "1", "--layout", "2,2"], "--layout: '2,2' is not verifiers,drafters,nodes,mode"),
         (["--replay", "1", "--layout", "2,2,3,fast"], "--layout: 'fast' is not a mode"),
         (["--replay", "1", "--training"], "--training: needs --kinds"),
-        (["--json", "no/such/folder/x.json"], "--json: there is no folder no/such/folder"),
-        (["--replay", "1", "--interval", "0"], "--interval: 0.0 is not a time"),
-        (["--replay", "-3"], "--replay: -3 is too small; use 0 or more"),
-        (["--seed", "-4"], "--seed: -4 is too small; use 0 or more"),
-        (["--replay", "5", "--json", "x.json"], "--json: does not go with --replay; leave it out"),
-        (["--replay", "3", "--faults", "6"], "--faults: does not go with --replay"),
-        (["--kinds", "poison"], "--kinds: needs --replay; add it, or leave --kinds out"),
-        (["--batch", "1,4"], "--batch: needs --validate"),
-        (["--validate", "--faults", "3"], "--faults: does not go with --validate"),
-        (["--validate", "--oracle"], "--oracle: does not go with --validate"),
-        (["--published", "--json", "x.json"], "--json: does not go with --published"),
-        (["--published", "seed=3"], "seed=3: overrides are of a scenario"),
+        (["--virtual", "5", "--json", "no/such/folder/x.json"], "--json: there is no folder no/such/folder"),
+        (["--virtual", "5", "--json", "pyproject.toml"], "--json: pyproject.toml exists; name another file"),
+        (["--replay", "1", "--interval", "0"], "--interval: 0 is not a time"),
+        (["--replay", "1", "--interval", "soon"], "--interval: soon is not a time"),
+        (["--replay", "-3"], "--replay: -3 is not a whole number of 0 or more"),
+        (["--virtual", "5", "--seed", "-4"], "--seed: -4 is not a whole number of 0 or more"),
+        (["--replay", "5", "--json", "x.json"], "--json: does not go with --replay"),
+        (["--replay", "5", "--seed", "0"], "--seed: does not go with --replay"),
+        (["--replay", "3", "--virtual", "6"], "not allowed with argument"),
+        (["--virtual", "6", "--kinds", "poison"], "--kinds: does not go with --virtual; it is an option of --replay"),
+        (["--virtual", "6", "--trace"], "--trace: does not go with --virtual"),
+        (["--virtual", "6", "--stages", "streams"], "unrecognized arguments: --stages"),
     ],
 )
-def test_bad_options_are_refused(arguments: list[str], expected: str) -> None:
-    done = CliRunner().invoke(app, ["simulate", *arguments])
-    assert expected in str(done.exception)
+def test_bad_options_are_refused(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(arguments)
+    assert error.value.code == 2
+    assert expected in capsys.readouterr().err
 
 
-def test_an_interruption_shows_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_shows_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(scenario: FaultScenario) -> Any:
         if scenario.seed > 1:
             raise KeyboardInterrupt
         return simulate(scenario)
 
-    monkeypatch.setattr("specactor_ray.simulation.campaign.simulate", interrupted)
+    monkeypatch.setattr("tests.faults.campaign.simulate", interrupted)
     report = tmp_path / "report.json"
-    arguments = ["--faults", "5000", "--requests", "8", "--processes", "1", "--json", str(report)]
-    done = CliRunner().invoke(app, ["simulate", *arguments])
-    assert done.exit_code == 130, done.output
-    assert "2 runs, " in done.stdout and "interrupted; nothing was found" in done.stdout
+    arguments = ["--virtual", "5000", "--requests", "8", "--processes", "1", "--json", str(report)]
+    assert main(arguments) == 130
+    output = capsys.readouterr().out
+    assert "2 runs, " in output and "interrupted; nothing was found" in output
     assert json.loads(report.read_text())["status"] == "interrupted"
 
 

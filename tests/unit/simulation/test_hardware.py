@@ -10,9 +10,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from specactor_ray.cli import app
 from specactor_ray.errors import ConfigError, InputError, UserError
 from specactor_ray.simulation.hardware import MeasuredHardware, ProfiledHardware, RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import SHIPPED, load_models, shipped_hardware
@@ -251,9 +249,3 @@ def test_a_damaged_profile_is_refused(tmp_path: Path) -> None:
     path.write_text("{}", encoding="utf-8")
     with pytest.raises(InputError, match="is no profile"):
         load_hardware(path)
-
-
-def test_the_terminal_shows_the_published_points() -> None:
-    done = CliRunner().invoke(app, ["simulate", "--published"])
-    assert done.exit_code == 0
-    assert "published" in done.output and "22520" in done.output and "assumed" in done.output

@@ -169,7 +169,7 @@ def test_code_that_spins_is_found() -> None:
 RUN = """
 import logging
 logging.disable(logging.CRITICAL)
-from specactor_ray.simulation.fault_run import FaultScenario, simulate
+from tests.faults.run import FaultScenario, simulate
 report = simulate(FaultScenario.draw(4, 10, requests=8))
 assert not report.violations
 print(report.digest, report.events, sorted(report.faults.items()))

@@ -18,9 +18,9 @@ from specactor_ray.messages import WeightSet
 from specactor_ray.queues.events import EventQueue
 from specactor_ray.rollout.quarantine import Quarantine
 from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
-from specactor_ray.simulation.fault_run import FaultScenario, simulate
-from specactor_ray.simulation.faults import FaultPlan
 from specactor_ray.verify.requests import Requests
+from tests.faults.injector import FaultPlan
+from tests.faults.run import FaultScenario, simulate
 
 RUNS = 8
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -144,7 +144,7 @@ def test_a_defect_is_found(mutant: Patch, kinds: tuple[str, ...], monkeypatch: p
         FaultScenario(seed, requests=96, verifiers=2, drafters=1, faults=FaultPlan(kinds, 30, 0.4))
         for seed in range(RUNS)
     ]
-    monkeypatch.setattr("specactor_ray.simulation.fault_run._STANDSTILL_S", 50.0)  # some defects only spin from then on
+    monkeypatch.setattr("tests.faults.run._STANDSTILL_S", 50.0)  # some defects only spin from then on
     with monkeypatch.context() as patch:
         mutant(patch)
         found = next((report for one in scenarios if (report := simulate(one)).violations), None)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from specactor_ray.simulation.hardware import RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import find_model, load_models
-from specactor_ray.simulation.published import TOLERANCE, PublishedPoint, published_points
 from specactor_ray.simulation.roofline import RooflineCost
+from tests.unit.simulation.published import TOLERANCE, PublishedPoint, published_points
 
 OFF = {}
 """Published point → why the models miss it by more than 15%."""

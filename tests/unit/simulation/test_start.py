@@ -9,12 +9,12 @@ import pytest
 
 from specactor_ray.controller.state import Phase, Policy
 from specactor_ray.errors import ClusterError, ModelLoadError, SpecActorError, UserError
-from specactor_ray.simulation.fault_run import FaultScenario, make_config
 from specactor_ray.simulation.host import SimulatedHost
 from specactor_ray.simulation.network import Node
 from specactor_ray.simulation.run import VirtualRun
 from specactor_ray.simulation.text import HashedText
 from specactor_ray.simulation.world import World
+from tests.faults.run import FaultScenario, make_config
 
 LOADING_S = 10.0
 """Models take this long to load here; the start is over somewhat later."""

@@ -30,7 +30,7 @@ from specactor_ray.training.steps import TrainingParts, run_steps
 from specactor_ray.training.trainer_ranks import TrainerRanks
 
 if TYPE_CHECKING:
-    from specactor_ray.simulation.fault_run import Simulation
+    from tests.faults.run import Simulation
 
 STEPS = 6
 _RANKS = 2

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
-from specactor_ray.simulation.fault_run import FaultScenario, Report, simulate
-from specactor_ray.simulation.faults import FaultPlan
 from specactor_ray.simulation.run import silence
+from tests.faults.injector import FaultPlan
+from tests.faults.run import FaultScenario, Report, simulate
 
 FAULTS_PER_RUN = 100
 _SEEDS_PER_CAMPAIGN = 100_000
@@ -148,4 +148,4 @@ def replay_line(scenario: FaultScenario) -> str:
         f"--requests {scenario.requests}",
         f"--layout {scenario.verifiers},{scenario.drafters},{scenario.nodes},{scenario.mode}",
     ]
-    return " ".join(["specactor simulate", *parts, *(["--training"] if scenario.training else [])])
+    return " ".join(["scripts/chaos", *parts, *(["--training"] if scenario.training else [])])

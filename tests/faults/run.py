@@ -14,13 +14,13 @@ from specactor_ray.errors import ActorLostError, ConfigError, SpecActorError
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.simulation.cluster import LINGER_S
-from specactor_ray.simulation.faults import FaultPlan, Injector
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.network import Node
 from specactor_ray.simulation.run import VirtualRun
 from specactor_ray.simulation.text import HashedText, true_output
-from specactor_ray.simulation.training import Training
 from specactor_ray.simulation.world import World
+from tests.faults.injector import FaultPlan, Injector
+from tests.faults.training import Training
 
 _STANDSTILL_S = 900.0
 """Virtual seconds without any progress after which a run has failed to end. Three poison requests that block a lone

@@ -1,7 +1,7 @@
 """Faults of a simulated run: what may strike, when, and how it ends again.
 
 Swarm testing: each run draws its own subset of the kinds and its own rates from its seed, so that runs differ in what
-they are rich in. All faults end when the run's number of them is used up; then the checks of `scenario.py` are due.
+they are rich in. All faults end when the run's number of them is used up; then the checks of `run.py` are due.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
 
 if TYPE_CHECKING:
-    from specactor_ray.simulation.fault_run import Simulation
+    from tests.faults.run import Simulation
 
 SCHEDULED = (
     "kill verifier",
