@@ -150,10 +150,10 @@ def _readable_errors(address: str) -> Iterator[None]:
 
     try:
         yield
-    except ConnectionError as error:
+    except ConnectionError:
         raise ClusterError(
-            f"no Ray job server answers at {address}: {str(error).splitlines()[0]}. Fix: start a cluster with its "
-            "dashboard (`ray start --head`), or give --address http://HOST:8265."
+            f"no Ray job server answers at {address}. Fix: start a cluster with its dashboard (`ray start --head`), or "
+            "give --address http://HOST:8265."
         ) from None
     except (RayError, RuntimeError, ValueError) as error:
         text = str(error)

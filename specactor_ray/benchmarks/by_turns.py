@@ -19,10 +19,18 @@ from specactor_ray.verify.seat import HostedDrafter
 
 
 class TurnTaker:
-    """A verifier with the drafters it hosts (none: plain decoding), which runs when it is its turn."""
+    """A verifier with the drafters it hosts (none: plain decoding), which runs when it is its turn.
 
-    def __init__(self, drafters: Sequence[DrafterConfig], target: TargetConfig) -> None:
-        engine, config = build_engine(target, "cpu", 0), SpeculationConfig()
+    Args:
+        drafters: Hosted drafters.
+        target: What the verifier serves.
+        speculation: What is drafted and verified. Default: the configuration's default.
+    """
+
+    def __init__(
+        self, drafters: Sequence[DrafterConfig], target: TargetConfig, speculation: SpeculationConfig | None = None
+    ) -> None:
+        engine, config = build_engine(target, "cpu", 0), speculation or SpeculationConfig()
         drafting = Drafting("verifier-0", True, config, engine.vocab_size, max_batch=target.max_batch)
         self.loop = VerifyLoop(engine, drafting, [_hosted(one, config, target) for one in drafters])
         self.seconds: list[float] = []

@@ -152,9 +152,7 @@ def _kept(demo: Demo) -> Callable[[Any], None]:
 
     def keep(what: Any) -> None:
         if isinstance(what, Speed):
-            ratio = what.auto / max(what.plain, 1e-9)
-            speeds = f"plain {what.plain:.1f}, auto {what.auto:.1f} tokens/s, {ratio:.2f}x"
-            demo.doing = f"round {what.round}: {speeds}"
+            demo.doing = f"round {what.round}, now: plain {what.plain:.1f}, auto {what.auto:.1f} tokens/s"
         elif isinstance(what, Round):
             demo.rounds.append(what)
             plain, auto = what.tokens / what.plain_s, what.tokens / what.auto_s

@@ -33,6 +33,7 @@ from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.preflight import check_target, require_named, start_note
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
 from specactor_ray.signals import signals_deferred, sigterm_interrupts
+from specactor_ray.targets.vllm_version import require_vllm
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -166,8 +167,6 @@ def _checked_variants(
     variants = plan_variants(config, modes, batches)
     _reject_more_cores_than_there_are(config, variants)
     if peers:
-        from specactor_ray.targets.vllm_bridge import require_vllm
-
         require_vllm()
         if config.target.tensor_parallel > 1:
             problem = f"{config.target.tensor_parallel} ranks, and --peers measures vLLM with one."

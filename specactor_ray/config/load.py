@@ -198,7 +198,8 @@ def _apply_override(tree: Tree, item: str, schema: type) -> None:
     key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
     if not separator:
         short = clipped_text(item)
-        raise ConfigError(item, "an override without `=`.", f"write {short}=VALUE, or {short}=null to unset it.")
+        meant = f"data.path={short}" if Path(item).suffix in (".jsonl", ".txt") else f"{short}=VALUE"
+        raise ConfigError(item, "an override without `=`.", f"write {meant}; KEY=null unsets a key.")
     if not all(key.split(".")):
         raise ConfigError(item, "an override without a key.", "write SECTION.KEY=VALUE.")
     holder, last = _holder_of(tree, key.split("."), schema)
@@ -254,7 +255,8 @@ def _index(values: list[Any], key: str, part: str) -> int:
         return int(part)
     have = "it is empty" if not values else f"it has the elements 0 to {len(values) - 1}"
     problem = f"there is no element {clipped(part)} in the list {key}: {have}."
-    raise ConfigError(f"{key}.{part}", problem, f"give the whole list, for example '{key}=[...]'.")
+    example = "{method: ngram}" if key == "drafters" else "..."
+    raise ConfigError(f"{key}.{part}", problem, f"give the whole list, for example '{key}=[{example}]'.")
 
 
 def _default_container(parts: list[str], schema: type) -> Any:

@@ -25,6 +25,7 @@ from specactor_ray.modeling.loading import (
 )
 from specactor_ray.rollout.memory import require_caches
 from specactor_ray.rollout.planning import require_devices, resolve
+from specactor_ray.targets.vllm_version import require_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ def require_named(config: Config) -> None:
     """Refuse what a configuration names and is not there: models, proposers, a cluster.
 
     Raises:
-        ConfigError: A proposer cannot be imported, or the target's own context is too short for the configuration.
+        ConfigError: vLLM is not installed or of an untested version, a proposer cannot be imported, or the target's own
+            context is too short for the configuration.
         ModelLoadError: A model cannot be found; the key is named.
         ClusterError: Nothing listens at `cluster.address`.
     """
@@ -78,6 +80,8 @@ def require_parts(config: Config) -> None:
     Raises:
         ConfigError, ClusterError: See there.
     """
+    if config.target.backend == "vllm":
+        require_vllm()
     for index, drafter in enumerate(config.drafters if config.mode is not ModeName.plain else ()):
         if is_named(drafter.method):
             require_proposer(drafter.method, f"drafters.{index}.method")
@@ -94,17 +98,12 @@ def _require_model(key: str, name: str, is_head: bool = False) -> Path | None:
 
 
 def check_target(config: Config) -> None:
-    """Refuse a model that is not there, a backend that is not installed or of an untested version, and a model that
-    it cannot hold or split.
+    """Refuse a model that is not there, or that the backend cannot hold or split.
 
     Raises:
         ConfigError: The key and the fix are named.
         ModelLoadError: The model cannot be found; the key is named.
     """
-    if config.target.backend == "vllm":
-        from specactor_ray.targets.vllm_bridge import require_vllm
-
-        require_vllm()
     model = load_target_config(config)
     _reject_encoder_decoder(config, model)
     text = model.get_text_config()

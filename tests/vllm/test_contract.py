@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 
-from specactor_ray.targets.vllm_bridge import TESTED_VERSIONS, require_vllm
+from specactor_ray.targets.vllm_version import TESTED_VERSIONS, require_vllm
 from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
