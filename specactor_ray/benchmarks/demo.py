@@ -15,10 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
-from specactor_ray.benchmarks.child import run_in_child
 from specactor_ray.benchmarks.comparison import ratio_with_error
 from specactor_ray.benchmarks.demo_tasks import rename_tasks
 from specactor_ray.benchmarks.side_by_side import Round, SideBySide, Speed, measure_side_by_side
+from specactor_ray.child import run_in_child
 from specactor_ray.config import Config, load_config
 from specactor_ray.errors import SpecActorError
 from specactor_ray.files import write_json
