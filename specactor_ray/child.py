@@ -123,4 +123,5 @@ def _main(run: Callable[[Any, Connection], Any], work: Any, channel: Connection)
     except UserError as error:
         channel.send(error)
     except Exception:  # noqa: BLE001 - the parent shows it
-        channel.send(SpecActorError(f"the process {multiprocessing.current_process().name} failed:\n{traceback.format_exc()}"))
+        name = multiprocessing.current_process().name
+        channel.send(SpecActorError(f"the process {name} failed:\n{traceback.format_exc()}"))

@@ -152,19 +152,21 @@ def _kept(demo: Demo) -> Callable[[Any], None]:
 
     def keep(what: Any) -> None:
         if isinstance(what, Speed):
-            ratio = what.auto / max(what.plain, 1e-9)
-            speeds = f"plain {what.plain:.1f}, auto {what.auto:.1f} tokens/s, {ratio:.2f}x"
-            demo.doing = f"round {what.round}: {speeds}"
+            demo.doing = _speeds(what.round, what.plain, what.auto)
         elif isinstance(what, Round):
             demo.rounds.append(what)
-            plain, auto = what.tokens / what.plain_s, what.tokens / what.auto_s
-            speeds = f"plain {plain:.1f}, auto {auto:.1f} tokens/s, {auto / plain:.2f}x"
-            demo.say(f"round {len(demo.rounds)}: {speeds}, {what.identical} of {what.requests} outputs identical")
+            speeds = _speeds(len(demo.rounds), what.tokens / what.plain_s, what.tokens / what.auto_s)
+            demo.say(f"{speeds}, {what.identical} of {what.requests} outputs identical")
         else:
             demo.say(what)
             demo.doing = what.partition(" (")[0]
 
     return keep
+
+
+def _speeds(number: int, plain: float, auto: float) -> str:
+    """A round in tokens per second."""
+    return f"round {number}: plain {plain:.1f}, auto {auto:.1f} tokens/s, {auto / max(plain, 1e-9):.2f}x"
 
 
 def _train(demo: Demo) -> None:
