@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +14,10 @@ from typing import Any
 
 from rich.console import Console
 
-from specactor_ray.benchmarks.child import run_in_child
 from specactor_ray.benchmarks.comparison import ratio_with_error
 from specactor_ray.benchmarks.demo_tasks import rename_tasks
 from specactor_ray.benchmarks.side_by_side import Round, SideBySide, Speed, measure_side_by_side
+from specactor_ray.child import run_in_child
 from specactor_ray.config import Config, load_config
 from specactor_ray.errors import SpecActorError
 from specactor_ray.files import write_json
@@ -131,20 +130,13 @@ def _measure_speed(demo: Demo, seconds: float) -> None:
         _MOST_ROUNDS,
         seconds - demo.seconds,
     )
-    ended = threading.Event()
-    with PhaseProgress(demo.console, "plain and auto", work.seconds, line_interval_s=_BEAT_S) as progress:
-        shown = (demo, progress, 0.99 * work.seconds, ended)  # the bar stops at its end, and the last round may not
-        threading.Thread(target=_show_now_and_then, args=shown, daemon=True).start()
-        try:
-            run_in_child(measure_side_by_side, work, "demo", _kept(demo))
-        finally:
-            ended.set()
 
+    def show(progress: PhaseProgress) -> None:
+        """Loading and compiling take a while in which nothing is reported."""
+        progress.update(min(progress.seconds, 0.99 * work.seconds), demo.doing)  # the last round may end later
 
-def _show_now_and_then(demo: Demo, progress: PhaseProgress, most: float, ended: threading.Event) -> None:
-    """Loading and compiling take a while in which nothing is reported."""
-    while not ended.wait(_BEAT_S if not demo.console.is_terminal else 0.25):
-        progress.update(min(progress.seconds, most), demo.doing)
+    with PhaseProgress(demo.console, "plain and auto", work.seconds, line_interval_s=_BEAT_S, poll=show):
+        run_in_child(measure_side_by_side, work, "demo", _kept(demo))
 
 
 def _kept(demo: Demo) -> Callable[[Any], None]:

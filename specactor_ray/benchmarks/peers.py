@@ -15,8 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
-from specactor_ray.benchmarks.child import Report, run_in_child
 from specactor_ray.benchmarks.variants import BenchMode, plan_variants
+from specactor_ray.child import Report, run_in_child
 from specactor_ray.config.schema import Config
 from specactor_ray.errors import SpecActorError
 from specactor_ray.messages import SamplingParams

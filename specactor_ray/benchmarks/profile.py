@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from specactor_ray.benchmarks.child import Report, run_in_child
 from specactor_ray.benchmarks.profile_process import Axes, Measured, Share, measure_share
+from specactor_ray.child import Report, run_in_child
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import ConfigError, InputError

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.benchmarks.child import Report
 from specactor_ray.benchmarks.drafting_on_text import Recorded, TextStream, measure_acceptance, seconds_per_token
+from specactor_ray.child import Report
 from specactor_ray.cluster.cores import bind_to_cores
 from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.errors import ConfigError, InputError

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specactor_ray.benchmarks.child import Report
+from specactor_ray.child import Report
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 
 if TYPE_CHECKING:

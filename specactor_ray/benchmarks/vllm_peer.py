@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from specactor_ray.benchmarks.child import Report
 from specactor_ray.benchmarks.peers import PeerMeasured, PeerWork, TokenIds
+from specactor_ray.child import Report
 from specactor_ray.cluster.cores import bind_to_cores
 from specactor_ray.messages import SamplingParams
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from specactor_ray.observability.plots import load_pyplot
+from specactor_ray.observability.plots import draw
 from specactor_ray.observability.training_display import Column
 
 DEMO_COLUMNS: Sequence[Column] = (
@@ -75,22 +75,18 @@ def verdict_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 def write_demo_plot(path: Path, report: Mapping[str, Any]) -> bool:
     """Tokens per second by round, and reward by step. Returns whether it was written: not without matplotlib."""
-    pyplot = load_pyplot()
-    if pyplot is None:
-        return False
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5))
-    rounds = report["speed"]["rounds"] if report["speed"] else []
-    numbers = range(1, len(rounds) + 1)
-    for name in ("plain", "auto"):
-        left.plot(numbers, [one[f"{name}_tokens_per_s"] for one in rounds], "o-", label=name)
-    left.set(xlabel="round", ylabel="tokens/s", ylim=(0, None), xticks=list(numbers))
-    if rounds:
-        left.legend()
-    rewards = report["training"]["rewards"] if report["training"] else []
-    steps = range(1, len(rewards) + 1)
-    right.errorbar(steps, [one["mean"] for one in rewards], [one["error"] for one in rewards], fmt="o-", capsize=3)
-    right.set(xlabel="GRPO step", ylabel="mean reward", ylim=(0, 1), xticks=list(steps))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return True
+
+    def draw_speeds(axes: Any) -> None:
+        rounds = report["speed"]["rounds"] if report["speed"] else []
+        numbers = range(1, len(rounds) + 1)
+        for name in ("plain", "auto") if rounds else ():
+            axes.plot(numbers, [one[f"{name}_tokens_per_s"] for one in rounds], "o-", label=name)
+        axes.set(xlabel="round", ylabel="tokens/s", ylim=(0, None), xticks=list(numbers))
+
+    def draw_rewards(axes: Any) -> None:
+        rewards = report["training"]["rewards"] if report["training"] else []
+        steps = range(1, len(rewards) + 1)
+        axes.errorbar(steps, [one["mean"] for one in rewards], [one["error"] for one in rewards], fmt="o-", capsize=3)
+        axes.set(xlabel="GRPO step", ylabel="mean reward", ylim=(0, 1), xticks=list(steps))
+
+    return draw(path, draw_speeds, draw_rewards, size=(9, 3.5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -10,6 +12,10 @@ from rich.console import Console
 from rich.progress import Progress, TaskID, TaskProgressColumn
 
 from specactor_ray.observability.console import make_bar, say
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
 
 
 class PhaseProgress:
@@ -21,6 +27,7 @@ class PhaseProgress:
         total: What `done` counts up to.
         line_interval_s: Seconds between plain lines.
         clock: Monotonic seconds.
+        poll: Called with this object twice a second, from a thread of its own, and once at the end; it calls `update`.
     """
 
     def __init__(
@@ -30,6 +37,7 @@ class PhaseProgress:
         total: float,
         line_interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
+        poll: Callable[[PhaseProgress], None] | None = None,
     ) -> None:
         self._console, self._title, self._total = console, title, max(total, 1e-9)
         self._interval_s, self._clock = line_interval_s, clock
@@ -38,6 +46,8 @@ class PhaseProgress:
         self._done, self._figures = 0.0, ""
         self._bar: Progress | None = None
         self._task = TaskID(0)
+        self._poll, self._ended = poll, threading.Event()
+        self._thread = threading.Thread(target=self._poll_often, name="progress", daemon=True)
 
     def __enter__(self) -> PhaseProgress:
         self._begin = self._last_line = self._clock()
@@ -45,11 +55,17 @@ class PhaseProgress:
             self._bar = make_bar(self._console, TaskProgressColumn())
             self._task = self._bar.add_task(self._title, total=self._total, figures="")
             self._bar.start()
+        if self._poll is not None:
+            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._poll is not None:
+            self._ended.set()
+            self._thread.join(2.0)
+            self._poll(self)
         if self._bar is not None:
             self._bar.stop()
         elif self._first is not None:
@@ -81,6 +97,13 @@ class PhaseProgress:
             self._last_line = self._clock()
             left = f", {self._left()} left" if self._left() else ""
             say(self._console, self._line() + left)
+
+    def _poll_often(self) -> None:
+        while self._poll is not None and not self._ended.wait(_POLL_S):
+            try:
+                self._poll(self)
+            except Exception:  # a figure that cannot be shown must not end the work
+                logger.debug("progress could not be shown", exc_info=True)
 
     def _left(self) -> str:
         """Estimate of the time that is left; empty while there is none."""

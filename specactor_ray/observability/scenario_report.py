@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from specactor_ray.observability.plots import load_pyplot
+from specactor_ray.observability.plots import draw
 
 _SHARES = ("forward", "waiting", "protocol", "idle")
 _COLORS = {
@@ -135,26 +136,20 @@ def sweep_table(report: Mapping[str, Any]) -> Table:
 
 def write_sweep_plot(folder: Path, report: Mapping[str, Any]) -> list[str]:
     """Write `sweep.png`: how many times as fast as the first variant each one is. Returns as `write_plots`."""
-    pyplot = load_pyplot()
-    if pyplot is None:
-        return []
     points = report["points"]
     values = [_number(point["value"]) for point in points]
     ticks = list(range(len(points)))
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for name in dict.fromkeys(name for point in points for name in point["ratios"]):
-        ratios = [point["ratios"].get(name) for point in points]
-        known = [(tick, ratio) for tick, ratio in zip(ticks, ratios, strict=True) if ratio is not None]
-        style = "k--" if name == "oracle" else "o-"
-        axes.plot([tick for tick, _ in known], [ratio for _, ratio in known], style, label=name, markersize=4)
-    axes.set_xticks(ticks, [f"{value:g}" if isinstance(value, float) else value for value in values], fontsize=8)
-    axes.set(xlabel=report["sweep"], ylabel=f"times {points[0]['baseline']}, per {points[0]['device']}")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(folder / "sweep.png", dpi=110)
-    pyplot.close(figure)
-    return ["sweep.png"]
+
+    def draw_ratios(axes: Any) -> None:
+        for name in dict.fromkeys(name for point in points for name in point["ratios"]):
+            known = [(tick, point["ratios"][name]) for tick, point in enumerate(points) if name in point["ratios"]]
+            style = "k--" if name == "oracle" else "o-"
+            axes.plot([tick for tick, _ in known], [ratio for _, ratio in known], style, label=name, markersize=4)
+        axes.set_xticks(ticks, [f"{value:g}" if isinstance(value, float) else value for value in values], fontsize=8)
+        axes.set(xlabel=report["sweep"], ylabel=f"times {points[0]['baseline']}, per {points[0]['device']}")
+        axes.grid(alpha=0.3)
+
+    return ["sweep.png"] if draw(folder / "sweep.png", draw_ratios, size=(7, 4)) else []
 
 
 def _number(text: str) -> float | str:
@@ -170,17 +165,8 @@ def write_plots(folder: Path, results: Sequence[Mapping[str, Any]]) -> list[str]
     Returns:
         Names of the files; none where matplotlib is not installed.
     """
-    pyplot = load_pyplot()
-    if pyplot is None:
-        return []
-    for name, draw in (("running.png", _draw_running), ("phases.png", _draw_phases)):
-        figure, axes = pyplot.subplots(figsize=(8, 4))
-        draw(axes, results)
-        axes.legend(fontsize=8)
-        figure.tight_layout()
-        figure.savefig(folder / name, dpi=110)
-        pyplot.close(figure)
-    return ["running.png", "phases.png"]
+    plots = {"running.png": _draw_running, "phases.png": _draw_phases}
+    return [name for name, plot in plots.items() if draw(folder / name, partial(plot, results=results), size=(8, 4))]
 
 
 def _draw_running(axes: Any, results: Sequence[Mapping[str, Any]]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.observability.plots import load_pyplot
+from specactor_ray.observability.plots import draw
 
 logger = logging.getLogger(__name__)
 
@@ -72,38 +72,26 @@ def _drafts_table(drafters: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def _write_plots(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    pyplot = load_pyplot()
-    if pyplot is None:
-        logger.info("matplotlib is not installed; the report has no plots")
-        return []
+    """Names of the plots; none where matplotlib is not installed."""
     steps = [record["step"] for record in records]
-    figures = {
-        "reward.png": (
-            "reward",
-            {
-                "mean reward": [r["train"]["reward_mean"] for r in records],
-                "pass rate": [r["train"]["pass_rate"] for r in records],
-            },
-        ),
-        "phases.png": ("seconds per step", {p: [r["seconds"].get(p, 0.0) for r in records] for p in _PHASES}),
-        "acceptance.png": (
-            "tokens per request and step",
-            {
-                "acceptance length": [r["speed"]["acceptance_length"] for r in records],
-                "supply": [r["speed"]["supply"] for r in records],
-            },
-        ),
-    }
-    for name, (label, series) in figures.items():
-        figure, axes = pyplot.subplots(figsize=(7, 3.5))
-        if name == "phases.png":
-            axes.stackplot(steps, *series.values(), labels=list(series))
-        else:
-            for title, values in series.items():
-                axes.plot(steps, values, label=title)
+    rewards = {"mean reward": ("train", "reward_mean"), "pass rate": ("train", "pass_rate")}
+    tokens = {"acceptance length": ("speed", "acceptance_length"), "supply": ("speed", "supply")}
+
+    def draw_lines(axes: Any, label: str, series: Mapping[str, tuple[str, str]]) -> None:
+        for title, (section, key) in series.items():
+            axes.plot(steps, [record[section][key] for record in records], label=title)
         axes.set(xlabel="step", ylabel=label)
-        axes.legend(fontsize=8)
-        figure.tight_layout()
-        figure.savefig(folder / name, dpi=110)
-        pyplot.close(figure)
-    return list(figures)
+
+    def draw_phases(axes: Any) -> None:
+        axes.stackplot(steps, *([r["seconds"].get(p, 0.0) for r in records] for p in _PHASES), labels=_PHASES)
+        axes.set(xlabel="step", ylabel="seconds per step")
+
+    plots: dict[str, Callable[[Any], None]] = {
+        "reward.png": lambda axes: draw_lines(axes, "reward", rewards),
+        "phases.png": draw_phases,
+        "acceptance.png": lambda axes: draw_lines(axes, "tokens per request and step", tokens),
+    }
+    written = [name for name, plot in plots.items() if draw(folder / name, plot)]
+    if not written:
+        logger.info("matplotlib is not installed; the report has no plots")
+    return written

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import signal
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from typing import Protocol
+from typing import Any, Protocol
 
-from specactor_ray.errors import UserError
+from specactor_ray.child import Child, Done
 from specactor_ray.simulation.kernel import SimulationError
 from specactor_ray.simulation.rollouts import Result
 from specactor_ray.simulation.run import silence
@@ -52,6 +47,7 @@ def run_jobs(
 
     Raises:
         UserError, SimulationError: What a job raised.
+        SpecActorError: A job failed otherwise, or its process died.
     """
     processes = min(processes or len(os.sched_getaffinity(0)), len(jobs))
     shares = dict.fromkeys((job.name for job in jobs), 0.0)
@@ -69,37 +65,6 @@ def run_jobs(
     return results
 
 
-@dataclass(frozen=True)
-class _Worker:
-    """A process that computes one result."""
-
-    name: str
-    receiver: Connection
-    process: BaseProcess
-
-    def receive(self) -> float | Result:
-        """Its progress, or its result.
-
-        Raises:
-            UserError, SimulationError: What it raised.
-        """
-        try:
-            message: float | Exception | Result = self.receiver.recv()
-        except EOFError:
-            self.process.join()
-            problem = f"its process ended with exit code {self.process.exitcode}"
-            raise SimulationError(f"{self.name}: {problem}") from None
-        if isinstance(message, Exception):
-            raise message
-        return message
-
-    def end(self) -> None:
-        if self.process.pid is not None:
-            self.process.terminate()  # harmless once it has ended; its result is here
-            self.process.join()
-        self.receiver.close()
-
-
 def _run_here(jobs: Sequence[Job], results: dict[str, Result], show: Callable[[str, float], None]) -> None:
     silence()
     for job in jobs:
@@ -115,48 +80,31 @@ def _run_here(jobs: Sequence[Job], results: dict[str, Result], show: Callable[[s
 def _run_in_processes(
     jobs: Sequence[Job], processes: int, results: dict[str, Result], show: Callable[[str, float], None]
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    waiting, running = deque(jobs), dict[object, _Worker]()
+    waiting, running = deque(jobs), dict[Any, Child]()
     try:
         while waiting or running:
             while waiting and len(running) < processes:
                 job = waiting.popleft()
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(target=_work, args=(job, sender), name=job.name, daemon=True)
-                running[receiver] = _Worker(job.name, receiver, process)
-                with _ignoring_ctrl_c():
-                    process.start()
-                sender.close()
-            for ready in wait([worker.receiver for worker in running.values()]):
-                worker = running[ready]
-                message = worker.receive()
-                if isinstance(message, float):
-                    show(worker.name, message)
+                child = Child(_run_job, job, job.name)
+                running[child.channel] = child
+            for ready in wait(list(running)):
+                child = running[ready]
+                message = child.receive()
+                if not isinstance(message, Done):
+                    show(child.name, message)
                     continue
-                results[worker.name] = message
-                show(worker.name, 1.0)
+                if isinstance(message.result, SimulationError):
+                    raise message.result
+                results[child.name] = message.result
+                show(child.name, 1.0)
                 running.pop(ready).end()
     finally:
-        for worker in running.values():
-            worker.end()
+        for child in running.values():
+            child.end()
 
 
-@contextlib.contextmanager
-def _ignoring_ctrl_c() -> Iterator[None]:
-    """A process started inside ignores Ctrl-C from its first moment: its parent ends it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _work(job: Job, sender: Connection) -> None:
-    """Run a job in a process of its own; progress, then the result or the error, go through the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _run_job(job: Job, channel: Connection) -> Result | SimulationError:
+    """Run a job in a process of its own; progress goes through the channel."""
     silence()
     sent = 0.0
 
@@ -164,9 +112,9 @@ def _work(job: Job, sender: Connection) -> None:
         nonlocal sent
         if share - sent >= _PROGRESS_STEP and share < 1.0:
             sent = share
-            sender.send(share)
+            channel.send(share)
 
     try:
-        sender.send(job.run(show))
-    except (UserError, SimulationError) as error:
-        sender.send(error)
+        return job.run(show)
+    except SimulationError as error:
+        return error

@@ -24,7 +24,6 @@ from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.errors import ClusterError, InputError, ModelLoadError, UserError
 from specactor_ray.files import write_json
 from specactor_ray.messages import RequestStats, SamplingParams
-from specactor_ray.observability.progress import ProgressState, RolloutProgress, figures
 from specactor_ray.observability.report import cut_line, failed_prompts_line
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.output import TrajectoryWriter
@@ -673,29 +672,6 @@ class TestRun:
         (home / "other" / "runs").symlink_to(home / "runs")
         outcome = self.run(trajectory(0), trajectory(1), resume="auto")
         assert outcome.trajectories == home / "out.jsonl" and outcome.summary["resumed"] == 1
-
-
-class TestProgress:
-    def test_plain_lines_without_a_terminal(self) -> None:
-        out = io.StringIO()
-        console = Console(file=out, width=200)
-        state = ProgressState(done=3, failed=1, tokens=250, acceptance_length=1.5, supply=2.25)
-        times = iter([0.0, 0.0, 2.0])
-        with RolloutProgress(console, "rollout [x]", 8, lambda: state, 60.0, lambda: next(times)):
-            pass
-        assert out.getvalue() == (
-            "rollout [x]: 2/8 trajectories, 250 tokens, 125.0 tokens/s, acceptance length 1.50, supply 2.25, 1 failed\n"
-        )
-
-    def test_a_bar_on_a_terminal(self) -> None:
-        out = io.StringIO()
-        console = Console(file=out, width=160, force_terminal=True)
-        with RolloutProgress(console, "rollout", 8, lambda: ProgressState(done=8, tokens=10)):
-            pass
-        assert "8/8" in out.getvalue() and "tokens/s" in out.getvalue()
-
-    def test_no_failures_no_word_of_them(self) -> None:
-        assert "failed" not in figures(ProgressState(tokens=10), 1.0)
 
 
 def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path) -> None:

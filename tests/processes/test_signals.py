@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.benchmarks.child import Report, run_in_child
+from specactor_ray.child import Report, run_in_child
 from specactor_ray.cluster.connection import Connection
 from specactor_ray.signals import ignore_signals, interruption, signals_deferred, sigterm_interrupts
 from tests.tiny import tiny_target

@@ -17,7 +17,7 @@ PACKAGE = REPOSITORY / "specactor_ray"
 # The pure half of the controller (plain data and decisions) lies below the actors, which are told what to be with it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("clock", "errors", "json_text", "leftovers"),
-    ("files",),
+    ("child", "files"),
     ("jit",),
     ("signals",),
     ("messages",),

@@ -17,7 +17,7 @@ from rich.table import Table
 from typer.testing import CliRunner
 
 from specactor_ray.cli import app
-from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.errors import ConfigError, InputError, SpecActorError
 from specactor_ray.observability.phase_progress import PhaseProgress
 from specactor_ray.observability.scenario_report import (
     chrome_trace,
@@ -59,6 +59,10 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(scenario: Path) -> list[Result]:
     return compare(scenario, processes=1)
+
+
+def die(*arguments: Any) -> None:
+    os._exit(3)
 
 
 def text_of(table: Table) -> str:
@@ -141,8 +145,8 @@ class TestComparing:
             compare(path, names=["crowded", "plain"], processes=1)
 
     def test_a_process_that_dies_is_an_error(self, scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("specactor_ray.simulation.jobs._work", os._exit)  # with two arguments: TypeError
-        with pytest.raises(SimulationError, match=r"(plain|coupled): its process ended with exit code 1"):
+        monkeypatch.setattr("specactor_ray.simulation.jobs._run_job", die)
+        with pytest.raises(SpecActorError, match=r"the process (plain|coupled) died with exit code 3"):
             compare(scenario, names=["plain", "coupled"], processes=2)
 
     def test_the_oracle_is_the_fastest_variant_by_a_clairvoyant(self, scenario: Path) -> None:

@@ -1,0 +1,127 @@
+"""Work in processes of its own: thread pools keep the size they started with, and vLLM its first model."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, TypeVar
+
+from specactor_ray.errors import SpecActorError, UserError
+
+W = TypeVar("W")
+R = TypeVar("R")
+C = TypeVar("C", bound="Child")
+Report = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The last message of a child: what its function returned."""
+
+    result: Any
+
+
+class Child:
+    """A fresh process that runs a function. It does not see the Ctrl-C of its terminal: its parent ends it.
+
+    Args:
+        run: Function of a module; called there as `run(work, channel)`.
+        work: Its argument; it travels there.
+        name: Of the process, for messages.
+    """
+
+    def __init__(self, run: Callable[[W, Connection], Any], work: W, name: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self.channel, theirs = context.Pipe()
+        """To the function, and from it."""
+        self._process = context.Process(target=_main, args=(run, work, theirs), name=name, daemon=True)
+        with _interrupts_blocked():
+            self._process.start()
+        theirs.close()
+
+    def __enter__(self: C) -> C:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def receive(self) -> Any:
+        """The next message of the function; a `Done` once it has returned.
+
+        Raises:
+            UserError: The function raised one.
+            SpecActorError: It failed otherwise, or the process died.
+        """
+        try:
+            message = self.channel.recv()
+        except EOFError:
+            self._process.join(10.0)
+            problem = f"died with exit code {self._process.exitcode} (killed for memory?); nothing was written"
+            raise SpecActorError(f"the process {self.name} {problem}") from None
+        if isinstance(message, SpecActorError):
+            raise message
+        return message
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self._process.terminate()
+        self._process.join(10.0)
+        self.channel.close()
+
+
+def run_in_child(measure: Callable[[W, Report], R], work: W, name: str, show: Report) -> R:
+    """Run a function of a module in a fresh process.
+
+    Args:
+        measure: Called as `measure(work, report)` there; what it reports is shown here.
+        work: Its argument; it travels there.
+        name: Of the process, for messages.
+        show: Takes the reports.
+
+    Returns:
+        What it returned.
+
+    Raises:
+        UserError, SpecActorError: See `Child.receive`.
+    """
+    with Child(_measure, (measure, work), name) as child:
+        while not isinstance(message := child.receive(), Done):
+            show(message)
+        result: R = message.result
+        return result
+
+
+def _measure(task: tuple[Callable[[Any, Report], Any], Any], channel: Connection) -> Any:
+    measure, work = task
+    return measure(work, channel.send)
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """A process that is started inside does not see Ctrl-C."""
+    resource_tracker.ensure_running()  # its own start, at the first process, would unblock the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _main(run: Callable[[Any, Connection], Any], work: Any, channel: Connection) -> None:
+    try:
+        channel.send(Done(run(work, channel)))
+    except UserError as error:
+        channel.send(error)
+    except Exception:  # noqa: BLE001 - the parent shows it
+        name = multiprocessing.current_process().name
+        channel.send(SpecActorError(f"the process {name} failed:\n{traceback.format_exc()}"))

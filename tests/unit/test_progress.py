@@ -1,0 +1,74 @@
+"""Progress of a phase and of a rollout: a bar on a terminal, elsewhere lines now and then."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+from rich.console import Console
+
+from specactor_ray.observability.phase_progress import PhaseProgress, show_tokens
+from specactor_ray.observability.progress import ProgressState, RolloutProgress, figures
+
+
+@pytest.mark.parametrize(("first", "rate", "left"), [(0, "20.0", "0:40"), (500, "20.0", "0:15")])
+def test_lines_tell_rate_and_time_left(first: int, rate: str, left: str) -> None:
+    seconds, stream = [100.0], io.StringIO()
+    with PhaseProgress(Console(file=stream, width=200), "rollouts", 1000, clock=lambda: seconds[0]) as progress:
+        show = show_tokens(progress)
+        show(first)
+        for tokens in (first + 100, first + 180, first + 200):
+            seconds[0] = 100.0 + (tokens - first) / 20
+            show(tokens)
+    lines = stream.getvalue().splitlines()
+    share = (first + 200) / 10
+    assert lines == [
+        f"rollouts: {share:.0f}%, {first + 200:,} tokens, {rate} tokens/s, {left} left",
+        f"rollouts: {share:.0f}%, {first + 200:,} tokens, {rate} tokens/s in 10 s",
+    ]
+
+
+def test_a_phase_that_never_began_says_nothing() -> None:
+    stream = io.StringIO()
+    with PhaseProgress(Console(file=stream), "rollouts", 0):
+        pass
+    assert stream.getvalue() == ""
+
+
+class TestRollout:
+    def test_plain_lines_without_a_terminal(self) -> None:
+        out, seconds = io.StringIO(), [0.0]
+        console = Console(file=out, width=200)
+        state = ProgressState(done=3, failed=1, tokens=250, acceptance_length=1.5, supply=2.25)
+        with RolloutProgress(console, "rollout [x]", 8, lambda: state, 60.0, lambda: seconds[0]):
+            seconds[0] = 2.0
+        assert out.getvalue() == (
+            "rollout [x]: 25%, 2/8 trajectories, 250 tokens, 125.0 tokens/s, acceptance length 1.50, supply 2.25, "
+            "1 failed in 2 s\n"
+        )
+
+    def test_a_bar_on_a_terminal(self) -> None:
+        out = io.StringIO()
+        console = Console(file=out, width=160, force_terminal=True)
+        with RolloutProgress(console, "rollout", 8, lambda: ProgressState(done=8, tokens=10)):
+            pass
+        assert "8/8" in out.getvalue() and "tokens/s" in out.getvalue()
+
+    def test_no_failures_no_word_of_them(self) -> None:
+        assert "failed" not in figures(ProgressState(tokens=10), 1.0)
+
+    def test_a_state_that_cannot_be_read_ends_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("specactor_ray.observability.phase_progress._POLL_S", 0.001)
+        reads, twice = list[int](), threading.Event()
+
+        def read() -> ProgressState:
+            reads.append(1)
+            if len(reads) == 2:
+                twice.set()
+            if len(reads) == 1:
+                raise RuntimeError("no metrics yet")
+            return ProgressState(done=8)
+
+        with RolloutProgress(Console(file=io.StringIO()), "rollout", 8, read):
+            assert twice.wait(30.0)
