@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError, ModelLoadError
+from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError
 
 
 def demo(
@@ -29,13 +29,12 @@ def demo(
         raise InputError(f"--minutes: {minutes:g} is no time; use more than 0")
     if output is not None and output.exists():
         raise InputError(f"--output: {output} exists and is never overwritten; name another folder")
-    from specactor_ray.modeling.loading import require_model
+    from specactor_ray.files import require_folder
     from specactor_ray.observability.console import log_through, make_console, say
+    from specactor_ray.rollout.preflight import require_named_model
 
-    try:
-        require_model(model)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"--model: {error}") from None
+    require_named_model("--model", model)
+    require_folder(output or Path("runs"), "--output")
     progress = make_console(sys.stderr)
     log_through(progress, "WARNING")
     from specactor_ray.benchmarks.demo import Demo, run_demo

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def write_json(path: Path, data: Any, indent: int | None = 2, shared: bool = Fal
 
 
 def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
-    """Make a folder and its parents. Returns those that did not exist, the deepest first.
+    """Make a folder and its parents, in which files can be made. Returns those that did not exist, the deepest first.
 
     Args:
         folder: The folder; it may exist.
@@ -76,9 +77,19 @@ def make_folder(folder: Path, option: str, empty: bool = False) -> list[Path]:
             raise InputError(f"{option}: {folder} holds files, and none is overwritten; name another folder")
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise InputError(f"{option}: {folder} cannot be made ({error.strerror}); name another folder") from None
+        raise InputError(f"{option}: {folder} cannot be written to ({error.strerror}); name another folder") from None
     return made
+
+
+def require_folder(folder: Path, option: str) -> None:
+    """Refuse a folder in which no file can be made, before the work whose results it is for. Leaves nothing behind.
+
+    Raises:
+        InputError: See `make_folder`.
+    """
+    remove_if_empty(*make_folder(folder, option))
 
 
 def remove_if_empty(*folders: Path) -> None:

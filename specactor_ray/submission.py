@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -20,7 +21,7 @@ from rich.console import Console
 
 from specactor_ray.cluster.token import shown, token_for, why_withheld
 from specactor_ray.config.load import yaml_problem
-from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterError, InputError, redacted
+from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, ClusterError, InputError, clipped, redacted
 from specactor_ray.observability.console import say
 
 EXCLUDES = (
@@ -66,6 +67,9 @@ def submit(
     """
     environment = read_runtime_env(runtime_env)
     address = address or _default_address()
+    if not re.match(r"https?://[^\s/]", address):
+        problem = f"--address: {clipped(address)} is not the address of a dashboard"
+        raise ClusterError(f"{problem}; it must be http://HOST:PORT, such as http://127.0.0.1:8265")
     # Ray lets its own variables win over the address that it is given.
     with shown({**token_for(urlsplit(address).netloc), _ADDRESS: address}):
         return _submit_and_follow(address, command, arguments, environment, follow, console)

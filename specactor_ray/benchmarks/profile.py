@@ -18,8 +18,8 @@ from specactor_ray.benchmarks.profile_process import Axes, Measured, Share, meas
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.files import write_json
-from specactor_ray.observability.environment import hardware, versions
+from specactor_ray.files import require_folder, write_json
+from specactor_ray.observability.environment import count_gpus, hardware, versions
 from specactor_ray.observability.phase_progress import PhaseProgress, show_steps
 from specactor_ray.rollout.planning import as_decoupled
 from specactor_ray.rollout.preflight import check_target, export_what_drafters_read, require_named
@@ -190,6 +190,8 @@ def _reject_devices(config: Config, devices: Sequence[int], cores: int) -> None:
     if config.target.gpus:
         if list(devices) != [1]:
             raise InputError("--devices: a verifier runs on one GPU; use 1")
+        if not count_gpus():
+            raise ConfigError("target.gpus", "there is no GPU on this machine.", "use target.gpus=0.")
         return
     bad = [count for count in devices if not 1 <= count <= cores]
     if bad or not devices:
@@ -205,5 +207,6 @@ def _reject_devices(config: Config, devices: Sequence[int], cores: int) -> None:
 def _reject_output(output: Path) -> None:
     if os.path.lexists(output):
         raise InputError(f"--output: {output} exists and is never overwritten; name another file")
-    if not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
-        raise InputError(f"--output: there is no folder {output.parent} that can be written to")
+    if not output.parent.is_dir():
+        raise InputError(f"--output: there is no folder {output.parent}; make it first")
+    require_folder(output.parent, "--output")

@@ -24,12 +24,13 @@ from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config, to_yaml
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.files import make_folder, remove_if_empty, write_json
+from specactor_ray.files import make_folder, remove_if_empty, require_folder, write_json
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.planning import require_gpus
 from specactor_ray.rollout.preflight import check_target, require_named, start_note
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
 from specactor_ray.signals import signals_deferred, sigterm_interrupts
@@ -130,6 +131,7 @@ def run_bench(
     """
     output = output or Path(config.run.dir).expanduser() / f"bench-{new_run_name()}" / "bench.json"
     _reject_existing(output)
+    require_folder(output.parent, "--output")
     variants = _checked_variants(config, modes, batches, peers)
     if note := start_note(config):
         say(console, note)
@@ -163,6 +165,7 @@ def _checked_variants(
 ) -> Sequence[Variant]:
     """What will be measured, after all that can be checked before Ray starts."""
     require_named(config)
+    require_gpus(config)
     check_target(config)
     variants = plan_variants(config, modes, batches)
     _reject_more_cores_than_there_are(config, variants)

@@ -21,7 +21,7 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from specactor_ray.config.describe import default_of, field_types, list_element, type_in_words, without_none
+from specactor_ray.config.describe import default_of, describe, field_types, list_element, type_in_words, without_none
 from specactor_ray.config.environment import KeyPath, dotted, resolve, texts, value_at, without_values
 from specactor_ray.config.schema import Config
 from specactor_ray.config.shipped import find_file, shipped_names
@@ -96,7 +96,7 @@ def _checked_tree(settings: Mapping[str, Any], overrides: Sequence[str], schema:
     for path, text in texts(tree):
         if text == MISSING:
             raise ConfigError(dotted(path), f"{text!r} is no value.", "write one, or leave the key out.")
-    _check_section(tree, schema, "")
+    _check_section(tree, schema, "", schema)
     return tree
 
 
@@ -197,9 +197,7 @@ def _apply_override(tree: Tree, item: str, schema: type) -> None:
     key, separator, text = item.partition("=")
     key = re.sub(r"\[(\d+)\]", r".\1", key.strip())
     if not separator:
-        short = clipped_text(item)
-        meant = f"data.path={short}" if Path(item).suffix in (".jsonl", ".txt") else f"{short}=VALUE"
-        raise ConfigError(item, "an override without `=`.", f"write {meant}; KEY=null unsets a key.")
+        raise ConfigError(item, "an override without `=`.", _what_was_meant(item))
     if not all(key.split(".")):
         raise ConfigError(item, "an override without a key.", "write SECTION.KEY=VALUE.")
     holder, last = _holder_of(tree, key.split("."), schema)
@@ -209,6 +207,16 @@ def _apply_override(tree: Tree, item: str, schema: type) -> None:
         problem = "an override without a value would drop all that is set in this section."
         raise ConfigError(key, problem, f"write {key}.KEY=VALUE, or '{key}={{KEY: VALUE}}', which keeps other keys.")
     holder[last] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+
+
+def _what_was_meant(item: str) -> str:
+    """How to write an argument that is no `key=value`."""
+    short = clipped_text(item)
+    if item in shipped_names() or item.endswith((".yaml", ".yml")):
+        return f"write --config {short}."
+    if item.endswith((".jsonl", ".json", ".txt", ".parquet")):
+        return f"write data.path={short}."
+    return f"write {short}=VALUE, or {short}=null to unset it."
 
 
 def _override_value(key: str, text: str) -> Any:
@@ -281,31 +289,32 @@ def _annotation(parts: list[str], schema: type) -> Any:
     return annotation
 
 
-def _check_section(tree: Tree, section: type, prefix: str) -> None:
+def _check_section(tree: Tree, section: type, prefix: str, schema: type) -> None:
     """Reject unknown keys and values of the wrong type; empty sections (`target:` and nothing) are dropped."""
     types = field_types(section)
     for name in list(tree):
         key, value = prefix + name, tree[name]
         if name not in types:
-            raise _unknown_key(key, name, list(types), prefix)
+            raise _unknown_key(key, name, list(types), prefix, schema)
         annotation = types[name]
         element = list_element(annotation)
         if isinstance(annotation, type) and is_dataclass(annotation):
             if value is None:
                 del tree[name]
             else:
-                _check_section(_as_mapping(value, key, annotation), annotation, f"{key}.")
+                _check_section(_as_mapping(value, key, annotation), annotation, f"{key}.", schema)
         elif isinstance(element, type) and is_dataclass(element):
             for index, item in enumerate(_as_list(value, key, element)):
-                _check_section(_as_mapping(item, f"{key}.{index}", element), element, f"{key}.{index}.")
+                _check_section(_as_mapping(item, f"{key}.{index}", element), element, f"{key}.{index}.", schema)
         else:
             tree[name] = _as_word(annotation, value)
             _check_value(section, name, annotation, tree[name], key)
 
 
-def _unknown_key(key: str, name: str, valid: list[str], prefix: str) -> ConfigError:
+def _unknown_key(key: str, name: str, valid: list[str], prefix: str, schema: type) -> ConfigError:
     section = f"section {prefix.rstrip('.')}" if prefix else "top level"
-    hint = did_you_mean(name, valid, prefix)
+    elsewhere = [one.key for one in describe(schema) if one.key.endswith(f".{name}")]
+    hint = f" Did you mean {' or '.join(elsewhere[:3])}?" if elsewhere else did_you_mean(name, valid, prefix)
     return ConfigError(key, f"unknown key.{hint}", f"the keys of the {section} are {', '.join(valid)}.")
 
 

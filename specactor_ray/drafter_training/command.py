@@ -52,7 +52,8 @@ from specactor_ray.observability.console import say
 from specactor_ray.observability.drafter_report import plot_training
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.phase_progress import PhaseProgress
-from specactor_ray.rollout.prompts import encode_prompt, read_prompts
+from specactor_ray.rollout.preflight import require_named_model
+from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
 from specactor_ray.training.stop_signal import StopSignal
 
 WORK_FOLDER, CORPUS_FOLDER, RECIPE_FILE, PLOT_FILE = "training", "corpus", "recipe.json", "training.png"
@@ -108,10 +109,13 @@ def train_drafter(
     """
     check(recipe)
     _check_options(limits, window)
+    require_named_model("--target", recipe.corpus.target)
+    data = read_prompts(paths.data)
+    held_out = None if paths.held_out is None else read_prompts(paths.held_out)
     target = identify(recipe.corpus.target, recipe.corpus.trust_remote_code)
     if recipe.method == "draft_model":
         choose_layers(target.num_layers, parse_layers(recipe.layers))
-    prompts = _read_split(paths, recipe.corpus, target)
+    prompts = _split(data, held_out, recipe.corpus, target)
     work = paths.output / WORK_FOLDER
     _claim_output(paths.output, {**recipe.facts(), "prompts": prompts.digest(), "config": target.config_hash})
     done = read_card(paths.output)
@@ -146,12 +150,14 @@ def eval_drafter(
     """
     check_corpus(recipe)
     _check_options(limits, window)
+    require_named_model("--target", recipe.target)
+    data = read_prompts(paths.data)
     target = identify(recipe.target, recipe.trust_remote_code)
     head = head_config(drafter, recipe.target)
     if drafter.model is not None and head is None:
         check_vocabulary(drafter.model, target, drafter.trust_remote_code)
     layers = () if head is None else head.exported_layers
-    encoded = _encode(paths.data, recipe, target)
+    encoded = _encode(data, recipe, target)
     longest = _longest_prompt(recipe)
     usable = tuple(prompt for prompt in dict.fromkeys(encoded) if len(prompt) <= longest)
     if not usable:
@@ -278,9 +284,9 @@ def _claim_output(output: Path, facts: dict[str, Any]) -> None:
         raise InputError(f"--output: {output} cannot be written to ({error.strerror})") from None
 
 
-def _read_split(paths: TrainPaths, recipe: CorpusRecipe, target: TargetIdentity) -> Prompts:
-    held_out = None if paths.held_out is None else _encode(paths.held_out, recipe, target)
-    return split_prompts(_encode(paths.data, recipe, target), held_out, _longest_prompt(recipe))
+def _split(data: list[Prompt], held_out: list[Prompt] | None, recipe: CorpusRecipe, target: TargetIdentity) -> Prompts:
+    other = None if held_out is None else _encode(held_out, recipe, target)
+    return split_prompts(_encode(data, recipe, target), other, _longest_prompt(recipe))
 
 
 def _longest_prompt(recipe: CorpusRecipe) -> int:
@@ -292,8 +298,7 @@ def _longest_prompt(recipe: CorpusRecipe) -> int:
     return context - recipe.max_tokens
 
 
-def _encode(path: Path, recipe: CorpusRecipe, target: TargetIdentity) -> list[TokenIds]:
-    prompts = read_prompts(path)
+def _encode(prompts: list[Prompt], recipe: CorpusRecipe, target: TargetIdentity) -> list[TokenIds]:
     tokenizer = load_tokenizer(recipe.target, trust_remote_code=recipe.trust_remote_code)
     encoded = [encode_prompt(tokenizer, prompt, recipe.chat) for prompt in prompts]
     largest = max(max(prompt) for prompt in encoded)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from specactor_ray.config.named import is_named, require_proposer
 from specactor_ray.config.schema import DrafterConfig, TargetConfig, reads_features
 from specactor_ray.config.validate import DRAFTER_CHECKS
 from specactor_ray.drafter_training.card import read_card
@@ -51,6 +52,8 @@ def method_alone(method: str) -> DrafterConfig:
             check(config, "--method")
     except ConfigError as error:
         raise InputError(f"--method: {method!r} cannot be measured alone: {error.problem} {error.fix}") from None
+    if is_named(method):
+        require_proposer(method, "--method")
     return config
 
 

@@ -345,12 +345,19 @@ def require_devices(config: Config, trains: bool = False) -> None:
     Raises:
         ConfigError: What is needed and what exists are in the message.
     """
+    require_gpus(config, trains)
     if config.cluster.address == "local" and not is_connected():
-        _require_gpus(config, trains)
         _require_cores(config, trains)
 
 
-def _require_gpus(config: Config, trains: bool) -> None:
+def require_gpus(config: Config, trains: bool = False) -> None:
+    """`require_devices` for GPUs alone.
+
+    Raises:
+        ConfigError: See there.
+    """
+    if config.cluster.address != "local" or is_connected():
+        return
     target, trainer = config.target, config.trainer
     wanted = {"target.gpus": target.replicas * target.gpus}
     wanted |= {f"drafters.{i}.gpus": one.replicas * one.gpus for i, one in enumerate(_acting_drafters(config))}

@@ -25,6 +25,7 @@ from specactor_ray.modeling.loading import (
 )
 from specactor_ray.rollout.memory import require_caches
 from specactor_ray.rollout.planning import require_devices, resolve
+from specactor_ray.speculation.profile import load_profile
 from specactor_ray.targets.vllm_version import require_vllm
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str
         UserError: The key and the fix are named.
     """
     require_named(config)
+    if config.profile is not None and config.mode is not ModeName.plain:
+        load_profile(config.profile)
     config, lines = resolve(config)
     require_devices(config, trains)
     require_caches(config)
@@ -60,10 +63,10 @@ def require_named(config: Config) -> None:
         ClusterError: Nothing listens at `cluster.address`.
     """
     require_parts(config)
-    folder = _require_model("target.model", config.target.model)
+    folder = require_named_model("target.model", config.target.model)
     for index, drafter in enumerate(config.drafters if config.mode is not ModeName.plain else ()):
         if drafter.model:
-            _require_model(f"drafters.{index}.model", drafter.model, reads_features(drafter))
+            require_named_model(f"drafters.{index}.model", drafter.model, reads_features(drafter))
     if folder is not None:
         facts = read_config(folder)
         _reject_encoder_decoder(config, SimpleNamespace(**facts))
@@ -89,8 +92,12 @@ def require_parts(config: Config) -> None:
         require_listener(resolve_address(config.cluster.address))
 
 
-def _require_model(key: str, name: str, is_head: bool = False) -> Path | None:
-    """The folder of its `config.json`, where that is on this machine."""
+def require_named_model(key: str, name: str, is_head: bool = False) -> Path | None:
+    """The folder of the `config.json` of a model that a key or option names, where that is on this machine.
+
+    Raises:
+        ModelLoadError: The model cannot be found; the key is named.
+    """
     try:
         return require_head(Path(name).expanduser()) if is_head else require_model(name)
     except ModelLoadError as error:

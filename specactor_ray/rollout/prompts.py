@@ -18,6 +18,7 @@ Prompt = str | list[dict[str, Any]] | list[int]
 Encoded = tuple[tuple[int, ...], str]
 """Token ids of a prompt and an empty text; or none, and why there are none."""
 _KINDS = ("prompt", "messages", "prompt_token_ids")
+_TABLES = (".csv", ".tsv", ".parquet", ".arrow")
 _KINDS_IN_WORDS = '"prompt", "messages" or "prompt_token_ids"'
 
 
@@ -30,6 +31,8 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     Raises:
         InputError: The file is missing, empty or not UTF-8, or a line is malformed (its number is named).
     """
+    if str(path).startswith(("hf:", "reasoning_gym:")):
+        raise InputError(f"data.path: {path} names tasks, which only `specactor train` reads; name a file of prompts")
     path = Path(path)
     if path.suffix in (".jsonl", ".json"):
         found: Iterator[Prompt] = (_prompt_of(row, f"{path}, line {number}") for number, row in read_jsonl(path))
@@ -65,16 +68,18 @@ def read_jsonl(path: str | Path) -> Iterator[tuple[int, Any]]:
 
 def _lines(path: Path) -> list[tuple[int, str]]:
     if path.is_dir():
-        raise InputError(f"data.path: {path} is a folder; name a file of prompts")
+        raise InputError(f"{path} is a folder; name a file of prompts")
+    if path.suffix in _TABLES:
+        raise InputError(f"{path} is a table; write its rows as JSONL, one object with {_KINDS_IN_WORDS} a line")
     try:
         # Only a newline ends a line: JSON may hold the other characters that str.splitlines splits at.
         lines = find_file(path).read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
-        raise InputError(f"data.path: there is no file {path}") from None
+        raise InputError(f"there is no file {path}; name a file of prompts") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
-        raise InputError(f"data.path: {path} cannot be read ({error.strerror})") from None
+        raise InputError(f"{path} cannot be read ({error.strerror})") from None
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 

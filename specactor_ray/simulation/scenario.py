@@ -178,7 +178,8 @@ def _load(path: Path, overrides: Sequence[str]) -> ScenarioConfig:
     try:
         return load_as(ScenarioConfig, path, overrides, folder="simulation")
     except ConfigError as error:
-        if error.key in ("kind", "mode", "target"):  # of another kind of file
+        given = {item.partition("=")[0].partition(".")[0] for item in overrides}
+        if error.key in {"kind", "mode", "target"} - given:  # of another kind of file
             kind = "a hardware file; name a scenario, which names it as `hardware`" if error.key == "kind" else _RUN
             raise ConfigError(str(path), f"is {kind}.", "see conf/simulation/two_cores.yaml for an example.") from None
         raise

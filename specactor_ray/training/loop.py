@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 
 from specactor_ray.config import Config
 from specactor_ray.config.online import taught_by_trainer
+from specactor_ray.files import require_folder
 from specactor_ray.observability.console import say
 from specactor_ray.observability.training_display import TrainingDisplay
 from specactor_ray.rollout.output import discard_run_folder
@@ -42,6 +44,9 @@ def train(
         SpecActorError: The trainer or all verifiers were lost, or the loss stayed non-finite; checkpoints stand.
     """
     config, lines = refuse_early(config, trains=True)
+    for key, folder in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
+        if folder:
+            require_folder(Path(folder).expanduser(), key)
     prepare(config)
     stream = checked_tasks(config)
     memory = checked_memory(config)

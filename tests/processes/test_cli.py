@@ -103,6 +103,16 @@ class TestUserErrors:
             ["drafters=[]", "drafters.0.method=ngram"],
             "for example 'drafters=[{method: ngram}]'",
         ),
+        "a configuration without --config": (["local_cpu"], "an override without `=`. Fix: write --config local_cpu."),
+        "a key without its section": (
+            ["model=x"],
+            "model: unknown key. Did you mean target.model or drafters.N.model?",
+        ),
+        "a key of another section": (["target.max_tokens=4"], "unknown key. Did you mean sampling.max_tokens?"),
+        "tasks of training": (
+            ["data.path=hf:x/y"],
+            "data.path: hf:x/y names tasks, which only `specactor train` reads",
+        ),
         "a section without a value": (["target="], "target: an override without a value would drop"),
         "no such config": (["--config", "none.yaml"], "none.yaml: there is no such file."),
         "a folder that cannot be made": (
@@ -148,6 +158,7 @@ class TestUserErrors:
             "drafters.0.gpus: the run needs 2 GPU(s) in all (target.gpus 1, drafters.0.gpus 1), and there are 1.",
         ),
         "a trainer's GPU": (["trainer.gpus=1", "cluster.num_gpus=0"], "trainer.gpus: the run needs 1 GPU(s) in all"),
+        "a trainer's checkpoints": (["checkpoint.dir=/proc/x"], "checkpoint.dir: /proc/x cannot be written to"),
         "no such proposer": (["drafters=[{method: 'no.mod:Class'}]"], "drafters.0.method: no.mod:Class cannot be im"),
         "a broken module": (["drafters=[{method: 'broken:Mine'}]"], "broken:Mine cannot be imported (ZeroDivisionErr"),
         "a class of another kind": (
@@ -159,10 +170,11 @@ class TestUserErrors:
             [f"target.model={tiny_target()}", "sampling.max_tokens=512"],
             "sampling.max_tokens: 512 leaves no room for a prompt: prompt and output share one context",
         ),
+        "no profile": (["profile=good.jsonl"], "profile: good.jsonl is no profile of specactor. Fix: measure it again"),
         "no address": (["cluster.address=nonsense"], "cluster.address: 'nonsense' is not the address of a Ray cluster"),
         "nothing at the address": (["cluster.address=127.0.0.1:1"], "no Ray cluster answers at 127.0.0.1:1"),
     }
-    TRAINS: ClassVar = ("no such model", "too many cores", "a trainer's GPU")
+    TRAINS: ClassVar = ("no such model", "too many cores", "a trainer's GPU", "a trainer's checkpoints")
 
     @pytest.mark.parametrize(
         ("command", "name"),
@@ -193,6 +205,8 @@ class TestUserErrors:
         "batch of words": (["--batch", "many"], "--batch: 'many' is no whole number"),
         "max_tokens 0": (["--max-tokens", "0"], "sampling.max_tokens is 0; it must be a whole number from 1"),
         "malformed line": (["--prompts", "bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
+        "no GPU": (["target.gpus=1", "cluster.num_gpus=0"], "target.gpus: the run needs 1 GPU(s) in all"),
+        "no folder": (["--output", "/proc/x/bench.json"], "--output: /proc/x cannot be written to"),
         "existing report": (["--output", "there.jsonl"], "there.jsonl exists and is never overwritten"),
     }
 
@@ -210,6 +224,7 @@ class TestUserErrors:
             (["rollout", "data.paht=x"], "data.paht: unknown key. Did you mean data.path?"),
             (["train", "--config", "none.yaml"], "none.yaml: there is no such file."),
             (["bench", "cluster.num_cpus=2"], "cluster.num_cpus: is set, but a cluster that runs already"),
+            (["--address", "ray://u:secret@h:1", "rollout"], "--address: 'ray://***@h:1' is not the address of a dash"),
         ],
     )
     def test_submit_before_the_upload(self, folder: Path, arguments: list[str], problem: str) -> None:
@@ -284,6 +299,7 @@ class TestDemo:
         assert "--minutes: 0 is no time" in error_line(specactor(folder, "demo", "--minutes", "0"))
         (folder / "here").mkdir()
         assert "--output: here exists" in error_line(specactor(folder, "demo", "--output", "here"))
+        assert "--output: /proc/x cannot be written" in error_line(specactor(folder, "demo", "--output", "/proc/x"))
         message = error_line(specactor(folder, "demo", "--model", "no/such/model"))
         assert "--model: There is no directory 'no/such/model'" in message
         assert not (folder / "runs").exists()

@@ -115,6 +115,9 @@ class TestErrors:
     def test_a_folder(self, tmp_path: Path) -> None:
         assert "is a folder" in error_of(tmp_path)
 
+    def test_a_table(self, tmp_path: Path) -> None:
+        assert "x.csv is a table; write its rows as JSONL" in error_of(write(tmp_path, "prompt,answer\na,b\n", "x.csv"))
+
     def test_not_text(self, tmp_path: Path) -> None:
         assert "not UTF-8 text (byte 2)" in error_of(write(tmp_path, b"ab\xff\xfe"))
 

@@ -53,3 +53,5 @@ def test_a_scenario_is_found_by_its_name_and_an_unknown_one_lists_scenarios() ->
         ConfigError, match=f"three_cores: there is no such file.*: {', '.join(shipped_names('simulation'))}"
     ):
         load_scenario(Path("three_cores"))
+    with pytest.raises(ConfigError, match=r"mode: unknown key\. Did you mean config\.mode\?"):
+        load_scenario(Path("two_cores"), ["mode=plain"])

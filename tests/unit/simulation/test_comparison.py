@@ -395,7 +395,7 @@ class TestCommand:
             (["--compare", ","], "--compare: ',' names no variant"),
             (["--json", "{folder}/full/x.json"], "x.json exists; name another file"),
             (["--output", "{folder}/full"], "full holds files, and none is overwritten; name another folder"),
-            (["--output", "{folder}/full/x.json/out"], "cannot be made"),
+            (["--output", "{folder}/full/x.json/out"], "cannot be written to"),
             (["workload.requsts=1"], "Did you mean workload.requests?"),
             (["workload.requests=-1"], "workload.requests: -1 is out of range"),
         ],
