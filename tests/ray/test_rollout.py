@@ -246,6 +246,10 @@ class TestOneRollout:
             params = mixed[int(place.partition("/")[0])]
             assert tokens == plain[params.temperature][place][: params.max_tokens]
 
+    def test_prompts_that_are_encoded_already_are_not_encoded_again(self, rollout: Rollout) -> None:
+        (done,) = rollout.stream(["not encoded"], SAMPLING, n=1, encoded=[((5, 6), "")])
+        assert (done.prompt, done.prompt_token_ids, done.finish_reason != "error") == ("not encoded", (5, 6), True)
+
     def test_a_stream_left_early_frees_the_rollout(self, plain: Any, rollout: Rollout) -> None:
         stream = rollout.stream(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)
         next(stream)
