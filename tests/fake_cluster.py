@@ -11,7 +11,7 @@ import numpy as np
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
-from specactor_ray.controller.state import ClusterView, Departure, Offer
+from specactor_ray.controller.state import ClusterView, Departure
 from specactor_ray.errors import SpecActorError
 from specactor_ray.messages import Finished, Progress, Refused, RequestStats, SamplingParams, ToRollout, WeightSet
 from specactor_ray.rollout.journal import JournalEntry
@@ -45,14 +45,12 @@ class FakeVerifier:
         self.begun: list[tuple[str, int]] = []
         self.cancelled: set[tuple[str, int]] = set()
         self.running: dict[str, tuple[TargetRequest, int]] = {}
-        self.asleep = False
         self.commands: list[str] = []
         self._cluster, self._clock = cluster, cluster.bench.clock_of(actor)
         self._events: list[ToRollout] = []
         self._clock.spawn(self._loop, "loop")
 
     def submit(self, requests: Sequence[TargetRequest]) -> None:
-        assert not self.asleep, "a verifier that was lent was given requests"
         if any(self._cluster.deadly.get(request.request_id) == -1 for request in requests):
             self._cluster.bench.network.kill(self.actor)
             self._clock.sleep(float("inf"))
@@ -148,20 +146,19 @@ class FakeCluster:
         stalls: (request, verifier) that make no progress after the first token.
         deadly: Request → output position at which it ends the process of its verifier; -1: as it arrives, before the
             verifier has answered.
+        hidden: Verifiers that are not in the view.
     """
 
-    def __init__(self, verifiers: int = 2, lend: bool = False, max_batch: int = 4) -> None:
+    def __init__(self, verifiers: int = 2, max_batch: int = 4) -> None:
         self.bench = Bench(network=FaultyNetwork)
         self.network: FaultyNetwork = self.bench.network
-        self.config = make_config(verifiers, lend, max_batch)
+        self.config = make_config(verifiers, max_batch)
         self.suspected: list[str] = []
         self.stalls: set[tuple[str, str]] = set()
         self.deadly: dict[str, int] = {}
         self.handles: dict[str, VirtualActor] = {}
         self.departed: dict[str, Departure] = {}
-        self.lent: set[str] = set()
-        self.offers: list[tuple[str, ...]] = []
-        self.taken_back = 0
+        self.hidden: set[str] = set()
         self.version = 0
         """Of the weights that verifiers start with."""
         self.load_s = 0.5
@@ -195,7 +192,7 @@ class FakeCluster:
     # ---- what a controller is asked ----
 
     def view(self, known: int | None = None) -> ClusterView:
-        serving = {name: handle for name, handle in self.handles.items() if name not in self.lent}
+        serving = {name: handle for name, handle in self.handles.items() if name not in self.hidden}
         return ClusterView(0, serving, (), (), dict(self.departed))
 
     def suspect(self, actor_id: str, reason: str) -> None:
@@ -211,21 +208,6 @@ class FakeCluster:
             raise SpecActorError(f"weights of version {weights.version} were not taken within {timeout_s:g} s")
         for name in self.handles:
             self.verifier(name).load_weights(weights.version)
-
-    def release_verifiers(self, offer: Offer) -> tuple[str, ...]:
-        self.offers.append(offer.verifiers)
-        self.lent = set(offer.verifiers)
-        for name in offer.verifiers:
-            self.verifier(name).asleep = True
-        return offer.verifiers
-
-    def take_back_verifiers(self, timeout_s: float) -> bool:
-        self.taken_back += 1
-        self.bench.clock_of(self.actor).sleep(1.0)
-        for name in self.lent:
-            self.verifier(name).asleep = False
-        self.lent.clear()
-        return True
 
     # ---- what tests do with it ----
 
@@ -251,13 +233,12 @@ class FakeCluster:
         return ended
 
 
-def make_config(verifiers: int, lend: bool, max_batch: int) -> Config:
+def make_config(verifiers: int, max_batch: int) -> Config:
     return from_mapping(
         {
             "mode": "decoupled",
             "cluster": {"start_timeout_s": 30.0, "placement_timeout_s": 60.0, "stall_timeout_s": 20.0},
             "target": {"replicas": verifiers, "max_batch": max_batch},
-            "speculation": {"lend": lend},
             "drafters": [{"method": "ngram"}],
         }
     )

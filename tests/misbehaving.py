@@ -51,6 +51,19 @@ class Liar(RowProposer):
         pass
 
 
+class Sluggard(Liar):
+    """Drafts nothing, and holds up its verifier after every token."""
+
+    method = "sluggard"
+
+    def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
+        time.sleep(0.03)
+        return super().commit(request_id, start, token_ids)
+
+    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
+        return self._known[request_id], ()
+
+
 class Crasher(Liar):
     """Lies, and raises every now and then."""
 

@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from specactor_ray.cluster import placement
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.names import NAMESPACE, random_suffix
-from specactor_ray.cluster.placement import Demand, NodeSupply, Placement, Share
+from specactor_ray.cluster.placement import Demand, NodeSupply, Placement
 from specactor_ray.cluster.processes import ActorReaper, CoreSurvey, ProcessFacts
 
 _CONCURRENCY = 8
@@ -22,8 +22,6 @@ class Reaper(Protocol):
     """Ends actors and follows their processes until they are gone; see `processes.ActorReaper`."""
 
     def reap(self, handle: Any, facts: ProcessFacts | None) -> None: ...
-
-    def follows(self, facts: ProcessFacts) -> bool: ...
 
     def poll(self) -> int: ...
 
@@ -52,7 +50,7 @@ class Backend(Protocol):
     def cores(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
         """`(machine, core ids)` that processes on a node may use; None while the answer is on its way."""
 
-    def launch(self, cls: Any, spec: Any, name: str, where: Placement, share: Share) -> Any:
+    def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> Any:
         """Make the actor `cls(spec)` in its placement group; returns its handle at once. A crashed actor is never
         restarted: it would come back without its state under the same name."""
 
@@ -71,12 +69,12 @@ class RayBackend:
         self.remove = placement.remove
         self.cores = self._survey.look
 
-    def launch(self, cls: Any, spec: Any, name: str, where: Placement, share: Share) -> Any:
+    def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> Any:
         options: dict[str, Any] = {
             "name": name,
             "namespace": NAMESPACE,
-            "num_cpus": share.cpus,
-            "num_gpus": share.gpus,
+            "num_cpus": demand.cpus,
+            "num_gpus": demand.gpus,
             "max_concurrency": _CONCURRENCY,
             "max_restarts": 0,
             "max_task_retries": 0,

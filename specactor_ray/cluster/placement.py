@@ -38,14 +38,6 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What an actor takes of its placement group's bundle."""
-
-    cpus: float
-    gpus: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Placement:
     """A placement group that stands, resolved to its node."""
 

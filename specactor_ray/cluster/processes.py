@@ -114,10 +114,6 @@ class ActorReaper:
         if facts is not None and facts.node_id != self._here:
             self._remote[self._end_remotely.options(**on_node(facts.node_id)).remote(facts)] = facts
 
-    def follows(self, facts: ProcessFacts) -> bool:
-        """Whether this process was reaped and is not known to be gone, as of the last `poll`."""
-        return facts in self._local or facts in self._remote.values()
-
     def poll(self) -> int:
         """Look after the dying. Returns how many are not known to be gone."""
         now = self._clock.now()

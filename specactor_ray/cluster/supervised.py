@@ -78,7 +78,6 @@ class SupervisedActor:
         self.news = Errand(actor_id)
         self.weights = Errand(actor_id)
         self.learning = Errand(actor_id)
-        self.rest = Errand(actor_id)
         self._drain: Call | None = None
 
     def call(self, method: str, *arguments: Any, deadline_s: float = _ERRAND_TIMEOUT_S) -> Call:

@@ -150,9 +150,8 @@ class DrafterConfig:
     `specactor_ray.drafters.base.RowProposer` and made with this section as its only argument. In mode
     `coupled` one that hangs holds its verifier up until `cluster.stall_timeout_s` replaces that."""
     replicas: int = 1
-    """`decoupled`: number of draft actors of this method; may be changed during the run. 0: none, or only at the tail
-    of a rollout, on the seat of a verifier that has no requests left (`speculation.lend`). `coupled`: every verifier
-    drafts by it; 0: none does."""
+    """`decoupled`: number of draft actors of this method; `specactor scale` changes it during the run. `coupled`: every
+    verifier drafts by it; 0: none does."""
     cores: float = 1.0
     """`decoupled`: CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that
     other draft actors of the run share, never a verifier. `coupled`: unused, the verifier's cores draft."""
@@ -222,9 +221,6 @@ class SpeculationConfig:
     draft_wait_s: float = 0.0
     """`decoupled`: longest wait per step for the first draft token of requests that have none. Drafters run ahead, so
     waiting pays at the smallest batches at best (`docs/design/policy.md`)."""
-    lend: bool | None = None
-    """`decoupled`: at the tail of a rollout, when verifiers run out of requests, put them to sleep and run draft actors
-    on their cores and GPUs until they are needed again. Default: yes, where there are two verifiers or more."""
     race: RaceName = RaceName.tail
     """When several draft methods race for one request: `off`, `tail` or `always`. In mode `coupled`, where drafters
     take turns with the verifier, only `always` races. With `always` drafting is never suspended."""

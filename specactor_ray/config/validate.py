@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.named import is_named
 from specactor_ray.config.online import (
     reject_batch_above_buffer,
@@ -214,18 +213,6 @@ def reject_speculation_without_drafters(config: Config) -> None:
         raise ConfigError("mode", problem, "use mode=auto or mode=plain, or add one: 'drafters=[{method: ngram}]'.")
 
 
-def reject_lending_that_cannot_be(config: Config) -> None:
-    if config.speculation.lend is not True or config.mode is not ModeName.decoupled:
-        return
-    if config.target.replicas == 1:
-        problem = "true, but the only verifier can never be spared (target.replicas=1)."
-        raise ConfigError("speculation.lend", problem, "raise target.replicas, or leave speculation.lend out.")
-    if not lendable_methods(config):
-        target = config.target
-        problem = f"true, but no drafter fits a verifier's {target.cores} cores and {target.gpus} GPUs."
-        raise ConfigError("speculation.lend", problem, "lower drafters.N.cores or drafters.N.gpus, or leave it out.")
-
-
 def reject_half_precision_of_drafters_on_a_cpu(config: Config) -> None:
     for index, drafter in enumerate(config.drafters):
         host, gpus = f"drafters.{index}", drafter.gpus
@@ -366,7 +353,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_output_over_input,
     reject_race_threshold_without_a_tail,
     reject_speculation_without_drafters,
-    reject_lending_that_cannot_be,
     reject_half_precision_of_drafters_on_a_cpu,
     reject_compiled_off_for_others,
     reject_method_twice,

@@ -21,11 +21,10 @@ from specactor_ray.cluster.backend import Backend, RayBackend
 from specactor_ray.cluster.names import actor_name, new_actor_id
 from specactor_ray.cluster.placement import NodeSupply
 from specactor_ray.cluster.supervised import SupervisedActor, stop_in_order
-from specactor_ray.config.lending import draft_actors
+from specactor_ray.config.drafting import draft_actors
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.decide import decide, has_lasted, record_failure
 from specactor_ray.controller.first_start import FirstStart
-from specactor_ray.controller.lender import Lender
 from specactor_ray.controller.members import ActorClasses, Member, PeerNews, build_spec, next_view
 from specactor_ray.controller.seats import Seat, Seating, scale_refusal
 from specactor_ray.controller.state import (
@@ -38,14 +37,10 @@ from specactor_ray.controller.state import (
     Drain,
     FailureRecord,
     GiveUp,
-    Lend,
     ObservedState,
-    Offer,
     Phase,
     Policy,
     Remove,
-    Sleep,
-    Wake,
 )
 from specactor_ray.controller.weights import WeightNews
 from specactor_ray.errors import ActorLostError, ClusterError, SpecActorError
@@ -58,8 +53,6 @@ _TICK_S = 0.2
 _START_TICK_S = 0.05
 _SYNC_TICK_S = 0.005
 """While weights are on their way."""
-_LENDING_TICK_S = 0.02
-"""While verifiers fall asleep or wake, and draft actors on their seats come or go."""
 STOP_TIMEOUT_S = 12.0
 GONE_TIMEOUT_S = 15.0
 _SLOW_STEP_S = 1.0
@@ -116,7 +109,6 @@ class Controller:
         self._suspects: list[str] = []
         """Actors that somebody could not reach since the last step."""
         self._wake, self._stopping = self._clock.event(), self._clock.event()
-        self._lender = Lender(config, self._policy, self._reaper, self._clock, self._wake.set)
         self._shutdown, self._is_shutting = self._clock.condition(), False
         self._all_gone: bool | None = None
         """Answer of the shutdown; None until it is over."""
@@ -210,18 +202,6 @@ class Controller:
             self._weights.offer(method, weights)
         self._wake.set()
 
-    def release_verifiers(self, offer: Offer) -> tuple[str, ...]:
-        """The rollout can do without these verifiers, and no others, until `take_back_verifiers`.
-
-        Returns:
-            Those that were taken: they left the view, and draft actors may sit on their seats. The others serve on.
-        """
-        return self._lender.offer(offer)
-
-    def take_back_verifiers(self, timeout_s: float) -> bool:
-        """End what runs on the seats of verifiers and wake them. Returns whether all serve within `timeout_s`."""
-        return self._lender.take_back(timeout_s)
-
     def shutdown(self) -> bool:
         """Stop the loops in order, end all processes, give the room back. Bounded; harmless when repeated.
 
@@ -230,7 +210,6 @@ class Controller:
         """
         self._stopping.set()
         self._wake.set()
-        self._lender.close()
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)
         elif self._was_asked_to_start:
@@ -273,8 +252,7 @@ class Controller:
     def _reconcile(self) -> None:
         while not self._stopping.is_set():
             self._round(self._guarded)
-            lending = self._guarded("answer offers", lambda: self._lender.answer(self._members.values()))
-            self._wake.wait(_LENDING_TICK_S if lending else _TICK_S if self._weights_in_place() else _SYNC_TICK_S)
+            self._wake.wait(_TICK_S if self._weights_in_place() else _SYNC_TICK_S)
             self._wake.clear()
 
     def _round(self, run: Callable[[str, Callable[[], Any]], Any]) -> None:
@@ -303,8 +281,6 @@ class Controller:
     def _decide_and_apply(self) -> None:
         desired = self._wanted()
         self._apply(decide(desired, self._observe(), self._clock.now(), self._policy))
-        now, members = self._clock.now(), list(self._members.values())
-        self._apply(self._lender.decide(members, self._failures, desired, now))
         self._seating.trim({key: desired.wanted(key) for key in desired.all_keys()})
 
     def _forget_failures(self) -> None:
@@ -326,7 +302,6 @@ class Controller:
                 if member.actor is not None:
                     member.actor.forgive(now)
         self._last_step = now
-        self._lender.look(self._members.values(), now)
         actors = []
         for member in self._members.values():
             if member.look(now, self._config.cluster.health_interval_s):
@@ -339,8 +314,7 @@ class Controller:
         return ObservedState(tuple(actors), dict(self._failures))
 
     def _refuse_shared_gpus(self, member: Member) -> None:
-        awake = [m for m in self._members.values() if m.phase is not Phase.ASLEEP]
-        facts = {m.actor_id: m.actor.facts for m in awake if m.actor and m.actor.facts}
+        facts = {m.actor_id: m.actor.facts for m in self._members.values() if m.actor and m.actor.facts}
         mine = facts.pop(member.actor_id)
         try:
             for other, theirs in facts.items():
@@ -360,15 +334,6 @@ class Controller:
             elif isinstance(action, GiveUp):
                 self._failures[action.key] = replace(self._failures[action.key], given_up=True)
                 logger.error("no more draft actors of %s are started: %s", action.key, action.error)
-            elif isinstance(action, Sleep):
-                self._lender.send_to_sleep(self._members[action.actor_id], now)
-            elif isinstance(action, Wake):
-                self._lender.wake(self._members[action.actor_id], now)
-            elif isinstance(action, Lend):
-                host = self._members[action.actor_id]
-                guest = self._create(action.method, self._seating.lend(host.seat, action.method), now)
-                guest.host_id, host.note = host.actor_id, f"lent to {guest.actor_id}"
-                logger.info("%s sleeps, its seat is %s", host.actor_id, host.note)
             else:
                 key = action.method if isinstance(action, CreateDrafter) else VERIFIER
                 self._create(key, self._seating.claim(key), now)
@@ -385,8 +350,6 @@ class Controller:
         for member in self._members.values():
             if member.phase is not Phase.PENDING:
                 continue
-            if member.key == VERIFIER and not self._lender.is_free(member.seat, self._members.values()):
-                continue  # the seat was lent when its verifier died; the draft actor goes first
             try:
                 if self._seating.settle(member.seat):
                     self._launch(member, now)
@@ -408,7 +371,7 @@ class Controller:
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
         spec = build_spec(self._config, member, self._priors)
         name = actor_name(self._run, member.actor_id)
-        handle = self._backend.launch(cls, spec, name, seat.placement, seat.share)
+        handle = self._backend.launch(cls, spec, name, seat.placement, seat.demand)
         member.actor = SupervisedActor(member.actor_id, handle, self._calls, self._policy.start_timeout_s)
         member.note = ""
         member.enter(Phase.STARTING, now)
@@ -433,7 +396,6 @@ class Controller:
                 del self._departed[oldest]
         if member.actor is not None:
             self._reaper.reap(member.actor.handle, member.actor.facts)
-        self._lender.left(member)
         self._seating.vacate(member.seat)
 
     # ---- tell the others ----

@@ -26,7 +26,6 @@ from specactor_ray.controller.state import (
 )
 
 _EASIEST_TO_SPARE = (Phase.PENDING, Phase.STARTING, Phase.READY)
-_ALIVE = (Phase.READY, Phase.ASLEEP, Phase.WAKING)
 
 
 def decide(desired: DesiredState, observed: ObservedState, now: float, policy: Policy) -> list[Action]:
@@ -56,7 +55,7 @@ def decide(desired: DesiredState, observed: ObservedState, now: float, policy: P
                 failures.get(actor.key), now, removal.reason, actor.was_ready, actor.created_at
             )
     for key in _keys(desired, observed.actors):
-        mine = [actor for actor in kept if actor.key == key and not actor.host]  # those come and go with their hosts
+        mine = [actor for actor in kept if actor.key == key]
         actions += _balance(key, desired.wanted(key), mine, failures.get(key), now, policy)
     return actions
 
@@ -105,11 +104,9 @@ def _removal(actor: ObservedActor, policy: Policy) -> Remove | None:
         return Remove(actor.actor_id, actor.error or "it died", failed=True)
     if actor.phase is Phase.STARTING and actor.phase_age_s >= policy.start_timeout_s:
         return Remove(actor.actor_id, f"it did not start within {policy.start_timeout_s:g} s", failed=True)
-    if actor.phase is Phase.WAKING and actor.phase_age_s >= policy.start_timeout_s:
-        return Remove(actor.actor_id, f"it did not wake within {policy.start_timeout_s:g} s", failed=True)
-    if actor.phase in _ALIVE and actor.silent_s >= policy.health_timeout_s:
+    if actor.phase is Phase.READY and actor.silent_s >= policy.health_timeout_s:
         return Remove(actor.actor_id, f"it gave no answer for {actor.silent_s:.1f} s", failed=True)
-    if actor.phase in _ALIVE and actor.stalled_s >= policy.stall_timeout_s:
+    if actor.phase is Phase.READY and actor.stalled_s >= policy.stall_timeout_s:
         return Remove(actor.actor_id, f"it was in one step for {actor.stalled_s:.1f} s", failed=True)
     return None
 
@@ -125,7 +122,7 @@ def _balance(
     staying = [actor for actor in actors if actor.phase is not Phase.DRAINING]
     surplus = len(staying) - wanted
     if surplus > 0 and key != VERIFIER:
-        return [spare(actor) for actor in _newest_first(staying)[:surplus]]
+        return [_spare(actor) for actor in _newest_first(staying)[:surplus]]
     if surplus >= 0:
         return []
     if record is not None and key != VERIFIER and record.never_started >= policy.max_start_failures:
@@ -146,6 +143,6 @@ def _newest_first(actors: Sequence[ObservedActor]) -> list[ObservedActor]:
     return sorted(actors, key=lambda actor: (order[actor.phase], -actor.created_at, actor.actor_id))
 
 
-def spare(actor: ObservedActor) -> Action:
+def _spare(actor: ObservedActor) -> Action:
     """How to end a draft actor that is wanted no more: in order if it serves, at once if it does not yet."""
     return Drain(actor.actor_id) if actor.phase is Phase.READY else Remove(actor.actor_id, "wanted no more")

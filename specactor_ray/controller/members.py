@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.cluster.supervised import SupervisedActor
-from specactor_ray.config.lending import inline_drafters
+from specactor_ray.config.drafting import inline_drafters
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, learns_from_outputs, reads_features
 from specactor_ray.controller.groups import Service, assign_drafters, group_of
 from specactor_ray.controller.seats import Seat
@@ -78,12 +78,6 @@ class Member:
     """When to try again after a failure."""
     serves: bool = False
     """Others may use it: a verifier that has the current weights, a draft actor that has had current ones."""
-    host_id: str = ""
-    """For a draft actor on the seat of a verifier that sleeps: the id of that verifier."""
-    slept: bool = False
-    """While asleep: it has given up its memory."""
-    start_s: float = 0.0
-    """Seconds from its launch until it was ready; 0 until then."""
 
     @property
     def error(self) -> SpecActorError | None:
@@ -98,12 +92,11 @@ class Member:
             return False
         self.actor.poll(now, health_interval_s)
         if self.actor.error is not None:
-            if self.phase in (Phase.STARTING, Phase.READY, Phase.ASLEEP, Phase.WAKING):
+            if self.phase in (Phase.STARTING, Phase.READY):
                 self.enter(Phase.DEAD, now)
             return False
         if self.phase is not Phase.STARTING or self.actor.started is None or self.actor.facts is None:
             return False
-        self.start_s = now - self.since
         self.enter(Phase.READY, now)
         self.was_ready = True
         return True
@@ -122,7 +115,6 @@ class Member:
             stalled_s=actor.stalled_s if actor is not None else 0.0,
             drained=self.phase is Phase.DRAINING and actor is not None and (actor.drained() or actor.error is not None),
             error=str(self.error or ""),
-            host=self.host_id,
         )
 
     def endpoint(self, config: Config) -> DraftEndpoint:
@@ -159,7 +151,6 @@ class Member:
             "gpus": facts.gpus if facts else (),
             "silent_s": round(actor.silent_s(now), 1) if actor is not None else 0.0,
             "note": (self.note or str(self.error or "") or self._doing()).partition("\n")[0],
-            "host": self.host_id,
             "weight_version": self.weight_version,
             "counters": actor.counters if actor is not None else {},
         }
@@ -168,9 +159,7 @@ class Member:
         if self.phase is Phase.STARTING and self.actor is not None:
             return "its process starts" if self.actor.facts is None else "it loads"
         inline = self.actor.counters.get("inline") if self.actor is not None else None
-        if inline:
-            return f"drafts itself: {', '.join(inline)}"
-        return f"on the seat of {self.host_id}, which sleeps" if self.host_id else ""
+        return f"drafts itself: {', '.join(inline)}" if inline else ""
 
 
 def drafter_of(config: Config, method: str) -> DrafterConfig:

@@ -14,18 +14,12 @@ from typing import Any
 from specactor_ray.cluster.backend import Backend
 from specactor_ray.cluster.cores import CoreLedger
 from specactor_ray.cluster.names import actor_name
-from specactor_ray.cluster.placement import Demand, Placement, Share
-from specactor_ray.config.lending import lendable_methods
+from specactor_ray.cluster.placement import Demand, Placement
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.controller.state import VERIFIER
 from specactor_ray.errors import ClusterError, ConfigError
 
 logger = logging.getLogger(__name__)
-
-_SHARED_DRAFTER_GPU = 0.01
-_SHARED_VERIFIER_GPU = 0.5
-"""Where a verifier may lend its GPU to a draft actor, Ray then gives both the same one. Their group still holds the
-whole of it."""
 
 
 @dataclass(eq=False)
@@ -36,21 +30,12 @@ class Seat:
     """Such as `ngram-1`; the incarnations that sit here are called `ngram-1#9c0d`."""
     key: str
     index: int
-    share: Share
-    demand: Demand | None
-    """None in a seat that is lent."""
-    host: Seat | None = None
-    """Of a seat that is lent: that of the verifier which sleeps, whose group and cores this one shares."""
-    group: Any = None
+    demand: Demand
+    group: Any
     placement: Placement | None = None
     cores: tuple[int, ...] = ()
     occupant: str | None = None
     """Actor id."""
-
-    @property
-    def lent(self) -> bool:
-        """Here only while the verifier of `host` sleeps."""
-        return self.host is not None
 
 
 class Seating:
@@ -71,18 +56,10 @@ class Seating:
     def claim(self, key: str) -> Seat:
         """A vacant seat for an actor of `key`, else a new one whose placement group is asked for now."""
         for seat in self.seats:
-            if seat.key == key and seat.occupant is None and not seat.lent:
+            if seat.key == key and seat.occupant is None:
                 seat.placement = None  # the group may have moved: look again
                 return seat
         seat = self._new_seat(key)
-        self.seats.append(seat)
-        return seat
-
-    def lend(self, host: Seat, key: str) -> Seat:
-        """A seat for a draft actor of `key` on the group and cores of a verifier that sleeps."""
-        index = self._free_index(key)
-        gpus = _SHARED_DRAFTER_GPU if self._drafters[key].gpus else 0.0
-        seat = Seat(f"{key}-{index}", key, index, Share(0.0, gpus), None, host=host)
         self.seats.append(seat)
         return seat
 
@@ -90,16 +67,11 @@ class Seating:
         """Find out where the seat's group stands, and take its cores.
 
         Returns:
-            False while the group waits for room, or its host or its node's answer is awaited.
+            False while the group waits for room, or the answer of its node is awaited.
 
         Raises:
             ClusterError: The node has too few free cores.
         """
-        if seat.host is not None:
-            if seat.host.placement is None:
-                return False
-            seat.placement, seat.cores = seat.host.placement, seat.host.cores
-            return True
         where = self._backend.resolve(seat.group)
         if where is None:
             return False
@@ -109,15 +81,13 @@ class Seating:
         return True
 
     def vacate(self, seat: Seat) -> None:
-        """The actor left; the seat stays for the next one until `trim`. A lent one goes with its actor."""
+        """The actor left; the seat stays for the next one until `trim`."""
         seat.occupant = None
-        if seat.lent:
-            self.seats.remove(seat)
 
     def trim(self, wanted: Mapping[str, int]) -> None:
         """Take away the vacant seats beyond the wanted number of each key."""
         for seat in [seat for seat in self.seats if seat.occupant is None]:
-            if sum(other.key == seat.key and not other.lent for other in self.seats) > wanted.get(seat.key, 0):
+            if sum(other.key == seat.key for other in self.seats) > wanted.get(seat.key, 0):
                 self._discard(seat)
 
     def close(self) -> None:
@@ -126,8 +96,8 @@ class Seating:
             self._discard(seat)
 
     def demands(self) -> list[Demand]:
-        """What all seats ask for, those that share a group left out."""
-        return [seat.demand for seat in self.seats if seat.demand is not None]
+        """What all seats ask for."""
+        return [seat.demand for seat in self.seats]
 
     def _new_seat(self, key: str) -> Seat:
         index = self._free_index(key)
@@ -135,12 +105,7 @@ class Seating:
         size = self._config.target if key == VERIFIER else self._drafters[key]
         demand = Demand(stem, size.cores, size.gpus)
         group = self._backend.request(actor_name(self._run, stem), demand)
-        gpus = self._whole_or_shared(size.gpus) if key == VERIFIER else float(size.gpus)
-        return Seat(stem, key, index, Share(size.cores, gpus), demand, group=group)
-
-    def _whole_or_shared(self, gpus: int) -> float:
-        lendable = lendable_methods(self._config)
-        return _SHARED_VERIFIER_GPU if gpus and any(self._drafters[key].gpus for key in lendable) else float(gpus)
+        return Seat(stem, key, index, demand, group)
 
     def _free_index(self, key: str) -> int:
         taken = {seat.index for seat in self.seats if seat.key == key}
@@ -156,14 +121,12 @@ class Seating:
         if seat.cores and self._ledger.holders(node_id).get(seat.stem) == seat.cores:
             return True  # a replacement on the same machine goes on with the same cores
         self._ledger.release(seat.stem)
-        assert seat.demand is not None  # seats without one never come here
         seat.cores = self._ledger.take(node_id, seat.demand.cpus, seat.stem)
         return True
 
     def _discard(self, seat: Seat) -> None:
         self.seats.remove(seat)
-        if seat.group is not None:
-            self._backend.remove(seat.group)
+        self._backend.remove(seat.group)
         self._ledger.release(seat.stem)
 
 

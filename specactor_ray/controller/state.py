@@ -36,10 +36,6 @@ class Phase(StrEnum):
     STARTING = "starting"
     """Its process exists or is being made; the model loads."""
     READY = "ready"
-    ASLEEP = "asleep"
-    """A verifier without requests that gives up its memory; a draft actor may sit on its seat meanwhile."""
-    WAKING = "waking"
-    """A verifier on its way from `ASLEEP` back to `READY`."""
     DRAINING = "draining"
     """On its way out: verifiers were told to use others."""
     DEAD = "dead"
@@ -177,10 +173,6 @@ class ObservedActor:
     """While draining: it has said that it holds nothing any more."""
     error: str = ""
     """Why it is dead."""
-    host: str = ""
-    """For a draft actor on the seat of a verifier: the id of that verifier, whether or not it still exists."""
-    seat_free: bool = False
-    """For a verifier: it has said that it sleeps, and the process of no draft actor is left on its seat."""
 
 
 @dataclass(frozen=True)
@@ -194,17 +186,6 @@ class FailureRecord:
     last_at: float = 0.0
     error: str = ""
     given_up: bool = False
-
-
-@dataclass(frozen=True)
-class Offer:
-    """The verifiers that the rollout can do without until it asks for them back."""
-
-    verifiers: tuple[str, ...] = ()
-    requests: int = 0
-    """Requests that are still running: what draft actors on their seats would draft for."""
-    remaining_s: float = 0.0
-    """Expected seconds until the last of those ends."""
 
 
 @dataclass(frozen=True)
@@ -236,10 +217,6 @@ class Policy:
     """A draft method is given up after this many failed starts in a row; verifiers never are."""
     surge: int = 1
     """How many draining actors of a key may exist beyond its wanted number while new ones are created."""
-    assumed_start_s: float = 5.0
-    """How long a draft actor takes to start, as long as none has been measured."""
-    lend_worth: float = 2.0
-    """A seat is lent if the rollout is expected to go on for so many times as long as a draft actor starts."""
 
     @classmethod
     def from_config(cls, cluster: ClusterConfig) -> Policy:
@@ -290,26 +267,4 @@ class GiveUp:
     error: str
 
 
-@dataclass(frozen=True)
-class Sleep:
-    """Take this verifier out of the view and let it give up its memory."""
-
-    actor_id: str
-
-
-@dataclass(frozen=True)
-class Lend:
-    """Make a draft actor of this method on the seat of a verifier that sleeps."""
-
-    actor_id: str
-    method: str
-
-
-@dataclass(frozen=True)
-class Wake:
-    """Let this verifier take its memory back; it serves again when it has the current weights."""
-
-    actor_id: str
-
-
-Action = CreateVerifier | CreateDrafter | Drain | Remove | GiveUp | Sleep | Lend | Wake
+Action = CreateVerifier | CreateDrafter | Drain | Remove | GiveUp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from specactor_ray.config.lending import inline_drafters
+from specactor_ray.config.drafting import inline_drafters
 from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.members import Member

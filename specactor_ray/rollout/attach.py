@@ -41,7 +41,7 @@ def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tup
 def _has_acted(rows: Sequence[Mapping[str, Any]], drafters: Mapping[str, int]) -> bool:
     """Whether as many draft actors are there, or on their way, as are wanted, and what still waits says why."""
     for method, wanted in drafters.items():
-        mine = [row for row in rows if row["method"] == method and not row["host"]]  # the others are only lent a seat
+        mine = [row for row in rows if row["method"] == method]
         mine = [row for row in mine if row["phase"] not in ("draining", "dead")]
         if len(mine) != wanted or any(row["phase"] == "pending" and not row["note"] for row in mine):
             return False

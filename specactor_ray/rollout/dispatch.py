@@ -16,15 +16,7 @@ from specactor_ray.controller.state import Departure
 from specactor_ray.messages import Finished, Progress, Refused, RequestStats, ToRollout
 from specactor_ray.rollout.backlog import Backlog, Batches
 from specactor_ray.rollout.journal import Journal, JournalEntry
-from specactor_ray.rollout.rebalance import (
-    RunningRequest,
-    are_missed,
-    expected_remaining,
-    plan_moves,
-    remaining_s,
-    spare_verifiers,
-)
-from specactor_ray.rollout.spares import Spares
+from specactor_ray.rollout.rebalance import RunningRequest, expected_remaining, plan_moves
 from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
 
 logger = logging.getLogger(__name__)
@@ -51,7 +43,6 @@ class Dispatcher:
             rollout gives up.
         request_stall_timeout_s: Longest time that a request which has begun, or has stalled before, makes no progress
             while its verifier answers; then it is handed out again.
-        spares: Where verifiers without requests are offered at the tail; None: they just idle.
     """
 
     def __init__(
@@ -61,14 +52,12 @@ class Dispatcher:
         outstanding_per_verifier: int,
         no_verifier_timeout_s: float,
         request_stall_timeout_s: float,
-        spares: Spares | None = None,
     ) -> None:
         self.journal = Journal()
         self.moves = 0
         """Requests moved from one healthy verifier to another since the start."""
         self.reissues = 0
         """Requests issued again since the start, because their verifier was gone or did not run them."""
-        self.spares = spares or Spares(None, calls)
         self._clock = calls.clock
         self._request_stall_timeout_s = request_stall_timeout_s
         self._verifiers = Verifiers(controller, calls, no_verifier_timeout_s)
@@ -96,7 +85,6 @@ class Dispatcher:
             self.journal.add(entry)
         self._backlog.add(entry.request_id for entry in entries)
         self._verifiers.begin()
-        self.await_spares()
         try:
             while self.journal.entries:
                 for gone in self._verifiers.refresh(len(self.journal.entries)):
@@ -113,27 +101,16 @@ class Dispatcher:
                     yield self._ended.popleft()
         finally:
             self._cancel_rest()
-            self.spares.ask_back()
 
-    def settle(self) -> bool:
-        """Wait until verifiers know what was cancelled, and for those that were lent. False when some of the latter do
-        not serve in time; they join when they do."""
+    def settle(self) -> None:
+        """Wait until the verifiers have taken what was cancelled."""
         self._verifiers.await_cancels()
-        return self.await_spares()
-
-    def await_spares(self) -> bool:
-        """Wait for the verifiers that were lent. False when some do not serve in time; they join when they do."""
-        if not self.spares.away:
-            return True
-        are_back = self.spares.settle()
-        self._verifiers.await_view()
-        return are_back
 
     # ---- handing out, and taking back ----
 
     def _hand_out(self) -> None:
-        now, away = self._clock.now(), self.spares.away
-        free = [name for name, link in self._links.items() if link.is_open(now) and name not in away]
+        now = self._clock.now()
+        free = [name for name, link in self._links.items() if link.is_open(now)]
         self._submit(self._backlog.hand_out(free))
 
     def _submit(self, batches: Batches) -> None:
@@ -221,42 +198,22 @@ class Dispatcher:
     # ---- the tail ----
 
     def _look_after_tail(self) -> None:
-        """Hand out again what stalls. When no request waits: level the loads, and lend verifiers that have none, or ask
-        for them back."""
+        """Hand out again what stalls, and level the loads when no request waits."""
         now, requests = self._clock.now(), len(self.journal.entries)
         if now - self._tail_looked < _TAIL_INTERVAL_S:
             return
         self._tail_looked = now
         self._verifiers.retry_notices()
-        if self.spares.poll():
-            self._verifiers.ask_view()
         if now - self._passed >= requests * _PASS_INTERVAL_S_PER_REQUEST:
             self._passed = now
             self._reissue_stalled(now)
             if not self._backlog:
                 self._level(now)
-        loads = self._loads()
-        if are_missed(len(loads), len(self.spares.away), requests) or self._quarantine.waiting:
-            self.spares.ask_back()
-        spare = [] if self._backlog else spare_verifiers(loads)
-        if not spare:
-            return
-        left = [(_expected(entry), entry.rate()) for entry in self.journal.entries.values()]
-        seconds = remaining_s(left)
-        if seconds is not None:
-            self.spares.offer(spare, len(left), seconds, now)
-
-    def _loads(self) -> dict[str, int]:
-        """Requests of every verifier that can take ordinary ones."""
-        return {
-            name: self.journal.load(name)
-            for name in self._links
-            if name not in self.spares.away and not self._quarantine.occupies(name)
-        }
 
     def _level(self, now: float) -> None:
         batches: Batches = {}
-        loads = {name: load for name, load in self._loads().items() if self._links[name].is_open(now)}
+        able = [name for name, link in self._links.items() if link.is_open(now) and not self._quarantine.occupies(name)]
+        loads = {name: self.journal.load(name) for name in able}
         for move in plan_moves(loads, lambda name: map(_running, self.journal.owned_by(name))):
             entry = self.journal.entries[move.request_id]
             self._verifiers.cancel(self._links[move.source], [(move.request_id, entry.attempt)])
@@ -273,7 +230,7 @@ class Dispatcher:
             link = self._links.get(entry.owner or "")
             if link is None or now - link.answered_at > limit_s:
                 continue  # its verifier is what stalls; the controller sees to it
-            if entry.begin is None and now - link.progress_at <= limit_s:
+            if not entry.has_begun and now - link.progress_at <= limit_s:
                 continue  # it may wait for the others there to end
             request_id = entry.request_id
             self._verifiers.cancel(link, [(request_id, entry.attempt)])
@@ -296,12 +253,8 @@ class Dispatcher:
         self._ended.clear()
 
 
-def _expected(entry: JournalEntry) -> float:
-    """Output tokens that this request is expected to have ahead."""
-    sampling = entry.sampling
-    return expected_remaining(entry.num_tokens, sampling.max_tokens, sampling.ignore_eos)
-
-
 def _running(entry: JournalEntry) -> RunningRequest:
-    context = len(entry.prompt_token_ids) + entry.num_tokens if entry.begin is not None else 0
-    return RunningRequest(entry.request_id, context, _expected(entry), entry.moves)
+    sampling = entry.sampling
+    context = len(entry.prompt_token_ids) + entry.num_tokens if entry.has_begun else 0
+    remaining = expected_remaining(entry.num_tokens, sampling.max_tokens, sampling.ignore_eos)
+    return RunningRequest(entry.request_id, context, remaining, entry.moves)

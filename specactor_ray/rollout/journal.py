@@ -43,8 +43,8 @@ class JournalEntry:
     progress_at: float = _NEVER
     """Since when it stands still, in seconds: its last progress, or when it was handed out after a stall. Infinite if
     it has not begun since it was taken off a verifier."""
-    begin: tuple[float, int] | None = None
-    """When the present attempt made its first progress, and the output tokens after it."""
+    has_begun: bool = False
+    """The present attempt has made progress."""
     finished: Finished | None = None
     records: bytearray = field(default_factory=bytearray, repr=False)
     """The committed tokens: `RECORD`s. An array that grows by an eighth when it is full."""
@@ -78,14 +78,6 @@ class JournalEntry:
         """One more verifier failed before it had confirmed to have it. Returns whether the request may be the cause."""
         self.unconfirmed += 1
         return self.unconfirmed >= _MAX_UNCONFIRMED
-
-    def rate(self) -> float | None:
-        """Output tokens per second of the present attempt, between its first progress and its last; None if unknown."""
-        if self.begin is None:
-            return None
-        since, first = self.begin
-        seconds, tokens = self.progress_at - since, self.num_tokens - first
-        return tokens / seconds if seconds > 0 and tokens > 0 else None
 
 
 class Journal:
@@ -164,8 +156,7 @@ class Journal:
             if margins is not None:
                 entry.margin_bytes = bytearray() if entry.margin_bytes is None else entry.margin_bytes
                 entry.margin_bytes += margins[4 * begin : 4 * end]
-            if entry.begin is None:
-                entry.begin = (now, start + length)
+            entry.has_begun = True
             entry.progress_at = now
             self.committed_tokens += length
         return gapped
@@ -195,7 +186,7 @@ class Journal:
         self._owned.clear()
 
     def _set_owner(self, entry: JournalEntry, owner: str | None) -> None:
-        """A change of owner ends the attempt; the rate of the next one is measured from scratch."""
+        """A change of owner ends the attempt."""
         if entry.owner is not None:
             mine = self._owned[entry.owner]
             del mine[entry.request_id]
@@ -203,4 +194,4 @@ class Journal:
                 del self._owned[entry.owner]
         if owner is not None:
             self._owned.setdefault(owner, {})[entry.request_id] = entry
-        entry.owner, entry.begin = owner, None
+        entry.owner, entry.has_begun = owner, False

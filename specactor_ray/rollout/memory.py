@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig, reads_features
 from specactor_ray.errors import ConfigError
 from specactor_ray.modeling.loading import load_empty_model, parse_dtype
@@ -42,7 +41,6 @@ def plan_rollout_memory(config: Config) -> list[MemoryItem]:
     plan = [MemoryItem("verifiers", f"{target.replicas} x (weights + cache)", target.replicas * verifier)]
     if config.mode is not ModeName.plain:
         plan += [_drafter_item(drafter, config) for drafter in config.drafters if drafter.replicas]
-        plan += _lent_items(config)
     return plan
 
 
@@ -53,15 +51,6 @@ def _drafter_item(drafter: DrafterConfig, config: Config) -> MemoryItem:
             "verifiers", f"{target.replicas} x {drafter.method}", target.replicas * (held - PROCESS_BYTES)
         )
     return MemoryItem("draft actors", f"{drafter.replicas} x {drafter.method}", drafter.replicas * held)
-
-
-def _lent_items(config: Config) -> list[MemoryItem]:
-    """At the tail all verifiers but one may sleep, without their caches, with a draft actor each on their seats."""
-    methods = lendable_methods(config)
-    held = [_held_by(drafter, config.target) for drafter in config.drafters if drafter.method in methods]
-    more = max(held, default=0.0) - config.target.kv_cache_gb * 2**30
-    lent = config.target.replicas - 1
-    return [MemoryItem("draft actors", f"{lent} x on seats of verifiers", lent * more)] if held and more > 0 else []
 
 
 def _held_by(drafter: DrafterConfig, target: TargetConfig) -> float:

@@ -52,8 +52,8 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
 def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[str]]:
     """`mode: auto`: coupled or decoupled, and one line with the reason; any other mode stays, without a line.
 
-    - Drafters that need draft actors (they have GPUs beside a target on CPUs, or all have `replicas: 0` and so come by
-      lending or scaling only): decoupled.
+    - Drafters that need draft actors (they have GPUs beside a target on CPUs, or all have `replicas: 0`, which
+      `specactor scale` may raise): decoupled.
     - A target on CPUs: coupled. Draft actors would take cores from the verifiers; the verifiers get those that draft
       actors are configured with, as far as they exist and can be shared out in whole cores.
     - A target on GPUs: decoupled where draft actors find room beside verifiers and trainer, else coupled.
@@ -113,7 +113,7 @@ def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
         if drafter.gpus and drafter.replicas and not config.target.gpus:
             return ModeName.decoupled, f"{drafter.method} has GPUs of its own, drafters.{index}.gpus"
     if not any(drafter.replicas for drafter in config.drafters):
-        return ModeName.decoupled, "drafters.*.replicas are all 0: draft actors come by lending or scaling"
+        return ModeName.decoupled, "drafters.*.replicas are all 0: draft actors come by `specactor scale` only"
     if not config.target.gpus:
         return ModeName.coupled, "on CPUs draft actors would take cores from the verifiers"
     if devices is None:

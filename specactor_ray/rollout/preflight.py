@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from specactor_ray.cluster.discovery import is_connected, require_listener, resolve_address
-from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.named import is_named, require_proposer
 from specactor_ray.config.schema import Config, ModeName, reads_features
 from specactor_ray.errors import ConfigError, ModelLoadError
@@ -274,19 +273,18 @@ def _check_card(head: str, key: str, config: Config) -> None:
 
 
 def warn_without_drafters(config: Config) -> None:
-    """Say so when a mode with drafts starts with none, and none can come by lending.
+    """Say so when a mode with drafts starts with none.
 
     Not an error: draft actors may be added while the run goes on (`specactor scale`), and a verifier does without.
     """
     if config.mode is ModeName.plain or any(drafter.replicas for drafter in config.drafters):
         return
-    if not lendable_methods(config):
-        until = f" until `specactor scale {config.drafters[0].method}=1`"
-        logger.warning(
-            "drafters.*.replicas are all 0: the run decodes without drafts%s. Fix: "
-            "drafters.0.replicas=1, or mode=plain if that is what you want.",
-            until if config.mode is ModeName.decoupled else "",
-        )
+    until = f" until `specactor scale {config.drafters[0].method}=1`"
+    logger.warning(
+        "drafters.*.replicas are all 0: the run decodes without drafts%s. Fix: "
+        "drafters.0.replicas=1, or mode=plain if that is what you want.",
+        until if config.mode is ModeName.decoupled else "",
+    )
 
 
 def check_drafters_fit_target(config: Config) -> Any:

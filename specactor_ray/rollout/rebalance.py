@@ -1,4 +1,4 @@
-"""Which requests to move between verifiers when no request waits any more, and which verifiers can be spared. Pure.
+"""Which requests to move between verifiers when no request waits any more. Pure.
 
 A verify step of b requests takes about `b * v + β` seconds (SpecActor, arXiv 2511.16193, section 4), and a position of
 a prefill costs about as much as one of a decode step, `v`. Moving one of L requests to a verifier with m saves
@@ -100,32 +100,3 @@ def plan_moves(loads: Mapping[str, int], running_at: Callable[[str], Iterable[Ru
         heapq.heappush(fullest, (-loads[source], source))
         target = min(loads, key=loads.__getitem__)
     return moves
-
-
-def spare_verifiers(loads: Mapping[str, int]) -> list[str]:
-    """Verifiers that would have no request even if the requests were spread as widely as they can be.
-
-    Args:
-        loads: Verifier → its requests.
-    """
-    idle = sorted(verifier for verifier, load in loads.items() if load == 0)
-    return idle[: max(len(loads) - sum(loads.values()), 0)]
-
-
-def are_missed(serving: int, resting: int, requests: int) -> bool:
-    """Whether verifiers that rest are needed: with them the requests could be spread more widely."""
-    return serving < min(requests, serving + resting)
-
-
-def remaining_s(running: Iterable[tuple[float, float | None]]) -> float | None:
-    """Seconds until the last request is expected to end; None as long as no pace is known.
-
-    Args:
-        running: Output tokens each is expected to have ahead, and tokens per second. One whose pace is not known is
-            taken to be as fast as the slowest that is.
-    """
-    running = list(running)
-    slowest = min((rate for _, rate in running if rate is not None), default=None)
-    if slowest is None:
-        return None
-    return max(tokens / (slowest if rate is None else rate) for tokens, rate in running)

@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 
 from specactor_ray.config import Config, to_yaml
-from specactor_ray.config.lending import draft_actors
+from specactor_ray.config.drafting import draft_actors
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, ModelLoadError
 from specactor_ray.files import write_json

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from specactor_ray.actors.process import put_weights
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.config.lending import lendable_methods
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.state import ClusterView, Phase
-from specactor_ray.errors import ActorLostError, InputError, SpecActorError
+from specactor_ray.errors import ActorLostError, InputError
 from specactor_ray.messages import WeightSet
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.rollout.spares import Spares
 
 if TYPE_CHECKING:
     from specactor_ray.modeling.weight_buckets import WeightBucket
@@ -43,14 +41,12 @@ class RunClient:
         cluster = config.cluster
         self._controller, self._calls = controller, calls
         self._sync_timeout_s = cluster.start_timeout_s
-        spares = Spares(controller, calls, cluster.start_timeout_s) if lendable_methods(config) else None
         self.dispatcher = Dispatcher(
             controller,
             calls,
             outstanding_per_verifier=2 * config.target.max_batch,
             no_verifier_timeout_s=cluster.start_timeout_s + cluster.placement_timeout_s,
             request_stall_timeout_s=2.0 * cluster.stall_timeout_s,
-            spares=spares,
         )
         self.streaming = self.closed = False
         self._asleep = False
@@ -93,8 +89,7 @@ class RunClient:
             SpecActorError: A verifier that is alive did not do it.
         """
         self.require_no_stream(method)
-        if not self.dispatcher.settle():
-            raise SpecActorError("verifiers whose seats were lent to draft actors did not come back in time")
+        self.dispatcher.settle()
         self._asleep = self._asleep or method == "sleep"
         self._call_all(method, list(self.view().verifiers.values()))
         self._asleep = self._asleep and method != "wake"

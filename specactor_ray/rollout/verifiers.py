@@ -99,15 +99,10 @@ class Verifiers:
 
     # ---- who serves ----
 
-    def ask_view(self) -> None:
+    def _ask_view(self) -> None:
         """Ask for a view that is newer than whatever happened up to now."""
         self._view = self._calls.start(self._controller, "view", self._known, deadline_s=_VIEW_TIMEOUT_S)
         self._view_asked = self._clock.now()
-
-    def await_view(self) -> None:
-        """Ask for a view and wait until it is there."""
-        self.ask_view()
-        self._calls.wait([call for call in [self._view] if call is not None], _VIEW_TIMEOUT_S)
 
     def refresh(self, unfinished: int) -> list[tuple[VerifierLink, Departure | None]]:
         """Take a view that came, and ask for the next when it is time; never blocks.
@@ -126,7 +121,7 @@ class Verifiers:
             self._controller_seen = self._verifier_seen = now
         self._looked_at = now
         if self._view is None and (not self.links or now - self._view_asked >= _VIEW_INTERVAL_S):
-            self.ask_view()
+            self._ask_view()
         if self._view is not None and self._view.poll():
             call, self._view = self._view, None
             if call.error is None:

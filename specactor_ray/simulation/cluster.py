@@ -8,7 +8,7 @@ from typing import Any
 
 from specactor_ray.cluster.backend import Reaper
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.cluster.placement import Demand, NodeSupply, Placement, Share
+from specactor_ray.cluster.placement import Demand, NodeSupply, Placement
 from specactor_ray.cluster.processes import ProcessFacts
 from specactor_ray.simulation.host import SimulatedHost
 from specactor_ray.simulation.kernel import VirtualClock
@@ -66,9 +66,6 @@ class VirtualReaper:
         kernel.at(kernel.now + network.rng.uniform(*LINGER_S), lambda: network.kill(handle, handle.node_lost))
         if facts is not None:
             self._dying[facts] = handle
-
-    def follows(self, facts: ProcessFacts) -> bool:
-        return facts in self._dying
 
     def poll(self) -> int:
         self._dying = {facts: actor for facts, actor in self._dying.items() if not actor.process.dead}
@@ -141,7 +138,7 @@ class VirtualBackend:
         node = next(node for node in self.machines.nodes if node.name == node_id)
         return node.name, tuple(range(int(node.cpus)))
 
-    def launch(self, cls: Any, spec: Any, name: str, where: Placement, share: Share) -> VirtualActor:
+    def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> VirtualActor:
         network = self._network
         node = where.group.node
         start_s = network.rng.uniform(*self.start_s)

@@ -13,7 +13,6 @@ from specactor_ray.errors import SpecActorError
 from tests.chaos.record import Fault
 
 LOOK_S = 0.1
-SERVING = ("ready", "asleep", "waking")
 
 
 @dataclass(eq=False)
@@ -97,7 +96,7 @@ class Watch:
         self.rows = rows
         self.incarnations |= {row["id"] for row in rows if row["pid"]}
         self.settled = not unsettled(rows, self._verifiers, self.wanted)
-        by_id = {row["id"]: row for row in rows if row["phase"] in SERVING}
+        by_id = {row["id"]: row for row in rows if row["phase"] == "ready"}
         with self._lock:
             for opened in list(self._open):
                 self._look(opened, by_id, now, asked, tokens)
@@ -118,8 +117,8 @@ class Watch:
 
 def unsettled(rows: Sequence[Mapping[str, Any]], verifiers: int, drafters: Mapping[str, int]) -> list[str]:
     """What the actors lack of the desired state."""
-    serving = [row for row in rows if row["phase"] in SERVING]
-    found = Counter(row["method"] for row in serving if row["kind"] == "drafter" and not row["host"])
+    serving = [row for row in rows if row["phase"] == "ready"]
+    found = Counter(row["method"] for row in serving if row["kind"] == "drafter")
     there = sum(row["kind"] == "verifier" for row in serving)
     problems = [f"{there} verifiers instead of {verifiers}"] if there != verifiers else []
     return problems + [f"{found[name]} of {name} instead of {n}" for name, n in drafters.items() if found[name] != n]

@@ -10,7 +10,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field, replace
 
 from specactor_ray.simulation.run import silence
-from tests.faults.injector import FaultPlan
 from tests.faults.run import FaultScenario, Report, simulate
 
 FAULTS_PER_RUN = 100
@@ -120,10 +119,10 @@ def shrink(scenario: FaultScenario, on_run: Callable[[], None] = lambda: None) -
 def _smaller(scenario: FaultScenario) -> Iterator[FaultScenario]:
     plan = scenario.faults
     if plan.count > 1:
-        yield _with(scenario, replace(plan, count=plan.count // 2))
-        yield _with(scenario, replace(plan, count=plan.count - 1))
+        yield replace(scenario, faults=replace(plan, count=plan.count // 2))
+        yield replace(scenario, faults=replace(plan, count=plan.count - 1))
     for kind in plan.kinds:
-        yield _with(scenario, replace(plan, kinds=tuple(one for one in plan.kinds if one != kind)))
+        yield replace(scenario, faults=replace(plan, kinds=tuple(one for one in plan.kinds if one != kind)))
     if scenario.requests > 1:
         yield replace(scenario, requests=scenario.requests // 4 or 1)
         yield replace(scenario, requests=scenario.requests // 2)
@@ -131,10 +130,6 @@ def _smaller(scenario: FaultScenario) -> Iterator[FaultScenario]:
         yield replace(scenario, drafters=1)
     if scenario.verifiers > 1:
         yield replace(scenario, verifiers=1)
-
-
-def _with(scenario: FaultScenario, plan: FaultPlan) -> FaultScenario:
-    return replace(scenario, faults=plan, lend=scenario.lend and "lend" in plan.kinds)
 
 
 def replay_line(scenario: FaultScenario) -> str:

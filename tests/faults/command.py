@@ -70,7 +70,7 @@ def replayed(options: argparse.Namespace) -> FaultScenario:
     scenario = FaultScenario.draw(options.replay, options.count or 50, options.requests)
     if options.kinds is not None:
         plan = FaultPlan(options.kinds, scenario.faults.count, scenario.faults.interval_s)
-        scenario = replace(scenario, faults=plan, lend="lend" in plan.kinds, training=options.training)
+        scenario = replace(scenario, faults=plan, training=options.training)
     if options.interval is not None:
         scenario = replace(scenario, faults=replace(scenario.faults, interval_s=options.interval))
     return replace(scenario, **options.layout or {})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specactor_ray.config.lending import draft_actors
+from specactor_ray.config.drafting import draft_actors
 from specactor_ray.controller.state import Policy
 from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
@@ -41,7 +41,7 @@ SCHEDULED = (
 )
 OF_TRAINING = ("kill trainer", "freeze trainer")
 """Scheduled too, where there is a trainer."""
-BY_ROUND = ("poison", "close early", "lend")
+BY_ROUND = ("poison", "close early")
 """Switched on for a whole run; they strike at the start of a round."""
 EARLY = ("from the start",)
 """Switched on for a whole run: the scheduled ones strike while it starts, too."""

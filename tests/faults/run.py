@@ -42,7 +42,6 @@ class FaultScenario:
     mode: str = "decoupled"
     training: bool = False
     """Steps of training, instead of streams alone."""
-    lend: bool = False
     faults: FaultPlan = field(default_factory=FaultPlan)
 
     @classmethod
@@ -65,7 +64,6 @@ class FaultScenario:
             nodes=rng.choice((2, 3, 4)),
             mode=rng.choice(("decoupled", "decoupled", "decoupled", "coupled", "plain")),
             training=training,
-            lend="lend" in plan.kinds,
             faults=plan,
         )
 
@@ -94,7 +92,6 @@ class Report:
 def make_config(scenario: FaultScenario) -> Config:
     """The product's own configuration of the simulated run."""
     ngrams = (scenario.drafters + 1) // 2
-    lends = scenario.lend and scenario.mode == "decoupled" and scenario.verifiers > 1
     return from_mapping(
         {
             "mode": scenario.mode,
@@ -107,7 +104,7 @@ def make_config(scenario: FaultScenario) -> Config:
                 "placement_timeout_s": 60.0,
             },
             "target": {"replicas": scenario.verifiers, "max_batch": 16},
-            "speculation": {"lend": lends, "window": 4},
+            "speculation": {"window": 4},
             "drafters": [
                 {"method": "ngram", "replicas": ngrams},
                 {

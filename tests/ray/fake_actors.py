@@ -16,7 +16,6 @@ class FakeActor:
     def __init__(self, spec: Any) -> None:
         self.spec = spec
         self._told: list[str] = []
-        self._calls: list[str] = []
 
     def start(self) -> dict[str, Any]:
         size = self.spec.drafter if hasattr(self.spec, "drafter") else self.spec.target
@@ -30,39 +29,22 @@ class FakeActor:
         return {"pid": os.getpid(), "vocab_size": None}
 
     def ping(self) -> dict[str, Any]:
-        return {"calls": len(self._calls)}
+        return {}
 
     def told(self) -> list[str]:
         """Ids of the peers it was told last."""
         return self._told
 
-    def stop(self) -> None:
-        self._calls.append("stop")
+    def stop(self) -> None: ...
 
 
 class FakeVerifier(FakeActor):
     def set_drafters(self, _version: int, endpoints: list[Any]) -> None:
         self._told = [endpoint.actor_id for endpoint in endpoints]
 
-    def sleep(self) -> None:
-        self._calls.append("sleep")
-        if self.spec.target.model == "sleepless":
-            raise RuntimeError("requests are running")
-
-    def wake(self) -> None:
-        self._calls.append("wake")
-
-    def load_weights(self, weights: Any) -> None:
-        self._calls.append(f"version {weights.version}")
-
-    def calls(self) -> list[str]:
-        """What it was told to do, in order."""
-        return self._calls
-
 
 class FakeDrafter(FakeActor):
     def set_verifiers(self, _version: int, handles: dict[str, Any]) -> None:
         self._told = list(handles)
 
-    def drain(self) -> None:
-        self._calls.append("drain")
+    def drain(self) -> None: ...

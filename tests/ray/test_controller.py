@@ -21,9 +21,8 @@ from specactor_ray.cluster.lookup import find_controller, list_runs
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName, TargetConfig
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.start import start_controller
-from specactor_ray.controller.state import Offer, Phase, Policy
+from specactor_ray.controller.state import Phase, Policy
 from specactor_ray.errors import ClusterError, ConfigError, ModelLoadError, SpecActorError
-from specactor_ray.messages import WeightSet
 from tests.ray.fake_actors import FakeDrafter, FakeVerifier
 
 pytestmark = pytest.mark.ray
@@ -298,63 +297,6 @@ def test_a_coupled_run_has_no_draft_actors_and_refuses_to_scale(run: Callable[..
     assert [row["kind"] for row in rows(handle)] == ["verifier", "verifier"] and len(groups_left()) == 2
     with pytest.raises(ConfigError, match=r"mode: 'coupled' has no draft actors to scale.*mode=decoupled"):
         ray.get(handle.scale.remote({"ngram": 1}))
-
-
-def test_seats_of_verifiers_are_lent_with_their_gpus_and_given_back(cluster: Cluster, run: Callable[..., Any]) -> None:
-    """Beside it all: weights come while one sleeps, people scale, and the sleeping one is killed."""
-    node = cluster.add_node(num_cpus=2, num_gpus=2)
-    config = make_config(verifiers=2, ngram=0)
-    config.target.gpus = config.drafters[1].gpus = 1
-    config.drafters.reverse()  # draft_model, which wants a GPU, comes first
-    handle = run(config)
-    verifiers = ray.get(handle.view.remote()).verifiers
-    serving, spare = verifiers
-    by_id = {row["id"]: row for row in rows(handle)}
-
-    assert ray.get(handle.release_verifiers.remote(Offer((spare,), 1, 1.0))) == (), "it is not worth it"
-    assert ray.get(handle.release_verifiers.remote(Offer((spare,), 0, 1e6))) == (), "there is nothing to draft for"
-    assert ray.get(handle.release_verifiers.remote(Offer((spare,), 1, 1e6))) == (spare,)
-    assert list(ray.get(handle.view.remote()).verifiers) == [serving]
-    (guest,) = wait_until(lambda: rows(handle, "drafter", "ready"), "a draft actor on the seat")
-    assert (guest["method"], guest["host"], guest["gpus"]) == ("draft_model", spare, by_id[spare]["gpus"])
-    assert rows(handle, "verifier", "asleep")[0]["note"] == f"lent to {guest['id']}"
-    wait_until(lambda: drafters_told(handle) == {serving: [guest["id"]]}, "the other verifier knows it")
-    ray.get(handle.set_weights.remote(WeightSet(1, ()), 30.0), timeout=DEADLINE_S)  # the sleeping one holds up nobody
-
-    ray.get(handle.scale.remote({"ngram": 1}))
-    wait_until(lambda: len(rows(handle, "drafter", "ready")) == 2, "another method on a seat of its own")
-    ray.get(handle.scale.remote({"ngram": 0}))
-    assert wait_for_drafters(handle, 1) == [guest["id"]]
-
-    assert ray.get(handle.take_back_verifiers.remote(DEADLINE_S), timeout=DEADLINE_S)
-    assert set(ray.get(handle.view.remote()).verifiers) == {serving, spare}
-    assert not rows(handle, "drafter") and not alive(guest["pid"])
-    assert ray.get(verifiers[spare].calls.remote()) == ["sleep", "wake", "version 1"]
-
-    assert ray.get(handle.release_verifiers.remote(Offer((spare,), 1, 1e6))) == (spare,)
-    (guest,) = wait_until(lambda: rows(handle, "drafter", "ready"), "lent again")
-    os.kill(by_id[spare]["pid"], signal.SIGKILL)
-    wait_until(lambda: len(rows(handle, "verifier", "ready")) == 2, "a replacement on the same seat")
-    assert not alive(guest["pid"]) and not rows(handle, "drafter")
-    (new,) = (row for row in rows(handle, "verifier") if row["id"] not in verifiers)
-    assert new["gpus"] == by_id[spare]["gpus"]
-    wait_until(lambda: {row["weight_version"] for row in rows(handle, "verifier")} == {1}, "the replacement is current")
-    assert ray.get(handle.take_back_verifiers.remote(DEADLINE_S), timeout=DEADLINE_S)
-    assert ray.get(handle.shutdown.remote(), timeout=DEADLINE_S)
-    cluster.remove_node(node)
-
-
-def test_a_verifier_that_does_not_sleep_serves_on(run: Callable[..., Any]) -> None:
-    config = make_config(verifiers=2, ngram=0)
-    config.target.model = "sleepless"
-    handle = run(config)
-    verifiers = list(ray.get(handle.view.remote()).verifiers)
-    ray.get(handle.release_verifiers.remote(Offer((verifiers[1],), 1, 1e6)))
-    wait_until(lambda: sorted(ray.get(handle.view.remote()).verifiers) == sorted(verifiers), "it is back in the view")
-    time.sleep(0.5)  # it is not tried again and again
-    calls = ray.get(ray.get(handle.view.remote()).verifiers[verifiers[1]].calls.remote())
-    assert calls == ["sleep", "wake"] and not rows(handle, "drafter")
-    assert ray.get(handle.take_back_verifiers.remote(DEADLINE_S), timeout=DEADLINE_S)
 
 
 def test_runs_are_found_by_name(run: Callable[..., Any]) -> None:

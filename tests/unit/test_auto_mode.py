@@ -45,7 +45,7 @@ def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
         (Devices(64, 8), [], "coupled", "on CPUs"),
         (Devices(2, 0), [TAUGHT], "coupled", "on CPUs"),
         (Devices(2, 0), ["drafters=[{method: 'mine:Proposer'}, {method: ngram, replicas: 0}]"], "coupled", "on CPUs"),
-        (Devices(2, 0), ["drafters=[{method: ngram, replicas: 0}]"], "decoupled", "lending"),
+        (Devices(2, 0), ["drafters=[{method: ngram, replicas: 0}]"], "decoupled", "specactor scale"),
         (Devices(8, 1), [f"drafters=[{{method: ngram}}, {MODEL}]"], "decoupled", "drafters.1.gpus"),
         (Devices(8, 2), ["target.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "there is room"),
         (Devices(8, 1), ["target.gpus=1", f"drafters=[{MODEL}]"], "coupled", "2 GPU(s) and 2 core(s) in all"),

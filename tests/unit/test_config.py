@@ -36,7 +36,6 @@ NGRAM = "drafters=[{method: ngram}]"
 EAGLE = "drafters=[{method: eagle, model: m, online: {where: trainer}}]"
 SUFFIX = "drafters=[{method: suffix}]"
 SPLIT = ("target.backend=vllm", "target.tensor_parallel=2", "target.gpus=2")
-LENDING = (NGRAM, "mode=decoupled", "speculation.lend=true")
 SECTIONS = (
     Config,
     RunConfig,
@@ -319,8 +318,6 @@ class TestRangesAndContradictions:
             ([NGRAM, "drafters.0.cores=-1"], "drafters.0.cores", "1, 2"),
             ([NGRAM, "drafters.0.cores=1.5"], "drafters.0.cores", "1, 2"),
             ([NGRAM, "drafters.0.cores=.nan"], "drafters.0.cores", "a finite number"),
-            ([*LENDING], "speculation.lend", "target.replicas"),
-            ([*LENDING, "target.replicas=2", "drafters.0.cores=2"], "speculation.lend", "cores"),
             ([NGRAM, "drafters.0.window=0"], "drafters.0.window", "1 to 128"),
             ([NGRAM, "drafters.0.min_match=9"], "drafters.0.min_match", "max_match"),
             ([NGRAM, "drafters.0.min_match=0"], "drafters.0.min_match", "1 or more"),
@@ -363,10 +360,8 @@ class TestRangesAndContradictions:
             [NGRAM, "drafters.0.replicas=0"],
             [NGRAM, "speculation.window=128", "speculation.draft_wait_s=1e3"],
             [NGRAM, "mode=plain"],
-            [NGRAM, "drafters.0.cores=0.25", "speculation.lend=false"],
-            [NGRAM, "drafters.0.cores=2", "speculation.lend=null"],
-            [*LENDING, "target.replicas=2"],
-            [NGRAM, "speculation.lend=true", "mode=coupled"],
+            [NGRAM, "drafters.0.cores=0.25"],
+            [NGRAM, "drafters.0.cores=2"],
             [SUFFIX, "drafters.0.length_factor=4", "drafters.0.min_probability=0", "drafters.0.history_tokens=0"],
             ["drafters=[{method: ngram}, {method: suffix}]"],
             [EAGLE],

@@ -96,9 +96,7 @@ def any_actors(draw: st.DrawFn) -> list[ObservedActor]:
     actors = []
     for number in range(draw(st.integers(0, 10))):
         key = draw(st.sampled_from((*KEYS, "forgotten")))
-        # Sleeping and waking are decided on elsewhere (test_lending.py).
-        phases = [phase for phase in Phase if phase not in (Phase.ASLEEP, Phase.WAKING)]
-        phases = [phase for phase in phases if key != VERIFIER or phase is not Phase.DRAINING]
+        phases = [phase for phase in Phase if key != VERIFIER or phase is not Phase.DRAINING]
         phase = draw(st.sampled_from(phases))
         actors.append(
             ObservedActor(
@@ -155,10 +153,9 @@ def test_only_failed_starts_hold_up_the_next_verifier(quick: int, never_started:
     assert CreateDrafter("ngram") not in drafters
 
 
-@pytest.mark.parametrize("phase", [Phase.READY, Phase.ASLEEP, Phase.WAKING])
-def test_an_actor_that_answers_and_is_stuck_in_one_step_is_replaced(phase: Phase) -> None:
+def test_an_actor_that_answers_and_is_stuck_in_one_step_is_replaced() -> None:
     def decided(stalled_s: float) -> list[object]:
-        actors = (ready("v", VERIFIER, phase=phase, stalled_s=stalled_s),)
+        actors = (ready("v", VERIFIER, stalled_s=stalled_s),)
         return [*decide(DesiredState(1), ObservedState(actors), 10.0, POLICY)]
 
     assert decided(POLICY.stall_timeout_s - 0.1) == []

@@ -39,6 +39,19 @@ def test_a_calm_run_begins_each_request_once_and_uses_all_verifiers() -> None:
     assert cluster.client.dispatcher.reissues == 0 and not cluster.suspected
 
 
+def test_a_request_moves_once_to_the_verifier_that_has_none_left() -> None:
+    cluster = FakeCluster()
+    long, short = entries(2, tokens=40), entries(2, tokens=2, prefix="s")
+
+    def body() -> list[JournalEntry]:  # handed out in turn, so the long ones meet at one verifier
+        return cluster.finish([long[0], short[0], long[1], short[1]])
+
+    assert reasons(cluster.run(body)) == {}
+    begun = {name: {request_id for request_id, _ in cluster.verifier(name).begun} for name in cluster.handles}
+    assert begun["v0"] == {"r0", "r1"} and len(begun["v1"] & begun["v0"]) == 1
+    assert cluster.client.dispatcher.moves == 1 and cluster.client.dispatcher.reissues == 0
+
+
 class TestLostMessages:
     def test_a_verifier_out_of_reach_for_a_while_is_reported_and_loses_nothing(self) -> None:
         cluster = FakeCluster()
@@ -195,7 +208,7 @@ class TestDeaths:
         cluster = FakeCluster(verifiers=1)
 
         def body() -> None:
-            cluster.lent = {"v0"}
+            cluster.hidden = {"v0"}
             with pytest.raises(ActorLostError, match="no verifier for 90 s"):
                 cluster.finish(entries(2))
 
@@ -338,30 +351,3 @@ class TestStreamsAndWeights:
                 cluster.client.call_verifiers("wake")
 
         cluster.run(body)
-
-
-class TestLending:
-    def tail(self, cluster: FakeCluster) -> list[JournalEntry]:
-        """One long request after some short ones, then many at once."""
-        ended = cluster.finish([*entries(8, tokens=5), *entries(1, tokens=800, prefix="long")])
-        ended += cluster.finish(entries(24, prefix="s"))
-        assert cluster.client.dispatcher.await_spares()
-        return ended
-
-    def test_verifiers_without_requests_are_offered_and_are_back_for_the_next_stream(self) -> None:
-        cluster = FakeCluster(verifiers=3, lend=True)
-        assert reasons(cluster.run(lambda: self.tail(cluster))) == {}
-        assert len(cluster.offers[-1]) == 2 and cluster.taken_back >= 1
-        used = [name for name in cluster.handles if any(r[0] == "s" for r, _ in cluster.verifier(name).begun)]
-        assert len(used) == 3
-
-    @pytest.mark.parametrize("fault", ["lost_before", "lost_after", "repeated"])
-    @pytest.mark.parametrize("method", ["release_verifiers", "take_back_verifiers"])
-    @pytest.mark.parametrize("times", [1, 15])
-    def test_lost_answers_keep_nobody_away_and_give_nothing_to_sleepers(
-        self, method: str, fault: str, times: int
-    ) -> None:
-        cluster = FakeCluster(verifiers=3, lend=True)
-        cluster.network.lose(method, times=times, fault=fault)
-        assert reasons(cluster.run(lambda: self.tail(cluster))) == {}
-        assert not cluster.lent and not cluster.client.dispatcher.spares.away

@@ -147,7 +147,7 @@ class TestPeers:
     def test_draft_actors_follow_the_verifiers_that_are_left(self) -> None:
         cast = Cast(verifiers=6, ngram=3, suffix=1, most=2)
         for index in (0, 1, 2, 3):
-            cast.members[f"{VERIFIER}-{index}#a"].phase = Phase.ASLEEP
+            del cast.members[f"{VERIFIER}-{index}#a"]
         told = cast.tell()
         left = {f"{VERIFIER}-4#a", f"{VERIFIER}-5#a"}
         assert all(told[f"ngram-{n}#a"] == left for n in range(3))

@@ -35,7 +35,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cluster",),
     ("controller.state",),
     ("controller.decide",),
-    ("controller.lending",),
     ("loops",),
     ("draft",),
     ("verify",),

@@ -126,28 +126,19 @@ class TestProgress:
         assert sys.getsizeof(kept.records) <= 12 * kept.num_tokens
 
 
-class TestPace:
-    def test_it_is_measured_from_the_first_progress_of_the_attempt_to_the_last(self) -> None:
-        journal = owned()
-        kept = journal.entries["r"]
-        assert kept.begin is None and kept.rate() is None
-        journal.progress(progress(0, 10), now=5.0)
-        assert kept.begin == (5.0, 10) and kept.rate() is None
-        journal.progress(progress(10, 20), now=7.0)
-        assert (kept.progress_at, kept.rate()) == (7.0, 10.0)
-
-    def test_another_attempt_begins_anew(self) -> None:
-        journal = owned()
-        journal.progress(progress(0, 10), now=5.0)
-        journal.progress(progress(10, 20), now=7.0)
-        journal.release("r")
-        kept = journal.entries["r"]
-        assert kept.begin is None and kept.rate() is None and kept.progress_at == float("inf")
-        journal.hand_to("r", "v-2#c")
-        journal.progress(progress(30, 1), now=8.0)  # of the old attempt
-        assert kept.begin is None
-        journal.progress(progress(30, 1, attempt=2), now=9.0)
-        assert kept.begin == (9.0, 31)
+def test_an_attempt_has_begun_with_its_own_first_progress() -> None:
+    journal = owned()
+    kept = journal.entries["r"]
+    assert not kept.has_begun
+    journal.progress(progress(0, 10), now=5.0)
+    assert kept.has_begun and kept.progress_at == 5.0
+    journal.release("r")
+    assert not kept.has_begun and kept.progress_at == float("inf")
+    journal.hand_to("r", "v-2#c")
+    journal.progress(progress(10, 1), now=8.0)  # of the old attempt
+    assert not kept.has_begun
+    journal.progress(progress(10, 1, attempt=2), now=9.0)
+    assert kept.has_begun and kept.progress_at == 9.0
 
 
 class TestFinish:

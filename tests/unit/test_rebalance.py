@@ -1,4 +1,4 @@
-"""Levelling loads at the tail: moves pay, end, never go back, and spare verifiers are really spare."""
+"""Levelling loads at the tail: moves pay, end and never go back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from specactor_ray.rollout.rebalance import (
     MAX_MOVES,
     Move,
     RunningRequest,
-    are_missed,
     expected_remaining,
     gain,
     plan_moves,
-    remaining_s,
-    spare_verifiers,
 )
 
 VERIFIERS = ("a", "b", "c", "d")
@@ -139,18 +136,6 @@ def test_expected_remaining(committed: int, limit: int, ignore_eos: bool, expect
     assert expected_remaining(committed, limit, ignore_eos) == expected
 
 
-@given(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 3), min_size=1))
-def test_only_verifiers_that_levelling_would_not_use_are_spare(loads: dict[str, int]) -> None:
-    spare, requests = spare_verifiers(loads), sum(loads.values())
-    assert all(loads[name] == 0 for name in spare)
-    serving = len(loads) - len(spare)
-    assert serving >= min(requests, len(loads))
-    assert not are_missed(serving, len(spare), requests)
-    assert len(spare) == max(len(loads) - requests, 0)
-    # Whoever serves dies: with requests left, those that rest are called.
-    assert are_missed(0, len(spare), requests) == bool(spare and requests)
-
-
 @given(st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 6), min_size=1))
 def test_only_verifiers_that_are_too_full_are_asked_for_their_requests(loads: dict[str, int]) -> None:
     asked: list[str] = []
@@ -161,16 +146,3 @@ def test_only_verifiers_that_are_too_full_are_asked_for_their_requests(loads: di
 
     assert plan_moves(loads, running_at) == []
     assert sorted(asked) == sorted(name for name, load in loads.items() if load - min(loads.values()) >= 2)
-
-
-@pytest.mark.parametrize(
-    ("requests", "seconds"),
-    [
-        ([], None),
-        ([(100.0, None)], None),
-        ([(100.0, 10.0), (100.0, 40.0)], 10.0),
-        ([(100.0, 40.0), (120.0, None)], 3.0),  # as slow as the slowest known
-    ],
-)
-def test_the_last_request_ends_when_it_is_through_at_its_pace(requests: list, seconds: float | None) -> None:
-    assert remaining_s(requests) == (None if seconds is None else pytest.approx(seconds))

@@ -49,8 +49,8 @@ class Actor(SupervisedActor):
             one.answer(None, SpecActorError(error) if error else None)
 
 
-def member(name: str, key: str = "eagle", host: str = "") -> Any:
-    made = Member(name, key, None, 0.0, 0.0, Phase.READY, host_id=host)  # type: ignore[arg-type]
+def member(name: str, key: str = "eagle") -> Any:
+    made = Member(name, key, None, 0.0, 0.0, Phase.READY)  # type: ignore[arg-type]
     made.actor = Actor(name)
     return made
 
@@ -76,7 +76,7 @@ def settle(news: WeightNews, members: list[Any], rounds: int = 6) -> None:
 
 
 def test_all_draft_actors_of_a_method_get_the_versions_it_was_taught() -> None:
-    news, members = WeightNews(config()), [member("e0"), member("lent", host="v1"), member("n0", "ngram")]
+    news, members = WeightNews(config()), [member("e0"), member("e1"), member("n0", "ngram")]
     members.append(member("v0", VERIFIER))
     settle(news, members)
     assert all(one.serves for one in members)

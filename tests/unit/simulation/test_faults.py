@@ -31,10 +31,10 @@ def test_a_calm_run_ends_with_every_request_and_nothing_else(mode: str) -> None:
     assert (report.finished, report.failed, report.faults) == (48, 0, {})
 
 
-@pytest.mark.parametrize("kind", [*SCHEDULED, "poison", "close early", "lend", "kill controller"])
+@pytest.mark.parametrize("kind", [*SCHEDULED, "poison", "close early", "kill controller"])
 def test_each_kind_of_fault_alone(kind: str) -> None:
     kinds = (kind,) if kind in SCHEDULED else (kind, "freeze actor")
-    report = simulate(FaultScenario(3, requests=24, lend=kind == "lend", faults=FaultPlan(kinds, 20, 0.3)))
+    report = simulate(FaultScenario(3, requests=24, faults=FaultPlan(kinds, 20, 0.3)))
     assert report.violations == []
     assert kind not in SCHEDULED or report.faults[kind]
 

@@ -82,15 +82,6 @@ def test_memory_that_does_not_suffice_is_refused_with_the_numbers(tmp_path: Path
     assert sum(i.num_bytes for i in plan_memory(bigger)) > sum(i.num_bytes for i in plan)
 
 
-def test_draft_actors_on_lent_seats_are_in_the_memory_plan(tmp_path: Path) -> None:
-    drafter = f"drafters=[{{method: draft_model, model: {tiny_draft()}, replicas: 0, kv_cache_gb: 0.5}}]"
-    lent = settings(tmp_path, "mode=decoupled", "target.replicas=3", drafter)
-    lines = {item.what: item.num_bytes for item in plan_memory(lent)}
-    assert lines["2 x on seats of verifiers"] > 2 * 0.4 * 2**30
-    lent.speculation.lend = False
-    assert "2 x on seats of verifiers" not in {item.what for item in plan_memory(lent)}
-
-
 def test_a_head_and_who_learns_it_are_in_the_memory_plan(tmp_path: Path) -> None:
     head = f"drafters=[{{method: eagle, model: {tiny_eagle()}, kv_cache_gb: 0.5}}]"
     plans = {}
