@@ -34,17 +34,6 @@ EXPERIMENTS: Mapping[str, list[str]] = {
         *(*PAIR, "--oracle", "--compare", "plain,decoupled", "--sweep", "config.drafters.0.replicas=1,2,4,8"),
         *("config.target.replicas=3", "machines.nodes=6", "workload.requests=384"),
     ],
-    "lending": [
-        *("--config", "conf/simulation/qwen3_8b_8xh100.yaml", "--compare", "plain,fon"),
-        *(
-            "--sweep",
-            "config.speculation.lend=false,true",
-            "workload.requests=192",
-            "workload.max_tokens=16384",
-            "workload.sigma=1.3",
-        ),
-        "steps.load_s=2",
-    ],
     "python": [*PAIR, "--oracle", "--sweep", "python.verify_row_us=0,4,25,110"],
 }
 

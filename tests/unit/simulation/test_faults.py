@@ -103,6 +103,23 @@ def test_training_ends_as_without_faults(kind: str) -> None:
     assert report.restarts if kind in ("kill trainer", "kill controller") else True
 
 
+LONG_BLOCKADE = FaultScenario(
+    3100091,
+    verifiers=1,
+    drafters=2,
+    nodes=4,
+    mode="plain",
+    faults=FaultPlan(
+        (
+            *("kill verifier", "kill drafter", "freeze controller", "freeze driver", "wedge engine", "bad links"),
+            *("partition", "malformed messages", "scale", "poison", "close early"),
+        ),
+        count=100,
+        interval_s=1.4084364551458664,
+    ),
+)
+"""Poison requests block the only verifier for more than five minutes, which is no standstill."""
+
 # What these seeds found, in the product or in the simulator, is mended; they stay, whatever they find now.
 FOUND = [
     FaultScenario.draw(1, 30),
@@ -112,7 +129,7 @@ FOUND = [
     FaultScenario.draw(800139, 50),
     FaultScenario.draw(1300007, 100),
     FaultScenario.draw(1300125, 100),
-    FaultScenario.draw(3100091, 100),
+    LONG_BLOCKADE,
     FaultScenario.draw(3500301, 100),
 ]
 
