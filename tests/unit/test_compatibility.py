@@ -1,4 +1,4 @@
-"""What is held together before any actor starts: heads and the targets they were trained for."""
+"""What is held together before any actor starts: heads and their targets, modes and drafters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.drafter_training.card import identify, write_card
 from specactor_ray.errors import ConfigError, ModelLoadError
 from specactor_ray.modeling.eagle_checkpoint import load_head, save_head
-from specactor_ray.rollout.preflight import export_what_drafters_read
+from specactor_ray.rollout.preflight import export_what_drafters_read, warn_without_drafters
 from tests.tiny import tiny_eagle, tiny_target
 
 
@@ -54,3 +54,20 @@ def test_a_head_of_a_target_of_the_same_shape_is_warned_of(head: Path, caplog: p
 def test_a_head_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"drafters\.1\.model: There is no EAGLE head"):
         export_what_drafters_read(config(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "replicas", "warning"),
+    [
+        ("decoupled", 0, "the run decodes without drafts until `specactor scale ngram=1`. Fix: drafters.0.replicas=1"),
+        ("coupled", 0, "the run decodes without drafts. Fix: drafters.0.replicas=1"),
+        ("decoupled", 1, ""),
+        ("plain", 0, ""),
+    ],
+)
+def test_a_run_without_drafters_is_warned_of(
+    mode: str, replicas: int, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafters = [{"method": "ngram", "replicas": replicas, "cores": 0.5}]
+    warn_without_drafters(from_mapping({"mode": mode, "target": {"replicas": 2}, "drafters": drafters}))
+    assert warning in caplog.text and bool(warning) == bool(caplog.records)
