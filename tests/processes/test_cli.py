@@ -112,16 +112,6 @@ class TestUserErrors:
             ["drafters=[]", "drafters.0.method=ngram"],
             "for example 'drafters=[{method: ngram}]'",
         ),
-        "a configuration without --config": (["local_cpu"], "an override without `=`. Fix: write --config local_cpu."),
-        "a key without its section": (
-            ["model=x"],
-            "model: unknown key. Did you mean target.model or drafters.N.model?",
-        ),
-        "a key of another section": (["target.max_tokens=4"], "unknown key. Did you mean sampling.max_tokens?"),
-        "tasks of training": (
-            ["data.path=hf:x/y"],
-            "data.path: hf:x/y names tasks, which only `specactor train` reads",
-        ),
         "a section without a value": (["target="], "target: an override without a value would drop"),
         "no such config": (["--config", "none.yaml"], "none.yaml: there is no such file."),
         "a folder that cannot be made": (
