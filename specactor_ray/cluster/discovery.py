@@ -17,7 +17,7 @@ from specactor_ray.errors import ClusterError
 _NOTE = "ray_current_cluster"
 """File in Ray's temporary folder: the address of the newest `ray start` there. Private clusters leave none."""
 _LISTENER_TIMEOUT_S = 2.0
-TWO_FIXES = "start one with `ray start --head` (and give its address), or use cluster.address=local."
+TWO_FIXES = "start one with `ray start --head`, or leave the address out: a run then starts a private cluster."
 
 
 def started_clusters() -> list[str]:

@@ -354,7 +354,9 @@ def _check_value(section: type, name: str, annotation: Any, value: Any, key: str
     except (OmegaConfBaseException, OverflowError, TypeError, ValueError):
         wrong = True
     if wrong:
-        problem = f"{clipped(value)} is of the wrong type or not allowed."
+        kind = without_none(annotation)[0]
+        is_choice = isinstance(kind, type) and issubclass(kind, Enum)
+        problem = f"{clipped(value)} is {'not one of its values' if is_choice else 'of the wrong type or not allowed'}."
         raise ConfigError(key, problem, f"{key} is {type_in_words(annotation)}.")
 
 
