@@ -16,7 +16,7 @@ import numpy as np
 
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.evaluation import replay
-from specactor_ray.drafters.base import ReadsFeatures, RowProposer
+from specactor_ray.drafters.base import RowProposer
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import Features, SamplingParams
@@ -68,7 +68,7 @@ def hand_over(
 
 def add_features(proposer: RowProposer, request_id: str, features: Sequence[Features]) -> None:
     """Nothing for proposers that read no states."""
-    if features and isinstance(proposer, ReadsFeatures):
+    if features:
         proposer.add_features(request_id, features)
 
 
