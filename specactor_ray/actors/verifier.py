@@ -46,7 +46,7 @@ class VerifierActor:
     def _host_drafter(self, drafter: DrafterSpec) -> HostedDrafter:
         spec, clock = self._spec, self._host.clock
         drafter_id = spec.actor_id.replace(VERIFIER, drafter.method, 1)  # ngram-0#3f2a in verifier-0#3f2a
-        proposer = self._host.build_proposer(drafter, spec.target, "cuda" if spec.gpus else "cpu")
+        proposer = self._host.build_proposer(drafter, spec.target, "cuda" if spec.target.gpus else "cpu")
         loop = DraftLoop(drafter_id, proposer, clock)
         return HostedDrafter(drafter, Link(direct_sender(loop.deliver), clock=clock), loop)
 

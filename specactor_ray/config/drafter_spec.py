@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
-from specactor_ray.config.validate import TRAIT_CHECKS
+from specactor_ray.config.validate import reject_keys_against_traits
 from specactor_ray.drafters import registry
 from specactor_ray.drafters.base import Proposer, Traits
 
@@ -28,15 +28,12 @@ def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
     """
     if config.mode is ModeName.plain:
         return {}
-    return {
-        one.method: drafter_spec(f"drafters.{n}", one, config.speculation.window)
-        for n, one in enumerate(config.drafters)
-    }
+    window = config.speculation.window
+    return {one.method: drafter_spec(f"drafters.{n}", one, window) for n, one in enumerate(config.drafters)}
 
 
 def drafter_spec(key: str, drafter: DrafterConfig, window: int) -> DrafterSpec:
     """The record of a section at `key`; `window`: the common one. Raises as `drafter_specs`."""
     traits = registry.traits(drafter.method, f"{key}.method")
-    for check in TRAIT_CHECKS:
-        check(drafter, key, traits)
+    reject_keys_against_traits(drafter, key, traits)
     return DrafterSpec(**{**vars(drafter), "window": drafter.window or window, "traits": traits})

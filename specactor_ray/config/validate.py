@@ -288,57 +288,27 @@ def reject_drafter_cache_not_positive(drafter: DrafterConfig, key: str) -> None:
     _reject_not_positive(f"{key}.kv_cache_gb", drafter.kv_cache_gb)
 
 
-def reject_what_a_built_in_method_is_not(drafter: DrafterConfig, key: str) -> None:
-    """A class of the user's is checked where it is imported, before anything starts."""
+def reject_keys_against_a_built_in_method(drafter: DrafterConfig, key: str) -> None:
     if drafter.method in BUILT_IN:
-        for check in TRAIT_CHECKS:
-            check(drafter, key, BUILT_IN[drafter.method].traits)
+        reject_keys_against_traits(drafter, key, BUILT_IN[drafter.method].traits)
 
 
-_FIX_OF_MISSING_MODEL = {
-    Checkpoint.MODEL: "name a local directory or a Hugging Face id of the same vocabulary.",
-    Checkpoint.HEAD: "name the directory of a head that was trained for this target.",
-}
-
-
-def reject_method_without_its_model(drafter: DrafterConfig, key: str, traits: Traits) -> None:
-    if traits.checkpoint is not Checkpoint.NONE and not (drafter.model or "").strip():
-        raise ConfigError(
-            f"{key}.model", f"method {drafter.method} needs a model.", _FIX_OF_MISSING_MODEL[traits.checkpoint]
-        )
-
-
-def reject_model_for_lookups(drafter: DrafterConfig, key: str, traits: Traits) -> None:
-    if traits.looks_up and traits.checkpoint is Checkpoint.NONE and drafter.model is not None:
-        problem = f"method {drafter.method} uses no model, but {clipped(drafter.model)} is given."
+def reject_keys_against_traits(drafter: DrafterConfig, key: str, traits: Traits) -> None:
+    """Also called for a class of the user's own, as soon as that is imported."""
+    method, checkpoint = f"method {drafter.method}", traits.checkpoint
+    if checkpoint is not Checkpoint.NONE and not (drafter.model or "").strip():
+        raise ConfigError(f"{key}.model", f"{method} needs a model.", f"name {checkpoint.value}.")
+    if traits.looks_up and checkpoint is Checkpoint.NONE and drafter.model is not None:
+        problem = f"{method} uses no model, but {clipped(drafter.model)} is given."
         raise ConfigError(f"{key}.model", problem, f"leave it out, or set {key}.method=draft_model.")
-
-
-def reject_noise_where_none_is_drawn(drafter: DrafterConfig, key: str, traits: Traits) -> None:
     if not traits.draws_noise and not drafter.shared_noise:
-        problem = f"method {drafter.method} draws no noise, so there is none to share or not."
+        problem = f"{method} draws no noise, so there is none to share or not."
         raise ConfigError(f"{key}.shared_noise", problem, "leave it out.")
-
-
-def reject_gpus_for_lookups(drafter: DrafterConfig, key: str, traits: Traits) -> None:
     if traits.looks_up and drafter.gpus:
-        problem = f"method {drafter.method} runs on the CPU and would leave the GPU idle."
-        raise ConfigError(f"{key}.gpus", problem, "use 0.")
-
-
-def reject_online_for_others(drafter: DrafterConfig, key: str, traits: Traits) -> None:
-    if drafter.online.where is not OnlineWhere.off and traits.checkpoint is not Checkpoint.HEAD:
+        raise ConfigError(f"{key}.gpus", f"{method} runs on the CPU and would leave the GPU idle.", "use 0.")
+    if drafter.online.where is not OnlineWhere.off and checkpoint is not Checkpoint.HEAD:
         problem = f"{drafter.online.where.value!r}, but only the method eagle learns online, not {drafter.method}."
         raise ConfigError(f"{key}.online.where", problem, "use off.")
-
-
-TRAIT_CHECKS: tuple[Callable[[DrafterConfig, str, Traits], None], ...] = (
-    reject_method_without_its_model,
-    reject_model_for_lookups,
-    reject_noise_where_none_is_drawn,
-    reject_gpus_for_lookups,
-    reject_online_for_others,
-)
 
 
 def reject_keys_of_other_methods(drafter: DrafterConfig, key: str) -> None:
@@ -403,7 +373,7 @@ DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
     reject_drafter_cores_between_whole_numbers,
     reject_drafter_window_out_of_range,
     reject_drafter_cache_not_positive,
-    reject_what_a_built_in_method_is_not,
+    reject_keys_against_a_built_in_method,
     reject_keys_of_other_methods,
     reject_suffix_keys_out_of_range,
     reject_device_the_drafter_cannot_use,

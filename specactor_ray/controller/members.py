@@ -174,7 +174,6 @@ def build_spec(
         config.speculation,
         Mode(config.mode.value),
         cores,
-        target.gpus,
         level,
         priors,
         max_drafts=max((drafter.window for drafter in drafters.values()), default=0),

@@ -61,7 +61,6 @@ class VerifierSpec:
     mode: Mode
     cores: tuple[int, ...] = ()
     """CPU core ids it may use; empty: do not bind."""
-    gpus: int = 0
     log_level: str = "WARNING"
     priors: Mapping[str, float] = field(default_factory=dict)
     """Draft method → what a profile says about it."""

@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 class Checkpoint(Enum):
     """What `drafters.N.model` has to name."""
 
-    NONE = "none"
-    MODEL = "model"
-    """A causal language model with the target's vocabulary."""
-    HEAD = "head"
-    """An EAGLE head that was trained for the target; it can be taught online."""
+    NONE = "nothing"
+    MODEL = "a local directory or a Hugging Face id of the same vocabulary"
+    HEAD = "the directory of a head that was trained for this target"
+    """EAGLE; it can be taught online."""
 
 
 @dataclass(frozen=True, slots=True)

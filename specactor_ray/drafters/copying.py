@@ -50,7 +50,6 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
         ValueError: An argument is out of range.
     """
 
-    method: str
     vocab_size: int | None = None
 
     def __init__(self, min_match: int, max_match: int, history_tokens: int, max_batch: int) -> None:

@@ -16,7 +16,6 @@ from specactor_ray.drafters.base import RowProposer
 from specactor_ray.drafters.mirror import RequestMirror
 from specactor_ray.drafters.registry import BUILT_IN
 from specactor_ray.drafters.sound_rows import sample_sound_rows
-from specactor_ray.errors import ConfigError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.loading import load_model
 from specactor_ray.modeling.ragged_cache import CacheRow
@@ -79,8 +78,7 @@ class DraftModelProposer(RowProposer):
 
     @classmethod
     def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
-        if config.model is None:
-            raise ConfigError("drafters.model", "the method draft_model needs a model.", "name a model directory or id")
+        assert config.model is not None  # validated
         model = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
         return cls(RaggedModel(model, int(config.kv_cache_gb * 2**30)), config.max_batch, config.shared_noise)
 

@@ -23,7 +23,6 @@ from specactor_ray.drafters.base import RowProposer
 from specactor_ray.drafters.mirror import RequestMirror
 from specactor_ray.drafters.registry import BUILT_IN
 from specactor_ray.drafters.sound_rows import sample_sound_rows
-from specactor_ray.errors import ConfigError
 from specactor_ray.messages import Features, SamplingParams
 from specactor_ray.modeling.eagle_checkpoint import load_head
 from specactor_ray.modeling.eagle_runner import EagleChunk, EagleRunner
@@ -124,8 +123,7 @@ class EagleProposer(RowProposer):
 
     @classmethod
     def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
-        if config.model is None:
-            raise ConfigError("drafters.model", "the method eagle needs a head.", "name its directory")
+        assert config.model is not None  # validated
         trust = target.trust_remote_code
         head = load_head(config.model, target.model, dtype=config.dtype, device=device, trust_remote_code=trust)
         return cls(EagleRunner(head, int(config.kv_cache_gb * 2**30)), config.max_batch, config.shared_noise)
