@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specactor_ray.cluster.calls import Calls
+from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.controller.state import ClusterView
 from specactor_ray.draft.loop import DraftLoop
@@ -153,7 +154,12 @@ def verifier_ms(rows: int, drafters: int) -> float:
         [TargetRequest(name, (1, 2, 3), SamplingParams(seed=seed, max_tokens=LENGTH)) for name, seed in seeds.items()]
     )
     loop.set_drafters(
-        {one.drafter_id: DrafterLink(one.drafter_id.split("-")[0], WINDOW, one.link, rows) for one in oracles}
+        {
+            one.drafter_id: DrafterLink(
+                DrafterSpec(one.drafter_id.split("-")[0], window=WINDOW, max_batch=rows), one.link
+            )
+            for one in oracles
+        }
     )
     spent, read = [], 0
     for _ in range(WARM_UP + STEPS):

@@ -17,8 +17,9 @@ from specactor_ray.benchmarks.profile_process import Axes, Share
 from specactor_ray.benchmarks.profile_session import ProfileSession
 from specactor_ray.benchmarks.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Workload, plan_workloads
 from specactor_ray.benchmarks.variants import Variant, draft_cores
-from specactor_ray.config.schema import HISTORY_METHODS, Config, ModeName
+from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import validate
+from specactor_ray.drafters.registry import traits
 from specactor_ray.observability.console import say
 from specactor_ray.rollout.preflight import check_target, require_named
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
@@ -227,7 +228,7 @@ def accuracy_of(config: Config, metrics: Mapping[str, Any]) -> dict[str, float]:
     survival = [1.0, *(right / all_ for right, all_ in zip(accepted, drafted, strict=True))]
     tested = sum(all_ * before for all_, before in zip(drafted, survival, strict=False))
     rate = sum(accepted) / tested if tested else 0.0
-    return {drafter.method: rate for drafter in config.drafters if drafter.method not in HISTORY_METHODS}
+    return {drafter.method: rate for drafter in config.drafters if not traits(drafter.method).looks_up}
 
 
 def _recording(

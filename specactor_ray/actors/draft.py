@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost, LoopThread
-from specactor_ray.controller.state import DraftSpec
+from specactor_ray.controller.state import DraftActorSpec
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import CommitBatch, TailBatch, WeightSet
 from specactor_ray.queues.link import Link
@@ -17,7 +17,7 @@ from specactor_ray.queues.link import Link
 class DraftActor:
     """Hosts one proposer. Its methods only touch queues; one thread of its own does the work."""
 
-    def __init__(self, spec: DraftSpec, host: ActorHost | None = None) -> None:
+    def __init__(self, spec: DraftActorSpec, host: ActorHost | None = None) -> None:
         self._spec, self._host = spec, host or ActorHost()
         self._thread: LoopThread[DraftLoop] | None = None
         self._links: dict[str, Link[TailBatch]] = {}
@@ -36,7 +36,7 @@ class DraftActor:
 
     def _make_loop(self) -> DraftLoop:
         spec, host = self._spec, self._host
-        proposer = host.build_proposer(spec.drafter, spec.target, "cuda" if spec.gpus else "cpu")
+        proposer = host.build_proposer(spec.drafter, spec.target, "cuda" if spec.drafter.gpus else "cpu")
         return DraftLoop(spec.actor_id, proposer, host.clock)
 
     def ping(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class ActorHost:
         """The target engine of a verifier; loads the model."""
         from specactor_ray.targets.registry import build_engine
 
-        return build_engine(spec.target, "cuda" if spec.gpus else "cpu", spec.max_drafts)
+        return build_engine(spec.target, "cuda" if spec.target.gpus else "cpu", spec.max_drafts)
 
     def build_drafting(self, spec: VerifierSpec, engine: TargetEngine) -> Drafting:
         """The drafts' side of a verifier."""

@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost, LoopThread
-from specactor_ray.config.schema import learns_from_outputs, reads_features
-from specactor_ray.controller.state import VERIFIER, DraftEndpoint, InlineSpec, VerifierSpec
+from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.controller.state import VERIFIER, DraftEndpoint, VerifierSpec
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.messages import CommitBatch, TailBatch, ToRollout, WeightSet
+from specactor_ray.messages import TailBatch, ToRollout, WeightSet
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.verify.loop import VerifyLoop
@@ -43,21 +43,12 @@ class VerifierActor:
         drafting = self._host.build_drafting(spec, engine)
         return VerifyLoop(engine, drafting, [self._host_drafter(hosted) for hosted in spec.inline], clock)
 
-    def _host_drafter(self, hosted: InlineSpec) -> HostedDrafter:
-        drafter, spec, clock = hosted.drafter, self._spec, self._host.clock
+    def _host_drafter(self, drafter: DrafterSpec) -> HostedDrafter:
+        spec, clock = self._spec, self._host.clock
         drafter_id = spec.actor_id.replace(VERIFIER, drafter.method, 1)  # ngram-0#3f2a in verifier-0#3f2a
-        device = "cuda" if spec.gpus else "cpu"
-        loop = DraftLoop(drafter_id, self._host.build_proposer(drafter, spec.target, device), clock)
-        return HostedDrafter(
-            drafter.method,
-            hosted.window,
-            Link(direct_sender(loop.deliver), clock=clock),
-            drafter.max_batch,
-            reads_features=reads_features(drafter),
-            looks_up=learns_from_outputs(drafter),
-            loop=loop,
-            follows_policy=drafter.follow_policy,
-        )
+        proposer = self._host.build_proposer(drafter, spec.target, "cuda" if spec.target.gpus else "cpu")
+        loop = DraftLoop(drafter_id, proposer, clock)
+        return HostedDrafter(drafter, Link(direct_sender(loop.deliver), clock=clock), loop)
 
     def ping(self) -> dict[str, Any]:
         """Counters. Raises when the loop has ended by an error: the controller then replaces this actor."""
@@ -101,15 +92,7 @@ class VerifierActor:
 
     def _link(self, endpoint: DraftEndpoint) -> DrafterLink:
         send = self._host.calls.sender(endpoint.handle, "deliver")
-        link: Link[CommitBatch] = Link(send, clock=self._host.clock)
-        return DrafterLink(
-            endpoint.method,
-            endpoint.window,
-            link,
-            endpoint.max_batch,
-            reads_features=endpoint.reads_features,
-            looks_up=endpoint.remembers,
-        )
+        return DrafterLink(endpoint.drafter, Link(send, clock=self._host.clock))
 
     def load_weights(self, weights: WeightSet) -> None:
         """Take over a version of the policy's weights; requests of older versions end. Harmless when repeated."""

@@ -7,10 +7,11 @@ import time
 from collections.abc import Sequence
 
 from specactor_ray.benchmarks.comparison import Output
-from specactor_ray.config.schema import DrafterConfig, SpeculationConfig, TargetConfig, learns_from_outputs
+from specactor_ray.config.drafter_spec import drafter_spec
+from specactor_ray.config.schema import DrafterConfig, SpeculationConfig, TargetConfig
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.drafters.registry import build_proposer
-from specactor_ray.messages import CommitBatch, Finished, Progress
+from specactor_ray.messages import Finished, Progress
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.targets.registry import build_engine
 from specactor_ray.verify.drafting import Drafting
@@ -67,6 +68,4 @@ class TurnTaker:
 
 def _hosted(drafter: DrafterConfig, config: SpeculationConfig, target: TargetConfig) -> HostedDrafter:
     loop = DraftLoop(f"{drafter.method}-0", build_proposer(drafter, target, "cpu"))
-    link: Link[CommitBatch] = Link(direct_sender(loop.deliver))
-    window, looks_up = drafter.window or config.window, learns_from_outputs(drafter)
-    return HostedDrafter(drafter.method, window, link, drafter.max_batch, looks_up=looks_up, loop=loop)
+    return HostedDrafter(drafter_spec("drafter", drafter, config.window), Link(direct_sender(loop.deliver)), loop)

@@ -16,7 +16,7 @@ import numpy as np
 
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.evaluation import replay
-from specactor_ray.drafters.base import ReadsFeatures, RowProposer
+from specactor_ray.drafters.base import RowProposer
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import Features, SamplingParams
@@ -63,13 +63,7 @@ def hand_over(
     """Committed tokens, and the states that came with them, reach the proposer as a draft loop brings them."""
     if not proposer.commit(request_id, start, tokens):
         raise SpecActorError(f"{proposer.method} lost track of a request while it was profiled")
-    add_features(proposer, request_id, features)
-
-
-def add_features(proposer: RowProposer, request_id: str, features: Sequence[Features]) -> None:
-    """Nothing for proposers that read no states."""
-    if features and isinstance(proposer, ReadsFeatures):
-        proposer.add_features(request_id, features)
+    proposer.add_features(request_id, features)
 
 
 def draft_all(proposer: RowProposer) -> None:
@@ -105,7 +99,7 @@ def seconds_per_token(
         begin = at[request_id]
         at[request_id] = begin + context
         proposer.open(request_id, text.tokens(begin, begin + context), (), sampling, window)
-        add_features(proposer, request_id, text.features(0, context - 1))
+        proposer.add_features(request_id, text.features(0, context - 1))
     draft_all(proposer)
     _reject_silent(proposer, ids, context)
     seconds = []

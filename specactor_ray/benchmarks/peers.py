@@ -99,16 +99,17 @@ def _own_methods(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     """vLLM's counterparts of the configured methods; its `suffix` needs a package that it does not bring along."""
     for drafter in config.drafters:
         window = drafter.window or config.speculation.window
-        common = {"num_speculative_tokens": window}
-        if drafter.method == "ngram":
-            matches = {"prompt_lookup_min": drafter.min_match, "prompt_lookup_max": drafter.max_match}
-            yield "ngram", {"method": "ngram", **common, **matches}
-        elif drafter.method == "suffix" and importlib.util.find_spec("arctic_inference") is not None:
-            yield "suffix", {"method": "suffix", **common}
-        elif drafter.method == "draft_model":
-            yield "draft_model", {"method": "draft_model", "model": drafter.model, **common}
-        elif drafter.method == "eagle":
-            yield "eagle3", {"method": "eagle3", "model": drafter.model, "num_speculative_tokens": min(window, 3)}
+        counterparts: dict[str, dict[str, Any]] = {
+            "ngram": {"prompt_lookup_min": drafter.min_match, "prompt_lookup_max": drafter.max_match},
+            "draft_model": {"model": drafter.model},
+            "eagle": {"method": "eagle3", "model": drafter.model, "num_speculative_tokens": min(window, 3)},
+        }
+        if importlib.util.find_spec("arctic_inference") is not None:
+            counterparts["suffix"] = {}
+        if drafter.method in counterparts:
+            common = {"method": drafter.method, "num_speculative_tokens": window}
+            settings = {**common, **counterparts[drafter.method]}
+            yield settings["method"], settings
 
 
 def _row(work: PeerWork, measured: PeerMeasured) -> dict[str, Any]:

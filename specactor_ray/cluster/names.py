@@ -40,11 +40,6 @@ def new_actor_id(stem: str, taken: Collection[str], suffix: Callable[[], str] = 
             return actor_id
 
 
-def stem_of(actor_id: str) -> str:
-    """`ngram-1` of `ngram-1#9c0d`: the part that every incarnation shares."""
-    return actor_id.partition("#")[0]
-
-
 def controller_name(run: str) -> str:
     return f"{_PREFIX}::{run}::controller"
 

@@ -54,12 +54,6 @@ _SMALLEST = {"buffer_tokens": 2, "batch_tokens": 2, "passes": 1, "steps_per_vers
 _MOST_DEPTHS = 16
 
 
-def reject_online_for_others(drafter: DrafterConfig, key: str) -> None:
-    if drafter.online.where is not OnlineWhere.off and drafter.method != "eagle":
-        problem = f"{drafter.online.where.value!r}, but only the method eagle learns online, not {drafter.method}."
-        raise ConfigError(f"{key}.online.where", problem, "use off.")
-
-
 def reject_online_values_out_of_range(drafter: DrafterConfig, key: str) -> None:
     online = drafter.online
     for name, smallest in _SMALLEST.items():

@@ -147,7 +147,7 @@ class DrafterConfig:
     """`ngram` (copies what followed the last tokens in prompt, output and earlier outputs of the prompt), `suffix`
     (counts it, also in the samples under way and in other prompts' outputs), `draft_model` (a smaller model), `eagle`
     (a head on the target's hidden states), or a proposer of your own as `package.module:Class`, derived from
-    `specactor_ray.drafters.base.RowProposer` and made with this section as its only argument. In mode
+    `specactor_ray.drafters.base.RowProposer` and made with this section as its only argument (`docs/api.md`). In mode
     `coupled` one that hangs holds its verifier up until `cluster.stall_timeout_s` replaces that."""
     replicas: int = 1
     """`decoupled`: number of draft actors of this method; `specactor scale` changes it during the run. `coupled`: every
@@ -191,22 +191,8 @@ class DrafterConfig:
     """For `eagle`: learning from the samples of RL training."""
 
 
-DRAFT_METHODS = ("ngram", "suffix", "draft_model", "eagle")
-"""Methods that come with the package."""
 MAX_METHODS = 8
 """Draft methods that a verifier keeps evidence of."""
-HISTORY_METHODS = ("ngram", "suffix")
-"""Methods that look guesses up in earlier text: they cost next to nothing and learn from every output they follow."""
-
-
-def reads_features(drafter: DrafterConfig) -> bool:
-    """Whether the method works on the target's hidden states."""
-    return drafter.method == "eagle"
-
-
-def learns_from_outputs(drafter: DrafterConfig) -> bool:
-    """Whether a draft actor of the method gets better by following requests to their end."""
-    return drafter.method in HISTORY_METHODS
 
 
 @dataclass

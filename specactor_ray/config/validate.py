@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from specactor_ray.config.named import is_named
 from specactor_ray.config.online import (
+    OnlineWhere,
     reject_batch_above_buffer,
-    reject_online_for_others,
     reject_online_values_out_of_range,
     reject_two_sources_of_weights,
 )
 from specactor_ray.config.schema import (
-    DRAFT_METHODS,
-    HISTORY_METHODS,
     MAX_METHODS,
     Config,
     DrafterConfig,
@@ -29,6 +27,8 @@ from specactor_ray.config.tensor_parallel import (
     reject_devices_that_do_not_fit_the_ranks,
     reject_ranks_the_backend_has_not,
 )
+from specactor_ray.drafters.base import Checkpoint, Traits
+from specactor_ray.drafters.registry import BUILT_IN
 from specactor_ray.errors import ConfigError, clipped, did_you_mean
 
 BACKENDS = ("hf", "vllm")
@@ -262,7 +262,7 @@ def reject_drafter_cores_between_whole_numbers(drafter: DrafterConfig, key: str)
 
 def reject_unknown_drafter_names(drafter: DrafterConfig, key: str) -> None:
     if not is_named(drafter.method):  # else a class of the user's, imported where it drafts
-        _reject_unlisted(f"{key}.method", drafter.method, DRAFT_METHODS)
+        _reject_unlisted(f"{key}.method", drafter.method, BUILT_IN)
     _reject_unlisted(f"{key}.dtype", drafter.dtype, DTYPES)
 
 
@@ -275,43 +275,37 @@ def reject_drafter_cache_not_positive(drafter: DrafterConfig, key: str) -> None:
     _reject_not_positive(f"{key}.kv_cache_gb", drafter.kv_cache_gb)
 
 
-FIX_OF_MISSING_MODEL = {
-    "draft_model": "name a local directory or a Hugging Face id of the same vocabulary.",
-    "eagle": "name the directory of a head that was trained for this target.",
-}
+def reject_keys_against_a_built_in_method(drafter: DrafterConfig, key: str) -> None:
+    if drafter.method in BUILT_IN:
+        reject_keys_against_traits(drafter, key, BUILT_IN[drafter.method].traits)
 
 
-def reject_method_without_its_model(drafter: DrafterConfig, key: str) -> None:
-    fix = FIX_OF_MISSING_MODEL.get(drafter.method)
-    if fix is not None and not (drafter.model or "").strip():
-        raise ConfigError(f"{key}.model", f"method {drafter.method} needs a model.", fix)
-
-
-def reject_model_for_history(drafter: DrafterConfig, key: str) -> None:
-    if drafter.method in HISTORY_METHODS and drafter.model is not None:
-        problem = f"method {drafter.method} uses no model, but {clipped(drafter.model)} is given."
+def reject_keys_against_traits(drafter: DrafterConfig, key: str, traits: Traits) -> None:
+    """Also called for a class of the user's own, as soon as that is imported."""
+    method, checkpoint = f"method {drafter.method}", traits.checkpoint
+    if checkpoint is not Checkpoint.NONE and not (drafter.model or "").strip():
+        raise ConfigError(f"{key}.model", f"{method} needs a model.", f"name {checkpoint.value}.")
+    if traits.looks_up and checkpoint is Checkpoint.NONE and drafter.model is not None:
+        problem = f"{method} uses no model, but {clipped(drafter.model)} is given."
         raise ConfigError(f"{key}.model", problem, f"leave it out, or set {key}.method=draft_model.")
-
-
-def reject_noise_for_ngram(drafter: DrafterConfig, key: str) -> None:
-    if drafter.method == "ngram" and not drafter.shared_noise:
-        problem = "method ngram draws no noise, so there is none to share or not."
+    if not traits.draws_noise and not drafter.shared_noise:
+        problem = f"{method} draws no noise, so there is none to share or not."
         raise ConfigError(f"{key}.shared_noise", problem, "leave it out.")
+    if traits.looks_up and drafter.gpus:
+        raise ConfigError(f"{key}.gpus", f"{method} runs on the CPU and would leave the GPU idle.", "use 0.")
+    if drafter.online.where is not OnlineWhere.off and checkpoint is not Checkpoint.HEAD:
+        problem = f"{drafter.online.where.value!r}, but only the method eagle learns online, not {drafter.method}."
+        raise ConfigError(f"{key}.online.where", problem, "use off.")
 
 
-def reject_gpus_for_history(drafter: DrafterConfig, key: str) -> None:
-    if drafter.method in HISTORY_METHODS and drafter.gpus:
-        problem = f"method {drafter.method} runs on the CPU and would leave the GPU idle."
-        raise ConfigError(f"{key}.gpus", problem, "use 0.")
-
-
-def reject_suffix_keys_for_others(drafter: DrafterConfig, key: str) -> None:
+def reject_keys_of_other_methods(drafter: DrafterConfig, key: str) -> None:
     default = DrafterConfig()
-    for name in ("length_factor", "min_probability"):
-        value = getattr(drafter, name)
-        if drafter.method in DRAFT_METHODS and drafter.method != "suffix" and value != getattr(default, name):
-            problem = f"method {drafter.method} does not use it, but {value!r} is given."
-            raise ConfigError(f"{key}.{name}", problem, f"leave it out, or set {key}.method=suffix.")
+    for method, built_in in BUILT_IN.items():
+        for name in built_in.keys if drafter.method in BUILT_IN and drafter.method != method else ():
+            value = getattr(drafter, name)
+            if value != getattr(default, name):
+                problem = f"method {drafter.method} does not use it, but {value!r} is given."
+                raise ConfigError(f"{key}.{name}", problem, f"leave it out, or set {key}.method={method}.")
 
 
 def reject_suffix_keys_out_of_range(drafter: DrafterConfig, key: str) -> None:
@@ -365,15 +359,11 @@ DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
     reject_drafter_cores_between_whole_numbers,
     reject_drafter_window_out_of_range,
     reject_drafter_cache_not_positive,
-    reject_method_without_its_model,
-    reject_model_for_history,
-    reject_noise_for_ngram,
-    reject_gpus_for_history,
-    reject_suffix_keys_for_others,
+    reject_keys_against_a_built_in_method,
+    reject_keys_of_other_methods,
     reject_suffix_keys_out_of_range,
     reject_device_the_drafter_cannot_use,
     reject_match_range_upside_down,
-    reject_online_for_others,
     reject_online_values_out_of_range,
     reject_batch_above_buffer,
     reject_two_sources_of_weights,
@@ -422,7 +412,7 @@ def _reject_not_positive(key: str, value: float) -> None:
         raise ConfigError(key, f"{value!r} is not a finite number above 0.", "use a number above 0.")
 
 
-def _reject_unlisted(key: str, value: str, allowed: tuple[str, ...]) -> None:
+def _reject_unlisted(key: str, value: str, allowed: Collection[str]) -> None:
     if value not in allowed:
         problem = f"{clipped(value)} is not known.{did_you_mean(value, allowed)}"
         raise ConfigError(key, problem, f"use one of {', '.join(allowed)}.")

@@ -21,6 +21,7 @@ from specactor_ray.cluster.backend import Backend, RayBackend
 from specactor_ray.cluster.names import actor_name, new_actor_id
 from specactor_ray.cluster.placement import NodeSupply
 from specactor_ray.cluster.supervised import SupervisedActor, stop_in_order
+from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.drafting import draft_actors
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.decide import decide, has_lasted, record_failure
@@ -84,6 +85,7 @@ class Controller:
         self._classes = classes or ActorClasses()
         self._priors = dict(priors or {})
         self._policy = policy or Policy.from_config(config.cluster)
+        self._drafters = drafter_specs(config)
         self._desired = DesiredState(config.target.replicas, draft_actors(config))
         self._first = FirstStart(self._desired, config.cluster.placement_timeout_s, self._policy.max_start_failures)
         self._members: dict[str, Member] = {}
@@ -369,7 +371,7 @@ class Controller:
         assert seat.placement is not None  # callers settle the seat first
         self._classes = self._classes.resolved()  # may take seconds: after the first status
         cls = self._classes.verifier if member.key == VERIFIER else self._classes.draft
-        spec = build_spec(self._config, member, self._priors)
+        spec = build_spec(self._config, self._drafters, member, self._priors)
         name = actor_name(self._run, member.actor_id)
         handle = self._backend.launch(cls, spec, name, seat.placement, seat.demand)
         member.actor = SupervisedActor(member.actor_id, handle, self._calls, self._policy.start_timeout_s)
@@ -415,7 +417,7 @@ class Controller:
     def _publish(self) -> None:
         """Replace the snapshots that `view` and `status` return; the version grows if anything changed."""
         members = list(self._members.values())
-        self._view = next_view(self._view, members, self._config, self._failures, self._departed)
+        self._view = next_view(self._view, members, self._drafters, self._failures, self._departed)
         now = self._clock.now()
         self._status = [member.row(now) for member in members]
 

@@ -42,7 +42,7 @@ class FirstStart:
     def is_over(self, view: ClusterView, desired: DesiredState) -> bool:
         """Whether the run has started."""
         required = desired.at_most(self.configured)
-        ready = Counter(one.method for one in view.drafters if one.phase is Phase.READY)
+        ready = Counter(one.drafter.method for one in view.drafters if one.phase is Phase.READY)
         ready[VERIFIER] = len(view.verifiers)
         return all(ready[key] >= required.wanted(key) for key in required.all_keys())
 

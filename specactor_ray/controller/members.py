@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.cluster.supervised import SupervisedActor
+from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.drafting import inline_drafters
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName, learns_from_outputs, reads_features
+from specactor_ray.config.schema import Config
 from specactor_ray.controller.groups import Service, assign_drafters, group_of
 from specactor_ray.controller.seats import Seat
 from specactor_ray.controller.state import (
     VERIFIER,
     ClusterView,
     Departure,
+    DraftActorSpec,
     DraftEndpoint,
-    DraftSpec,
     FailureRecord,
-    InlineSpec,
     ObservedActor,
     Phase,
     VerifierSpec,
@@ -117,23 +117,11 @@ class Member:
             error=str(self.error or ""),
         )
 
-    def endpoint(self, config: Config) -> DraftEndpoint:
+    def endpoint(self, drafter: DrafterSpec) -> DraftEndpoint:
         """A draft actor as others see it."""
         handle = self.actor.handle if self.actor is not None else None
         phase = Phase.STARTING if self.phase is Phase.READY and not self.serves else self.phase
-        drafter, window = drafter_of(config, self.key), window_of(config, self.key)
-        reads = reads_features(drafter)
-        return DraftEndpoint(
-            self.actor_id,
-            self.key,
-            window,
-            handle,
-            phase,
-            self.note,
-            max_batch=drafter.max_batch,
-            reads_features=reads,
-            remembers=learns_from_outputs(drafter),
-        )
+        return DraftEndpoint(self.actor_id, drafter, handle, phase, self.note)
 
     def row(self, now: float) -> dict[str, Any]:
         """One row of the status table."""
@@ -162,45 +150,30 @@ class Member:
         return f"drafts itself: {', '.join(inline)}" if inline else ""
 
 
-def drafter_of(config: Config, method: str) -> DrafterConfig:
-    """The section of a method."""
-    return next(drafter for drafter in config.drafters if drafter.method == method)
-
-
-def window_of(config: Config, method: str) -> int:
-    """Draft window of a method: its own, else the common one."""
-    drafter = drafter_of(config, method)
-    return drafter.window if drafter.window is not None else config.speculation.window
-
-
-def build_spec(config: Config, member: Member, priors: Mapping[str, float]) -> VerifierSpec | DraftSpec:
-    """What the actor of this member is told to be."""
-    level, cores = config.run.log_level, member.seat.cores
-    if member.key == VERIFIER:
-        target = config.target
-        inline = tuple(InlineSpec(drafter, window_of(config, drafter.method)) for drafter in inline_drafters(config))
-        plain = config.mode is ModeName.plain
-        max_drafts = 0 if plain else max(window_of(config, drafter.method) for drafter in config.drafters)
-        return VerifierSpec(
-            member.actor_id,
-            target,
-            config.speculation,
-            Mode(config.mode.value),
-            cores,
-            target.gpus,
-            level,
-            priors,
-            max_drafts,
-            inline,
-        )
-    drafter, window = drafter_of(config, member.key), window_of(config, member.key)
-    return DraftSpec(member.actor_id, drafter, config.target, window, cores, drafter.gpus, level)
+def build_spec(
+    config: Config, drafters: Mapping[str, DrafterSpec], member: Member, priors: Mapping[str, float]
+) -> VerifierSpec | DraftActorSpec:
+    """What the actor of this member has to be."""
+    level, cores, target = config.run.log_level, member.seat.cores, config.target
+    if member.key != VERIFIER:
+        return DraftActorSpec(member.actor_id, drafters[member.key], target, cores, level)
+    return VerifierSpec(
+        member.actor_id,
+        target,
+        config.speculation,
+        Mode(config.mode.value),
+        cores,
+        level,
+        priors,
+        max_drafts=max((drafter.window for drafter in drafters.values()), default=0),
+        inline=tuple(drafters[drafter.method] for drafter in inline_drafters(config)),
+    )
 
 
 def next_view(
     last: ClusterView,
     members: Sequence[Member],
-    config: Config,
+    drafters: Mapping[str, DrafterSpec],
     failures: Mapping[str, FailureRecord],
     departed: Mapping[str, Departure],
 ) -> ClusterView:
@@ -210,7 +183,7 @@ def next_view(
         for member in members
         if member.key == VERIFIER and member.phase is Phase.READY and member.serves and member.actor is not None
     }
-    endpoints = tuple(member.endpoint(config) for member in members if member.key != VERIFIER)
+    endpoints = tuple(member.endpoint(drafters[member.key]) for member in members if member.key != VERIFIER)
     errors = tuple(f"{key}: {record.error}" for key, record in failures.items())
     view = ClusterView(last.version + 1, handles, endpoints, errors, dict(departed))
     return last if _shown(view) == _shown(last) else view
@@ -255,7 +228,7 @@ class PeerNews:
             member.sent_peers = self._version
             if member.key == VERIFIER:
                 mine = group[member.actor_id]
-                drafters = [one for one in endpoints if (one.actor_id, mine) in self._served[one.method]]
+                drafters = [one for one in endpoints if (one.actor_id, mine) in self._served[one.drafter.method]]
                 call = actor.call("set_drafters", self._version, drafters, deadline_s=_NEWS_TIMEOUT_S)
             else:
                 served = self._served.get(member.key, ())
@@ -268,7 +241,7 @@ class PeerNews:
     def _assign(self, endpoints: Sequence[DraftEndpoint], groups: Collection[int]) -> None:
         of_method: dict[str, list[str]] = {}
         for one in endpoints:
-            of_method.setdefault(one.method, []).append(one.actor_id)
+            of_method.setdefault(one.drafter.method, []).append(one.actor_id)
         self._served = {
             method: assign_drafters(drafters, groups, self._served.get(method, frozenset()))
             for method, drafters in of_method.items()

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from specactor_ray.config.schema import ClusterConfig, DrafterConfig, SpeculationConfig, TargetConfig
+from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.schema import ClusterConfig, SpeculationConfig, TargetConfig
 from specactor_ray.messages import Mode
 
 VERIFIER = "verifier"
@@ -46,14 +47,6 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True)
-class InlineSpec:
-    """A draft method inside a verifier."""
-
-    drafter: DrafterConfig
-    window: int
-
-
-@dataclass(frozen=True)
 class VerifierSpec:
     """What a verifier actor needs to know."""
 
@@ -64,29 +57,26 @@ class VerifierSpec:
     mode: Mode
     cores: tuple[int, ...] = ()
     """CPU core ids it may use; empty: do not bind."""
-    gpus: int = 0
     log_level: str = "WARNING"
     priors: Mapping[str, float] = field(default_factory=dict)
     """Draft method → what a profile says about it."""
     max_drafts: int = 0
     """Most draft tokens of a request in one step."""
-    inline: tuple[InlineSpec, ...] = ()
+    inline: tuple[DrafterSpec, ...] = ()
     """Draft methods it hosts itself."""
 
 
 @dataclass(frozen=True)
-class DraftSpec:
+class DraftActorSpec:
     """What a draft actor needs to know."""
 
     actor_id: str
     """Unique for each incarnation, such as `ngram-1#9c0d`."""
-    drafter: DrafterConfig
+    drafter: DrafterSpec
     target: TargetConfig
     """What it drafts for."""
-    window: int
     cores: tuple[int, ...] = ()
     """CPU core ids it may use; empty: do not bind."""
-    gpus: int = 0
     log_level: str = "WARNING"
 
 
@@ -98,19 +88,12 @@ class DraftEndpoint:
     """One draft actor, as verifiers and the rollout see it."""
 
     actor_id: str
-    method: str
-    window: int
+    drafter: DrafterSpec
     handle: Any
     """Ray actor handle; None while the actor is pending."""
     phase: Phase = Phase.READY
     note: str = ""
     """Why it is not ready, for people."""
-    reads_features: bool = False
-    """It is sent the target's hidden states."""
-    remembers: bool = False
-    """It learns from the outputs it follows."""
-    max_batch: int = 64
-    """Most requests it drafts for at once."""
 
 
 @dataclass(frozen=True)

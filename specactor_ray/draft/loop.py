@@ -15,7 +15,7 @@ from typing import Any
 
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.draft.mirrors import Mirrors
-from specactor_ray.drafters.base import KeepsHistory, Proposer
+from specactor_ray.drafters.base import Proposer
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.queues import inbox
@@ -41,7 +41,6 @@ class DraftLoop(Loop):
         super().__init__(clock)
         self.drafter_id = drafter_id
         self.proposer = proposer
-        self._looks_up = isinstance(proposer, KeepsHistory)
         self._inbox = inbox.for_drafter(proposer.vocab_size)
         self._links: Mapping[str, Link[TailBatch]] = {}
         """Verifier → where to send tails, as listed last; any thread may replace it."""
@@ -71,8 +70,7 @@ class DraftLoop(Loop):
 
     def forget_history(self) -> Future[None]:
         """Let the proposer forget earlier outputs, if it keeps any."""
-        forget = self.proposer.forget_history if isinstance(self.proposer, KeepsHistory) else lambda: None
-        return self.call(forget)
+        return self.call(self.proposer.forget_history)
 
     def snapshot(self) -> dict[str, Any]:
         """Counters, open requests, messages that wait (`inbox`), seconds of a draft token of a model (`token_s`) and of
@@ -117,7 +115,7 @@ class DraftLoop(Loop):
         begin = self._clock.now()
         changed = self.proposer.extend()
         if changed:
-            if not self._looks_up:  # a model drafts one token for each of its requests
+            if not self.proposer.traits.looks_up:  # a model drafts one token for each of its requests
                 self._costs.append(self._clock.now() - begin)
                 self._token_s = sorted(self._costs)[len(self._costs) // 4]
             self._mirrors.counters["extends"] += 1

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specactor_ray.drafters.base import Commits, Proposer, ReadsFeatures
+from specactor_ray.drafters.base import Commits, Proposer
 from specactor_ray.messages import CommitBatch, DraftOpen, TailBatch
 from specactor_ray.queues.link import Link
 
@@ -95,7 +95,7 @@ class Mirrors:
         self._proposer.open(
             opened.request_id, opened.prompt_token_ids, opened.committed_token_ids, opened.sampling, opened.window
         )
-        if opened.features and isinstance(self._proposer, ReadsFeatures):
+        if opened.features:
             self._proposer.add_features(opened.request_id, opened.features)
 
     def _commit(self, verifier: _Verifier, message: CommitBatch) -> None:
@@ -110,7 +110,7 @@ class Mirrors:
         )
         followed[followed] = taken = self._follow(commits)
         verifier.lost.update(handles[index] for index in np.flatnonzero(~followed).tolist())
-        if message.features and isinstance(self._proposer, ReadsFeatures):
+        if message.features:
             features = {verifier.mirrors.get(row): states for row, states in message.features}
             for request_id, is_taken in zip(commits.request_ids, taken.tolist(), strict=True):
                 if is_taken and request_id in features:

@@ -43,7 +43,9 @@ from specactor_ray.drafter_training.rollouts import (
     split_prompts,
     target_config,
 )
-from specactor_ray.drafter_training.student import Student, student_maker
+from specactor_ray.drafter_training.student import Student, student_of
+from specactor_ray.drafters.base import Checkpoint
+from specactor_ray.drafters.registry import traits
 from specactor_ray.errors import InputError
 from specactor_ray.files import write_json
 from specactor_ray.json_text import read_foreign
@@ -113,7 +115,7 @@ def train_drafter(
     data = read_prompts(paths.data)
     held_out = None if paths.held_out is None else read_prompts(paths.held_out)
     target = identify(recipe.corpus.target, recipe.corpus.trust_remote_code)
-    if recipe.method == "draft_model":
+    if traits(recipe.method).checkpoint is Checkpoint.MODEL:  # it is made of layers of the target
         choose_layers(target.num_layers, parse_layers(recipe.layers))
     prompts = _split(data, held_out, recipe.corpus, target)
     work = paths.output / WORK_FOLDER
@@ -123,7 +125,7 @@ def train_drafter(
         return DrafterOutcome("finished", done["acceptance"], f"{paths.output} was finished before; nothing was done")
     with StopSignal() as stop:
         try:
-            student = student_maker(recipe.method)(recipe, limits.device)
+            student = student_of(recipe, limits.device)
             folder = paths.corpus or work / CORPUS_FOLDER
             claim_corpus(folder, corpus_facts(recipe.corpus, target, prompts, student.hidden_layers))
             corpus = Corpus(recipe.corpus, prompts, folder, limits, console)

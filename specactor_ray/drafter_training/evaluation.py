@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specactor_ray.drafter_training.corpus import Record
-from specactor_ray.drafters.base import ReadsFeatures, RowProposer
+from specactor_ray.drafters.base import RowProposer
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.messages import Features
 
@@ -123,7 +123,7 @@ class _Replay:
 
     def _add_features(self) -> None:
         """Those of the positions up to the one that predicted the newest token, as a verifier streams them."""
-        if self._states is None or not isinstance(self._proposer, ReadsFeatures):
+        if self._states is None:
             return
         end = len(self._record.prompt_token_ids) + self._committed - 1
         self._proposer.add_features(self.request_id, [Features(self._handed_out, self._states[self._handed_out : end])])

@@ -9,22 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from specactor_ray.config.named import is_named, require_proposer
-from specactor_ray.config.schema import DrafterConfig, TargetConfig, reads_features
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.config.validate import DRAFTER_CHECKS
 from specactor_ray.drafter_training.card import read_card
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.evaluation import replay
 from specactor_ray.drafter_training.rollouts import Corpus
-from specactor_ray.drafters.registry import build_proposer
+from specactor_ray.drafters.registry import build_proposer, reads_head, traits
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.observability.phase_progress import PhaseProgress, show_tokens
 
 if TYPE_CHECKING:
     from specactor_ray.modeling.eagle_head import EagleHeadConfig
 
-NOISY_METHODS = ("suffix", "draft_model", "eagle")
-"""Methods that sample, so that it matters whose noise they use."""
 _REPLAY_BATCH = 16
 
 
@@ -52,8 +49,7 @@ def method_alone(method: str) -> DrafterConfig:
             check(config, "--method")
     except ConfigError as error:
         raise InputError(f"--method: {method!r} cannot be measured alone: {error.problem} {error.fix}") from None
-    if is_named(method):
-        require_proposer(method, "--method")
+    traits(method, "--method")  # a class of the user's own is imported, or refused
     return config
 
 
@@ -63,7 +59,7 @@ def head_config(drafter: DrafterConfig, target: str) -> EagleHeadConfig | None:
     Raises:
         ModelLoadError: There is no head, or it was made for another target.
     """
-    if not reads_features(drafter) or drafter.model is None:
+    if not reads_head(drafter.method) or drafter.model is None:
         return None
     from specactor_ray.modeling.eagle_checkpoint import read_head_config
 
@@ -91,7 +87,7 @@ def measure(
     device = corpus.limits.device
     for part, records in corpus.held_out().items():
         temperature = records[0].sampling.temperature
-        noisy = temperature > 0.0 and drafter.method in NOISY_METHODS
+        noisy = temperature > 0.0 and traits(drafter.method).draws_noise
         for shared in (True, False) if noisy else (True,):
             proposer = build_proposer(replace(drafter, shared_noise=shared), target, device)
             noise = ("shared" if shared else "own") if noisy else "-"

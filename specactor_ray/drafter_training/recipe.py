@@ -12,11 +12,10 @@ from typing import Any
 from specactor_ray.config.validate import DTYPES
 from specactor_ray.errors import InputError
 
-METHODS = ("draft_model", "eagle")
-"""Methods that can be trained; `student.py` says what makes them."""
 DEVICES = ("cpu", "cuda")
 LEARNING_RATES = {"draft_model": 1e-3, "eagle": 3e-3}
-"""A head is one layer, most of it new, and takes larger steps."""
+"""Of the methods that can be trained. A head is one layer, most of it new, and takes larger steps."""
+METHODS = tuple(LEARNING_RATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,7 @@ def check(recipe: TrainRecipe) -> None:
             raise InputError(f"--{name.replace('_', '-')}: {value!r} is out of range; use {allowed}")
     if recipe.dtype not in DTYPES:
         raise InputError(f"--dtype: {recipe.dtype!r} is not known; use one of {', '.join(DTYPES)}")
-    if recipe.method == "draft_model":
-        parse_layers(recipe.layers)
+    parse_layers(recipe.layers)
 
 
 def check_corpus(recipe: CorpusRecipe) -> None:

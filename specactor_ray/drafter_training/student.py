@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from specactor_ray.config.named import import_named
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.recipe import TrainRecipe
-from specactor_ray.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,6 @@ class Batch:
     records: tuple[Record, ...]
     states: tuple[torch.Tensor, ...]
     """Per record the target's hidden states, `(tokens - 1, width)`; see `Student.hidden_layers`."""
-
-    @property
-    def num_outputs(self) -> int:
-        return sum(len(record.output_token_ids) for record in self.records)
 
     def output_states(self) -> torch.Tensor:
         """`(output tokens, width)` float32: states of the positions that predicted the output tokens."""
@@ -74,21 +70,13 @@ class Student(Protocol):
         """
 
 
-def student_maker(method: str) -> Callable[[TrainRecipe, str], Student]:
-    """What makes the student of a method from its recipe, on a device (`cpu` or `cuda`).
+_STUDENTS = {"draft_model": "distill:DraftModelStudent", "eagle": "eagle_student:EagleStudent"}
 
-    Raises:
-        InputError: The method cannot be trained.
-    """
-    if method == "draft_model":
-        from specactor_ray.drafter_training.distill import DraftModelStudent
 
-        return DraftModelStudent.from_recipe
-    if method == "eagle":
-        from specactor_ray.drafter_training.eagle_student import EagleStudent
-
-        return EagleStudent.from_recipe
-    raise InputError(f"--method: {method!r} cannot be trained")
+def student_of(recipe: TrainRecipe, device: str) -> Student:
+    """The student of a checked recipe, on a device (`cpu` or `cuda`)."""
+    student: Student = import_named(f"{__package__}.{_STUDENTS[recipe.method]}", "--method").from_recipe(recipe, device)
+    return student
 
 
 def add_sums(total: dict[str, float], part: Mapping[str, float]) -> None:

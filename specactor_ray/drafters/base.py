@@ -9,11 +9,41 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from specactor_ray.messages import Features, SamplingParams
+
+if TYPE_CHECKING:
+    from specactor_ray.config.schema import DrafterConfig, TargetConfig
+
+
+class Checkpoint(Enum):
+    """What `drafters.N.model` has to name."""
+
+    NONE = "nothing"
+    MODEL = "a local directory or a Hugging Face id of the same vocabulary"
+    HEAD = "the directory of a head that was trained for this target"
+    """EAGLE; it can be taught online."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a proposer is: everything that its drivers have to know about it."""
+
+    looks_up: bool = False
+    """Guesses are found in microseconds, whole windows at once: it follows every request it has room for, and its
+    seconds per token are not measured."""
+    keeps_history: bool = False
+    """It learns from finished outputs and is sent their last tokens; it implements `forget_history`."""
+    reads_features: bool = False
+    """It is sent the target's hidden states of committed positions; it implements `add_features`."""
+    draws_noise: bool = False
+    """It samples, so `drafters.N.shared_noise` changes its guesses."""
+    checkpoint: Checkpoint = Checkpoint.NONE
 
 
 class Commits(NamedTuple):
@@ -53,14 +83,16 @@ class Tails(NamedTuple):
     """int32, those of all requests one after the other."""
 
 
-class Proposer(Protocol):
+class Proposer(abc.ABC):
     """What a draft method implements. Request ids are unique strings; positions are output positions."""
 
     method: str
     """The method's name: `ngram`, `draft_model`, ..."""
     vocab_size: int | None
     """Size of the drafter's vocabulary; None when the method works on token ids of any vocabulary."""
+    traits = Traits()
 
+    @abc.abstractmethod
     def open(
         self,
         request_id: str,
@@ -71,6 +103,7 @@ class Proposer(Protocol):
     ) -> None:
         """Start a mirror of this request, replacing one of the same id."""
 
+    @abc.abstractmethod
     def commit_batch(self, commits: Commits) -> np.ndarray:
         """Keep the parts of the tails that agree, drop the rest. Repeated and late commits are harmless.
 
@@ -79,6 +112,7 @@ class Proposer(Protocol):
             then asks for a fresh `open`.
         """
 
+    @abc.abstractmethod
     def extend(self) -> list[str]:
         """Extend the tails of requests that have room in their window: autoregressive methods by one token
         each in one batched forward, others by as much as they like.
@@ -88,6 +122,7 @@ class Proposer(Protocol):
             is no guess. Empty when there was nothing to do: the caller may then sleep until a message comes.
         """
 
+    @abc.abstractmethod
     def tails(self, request_ids: Sequence[str]) -> Tails:
         """The guesses as they are now.
 
@@ -95,14 +130,31 @@ class Proposer(Protocol):
             KeyError: A request is not open.
         """
 
+    @abc.abstractmethod
     def close(self, request_id: str, finished: bool = True) -> None:
         """Forget the request; unknown ids are ignored. `finished`: its output is complete and may be learned from."""
 
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        """Take new weights (name → tensor); methods without weights ignore them."""
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
+        """Take new weights (name → tensor). Default: there are none."""
+
+    def add_features(self, request_id: str, features: Sequence[Features]) -> None:  # noqa: B027
+        """States of consecutive sequence positions came along with the last `open` or `commit`. They may overlap with
+        earlier ones or leave gaps; unknown requests are ignored. Called where the traits say `reads_features`."""
+
+    def forget_history(self) -> None:  # noqa: B027
+        """Forget finished outputs; open requests stay. Does something where the traits say `keeps_history`."""
+
+    @classmethod
+    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
+        """Make the proposer of a section of `drafters` for this target, on `device` (`cpu` or `cuda`).
+
+        Raises:
+            ModelLoadError: Its model cannot be loaded or served.
+        """
+        return cls(config)  # type: ignore[call-arg]  # the contract of a class that does not override this
 
 
-class RowProposer(Proposer, Protocol):
+class RowProposer(Proposer):
     """A proposer that goes from request to request; the base class of most."""
 
     @abc.abstractmethod
@@ -131,20 +183,3 @@ class RowProposer(Proposer, Protocol):
             np.array(list(map(len, tails)), np.int32),
             np.array([token for tail in tails for token in tail], np.int32),
         )
-
-
-@runtime_checkable
-class ReadsFeatures(Protocol):
-    """A proposer that also works on the target's hidden states."""
-
-    def add_features(self, request_id: str, features: Sequence[Features]) -> None:
-        """States of consecutive sequence positions came along with the last `open` or `commit`. They may overlap with
-        earlier ones or leave gaps; unknown requests are ignored."""
-
-
-@runtime_checkable
-class KeepsHistory(Protocol):
-    """A proposer that learns from finished outputs."""
-
-    def forget_history(self) -> None:
-        """Forget all of them; open requests stay."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import abc
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 from specactor_ray.drafters.base import RowProposer
 from specactor_ray.drafters.mirror import CommitOutcome, RequestMirror
@@ -50,7 +50,6 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
         ValueError: An argument is out of range.
     """
 
-    method: str
     vocab_size: int | None = None
 
     def __init__(self, min_match: int, max_match: int, history_tokens: int, max_batch: int) -> None:
@@ -143,9 +142,6 @@ class CopyingProposer(RowProposer, Generic[RequestT]):
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._let_go(request_id, request, finished)
-
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        """There are none. Earlier outputs stay, the new policy resembles the old one."""
 
     def _refuse(self, request_id: str, base_len: int) -> None:
         self._refused[request_id] = base_len

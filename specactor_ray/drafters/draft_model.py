@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafters.base import RowProposer
 from specactor_ray.drafters.mirror import RequestMirror
+from specactor_ray.drafters.registry import BUILT_IN
 from specactor_ray.drafters.sound_rows import sample_sound_rows
 from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.loading import load_model
 from specactor_ray.modeling.ragged_cache import CacheRow
 from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
 from specactor_ray.sampling import own_noise, warm_up
@@ -61,6 +64,7 @@ class DraftModelProposer(RowProposer):
     """
 
     method = "draft_model"
+    traits = BUILT_IN[method].traits
 
     def __init__(self, model: RaggedModel, max_batch: int = 64, shared_noise: bool = True) -> None:
         self._model = model
@@ -71,6 +75,12 @@ class DraftModelProposer(RowProposer):
         self.vocab_size: int | None = model.vocab_size
         self.max_len = min(model.max_positions, model.cache.slots)
         warm_up()
+
+    @classmethod
+    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
+        assert config.model is not None  # validated
+        model = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
+        return cls(RaggedModel(model, int(config.kv_cache_gb * 2**30)), config.max_batch, config.shared_noise)
 
     def open(
         self,

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafters.base import RowProposer
 from specactor_ray.drafters.mirror import RequestMirror
+from specactor_ray.drafters.registry import BUILT_IN
 from specactor_ray.drafters.sound_rows import sample_sound_rows
 from specactor_ray.messages import Features, SamplingParams
+from specactor_ray.modeling.eagle_checkpoint import load_head
 from specactor_ray.modeling.eagle_runner import EagleChunk, EagleRunner
 from specactor_ray.modeling.ragged_cache import CacheRow
 from specactor_ray.modeling.wire import from_wire
@@ -107,6 +110,7 @@ class EagleProposer(RowProposer):
     """
 
     method = "eagle"
+    traits = BUILT_IN[method].traits
 
     def __init__(self, runner: EagleRunner, max_batch: int = 64, shared_noise: bool = True) -> None:
         self._runner, self._shared_noise = runner, shared_noise
@@ -116,6 +120,13 @@ class EagleProposer(RowProposer):
         self.vocab_size: int | None = runner.config.vocab_size
         self.max_len = min(int(runner.config.layer.get("max_position_embeddings", 1 << 30)), runner.cache.slots)
         warm_up()
+
+    @classmethod
+    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
+        assert config.model is not None  # validated
+        trust = target.trust_remote_code
+        head = load_head(config.model, target.model, dtype=config.dtype, device=device, trust_remote_code=trust)
+        return cls(EagleRunner(head, int(config.kv_cache_gb * 2**30)), config.max_batch, config.shared_noise)
 
     def open(
         self,

@@ -18,9 +18,13 @@ The tail never enters the index: a wrong guess is rolled back by forgetting it.
 
 from __future__ import annotations
 
+from typing import Self
+
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafters.copying import CopyingProposer
 from specactor_ray.drafters.history import History, PromptHistory
 from specactor_ray.drafters.mirror import CommitOutcome, RequestMirror
+from specactor_ray.drafters.registry import BUILT_IN
 from specactor_ray.drafters.suffix_index import SuffixIndex
 
 DEFAULT_HISTORY_TOKENS = 1 << 16
@@ -44,12 +48,18 @@ class NgramProposer(CopyingProposer[_Request]):
     """
 
     method = "ngram"
+    traits = BUILT_IN[method].traits
 
     def __init__(
         self, min_match: int = 2, max_match: int = 8, history_tokens: int = DEFAULT_HISTORY_TOKENS, max_batch: int = 64
     ) -> None:
         super().__init__(min_match, max_match, history_tokens, max_batch)
         self._history = History(history_tokens, min_match, max_match) if history_tokens else None
+
+    @classmethod
+    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
+        kept = DEFAULT_HISTORY_TOKENS if config.history_tokens is None else config.history_tokens
+        return cls(config.min_match, config.max_match, kept, config.max_batch)
 
     def forget_history(self) -> None:
         """Forget earlier outputs. Requests that are open do not learn from new ones either."""

@@ -1,75 +1,87 @@
-"""Draft methods by name; each is imported only when it is asked for."""
+"""Draft methods by name, and what each of them is. Imports a proposer only when it is asked for."""
 
 from __future__ import annotations
 
-from specactor_ray.config.named import require_proposer
-from specactor_ray.config.schema import DRAFT_METHODS, DrafterConfig, TargetConfig
-from specactor_ray.drafters.base import RowProposer
-from specactor_ray.errors import ConfigError
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from specactor_ray.config.named import import_named, is_named
+from specactor_ray.drafters.base import Checkpoint, Proposer, RowProposer, Traits
+from specactor_ray.errors import ConfigError, clipped, clipped_text
+
+if TYPE_CHECKING:
+    from specactor_ray.config.schema import DrafterConfig, TargetConfig
+
+
+class BuiltIn(NamedTuple):
+    """A method that comes with the package, described without importing it: its module loads torch or numba."""
+
+    place: str
+    """`module:Class` below `specactor_ray.drafters`."""
+    traits: Traits
+    keys: tuple[str, ...] = ()
+    """Keys of its section that no other built-in method uses."""
+
+
+BUILT_IN = {
+    "ngram": BuiltIn("ngram:NgramProposer", Traits(looks_up=True, keeps_history=True)),
+    "suffix": BuiltIn(
+        "suffix:SuffixProposer",
+        Traits(looks_up=True, keeps_history=True, draws_noise=True),
+        ("length_factor", "min_probability"),
+    ),
+    "draft_model": BuiltIn("draft_model:DraftModelProposer", Traits(draws_noise=True, checkpoint=Checkpoint.MODEL)),
+    "eagle": BuiltIn("eagle:EagleProposer", Traits(reads_features=True, draws_noise=True, checkpoint=Checkpoint.HEAD)),
+}
+
+
+def traits(method: str, key: str = "drafters.N.method") -> Traits:
+    """What a method's proposers are. That of a user's own class is found by importing it.
+
+    Raises:
+        ConfigError: There is no such method; `key` is named.
+    """
+    built_in = BUILT_IN.get(method)
+    return built_in.traits if built_in is not None else _class_of(method, key).traits
+
+
+def reads_head(method: str) -> bool:
+    """Whether `drafters.N.model` of the method names an EAGLE head, not a model."""
+    return traits(method).checkpoint is Checkpoint.HEAD
 
 
 def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> RowProposer:
     """Make the configured proposer for this target on `device` (`cpu` or `cuda`).
 
     Raises:
-        ConfigError: The method is unknown or lacks its model.
+        ConfigError: There is no such method.
         ModelLoadError: Its model cannot be loaded or served.
     """
-    if config.method == "ngram":
-        from specactor_ray.drafters import ngram
-
-        kept = ngram.DEFAULT_HISTORY_TOKENS if config.history_tokens is None else config.history_tokens
-        return ngram.NgramProposer(config.min_match, config.max_match, kept, config.max_batch)
-    if config.method == "suffix":
-        return _build_suffix(config)
-    if config.method == "draft_model":
-        return _build_draft_model(config, device)
-    if config.method == "eagle":
-        return _build_eagle(config, target, device)
-    if ":" in config.method:
-        return _build_custom(config)
-    raise ConfigError("drafters.method", f"unknown method {config.method!r}; known: {', '.join(DRAFT_METHODS)}.")
+    return _class_of(config.method, "drafters.N.method").from_config(config, target, device)
 
 
-def _build_custom(config: DrafterConfig) -> RowProposer:
-    """A user's own proposer, `package.module:Class`, made with its configuration section."""
-    proposer: RowProposer = require_proposer(config.method, "drafters.N.method")(config)
-    return proposer
+def _class_of(method: str, key: str) -> type[RowProposer]:
+    """Import the class of a method: built in, or a user's own as `package.module:Class`."""
+    if method not in BUILT_IN and not is_named(method):
+        raise ConfigError(key, f"unknown method {method!r}; known: {', '.join(BUILT_IN)}.")
+    found = import_named(f"{__package__}.{BUILT_IN[method].place}" if method in BUILT_IN else method, key)
+    _check(found, clipped_text(method), key)
+    proposer_class: type[RowProposer] = found
+    return proposer_class
 
 
-def _build_suffix(config: DrafterConfig) -> RowProposer:
-    from specactor_ray.drafters import suffix
-
-    return suffix.SuffixProposer(
-        config.min_match,
-        config.max_match,
-        suffix.DEFAULT_HISTORY_TOKENS if config.history_tokens is None else config.history_tokens,
-        config.max_batch,
-        config.length_factor,
-        config.min_probability,
-        shared_noise=config.shared_noise,
-    )
-
-
-def _build_draft_model(config: DrafterConfig, device: str) -> RowProposer:
-    from specactor_ray.drafters.draft_model import DraftModelProposer
-    from specactor_ray.modeling.loading import load_model
-    from specactor_ray.modeling.ragged_model import RaggedModel
-
-    if config.model is None:
-        raise ConfigError("drafters.model", "the method draft_model needs a model.", "name a model directory or id")
-    model = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
-    ragged = RaggedModel(model, int(config.kv_cache_gb * 2**30))
-    return DraftModelProposer(ragged, config.max_batch, config.shared_noise)
-
-
-def _build_eagle(config: DrafterConfig, target: TargetConfig, device: str) -> RowProposer:
-    from specactor_ray.drafters.eagle import EagleProposer
-    from specactor_ray.modeling.eagle_checkpoint import load_head
-    from specactor_ray.modeling.eagle_runner import EagleRunner
-
-    if config.model is None:
-        raise ConfigError("drafters.model", "the method eagle needs a head.", "name its directory")
-    trust = target.trust_remote_code
-    head = load_head(config.model, target.model, dtype=config.dtype, device=device, trust_remote_code=trust)
-    return EagleProposer(EagleRunner(head, int(config.kv_cache_gb * 2**30)), config.max_batch, config.shared_noise)
+def _check(found: Any, method: str, key: str) -> None:
+    """Refuse what is no complete proposer, and traits that contradict its methods."""
+    missing = [name for name, value in vars(Proposer).items() if callable(value) and not hasattr(found, name)]
+    missing += sorted(getattr(found, "__abstractmethods__", ()))
+    if missing or not (isinstance(found, type) and issubclass(found, Proposer)):
+        lacks = f"it lacks {', '.join(missing)}" if missing else f"{clipped(found)} is not derived from it"
+        fix = "derive it from specactor_ray.drafters.base.RowProposer."
+        raise ConfigError(key, f"{method} is no proposer: {lacks}.", fix)
+    if not isinstance(found.traits, Traits):
+        problem = f"{method}.traits is {clipped(found.traits)}."
+        raise ConfigError(key, problem, "use an instance of specactor_ray.drafters.base.Traits.")
+    for trait, name in (("reads_features", "add_features"), ("keeps_history", "forget_history")):
+        has = getattr(found, name) is not getattr(Proposer, name)
+        if has != getattr(found.traits, trait):
+            problem = f"{method} {'has' if has else 'lacks'} {name}, but its traits say {trait}={not has}."
+            raise ConfigError(key, problem, f"set {trait}={has} in its traits, or {'drop' if has else 'add'} {name}.")

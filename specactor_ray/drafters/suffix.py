@@ -20,11 +20,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
+from typing import Self
 
 import numpy as np
 
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafters.copying import CopyingProposer
 from specactor_ray.drafters.mirror import CommitOutcome, RequestMirror
+from specactor_ray.drafters.registry import BUILT_IN
 from specactor_ray.drafters.run_history import GROUP, RUN, Output, RunHistory
 from specactor_ray.drafters.token_log import Draft, Noise, Text, TokenLog, warm_up
 
@@ -71,6 +74,7 @@ class SuffixProposer(CopyingProposer[_Request]):
     """
 
     method = "suffix"
+    traits = BUILT_IN[method].traits
 
     def __init__(
         self,
@@ -92,6 +96,12 @@ class SuffixProposer(CopyingProposer[_Request]):
         self._history_shape = (history_tokens, min_match, max_match, max_batch)
         self._history = RunHistory(*self._history_shape) if history_tokens else None
         warm_up()
+
+    @classmethod
+    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
+        kept = DEFAULT_HISTORY_TOKENS if config.history_tokens is None else config.history_tokens
+        limits = (config.min_match, config.max_match, kept, config.max_batch)
+        return cls(*limits, config.length_factor, config.min_probability, shared_noise=config.shared_noise)
 
     def forget_history(self) -> None:
         """Forget the run's outputs. Requests that are open do not add to new ones."""

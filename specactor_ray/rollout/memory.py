@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig, reads_features
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig
+from specactor_ray.drafters.registry import reads_head
 from specactor_ray.errors import ConfigError
 from specactor_ray.modeling.loading import load_empty_model, parse_dtype
 
@@ -57,7 +58,7 @@ def _held_by(drafter: DrafterConfig, target: TargetConfig) -> float:
     """Bytes of one draft actor."""
     if not drafter.model:
         return PROCESS_BYTES
-    if reads_features(drafter):
+    if reads_head(drafter.method):
         size = sum(parameter.numel() for parameter in empty_head(drafter, target).parameters())
     else:
         size, _ = count_parameters(drafter.model, drafter.trust_remote_code)

@@ -14,6 +14,7 @@ import numpy as np
 
 from specactor_ray.cluster.cores import cores_needed
 from specactor_ray.cluster.discovery import is_connected
+from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.config.validate import MAX_WINDOW, validate
 from specactor_ray.errors import ConfigError
@@ -254,10 +255,9 @@ def ladder_priors(config: Config) -> dict[str, float]:
         return {}
     profile, _ = usable_profile(config, config.plan_force)
     priors = {}
-    for drafter in config.drafters:
-        method, window = profile.methods.get(drafter.method), drafter.window or config.speculation.window
-        if method is not None:
-            priors[drafter.method] = share_right(method.survival[: window + 1])
+    for drafter in drafter_specs(config).values():
+        if (method := profile.methods.get(drafter.method)) is not None:
+            priors[drafter.method] = share_right(method.survival[: drafter.window + 1])
     return priors
 
 

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from specactor_ray.cluster.discovery import is_connected, require_listener, resolve_address
-from specactor_ray.config.named import is_named, require_proposer
-from specactor_ray.config.schema import Config, ModeName, reads_features
+from specactor_ray.config.drafter_spec import drafter_specs
+from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.drafters.base import Checkpoint
+from specactor_ray.drafters.registry import reads_head
 from specactor_ray.errors import ConfigError, ModelLoadError
 from specactor_ray.modeling.loading import (
     load_model_config,
@@ -65,7 +67,7 @@ def require_named(config: Config) -> None:
     folder = require_named_model("target.model", config.target.model)
     for index, drafter in enumerate(config.drafters if config.mode is not ModeName.plain else ()):
         if drafter.model:
-            require_named_model(f"drafters.{index}.model", drafter.model, reads_features(drafter))
+            require_named_model(f"drafters.{index}.model", drafter.model, reads_head(drafter.method))
     if folder is not None:
         facts = read_config(folder)
         _reject_encoder_decoder(config, SimpleNamespace(**facts))
@@ -84,9 +86,7 @@ def require_parts(config: Config) -> None:
     """
     if config.target.backend == "vllm":
         require_vllm()
-    for index, drafter in enumerate(config.drafters if config.mode is not ModeName.plain else ()):
-        if is_named(drafter.method):
-            require_proposer(drafter.method, f"drafters.{index}.method")
+    drafter_specs(config)
     if config.cluster.address != "local" and not is_connected():
         require_listener(resolve_address(config.cluster.address))
 
@@ -231,11 +231,15 @@ def export_what_drafters_read(config: Config) -> Config:
     """The configuration with `target.hidden_layers` set to what its EAGLE head reads; unchanged without one.
 
     Raises:
-        ConfigError: `target.hidden_layers` is set to something else.
+        ConfigError: `target.hidden_layers` is set to something else, or not set for a user's own reader of features.
         ModelLoadError: The head cannot be found, or was made for another target.
     """
-    heads = [(i, d.model) for i, d in enumerate(config.drafters) if reads_features(d) and d.model]
-    if not heads or config.mode is ModeName.plain:
+    readers = [(i, d) for i, d in enumerate(drafter_specs(config).values()) if d.traits.reads_features]
+    heads = [(i, d.model) for i, d in readers if d.traits.checkpoint is Checkpoint.HEAD and d.model]
+    if readers and not heads and not config.target.hidden_layers:
+        problem = f"drafters.{readers[0][0]} reads the target's hidden states, and none are exported."
+        raise ConfigError("target.hidden_layers", problem, "list the decoder layers it reads, such as [2, 15, 28].")
+    if not heads:
         return config
     from specactor_ray.modeling.eagle_checkpoint import read_head_config
 
@@ -307,7 +311,7 @@ def check_drafters_fit_target(config: Config) -> Any:
     target = load_target_config(config)
     if config.mode is not ModeName.plain:
         for index, drafter in enumerate(config.drafters):
-            if drafter.model is None or reads_features(drafter):  # a head is checked on its own
+            if drafter.model is None or reads_head(drafter.method):  # a head is checked on its own
                 continue
             draft = _load_config(f"drafters.{index}.model", drafter.model, drafter.trust_remote_code)
             if draft.vocab_size != target.vocab_size:

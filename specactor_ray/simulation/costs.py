@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from specactor_ray.config.schema import HISTORY_METHODS, DrafterConfig, ModeName
+from specactor_ray.config.schema import DrafterConfig, ModeName
+from specactor_ray.drafters.registry import traits
 from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.hardware import Hardware, ProfiledHardware, RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import find_model, load_models
@@ -78,7 +79,7 @@ def _drafting(scenario: ScenarioConfig, hardware: Hardware) -> dict[str, DraftTi
 
 
 def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_ms: float | None) -> DraftTime:
-    is_lookup = drafter.method in HISTORY_METHODS
+    is_lookup = traits(drafter.method, f"config.drafters.{index}.method").looks_up
     if forward_ms is not None:
         return DraftTime(LinearTime(forward_ms / 1e3), is_lookup)
     try:

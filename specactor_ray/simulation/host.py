@@ -7,10 +7,10 @@ from typing import Any
 
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.config.schema import HISTORY_METHODS, DrafterConfig, TargetConfig
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.controller.state import VerifierSpec
 from specactor_ray.drafters.base import Proposer
-from specactor_ray.drafters.registry import build_proposer
+from specactor_ray.drafters.registry import build_proposer, traits
 from specactor_ray.messages import WeightSet
 from specactor_ray.simulation.clairvoyant import ClairvoyantDrafting
 from specactor_ray.simulation.engine import SimulatedEngine
@@ -54,7 +54,7 @@ class SimulatedHost(ActorHost):
         """What lookups find in a recorded text is found for real."""
         world, clock, name = self._world, self._clock, self._actor.name
         clock.work(world.times.load_s)
-        if drafter.method in HISTORY_METHODS and isinstance(world.text, RecordedText):
+        if traits(drafter.method).looks_up and isinstance(world.text, RecordedText):
             return TimedProposer(build_proposer(drafter, target, device), clock, world, name)
         return SimulatedProposer(name, drafter.method, clock, world, self._network.rng.random)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.drafters.base import Commits, Proposer, Tails
+from specactor_ray.drafters.base import Commits, Proposer, Tails, Traits
 from specactor_ray.messages import SamplingParams
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.text import NO_GUESS
@@ -16,7 +16,7 @@ from specactor_ray.simulation.world import World
 _FIRST_SLOTS = 64
 
 
-class SimulatedProposer:
+class SimulatedProposer(Proposer):
     """Guesses what the world's text says that its method guesses.
 
     A forward drafts one token for every request that has room in its window; a lookup fills all windows at once, as far
@@ -39,6 +39,7 @@ class SimulatedProposer:
         self.method, self.vocab_size = method, world.text.vocab_size
         self._name, self._clock, self._world, self._random = name, clock, world, random
         self._time = world.draft_time(method)
+        self.traits = Traits(looks_up=self._time.is_lookup)
         self._slots: dict[str, int] = {}
         self._guesses: dict[int, np.ndarray] = {}
         """Slot → the guess at each position of the output."""
@@ -174,7 +175,7 @@ class SimulatedProposer:
         self._clock.work(self._world.times.sync_s)
 
 
-class TimedProposer:
+class TimedProposer(Proposer):
     """A real lookup over recorded tokens, which takes as long as a cost model says.
 
     Args:
@@ -185,9 +186,7 @@ class TimedProposer:
     """
 
     def __init__(self, inner: Proposer, clock: VirtualClock, world: World, name: str) -> None:
-        self.method, self.vocab_size = inner.method, inner.vocab_size
-        self.commit_batch, self.tails, self.load_weights = inner.commit_batch, inner.tails, inner.load_weights
-        self.forget_history = getattr(inner, "forget_history", lambda: None)
+        self.method, self.vocab_size, self.traits = inner.method, inner.vocab_size, inner.traits
         self._inner, self._clock, self._world, self._name = inner, clock, world, name
         self._open: dict[str, None] = {}
         self._time = world.draft_time(inner.method)
@@ -196,6 +195,15 @@ class TimedProposer:
         self._inner.open(request_id, *arguments)
         self._open[request_id] = None
         self._world.record.streams(self._name, len(self._open), 0)  # lookups keep no cache
+
+    def commit_batch(self, commits: Commits) -> np.ndarray:
+        return self._inner.commit_batch(commits)
+
+    def tails(self, request_ids: Sequence[str]) -> Tails:
+        return self._inner.tails(request_ids)
+
+    def forget_history(self) -> None:
+        self._inner.forget_history()
 
     def close(self, request_id: str, finished: bool = True) -> None:
         self._inner.close(request_id, finished)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.config.load import load_as
-from specactor_ray.config.schema import DRAFT_METHODS, HISTORY_METHODS, Config, ModeName
+from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import validate
+from specactor_ray.drafters.registry import BUILT_IN
 from specactor_ray.errors import ConfigError
 from specactor_ray.rollout.planning import Devices, resolve_mode
 
@@ -288,15 +289,14 @@ def _check_skills(scenario: ScenarioConfig) -> None:
                 raise ConfigError(f"skills.{index}.{name}", f"{getattr(skill, name)} is out of range.", "use 0 to 10.")
     used = {drafter.method for drafter in scenario.config.drafters}
     for index, skill in enumerate(scenario.skills):
-        if skill.method not in DRAFT_METHODS and skill.method not in used:
+        if skill.method not in BUILT_IN and skill.method not in used:
             problem = f"{skill.method!r} is no draft method."
-            raise ConfigError(f"skills.{index}.method", problem, f"use one of {', '.join(DRAFT_METHODS)}.")
+            raise ConfigError(f"skills.{index}.method", problem, f"use one of {', '.join(BUILT_IN)}.")
     known = {skill.method for skill in scenario.skills}
     if len(known) < len(scenario.skills):
         raise ConfigError("skills", "a method is named twice.", "keep one element per method.")
     for index, drafter in enumerate(scenario.config.drafters if scenario.config.mode is not ModeName.plain else ()):
-        looked_up = drafter.method in HISTORY_METHODS and scenario.workload.trajectories is not None
-        if drafter.method not in known and not looked_up and scenario.workload.trajectories is None:
+        if drafter.method not in known and scenario.workload.trajectories is None:
             problem = f"nothing is said about how good {drafter.method} is."
             raise ConfigError(
                 f"config.drafters.{index}", problem, f"add an element to skills: {{method: {drafter.method}}}"

@@ -47,22 +47,23 @@ class Places:
 
     def methods(self, looks_up: bool) -> list[str]:
         """Methods that look up, or the others."""
-        return list(dict.fromkeys(one.method for one in self.drafters.values() if one.looks_up == looks_up))
+        specs = [one.spec for one in self.drafters.values()]
+        return list(dict.fromkeys(one.method for one in specs if one.traits.looks_up == looks_up))
 
     def take(self, seat: int, row: int) -> None:
         """The drafter will draft for the request."""
         self.wanted[seat, row] = True
         self.loads[seat] += 1
-        self.served[row].add(self.drafters[seat].method)
+        self.served[row].add(self.drafters[seat].spec.method)
 
     def keep(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Keep these (seat, row) pairs while the drafter has room; when levelling, its even share of those of its
         method at most."""
         pairs = list(pairs)
-        held = Counter(self.drafters[seat].method for seat, _ in pairs)
-        peers = Counter(one.method for one in self.drafters.values())
+        held = Counter(self.drafters[seat].spec.method for seat, _ in pairs)
+        peers = Counter(one.spec.method for one in self.drafters.values())
         for seat, row in pairs:
-            one = self.drafters[seat]
+            one = self.drafters[seat].spec
             most = min(one.max_batch, held[one.method] // peers[one.method]) if self._level else one.max_batch
             if self.loads[seat] < most and one.method not in self.served[row]:
                 self.take(seat, row)
@@ -71,7 +72,9 @@ class Places:
         """Have a drafter of this method with room take the request: the one that has it already, or the least loaded.
         Returns False if none has room."""
         loads, drafters = self.loads, self.drafters
-        free = [seat for seat, one in drafters.items() if one.method == method and loads[seat] < one.max_batch]
+        free = [
+            seat for seat, one in drafters.items() if one.spec.method == method and loads[seat] < one.spec.max_batch
+        ]
         if free:
             self.take(min(free, key=lambda n: (loads[n] * self._level, not self._assigned[n, row], loads[n])), row)
         return bool(free)
@@ -92,7 +95,7 @@ class Places:
             methods: Those that may join.
         """
         drafters, there = self.drafters, np.argwhere(self._assigned & ~self.wanted).tolist()
-        self.keep((seat, row) for seat, row in there if seat in drafters and drafters[seat].method in methods)
+        self.keep((seat, row) for seat, row in there if seat in drafters and drafters[seat].spec.method in methods)
         for straggler in stragglers:
             for method in methods:
                 if method not in self.served[straggler]:
@@ -160,8 +163,8 @@ class Assigner:
         here = np.zeros((len(assigned), len(rows)))
         """`(seats, rows)` the same of the models that draft for it."""
         for seat, one in places.drafters.items():
-            if not one.looks_up:
-                here[seat] = assigned[seat, rows] * promised[models.index(one.method)]
+            if not one.spec.traits.looks_up:
+                here[seat] = assigned[seat, rows] * promised[models.index(one.spec.method)]
         base, best = here.argmax(axis=0), here.max(axis=0)
         has = best > 0.0
         gain = np.where(has, promised.max(axis=0, initial=0.0), 0.0) / np.where(has, best, 1.0)

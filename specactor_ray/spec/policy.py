@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.spec import _kernels
 from specactor_ray.spec.acceptance import BUCKET_NAMES, Acceptance
@@ -34,12 +35,7 @@ class Drafter:
     """The drafter in a seat, as the policy sees it."""
 
     drafter_id: str
-    method: str
-    window: int
-    max_batch: int
-    """b_max: most requests it may draft for."""
-    looks_up: bool = False
-    """It finds guesses in microseconds and learns from what it follows: it follows all requests it has room for."""
+    spec: DrafterSpec
     token_s: float = 0.0
     """D: seconds in which a model drafts a token for each of its requests, as it says; 0 if unknown."""
     token_rows: int = 0
@@ -92,11 +88,11 @@ class Policy:
 
     def plan_rounds(self, rows: np.ndarray) -> int:
         """How many tokens drafters that take turns with the verifier draft for each request before the step."""
-        drafters = [one for one in self.drafters.values() if not one.looks_up]
+        drafters = [one for one in self.drafters.values() if not one.spec.traits.looks_up]
         longest = self._longest(rows)
         if not longest.any() or not self.cost.is_known:
             return 0
-        most = max(one.window for one in drafters)
+        most = max(one.spec.window for one in drafters)
         if self._config.verify is VerifyPolicy.all:
             return most
         for one in drafters:
@@ -158,8 +154,8 @@ class Policy:
     def predict(self, method: str, probability: np.ndarray) -> np.ndarray:
         """Tokens per second of a request that this method drafts for alone, in its best window; plain decoding if that
         is faster."""
-        mine = [drafter for drafter in self.drafters.values() if drafter.method == method]
-        window, token_s = max(one.window for one in mine), max(one.token_s for one in mine)
+        mine = [drafter for drafter in self.drafters.values() if drafter.spec.method == method]
+        window, token_s = max(one.spec.window for one in mine), max(one.token_s for one in mine)
         verify_s = self.cost.curve(self.rows, self.rows * window)[:: self.rows]
         return np.maximum(window_rates(probability, window, token_s, verify_s).max(axis=1), 1.0 / verify_s[0])
 
@@ -167,7 +163,7 @@ class Policy:
         """The draft ladder as plain data: acceptance and predicted speed of each method, per range of output positions
         at which it was tried."""
         acceptance, standings = self.acceptance, []
-        token_s = {one.method: one.token_s for one in self.drafters.values()}
+        token_s = {one.spec.method: one.token_s for one in self.drafters.values()}
         for method in token_s:
             number = acceptance.number(method)
             chances, drafted = acceptance.of_method()[number], acceptance.evidence[1, number]
@@ -192,8 +188,8 @@ class Policy:
         """int32 `(seats, rows)`: how long models may make the tails; 0 where none drafts."""
         windows = np.zeros(len(self.table.method), np.int32)
         for seat, drafter in self.drafters.items():
-            if drafter.able and not drafter.looks_up:
-                windows[seat] = drafter.window
+            if drafter.able and not drafter.spec.traits.looks_up:
+                windows[seat] = drafter.spec.window
         return np.where(self.table.assigned.take(rows, axis=1), windows[:, None], 0).astype(np.int32)
 
     def _room(self, rows: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.messages import SamplingParams, TailBatch
 from specactor_ray.queues import inbox
@@ -77,7 +78,7 @@ class Drafting:
         for drafter_id in [name for name in links if name not in known]:
             number, link = next(n for n in range(len(seats) + 1) if n not in seats), links[drafter_id]
             self.table.fit_seats(number + 1)
-            self.table.clear_seat(number, self.policy.acceptance.number(link.method))
+            self.table.clear_seat(number, self.policy.acceptance.number(link.spec.method))
             seats[number] = Seat(number, next(self._sessions), drafter_id, link, self.table, self.features)
         self._let_go(self.assigner.revise(level=True))
         self.policy.suspension.end()
@@ -166,7 +167,9 @@ class Drafting:
 def warm_up() -> None:
     """Compile the kernels of `spec/` for the types they are called with: seconds where numba's cache is cold."""
     table, acceptance, cost = RequestTable(1), Acceptance(), StepCost()
-    policy = Policy(SpeculationConfig(window=1), table, acceptance, cost, {0: Drafter("", "", 1, 1)})
+    policy = Policy(
+        SpeculationConfig(window=1), table, acceptance, cost, {0: Drafter("", DrafterSpec(window=1, max_batch=1))}
+    )
     cost.record(1, 1.0)
     rows = np.array([table.open(TargetRequest(str(i), (0,), SamplingParams())) for i in range(2)], np.int32)
     zero = np.zeros(2, np.int32)

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
-from specactor_ray.drafters.base import KeepsHistory
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import TailBatch, ToRollout
 from specactor_ray.queues.link import Link, direct_sender
@@ -112,15 +111,14 @@ class VerifyLoop(Loop):
 
         def load() -> None:
             for drafter in self._hosted:
-                if drafter.method == method:
+                if drafter.spec.method == method:
                     drafter.loop.proposer.load_weights(version, state_dict)
 
         return self.call(load)
 
     def forget_history(self) -> Future[None]:
         """Let the drafters of this process forget earlier outputs."""
-        known = [drafter.loop.proposer for drafter in self._hosted if isinstance(drafter.loop.proposer, KeepsHistory)]
-        return self.call(lambda: [one.forget_history() for one in known])  # type: ignore[func-returns-value]
+        return self.call(lambda: [one.loop.proposer.forget_history() for one in self._hosted])  # type: ignore[func-returns-value]
 
     def sleep(self) -> Future[None]:
         """Give up the cache's memory until `wake`."""
@@ -202,7 +200,7 @@ class VerifyLoop(Loop):
         if not len(drafting) or self._suspension.is_quiet:
             return 0.0
         for drafter in self._hosted:
-            if drafter.looks_up:
+            if drafter.spec.traits.looks_up:
                 drafter.loop.run_guarded()
         drafting.take_messages()
         drafting.revise(rows)
@@ -241,7 +239,7 @@ class VerifyLoop(Loop):
         self._requests.clear()
         self._engine.load_weights(version, state_dict)
         for drafter in self._hosted:
-            if drafter.follows_policy:
+            if drafter.spec.follow_policy:
                 try:
                     drafter.loop.proposer.load_weights(version, state_dict)
                 except Exception:

@@ -9,6 +9,7 @@ from itertools import accumulate, takewhile
 
 import numpy as np
 
+from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import CommitBatch, DraftOpen, Features
 from specactor_ray.queues.link import Link
@@ -25,23 +26,15 @@ MOST_READ = 4096
 class DrafterLink:
     """How to reach one drafter, and what it is."""
 
-    method: str
-    window: int
+    spec: DrafterSpec
     link: Link[CommitBatch]
-    max_batch: int = 64
-    reads_features: bool = False
-    """It is sent the target's hidden states."""
-    looks_up: bool = False
-    """It looks guesses up and learns from the outputs it follows."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class HostedDrafter(DrafterLink):
     """A drafter in the verifier's own process, whose loop drives it; `link` leads to it."""
 
     loop: DraftLoop
-    follows_policy: bool = False
-    """It takes over every version of the target's weights."""
 
 
 class FeatureLog:
@@ -82,14 +75,14 @@ class Seat(Drafter):
     def __init__(
         self, number: int, session: int, drafter_id: str, link: DrafterLink, table: RequestTable, features: FeatureLog
     ) -> None:
-        super().__init__(drafter_id, link.method, link.window, link.max_batch, link.looks_up)
+        super().__init__(drafter_id, link.spec)
         self.link = link.link
-        self.takes_turns = isinstance(link, HostedDrafter) and not link.looks_up
+        self.takes_turns = isinstance(link, HostedDrafter) and not self.spec.traits.looks_up
         self.postponed = 0
         """Deliveries that were left out, as it works only when the verifier lets it."""
         self.number, self._table = number, table
         self._session, self._begun = session, False
-        self._features = features if link.reads_features else None
+        self._features = features if self.spec.traits.reads_features else None
         self._closed: dict[tuple[int, int], bool] = {}
         """Row and generation of requests that it has to let go → whether they are finished."""
         self._last: list[tuple[int, int, int, np.ndarray]] = []
@@ -100,12 +93,13 @@ class Seat(Drafter):
         self._closed.setdefault((row, generation), False)
 
     def end(self, row: int, finished: bool) -> None:
-        """A request that it drafts for leaves its row. A lookup learns from a finished output up to its end. A request
+        """A request that it drafts for leaves its row. One that keeps history learns from a finished output up to its
+        end. A request
         that is yet to be opened (again) is closed, too: a place may be kept for it."""
         table, told = self._table, int(self._table.told[self.number, row])
         finished = finished and told >= 0
         generation, tokens = int(table.generation[row]), table.output[row, told : table.committed[row]]
-        if finished and self.looks_up and len(tokens):
+        if finished and self.spec.traits.keeps_history and len(tokens):
             self._last.append((row, generation, told, tokens.copy()))
         self._closed[row, generation] = finished
 
@@ -143,7 +137,7 @@ class Seat(Drafter):
 
     def _to_open(self, rows: list[int], deliveries: int) -> list[int]:
         """Those whose turn it is in as many deliveries; the others follow with the next."""
-        if self.looks_up:
+        if self.spec.traits.looks_up:
             return rows
         requests, committed = self._table.requests, self._table.committed
         sizes = (len(requests[row].prompt_token_ids) + int(committed[row]) for row in rows)  # type: ignore[union-attr]
@@ -158,7 +152,7 @@ class Seat(Drafter):
         output = tuple(table.output[row, :committed].tolist())
         handle = (row, int(table.generation[row]), request.request_id)
         features = self._features.since(row, -1) if self._features is not None else ()
-        return DraftOpen(*handle, request.prompt_token_ids, output, request.sampling, self.window, features)
+        return DraftOpen(*handle, request.prompt_token_ids, output, request.sampling, self.spec.window, features)
 
     def _untold_features(self, rows: np.ndarray) -> tuple[tuple[int, tuple[Features, ...]], ...]:
         """Of the positions behind those told: the newest one told is fed, and its state known, with the next commit."""

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from specactor_ray.actors.process import ActorHost
+from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, TargetConfig
 from specactor_ray.controller.state import Mode, VerifierSpec
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.mirrors import Mirrors
+from specactor_ray.drafters.base import Traits
 from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.drafters.registry import traits
 from specactor_ray.messages import CommitBatch, Features, SamplingParams, TailBatch
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec._kernels import Committed
@@ -25,11 +28,15 @@ from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 from tests.unit.spec.tables import Claim, batch, ints, request
 
 
+def spec_of(method: str) -> DrafterSpec:
+    return DrafterSpec(method, traits=traits(method))
+
+
 def opened_once() -> tuple[Drafting, list[CommitBatch], tuple[int, int]]:
     """A drafter `d` that was told of one request: its verifier's side, where it hears, and row and generation."""
     heard: list[CommitBatch] = []
     drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
-    drafting.set_drafters({"d": DrafterLink("m", 8, Link(direct_sender(heard.append)))})
+    drafting.set_drafters({"d": DrafterLink(DrafterSpec("m"), Link(direct_sender(heard.append)))})
     row = drafting.table.open(request("r"))
     drafting.revise(ints([row]))
     drafting.flush()
@@ -87,7 +94,7 @@ def test_what_a_seat_left_open_at_a_drafter_ends_with_the_next_seat() -> None:
         return under_way[-1]
 
     def link() -> dict[str, DrafterLink]:
-        return {"d": DrafterLink("ngram", 8, Link(deliver), looks_up=True)}
+        return {"d": DrafterLink(spec_of("ngram"), Link(deliver))}
 
     drafting.set_drafters(link())
     row = drafting.table.open(request("r"))
@@ -128,7 +135,7 @@ def ended() -> tuple[CommitBatch, tuple[int, ...]]:
         mirrors.take(message)
 
     drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
-    drafting.set_drafters({"d": DrafterLink("ngram", 8, Link(direct_sender(receive)), looks_up=True)})
+    drafting.set_drafters({"d": DrafterLink(spec_of("ngram"), Link(direct_sender(receive)))})
     row = drafting.table.open(request("r"))
     for step in range(3):
         drafting.revise(ints([row]))
@@ -164,8 +171,8 @@ def test_a_model_reads_some_prompts_at_a_time(looks_up: bool, left_out: int, del
     drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
     link = Link(direct_sender(heard.append))
     loop = DraftLoop("d", NgramProposer())
-    hosted = HostedDrafter("m", 8, link, looks_up=looks_up, loop=loop)
-    drafting.set_drafters({"d": hosted if left_out else DrafterLink("m", 8, link, looks_up=looks_up)})
+    spec = DrafterSpec("m", traits=Traits(looks_up=looks_up))
+    drafting.set_drafters({"d": HostedDrafter(spec, link, loop) if left_out else DrafterLink(spec, link)})
     sizes = {"a": 0.75, "b": 0.25, "c": 0.5, "d": 1.5, "e": 0.1}
     rows = []
     for name, size in sizes.items():
@@ -190,8 +197,8 @@ def test_a_head_is_told_the_states_that_became_known_with_each_commit() -> None:
     links = {name: Link(direct_sender(said.append)) for name, said in heard.items()}
     drafting.set_drafters(
         {
-            "head": DrafterLink("eagle", 8, links["head"], reads_features=True),
-            "lookup": DrafterLink("ngram", 8, links["lookup"], looks_up=True),
+            "head": DrafterLink(spec_of("eagle"), links["head"]),
+            "lookup": DrafterLink(spec_of("ngram"), links["lookup"]),
         }
     )
     row, other = (drafting.table.open(request(name)) for name in "ab")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.load import from_mapping
 from specactor_ray.controller.groups import Service, assign_drafters, group_of
 from specactor_ray.controller.members import Member, PeerNews, next_view
@@ -107,7 +108,7 @@ class Cast:
 
     def tell(self) -> dict[str, set[str]]:
         """Member → its peers."""
-        self.view = next_view(self.view, list(self.members.values()), self.config, {}, {})
+        self.view = next_view(self.view, list(self.members.values()), drafter_specs(self.config), {}, {})
         self.news.tell(self.members.values(), self.view, 0.0)
         return {name: member.actor.peers for name, member in self.members.items()}  # type: ignore[union-attr]
 

@@ -14,6 +14,7 @@ REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "specactor_ray"
 
 # A module may import its own part and the parts of lower layers. Parts on one line know nothing of each other.
+# What a proposer is lies below the configuration, whose checks ask for it.
 # The pure half of the controller (plain data and decisions) lies below the actors, which are told what to be with it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("clock", "errors", "json_text", "leftovers"),
@@ -21,6 +22,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("jit",),
     ("signals",),
     ("messages",),
+    ("config.named",),
+    ("drafters.base",),
+    ("drafters.registry",),
     ("config",),
     ("_sampling_numba",),
     ("_sampling_torch",),

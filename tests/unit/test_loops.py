@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.drafters.base import KeepsHistory, Proposer, ReadsFeatures
+from specactor_ray.drafters.base import Proposer
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.drafters.ngram import NgramProposer
@@ -92,10 +93,9 @@ class Channel:
             self._deliver(one)
 
 
-def traits(loop: DraftLoop) -> dict[str, bool]:
+def spec_of(proposer: Proposer, window: int) -> DrafterSpec:
     """What a link says of its drafter."""
-    proposer = loop.proposer
-    return {"reads_features": isinstance(proposer, ReadsFeatures), "looks_up": isinstance(proposer, KeepsHistory)}
+    return DrafterSpec(proposer.method, window=window, traits=proposer.traits)
 
 
 class Bench:
@@ -111,7 +111,7 @@ class Bench:
         **speculation: Any,
     ) -> None:
         config = SpeculationConfig(window=narrow or window, **{"verify": VerifyPolicy.all, **speculation})
-        reading = [proposer for proposer in proposers.values() if isinstance(proposer, ReadsFeatures)]
+        reading = [proposer for proposer in proposers.values() if proposer.traits.reads_features]
         target = self.engine = engine(EAGLE_LAYERS if reading else ())
         drafts = Drafting("v0", inline, config, target.vocab_size, window=window)
         self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
@@ -119,9 +119,7 @@ class Bench:
         self._attempt, self._next_event = 0, 0
         if inline:
             hosted = [
-                HostedDrafter(
-                    loop.proposer.method, window, Link(direct_sender(loop.deliver)), **traits(loop), loop=loop
-                )
+                HostedDrafter(spec_of(loop.proposer, window), Link(direct_sender(loop.deliver)), loop)
                 for loop in self.drafts.values()
             ]
             self.verifier = VerifyLoop(target, drafts, hosted)
@@ -134,7 +132,7 @@ class Bench:
         links = {}
         for name, loop in self.drafts.items():
             link = Link(Channel(loop.deliver, faults))
-            links[name] = DrafterLink(loop.proposer.method, window, link, **traits(loop))
+            links[name] = DrafterLink(spec_of(loop.proposer, window), link)
             loop.set_verifiers({"v0": Link(Channel(self.verifier.deliver, faults))})
         self.verifier.set_drafters(links)
         self._threads += [threading.Thread(target=loop.run, daemon=True) for loop in self.drafts.values()]
@@ -406,7 +404,7 @@ def test_a_hosted_drafter_that_cannot_take_new_weights_holds_up_no_update() -> N
 
     loop = DraftLoop("twin", Stubborn(ragged(tiny_target())))
     link = Link(direct_sender(loop.deliver))
-    hosted = HostedDrafter("draft_model", 6, link, loop=loop, follows_policy=True)
+    hosted = HostedDrafter(DrafterSpec("draft_model", follow_policy=True), link, loop)
     verifier = VerifyLoop(engine(), Drafting("v0", True, SpeculationConfig(), 512), [hosted])
     loaded = verifier.load_weights(1, AutoModelForCausalLM.from_pretrained(tiny_target()).state_dict())
     verifier.run_once()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.drafters.draft_model import DraftModelProposer
@@ -303,7 +304,7 @@ def decode(deaf: bool = False, **speculation: Any) -> dict[str, Any]:
             clock.sleep(STEP_S)
             loop.run_once()
 
-    loop.set_drafters({"twin": DrafterLink("draft_model", 8, link(deaf_ear if deaf else twin.deliver))})
+    loop.set_drafters({"twin": DrafterLink(DrafterSpec("draft_model"), link(deaf_ear if deaf else twin.deliver))})
     twin.set_verifiers({"v0": link(loop.deliver)})
     bench.run(body)
     events = loop.poll(0, 0.0)[1]

@@ -22,6 +22,7 @@ from specactor_ray.benchmarks.gpu_check.models import random_model
 from specactor_ray.benchmarks.gpu_check.oracle import OracleProposer
 from specactor_ray.benchmarks.gpu_check.settings import EndToEndGrid
 from specactor_ray.benchmarks.gpu_check.stages import Stage
+from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import CommitBatch, Finished, Mode, Progress, SamplingParams
@@ -137,13 +138,13 @@ def _loop(
         return
     drafter = DraftLoop(_DRAFTER, oracle)
     link: Link[CommitBatch] = Link(direct_sender(drafter.deliver))
+    spec = DrafterSpec(oracle.method, window=window, traits=oracle.traits)
     if mode is Mode.COUPLED:
-        hosted = HostedDrafter(oracle.method, window, link, looks_up=True, loop=drafter)
-        yield VerifyLoop(engine, drafting, [hosted])
+        yield VerifyLoop(engine, drafting, [HostedDrafter(spec, link, drafter)])
         return
     verifier = VerifyLoop(engine, drafting)
     drafter.set_verifiers({_VERIFIER: Link(direct_sender(verifier.deliver))})
-    verifier.set_drafters({_DRAFTER: DrafterLink(oracle.method, window, link, looks_up=True)})
+    verifier.set_drafters({_DRAFTER: DrafterLink(spec, link)})
     thread = threading.Thread(target=drafter.run, name="draft", daemon=True)
     thread.start()
     try:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from specactor_ray.drafters.base import RowProposer
+from specactor_ray.drafters.base import RowProposer, Traits
 from specactor_ray.drafters.mirror import RequestMirror
 from specactor_ray.messages import SamplingParams
 
@@ -25,6 +24,7 @@ class OracleProposer(RowProposer):
     """
 
     method = "oracle"
+    traits = Traits(looks_up=True)
 
     def __init__(self, outputs: Mapping[str, Sequence[int]], accuracy: float, vocab_size: int, seed: int = 0) -> None:
         self.vocab_size: int | None = vocab_size
@@ -72,6 +72,3 @@ class OracleProposer(RowProposer):
     def close(self, request_id: str, finished: bool = True) -> None:
         self._mirrors.pop(request_id, None)
         self._unanswered.pop(request_id, None)
-
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        """There are none."""

@@ -18,7 +18,7 @@ from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch, new_head
 from specactor_ray.drafter_training.eagle_unroll import unroll_loss
 from specactor_ray.drafter_training.online import EagleLearner, choose_samples, load_learner
-from specactor_ray.drafters.base import Proposer, ReadsFeatures
+from specactor_ray.drafters.base import Proposer
 from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.drafters.registry import build_proposer
 from specactor_ray.messages import Features, SamplingParams
@@ -174,7 +174,7 @@ def tails_of(proposer: Proposer, rollouts: Sequence[EagleExample]) -> list[list[
     tails = []
     for one in rollouts[:12]:
         proposer.open("r", one.token_ids, (), SamplingParams(temperature=0.0), 4)
-        assert isinstance(proposer, ReadsFeatures)
+        assert proposer.traits.reads_features
         proposer.add_features("r", [Features(0, to_wire(one.states))])
         while proposer.extend():
             pass

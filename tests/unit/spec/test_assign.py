@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig
+from specactor_ray.drafters.registry import traits
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.assign import REVISE_EVERY, SWITCH_SHARE, Assigner, Places, draft_ladder
 from specactor_ray.spec.cost import StepCost
@@ -23,7 +25,12 @@ from tests.unit.spec.tables import ints, request
 
 METHODS = ("ngram", "draft_model", "eagle", "suffix")
 WORKERS = st.dictionaries(
-    st.integers(0, 7), st.builds(Drafter, st.just(""), st.sampled_from(METHODS), st.just(8), st.integers(1, 4))
+    st.integers(0, 7),
+    st.builds(
+        Drafter,
+        st.just(""),
+        st.builds(DrafterSpec, method=st.sampled_from(METHODS), max_batch=st.integers(1, 4)),
+    ),
 )
 LOADS = st.lists(st.integers(0, 4), min_size=8, max_size=8)
 STRAGGLERS = st.lists(st.integers(0, 5), unique=True)
@@ -42,8 +49,8 @@ def as_written(stragglers, ranking, workers, loads, serving):  # type: ignore[no
                 continue
             chosen = None
             for number in sorted(workers):
-                has_room = len(batches[number]) < workers[number].max_batch
-                right_method = workers[number].method == method
+                has_room = len(batches[number]) < workers[number].spec.max_batch
+                right_method = workers[number].spec.method == method
                 if has_room and right_method and (chosen is None or len(batches[number]) < len(batches[chosen])):
                     chosen = number
             if chosen is not None:
@@ -74,13 +81,15 @@ def test_its_invariants(stragglers, ranking, workers, before, serving):  # type:
     assigned = race(stragglers, ranking, workers, before, serving)
     loads = Counter(dict(enumerate(before)))
     loads.update(number for number, _ in assigned)
-    assert all(loads[number] <= max(before[number], worker.max_batch) for number, worker in workers.items())
-    pairs = [(straggler, workers[number].method) for number, straggler in assigned]
+    assert all(loads[number] <= max(before[number], worker.spec.max_batch) for number, worker in workers.items())
+    pairs = [(straggler, workers[number].spec.method) for number, straggler in assigned]
     assert len(pairs) == len(set(pairs)), "a method twice for one request"
     assert all(method not in serving.get(one, ()) and method in ranking for one, method in pairs)
     for straggler in stragglers:  # who goes without does so because the method is full
         for method in set(ranking) - set(serving.get(straggler, ())) - {m for one, m in pairs if one == straggler}:
-            assert all(loads[n] >= worker.max_batch for n, worker in workers.items() if worker.method == method)
+            assert all(
+                loads[n] >= worker.spec.max_batch for n, worker in workers.items() if worker.spec.method == method
+            )
 
 
 @given(st.lists(st.sampled_from([1.0, 2.0, 2.5, 9.0]), min_size=4, max_size=4))
@@ -93,7 +102,7 @@ def test_the_ladder_has_the_best_method_first(promised: list[float]) -> None:
 
 
 def drafter(method: str, max_batch: int = 64, number: int = 0, **more: Any) -> Drafter:
-    return Drafter(f"{method}-{number}", method, 8, max_batch, looks_up=method in ("ngram", "suffix"), **more)
+    return Drafter(f"{method}-{number}", DrafterSpec(method, max_batch=max_batch, traits=traits(method)), **more)
 
 
 class Bench:
@@ -128,7 +137,7 @@ class Bench:
             seat = next(seat for seat in range(len(self.drafters) + 1) if seat not in self.drafters)
             self.drafters[seat] = one
             self.table.fit_seats(seat + 1)
-            self.table.clear_seat(seat, self.acceptance.number(one.method))
+            self.table.clear_seat(seat, self.acceptance.number(one.spec.method))
         self.told(self.assigner.revise(level=True))
 
     def leave(self, seat: int) -> None:
@@ -165,13 +174,13 @@ class Bench:
     def is_served(self, row: int) -> bool:
         """The request has a base drafter that can be reached."""
         mine = [self.drafters[seat] for seat in self.seats(row)]
-        return any(one.able and not one.looks_up for one in mine)
+        return any(one.able and not one.spec.traits.looks_up for one in mine)
 
     def is_level(self) -> bool:
         """Drafters of one method have as many requests each, as far as there is room."""
         able = [(one, self.loads[seat]) for seat, one in self.drafters.items() if one.able]
         return not any(
-            one.method == peer.method and load + 1 < most and load < one.max_batch
+            one.spec.method == peer.spec.method and load + 1 < most and load < one.spec.max_batch
             for one, load in able
             for peer, most in able
         )
@@ -256,7 +265,7 @@ def test_requests_leave_a_drafter_that_is_out_of_reach() -> None:
     assert bench.loads == [0]
     bench.join(drafter("draft_model", 2))
     assert bench.loads == [0, 2]
-    bench.drafters[1].max_batch = 9
+    bench.drafters[1].spec.max_batch = 9
     bench.step(REVISE_EVERY)
     assert bench.loads == [0, 3]
 
@@ -279,7 +288,7 @@ def test_requests_change_to_a_method_that_promises_more_a_few_at_a_time() -> Non
     )
     assert all(bench.seats(row) == [1] for row in bench.rows[8:])
     bench.good("eagle", 0.1, bench.rows)
-    bench.drafters[0].max_batch = 10
+    bench.drafters[0].spec.max_batch = 10
     bench.step(4 * REVISE_EVERY)
     assert bench.loads == [10, 6], "no further than there is room"
 
@@ -426,17 +435,17 @@ def test_whatever_happens_room_is_kept_and_nobody_waits_beside_a_free_place(seed
         for seat, row in bench.open:
             of_row[row].append(bench.drafters[seat])
         for seat, one in bench.drafters.items():
-            assert bench.loads[seat] <= one.max_batch
+            assert bench.loads[seat] <= one.spec.max_batch
         for row in bench.rows:
-            methods = [one.method for one in of_row[row] if one.able]
+            methods = [one.spec.method for one in of_row[row] if one.able]
             assert len(methods) == len(set(methods)), "a method twice for one request"
 
     bench.step(2 * REVISE_EVERY)
     able = [(seat, one) for seat, one in bench.drafters.items() if one.able]
-    free = {one.method for seat, one in able if bench.loads[seat] < one.max_batch}
+    free = {one.spec.method for seat, one in able if bench.loads[seat] < one.spec.max_batch}
     for row in bench.rows:
         here = [one for seat, one in able if (seat, row) in bench.open]
-        assert free & {"ngram", "suffix"} <= {one.method for one in here}
-        assert not free & {"eagle", "draft_model"} or not all(one.looks_up for one in here)
+        assert free & {"ngram", "suffix"} <= {one.spec.method for one in here}
+        assert not free & {"eagle", "draft_model"} or not all(one.spec.traits.looks_up for one in here)
         if race is RaceName.off:
-            assert sum(not one.looks_up for one in here) <= 1
+            assert sum(not one.spec.traits.looks_up for one in here) <= 1

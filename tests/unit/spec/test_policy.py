@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
+from specactor_ray.drafters.registry import traits
 from specactor_ray.spec import _kernels
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost
@@ -23,8 +25,14 @@ from specactor_ray.spec.tgs import geometric, iterations
 from tests.unit.spec.tables import commit, ints, request, say
 
 WINDOW = 8
-MODEL = Drafter("d", "eagle", WINDOW, 64, token_s=0.001)
-LOOKUP = Drafter("n", "ngram", WINDOW, 64, looks_up=True, token_s=1e-5)
+
+
+def spec_of(method: str, window: int = WINDOW) -> DrafterSpec:
+    return DrafterSpec(method, window=window, traits=traits(method))
+
+
+MODEL = Drafter("d", spec_of("eagle"), token_s=0.001)
+LOOKUP = Drafter("n", spec_of("ngram"), token_s=1e-5)
 
 
 def gained(p: float, length: int) -> float:
@@ -159,7 +167,7 @@ class Bench:
         self.rows = ints([self.table.open(request(str(number), (), room + 1)) for number in range(rows)])
         self.table.fit_seats(len(drafters))
         for seat, drafter in self.drafters.items():
-            self.table.clear_seat(seat, self.acceptance.number(drafter.method))
+            self.table.clear_seat(seat, self.acceptance.number(drafter.spec.method))
             for row in self.rows.tolist():
                 self.table.assign(seat, row)
 
@@ -205,7 +213,7 @@ def test_drafters_of_one_thread_take_turns() -> None:
 
 def test_drafters_whose_pace_is_unknown_are_tried_for_a_few_rounds() -> None:
     assert Bench(replace(MODEL, token_s=0.0)).rounds == 3
-    assert Bench(replace(MODEL, token_s=0.0, window=2)).rounds == 2
+    assert Bench(replace(MODEL, token_s=0.0, spec=spec_of("eagle", 2))).rounds == 2
     assert Bench(replace(MODEL, token_s=0.0), cost=step_cost(0.01, 10.0)).rounds == 0, "drafts would be too dear anyway"
 
 
@@ -245,7 +253,9 @@ def test_a_pace_of_twice_as_many_requests_says_nothing() -> None:
 
 
 def test_who_verifies_all_drafts_whole_windows() -> None:
-    bench = Bench(replace(MODEL, window=5), MODEL, prior=0.02, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all)
+    bench = Bench(
+        replace(MODEL, spec=spec_of("eagle", 5)), MODEL, prior=0.02, cost=step_cost(0.01, 10.0), verify=VerifyPolicy.all
+    )
     assert bench.rounds == WINDOW
     del bench.drafters[1]
     assert bench.rounds == 5
@@ -318,7 +328,7 @@ def test_nothing_is_chosen_but_what_is_there() -> None:
     """At random: tails of two drafters, unseated rows, closed seats, narrow rooms."""
     rng = random.Random(0)
     for _ in range(100):
-        bench = Bench(MODEL, replace(MODEL, drafter_id="e", method="ngram"), rows=5, prior=rng.random())
+        bench = Bench(MODEL, replace(MODEL, drafter_id="e", spec=DrafterSpec("ngram")), rows=5, prior=rng.random())
         bench.table.limit[bench.rows] = [rng.randint(1, 12) for _ in range(5)]
         for seat, row in product(range(2), bench.rows.tolist()):
             say(bench.table, seat, row, *[1] * rng.randint(0, 8))
@@ -331,7 +341,7 @@ def test_nothing_is_chosen_but_what_is_there() -> None:
 
 
 def test_the_ladder_is_shown_as_plain_data() -> None:
-    bench = Bench(replace(MODEL, method="eagle", token_s=0.003), replace(MODEL, method="ngram"))
+    bench = Bench(replace(MODEL, token_s=0.003), replace(MODEL, spec=DrafterSpec("ngram")))
     assert bench.policy.standings() == []
     bench.acceptance.evidence[1, 0, 1], bench.acceptance.evidence[0, 0, 1] = 50.0, 40.0
     [shown] = bench.policy.standings()

@@ -1,0 +1,39 @@
+"""The record of a draft method: its section of the configuration with everything derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.config.validate import reject_keys_against_traits
+from specactor_ray.drafters import registry
+from specactor_ray.drafters.base import Proposer, Traits
+
+
+@dataclass
+class DrafterSpec(DrafterConfig):
+    """A draft method as actors, links and seats hold it."""
+
+    window: int = 8
+    """Draft window: its own, else the common one."""
+    traits: Traits = Proposer.traits
+    """What its proposers are."""
+
+
+def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
+    """Method → its record, in the order of the configuration; none in mode `plain`.
+
+    Raises:
+        ConfigError: The class of a user's own method cannot be imported or contradicts its section; the key is named.
+    """
+    if config.mode is ModeName.plain:
+        return {}
+    window = config.speculation.window
+    return {one.method: drafter_spec(f"drafters.{n}", one, window) for n, one in enumerate(config.drafters)}
+
+
+def drafter_spec(key: str, drafter: DrafterConfig, window: int) -> DrafterSpec:
+    """The record of a section at `key`; `window`: the common one. Raises as `drafter_specs`."""
+    traits = registry.traits(drafter.method, f"{key}.method")
+    reject_keys_against_traits(drafter, key, traits)
+    return DrafterSpec(**{**vars(drafter), "window": drafter.window or window, "traits": traits})
