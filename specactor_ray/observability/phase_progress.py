@@ -106,7 +106,7 @@ class PhaseProgress:
                 logger.debug("progress could not be shown", exc_info=True)
 
     def _left(self) -> str:
-        """Estimate of the time that is left; empty while there is none, and at the very end, where it would stand still."""
+        """Estimate of the time left; empty while there is none, and at the very end, where it would stand still."""
         if self.rate <= 0.0 or self._done >= 0.99 * self._total:
             return ""
         seconds = round((self._total - self._done) / self.rate)
