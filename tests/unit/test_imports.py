@@ -20,8 +20,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("signals",),
     ("messages",),
     ("config",),
-    ("_sampling_numba",),
-    ("_sampling_torch",),
     ("sampling",),
     ("spec",),
     ("speculation",),
@@ -65,11 +63,11 @@ MAY_IMPORT = {
     "greenlet": ("simulation/kernel.py",),
     "vllm": ("targets/vllm_bridge.py", "targets/vllm_worker.py", "benchmarks/vllm_peer.py"),
     "trl": ("integrations/trl.py",),
+    "triton": ("sampling/triton_kernels.py",),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
     "transformers": ("modeling/", "training/", "drafter_training/", "benchmarks/gpu_check/"),
     "torch": (
-        "_sampling_torch.py",
-        "sampling.py",
+        "sampling/",
         "modeling/",
         "drafters/",
         "drafter_training/",
@@ -176,7 +174,7 @@ def test_type_checking_imports_are_told_apart() -> None:
     assert "specactor_ray.rollout.rollout.Rollout" in set(imports_of(path))
 
 
-HEAVY = ("ray", "torch", "vllm", "deepspeed", "transformers", "numba")
+HEAVY = ("ray", "torch", "vllm", "deepspeed", "transformers", "numba", "triton")
 REPORT = """
 import atexit, sys
 def report(names):
@@ -227,6 +225,10 @@ def specactor(*arguments: str) -> str:
 )
 def test_nothing_heavy_is_loaded(code: str) -> None:
     assert loaded_by(code) == ""
+
+
+def test_lookups_and_seeds_load_no_torch() -> None:
+    assert loaded_by("import specactor_ray.sampling, specactor_ray.drafters.suffix") == "numba"
 
 
 def test_the_check_sees_a_heavy_import() -> None:

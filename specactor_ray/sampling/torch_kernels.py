@@ -1,8 +1,8 @@
-"""The torch form of `sampling.py`, for logits on a GPU: the same integers, so the same noise and the same tokens.
+"""The torch form of keyed sampling, for logits on a GPU: the same integers, so the same noise and the same tokens.
 
 Everything is elementwise or along the vocabulary with fixed shapes, and nothing waits for the device. The noise
 uses integer operations and float64 +, -, *, / only, each rounded by itself, so its bits do not depend on the
-device's math library (`_sampling_numba.log_f64` is the same formula).
+device's math library (`numba_kernels.log_f64` is the same formula).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specactor_ray import _sampling_numba as kernels
+from specactor_ray.sampling import numba_kernels as kernels
 
 _MASK = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -32,7 +32,7 @@ def threefry2x32(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor
 
 
 def log_f64(x: Tensor) -> Tensor:
-    """Natural logarithm of positive normal float64 values, bit for bit `_sampling_numba.log_f64`."""
+    """Natural logarithm of positive normal float64 values, bit for bit `numba_kernels.log_f64`."""
     bits = x.view(torch.int64)
     k = ((bits >> 52) - 1023).to(torch.float64)
     m = ((bits & 0x000FFFFFFFFFFFFF) | 0x3FF0000000000000).view(torch.float64)

@@ -26,15 +26,16 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
 
-from specactor_ray import _sampling_numba as kernels
-from specactor_ray import _sampling_torch as torch_kernels
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import SamplingParams
+from specactor_ray.sampling import numba_kernels as kernels
+
+if TYPE_CHECKING:  # lookups draw noise without torch
+    import torch
 
 Backend = Literal["auto", "numba", "torch"]
 
@@ -45,7 +46,7 @@ _PROBLEMS = {
     kernels.ERR_TOO_LARGE: f"a logit is above {kernels.MAX_LOGIT:g}",
 }
 _MAX_POSITION = 2**32 - 1
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 class SamplingError(SpecActorError):
@@ -208,6 +209,8 @@ def verify_tails(
 
 def warm_up() -> None:
     """Compile or load the CPU kernels now (some seconds on the first run of a machine), not in the first step."""
+    import torch
+
     params = [SamplingParams(seed=0, top_k=2, top_p=0.5)] * 2
     for dtype in (torch.float32, torch.bfloat16):
         sample_rows(torch.zeros(2, 8, dtype=dtype), params, [0, 1], backend="numba")
@@ -226,7 +229,7 @@ class _Columns:
 
 
 def _check(logits: torch.Tensor, offsets: np.ndarray, lengths: np.ndarray, n: int, first: np.ndarray) -> None:
-    if logits.ndim != 2 or logits.dtype not in _DTYPES or logits.shape[1] == 0:
+    if logits.ndim != 2 or str(logits.dtype) not in _DTYPES or logits.shape[1] == 0:
         raise ValueError(f"logits must be (rows, vocabulary) in float32, bfloat16 or float16, got {tuple(logits.shape)}"
                          f" {logits.dtype}")  # fmt: skip
     if not len(offsets) == len(lengths) == n == len(first):
@@ -247,7 +250,7 @@ def _run_numba(
     record_margins: bool,
 ) -> _Columns:
     n = len(params)
-    x = logits.to("cpu", torch.float32).contiguous().numpy()
+    x = logits.cpu().float().contiguous().numpy()
     tail_offsets = np.zeros(n + 1, np.int64)
     np.cumsum(lengths, out=tail_offsets[1:])
     drafted = int(tail_offsets[-1])
@@ -279,6 +282,10 @@ def _run_torch(
     record_margins: bool,
 ) -> _Columns:
     """Every row is sampled at once, then compared with the tails on the host."""
+    import torch
+
+    from specactor_ray.sampling import torch_kernels
+
     owners = [i for i, length in enumerate(lengths.tolist()) for _ in range(length + 1)]
     steps = [j for length in lengths.tolist() for j in range(length + 1)]
     rows = torch.tensor([int(offsets[i]) + j for i, j in zip(owners, steps, strict=True)], device=logits.device)

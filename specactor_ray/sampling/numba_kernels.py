@@ -1,6 +1,6 @@
-"""The CPU kernels behind `sampling.py`: keyed Gumbel-max over one row of logits, compiled by numba.
+"""The CPU kernels behind `specactor_ray.sampling`: keyed Gumbel-max over one row of logits, compiled by numba.
 
-What is computed is said in `sampling.py` and `docs/design/keyed-sampling.md`; this file is about computing it
+The package's docstring and `docs/design/keyed-sampling.md` define what is computed; this file is about computing it
 fast. A row costs two passes over its logits: the maximum, then, block by block, exp(logit - max) (for the
 log-sum-exp), the Threefry words, and one comparison per token that rules out nearly every draw before any
 logarithm is taken (`_bar`). No kernel starts threads; all release the GIL.
