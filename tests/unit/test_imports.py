@@ -83,9 +83,10 @@ MAY_IMPORT = {
     ),
 }
 # These take seconds to import: only inside the function that needs them.
-ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl")
-LOADED_BY_VLLM = "targets/vllm_worker.py"
-"""Runs inside vLLM, which loads it by name."""
+ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton")
+LEAVES = ("targets/vllm_worker.py", "sampling/triton_kernels.py", "sampling/fused.py")
+"""Import such a package when they are themselves imported: vLLM loads its worker by name, functions the others."""
+LEAF_MODULES = tuple(f"specactor_ray.{name[:-3].replace('/', '.')}" for name in LEAVES)
 
 
 def sources() -> list[Path]:
@@ -152,8 +153,8 @@ def test_heavy_packages_stay_in_their_leaves(path: Path) -> None:
         allowed = MAY_IMPORT.get(name.partition(".")[0])
         if allowed is not None:
             assert name_of(path).startswith(allowed), f"{name_of(path)} imports {name}; only {allowed} may"
-    for name in imports_of(path, top_level=True) if name_of(path) != LOADED_BY_VLLM else ():
-        assert name != f"specactor_ray.{LOADED_BY_VLLM[:-3].replace('/', '.')}", "it needs vllm to be installed"
+    for name in imports_of(path, top_level=True) if name_of(path) not in LEAVES else ():
+        assert not name.startswith(LEAF_MODULES), f"{name_of(path)} imports {name}, whose package may be missing"
         package = name.partition(".")[0]
         assert package not in ONLY_INSIDE_FUNCTIONS, f"{name_of(path)} imports {name} when it is itself imported"
 
