@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,9 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN
+from specactor_ray.benchmarks.gpu_check.stages import Stage
+from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
 from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling import SamplingError, fused, sample_rows, triton_kernels, verify_tails
 
@@ -179,9 +183,14 @@ def test_a_bound_that_is_too_tight_is_seen(small_blocks: None, monkeypatch: pyte
         assert differences(*coarse_scores())[1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_check_of_a_device_passes(small_blocks: None, dtype: torch.dtype) -> None:
-    assert fused.difference(torch.device("cpu"), dtype, True, 300) == ""
+def test_the_stage_of_gpu_check_finds_equal_tokens(small_blocks: None) -> None:
+    """With it the check that a device passes before it takes the kernels, in all dtypes."""
+    stage = Stage("triton", replace(DRY_RUN, sampler_rows=(2,), sampler_vocab=200), math.inf, lambda: None)
+    measure_triton(stage)
+    assert len(stage.figures["different"]) == 6 and not any(stage.figures["different"].values())
+    [point] = stage.figures["points"]
+    assert point.keys() == {"rows", "T=1", "T=0", "top-p 0.95", "torch"}
+    assert all(point[name]["ms"] > 0 for name in point if name != "rows")
 
 
 def test_the_largest_vocabulary() -> None:
