@@ -44,8 +44,9 @@ _NUMBERS: Mapping[str, tuple[type, type, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of a request are chosen (see `sampling.py` for the exact rule). The configuration, the API and
-    messages share this class and its bounds.
+    """How the tokens of a request are chosen (`specactor_ray.sampling` has the exact rule).
+
+    The configuration, the API and messages share this class and its bounds.
 
     Raises:
         RangeError: A value is of the wrong type or out of range.

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray._sampling_numba import keyed_gumbel
 from specactor_ray.jit import kernel
+from specactor_ray.sampling.numba_kernels import keyed_gumbel
 
 TOKEN, BACK, NEXT, GROUP, LINKS = 0, 1, 2, 3, 4
 CONTEXT_ONLY = -1

@@ -74,7 +74,7 @@ class DraftModelProposer(RowProposer):
         self._requests: dict[str, _Mirrored] = {}
         self.vocab_size: int | None = model.vocab_size
         self.max_len = min(model.max_positions, model.cache.slots)
-        warm_up()
+        warm_up(model.device, model.dtype)
 
     @classmethod
     def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:

@@ -30,7 +30,7 @@ class Text:
 
 
 class Noise(NamedTuple):
-    """The target's noise of a request from an output position on (`sampling.py`)."""
+    """The target's noise of a request from an output position on (`specactor_ray.sampling`)."""
 
     seed: int
     position: int

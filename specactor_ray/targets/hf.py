@@ -103,7 +103,7 @@ class HfEngine:
         self._rows: dict[str, _Row] = {}
         self._running: list[_Row] = []
         self._waiting: deque[_Row] = deque()
-        warm_up()
+        warm_up(model.device, model.dtype, record_margins=record_margins)
 
     @classmethod
     def from_config(cls, config: TargetConfig, device: str = "cpu") -> HfEngine:

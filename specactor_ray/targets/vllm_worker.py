@@ -60,7 +60,8 @@ class KeyedWorker(_Worker):
         """Warm up with vLLM's own samplers, which take rows without requests; then put ours in their place."""
         times = super().compile_or_warm_up_model(*args, **kwargs)
         self._keyed.install()
-        warm_up()
+        margins = self.vllm_config.additional_config[KEY]["record_margins"]
+        warm_up(self.model_runner.device, self.model_runner.dtype, record_margins=margins)
         return times
 
     def specactor_report(self) -> CoreStep | None:

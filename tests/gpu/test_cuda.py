@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from specactor_ray import sampling
+from specactor_ray.benchmarks.gpu_check.settings import ON_GPU
+from specactor_ray.benchmarks.gpu_check.stages import Stage
+from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.sampling import sample_rows
@@ -42,6 +48,16 @@ def test_cuda_samples_what_the_cpu_samples(temperature: float) -> None:
     ]
     positions = list(range(64))
     on_cpu = sample_rows(logits, params, positions)
-    on_gpu = sample_rows(logits.cuda(), params, positions)
-    assert on_gpu.token_ids == on_cpu.token_ids
-    assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-4)
+    for backend in ("torch", "triton"):
+        on_gpu = sample_rows(logits.cuda(), params, positions, backend=backend)
+        assert on_gpu.token_ids == on_cpu.token_ids
+        assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-4)
+
+
+def test_triton_kernels_are_exact_and_timed_on_this_gpu() -> None:
+    stage = Stage("triton", replace(ON_GPU, sampler_rows=(1, 128)), math.inf, lambda: None)
+    measure_triton(stage)
+    assert len(stage.figures["different"]) == 6 and not any(stage.figures["different"].values())
+    assert all(point[name]["ms"] > 0 for point in stage.figures["points"] for name in ("T=1", "T=0", "top-p 0.95"))
+    sampling.warm_up(torch.device("cuda", 0), torch.bfloat16)
+    assert sampling._fused_is_exact(torch.device("cuda", 0), torch.bfloat16, False), "auto takes them"

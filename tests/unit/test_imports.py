@@ -26,8 +26,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("drafters.base",),
     ("drafters.registry",),
     ("config",),
-    ("_sampling_numba",),
-    ("_sampling_torch",),
     ("sampling",),
     ("spec",),
     ("speculation",),
@@ -70,11 +68,11 @@ MAY_IMPORT = {
     "greenlet": ("simulation/kernel.py",),
     "vllm": ("targets/vllm_bridge.py", "targets/vllm_worker.py", "benchmarks/vllm_peer.py"),
     "trl": ("integrations/trl.py",),
+    "triton": ("sampling/triton_kernels.py",),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
     "transformers": ("modeling/", "training/", "drafter_training/", "benchmarks/gpu_check/"),
     "torch": (
-        "_sampling_torch.py",
-        "sampling.py",
+        "sampling/",
         "modeling/",
         "drafters/",
         "drafter_training/",
@@ -90,9 +88,10 @@ MAY_IMPORT = {
     ),
 }
 # These take seconds to import: only inside the function that needs them.
-ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl")
-LOADED_BY_VLLM = "targets/vllm_worker.py"
-"""Runs inside vLLM, which loads it by name."""
+ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton")
+LEAVES = ("targets/vllm_worker.py", "sampling/triton_kernels.py", "sampling/fused.py")
+"""Import such a package when they are themselves imported: vLLM loads its worker by name, functions the others."""
+LEAF_MODULES = tuple(f"specactor_ray.{name[:-3].replace('/', '.')}" for name in LEAVES)
 
 
 def sources() -> list[Path]:
@@ -159,8 +158,8 @@ def test_heavy_packages_stay_in_their_leaves(path: Path) -> None:
         allowed = MAY_IMPORT.get(name.partition(".")[0])
         if allowed is not None:
             assert name_of(path).startswith(allowed), f"{name_of(path)} imports {name}; only {allowed} may"
-    for name in imports_of(path, top_level=True) if name_of(path) != LOADED_BY_VLLM else ():
-        assert name != f"specactor_ray.{LOADED_BY_VLLM[:-3].replace('/', '.')}", "it needs vllm to be installed"
+    for name in imports_of(path, top_level=True) if name_of(path) not in LEAVES else ():
+        assert not name.startswith(LEAF_MODULES), f"{name_of(path)} imports {name}, whose package may be missing"
         package = name.partition(".")[0]
         assert package not in ONLY_INSIDE_FUNCTIONS, f"{name_of(path)} imports {name} when it is itself imported"
 
@@ -181,7 +180,7 @@ def test_type_checking_imports_are_told_apart() -> None:
     assert "specactor_ray.rollout.rollout.Rollout" in set(imports_of(path))
 
 
-HEAVY = ("ray", "torch", "vllm", "deepspeed", "transformers", "numba")
+HEAVY = ("ray", "torch", "vllm", "deepspeed", "transformers", "numba", "triton")
 REPORT = """
 import atexit, sys
 def report(names):
@@ -232,6 +231,10 @@ def specactor(*arguments: str) -> str:
 )
 def test_nothing_heavy_is_loaded(code: str) -> None:
     assert loaded_by(code) == ""
+
+
+def test_lookups_and_seeds_load_no_torch() -> None:
+    assert loaded_by("import specactor_ray.sampling, specactor_ray.drafters.suffix") == "numba"
 
 
 def test_the_check_sees_a_heavy_import() -> None:

@@ -17,8 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from specactor_ray import _sampling_numba as kernels
-from specactor_ray import _sampling_torch as torch_kernels
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling import (
@@ -27,8 +25,10 @@ from specactor_ray.sampling import (
     derive_seed,
     gumbel_noise,
     sample_rows,
+    torch_kernels,
     verify_tails,
 )
+from specactor_ray.sampling import numba_kernels as kernels
 
 REPO = Path(__file__).parents[2]
 ALPHA = 1e-4  # seeds are fixed: a p-value under this is a wrong distribution, not bad luck

@@ -16,7 +16,7 @@ from specactor_ray.benchmarks.gpu_check.tables import tables
 from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER_ERROR, InputError, UserError
 from specactor_ray.signals import signals_deferred, sigterm_interrupts
 
-STAGES = ("hardware", "forwards", "sampler", "flips", "engine", "end_to_end")
+STAGES = ("hardware", "forwards", "sampler", "triton", "flips", "engine", "end_to_end")
 _DESCRIPTION = """\
 Measures what one GPU does with this project's work, in a few minutes and without Ray or vLLM. Models of 0.5B, 7B and
 32B shapes are made on the device with random weights. The stages:
@@ -24,6 +24,7 @@ Measures what one GPU does with this project's work, in a few minutes and withou
   hardware    copy bandwidth, matrix product, versions
   forwards    a forward over rows x positions x context, eager and as a CUDA graph
   sampler     the keyed sampler's time and memory beside a softmax
+  triton      the sampler's Triton kernels: equal tokens, then time
   flips       tokens that change with the batch and the verify length in bf16
   engine      a step of the hf engine: forward, sampling, Python
   end_to_end  plain, coupled and decoupled rollouts with an oracle drafter
@@ -133,11 +134,13 @@ def _functions() -> dict[str, tuple[float, StageFunction]]:
         from specactor_ray.benchmarks.gpu_check.forwards import measure_forwards
         from specactor_ray.benchmarks.gpu_check.hardware import measure_hardware
         from specactor_ray.benchmarks.gpu_check.sampler import measure_sampler
+        from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
 
     return {
         "hardware": (3, measure_hardware),
         "forwards": (36, measure_forwards),
-        "sampler": (6, measure_sampler),
+        "sampler": (3, measure_sampler),
+        "triton": (6, measure_triton),
         "flips": (14, measure_flips),
         "engine": (13, measure_engine_steps),
         "end_to_end": (28, measure_end_to_end),

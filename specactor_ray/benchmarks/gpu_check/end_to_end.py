@@ -1,4 +1,4 @@
-"""Stage 6: whole rollouts of a batch in one process: plain, coupled, decoupled, with the product's loops and engine.
+"""Stage 7: whole rollouts of a batch in one process: plain, coupled, decoupled, with the product's loops and engine.
 
 The drafter is an oracle, so its accuracy is dialled and drafting is free: what is measured is the cost of verifying and
 of our loops. Coupled, the verifier's loop drives it; decoupled, it has a `DraftLoop` in a thread of its own. Oracles

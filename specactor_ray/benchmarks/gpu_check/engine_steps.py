@@ -1,4 +1,4 @@
-"""Stage 5: a step of the product's `hf` engine on the device, split into forward, sampling and our Python.
+"""Stage 6: a step of the product's `hf` engine on the device, split into forward, sampling and our Python.
 
 Every figure comes from two runs: `ms` from the engine as it is; the split from one that waits for the device after the
 forward, without which the forward's time on a GPU would be that of its launches.

@@ -1,4 +1,4 @@
-"""Stage 4: how many sampled tokens depend on the shape of the forward, and how near those were to a tie.
+"""Stage 5: how many sampled tokens depend on the shape of the forward, and how near those were to a tie.
 
 One random model, its logits spread like those of a trained one. Every row has a fixed context and fixed next tokens,
 so all forwards compute the same distributions; they differ in how many rows share a forward and how many positions of

@@ -27,7 +27,7 @@ def measure_sampler(stage: Stage) -> None:
         stage.figures["points"].append(point)
         for name, call in _calls(logits).items():
             stage.check(f"{rows} rows, {name}")
-            point[name] = _cost(call, device)
+            point[name] = cost_of(call, device)
         stage.note(
             f"{rows} rows, ms: " + ", ".join(f"{name} {point[name].get('ms', 0):.3g}" for name in _calls(logits))
         )
@@ -41,7 +41,8 @@ def _calls(logits: torch.Tensor) -> dict[str, Callable[[], object]]:
     return {"T=1": keyed(1.0), "T=0": keyed(0.0), "softmax": lambda: torch.softmax(logits, -1, dtype=torch.float32)}
 
 
-def _cost(call: Callable[[], object], device: torch.device) -> dict[str, Any]:
+def cost_of(call: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """`ms`, and on a GPU `peak_gb`; or `error`, when there was too little memory."""
     try:
         cost: dict[str, Any] = {"ms": 1e3 * median_s(call, device)}
         if device.type == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 Figures = Mapping[str, Any]
@@ -56,9 +57,10 @@ def _forwards(figures: Figures) -> Iterator[list[str]]:
             yield [name, str(context), str(rows), f"{1e3 * eager[rows, first, context]:.2f}", kind, cells]
 
 
-def _sampler(figures: Figures) -> Iterator[list[str]]:
+def _costs(figures: Figures, names: Sequence[str]) -> Iterator[list[str]]:
+    """A line per number of rows: milliseconds, then peak memory of each name."""
     for point in figures["points"]:
-        costs = [point.get(name, {}) for name in ("T=1", "T=0", "softmax")]
+        costs = [point.get(name, {}) for name in names]
         cells = [f"{cost['ms']:.3g}" if "ms" in cost else cost.get("error", "-") for cost in costs]
         yield [str(point["rows"]), *cells, *(f"{cost['peak_gb']:.2f}" if "peak_gb" in cost else "-" for cost in costs)]
 
@@ -96,6 +98,7 @@ def _runs(figures: Figures) -> Iterator[list[str]]:
         ]
 
 
+_SAMPLER, _TRITON = ("T=1", "T=0", "softmax"), ("T=1", "T=0", "top-p 0.95", "torch")
 _TABLES: dict[str, tuple[str, Sequence[str], Callable[[Figures], Iterator[list[str]]]]] = {
     "hardware": ("the device", ("", ""), _hardware),
     "forwards": (
@@ -105,8 +108,13 @@ _TABLES: dict[str, tuple[str, Sequence[str], Callable[[Figures], Iterator[list[s
     ),
     "sampler": (
         "the keyed sampler, ms and peak GB",
-        ("rows", "T=1", "T=0", "softmax", "T=1 GB", "T=0 GB", "softmax GB"),
-        _sampler,
+        ("rows", *_SAMPLER, *(f"{name} GB" for name in _SAMPLER)),
+        partial(_costs, names=_SAMPLER),
+    ),
+    "triton": (
+        "the sampler's Triton kernels alone, and its torch form: ms and peak GB",
+        ("rows", *_TRITON, *(f"{name} GB" for name in _TRITON)),
+        partial(_costs, names=_TRITON),
     ),
     "flips": (
         "tokens flipped per 1,000 against batch 1, length 1; largest margin of a flip",

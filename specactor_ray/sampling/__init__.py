@@ -21,22 +21,27 @@ noise (T = 1 at temperature 0): the distribution the policy defines, and the one
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
 
-from specactor_ray import _sampling_numba as kernels
-from specactor_ray import _sampling_torch as torch_kernels
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import SamplingParams
+from specactor_ray.sampling import numba_kernels as kernels
 
-Backend = Literal["auto", "numba", "torch"]
+if TYPE_CHECKING:  # lookups draw noise without torch
+    import torch
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["auto", "numba", "torch", "triton"]
 
 _PROBLEMS = {
     kernels.ERR_NAN: "logits contain NaN",
@@ -45,7 +50,7 @@ _PROBLEMS = {
     kernels.ERR_TOO_LARGE: f"a logit is above {kernels.MAX_LOGIT:g}",
 }
 _MAX_POSITION = 2**32 - 1
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
 class SamplingError(SpecActorError):
@@ -148,7 +153,7 @@ def sample_rows(
         params: N; seed, temperature, top_k and top_p are used.
         positions: N output positions the tokens are for.
         record_margins: Also return the perturbed top-2 margins.
-        backend: "auto" takes numba for CPU tensors, torch for others; both give the same tokens.
+        backend: "auto" takes numba for CPU tensors, triton on CUDA, torch elsewhere; all give the same tokens.
 
     Raises:
         SamplingError: Logits of a row hold NaN or +inf, or are all -inf.
@@ -186,7 +191,7 @@ def verify_tails(
         params: Of each request; seed, temperature, top_k and top_p are used.
         positions: Output position of each request's first row.
         record_margins: Also return the perturbed top-2 margins.
-        backend: "auto" takes numba for CPU tensors, torch for others; both give the same tokens.
+        backend: "auto" takes numba for CPU tensors, triton on CUDA, torch elsewhere; all give the same tokens.
 
     Raises:
         SamplingError: Logits of a row that had to be sampled hold NaN or +inf, or are all -inf.
@@ -199,18 +204,26 @@ def verify_tails(
     if not len(params):
         return []
     logits = logits.detach()
-    if backend == "numba" or (backend == "auto" and logits.device.type == "cpu"):
-        columns = _run_numba(logits, offsets, lengths, tails, params, first, record_margins)
-    else:
-        columns = _run_torch(logits, offsets, lengths, tails, params, first, record_margins)
-    return _collect(columns, lengths, record_margins)
+    run = _FORMS[_fitting(logits, record_margins) if backend == "auto" else backend]
+    return _collect(run(logits, offsets, lengths, tails, params, first, record_margins), lengths, record_margins)
 
 
-def warm_up() -> None:
-    """Compile or load the CPU kernels now (some seconds on the first run of a machine), not in the first step."""
+def warm_up(
+    device: torch.device | None = None, dtype: torch.dtype | None = None, *, record_margins: bool = False
+) -> None:
+    """Compile or load the kernels now (some seconds on the first run of a machine), not in the first step.
+
+    Args:
+        device: Where logits will be; without it, on the CPU.
+        dtype: Of these logits.
+        record_margins: Whether margins will be asked for.
+    """
+    import torch
+
     params = [SamplingParams(seed=0, top_k=2, top_p=0.5)] * 2
-    for dtype in (torch.float32, torch.bfloat16):
-        sample_rows(torch.zeros(2, 8, dtype=dtype), params, [0, 1], backend="numba")
+    sample_rows(torch.zeros(2, 8), params, [0, 1], backend="numba")
+    if device is not None:
+        _fitting(torch.empty(0, dtype=dtype, device=device), record_margins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +239,7 @@ class _Columns:
 
 
 def _check(logits: torch.Tensor, offsets: np.ndarray, lengths: np.ndarray, n: int, first: np.ndarray) -> None:
-    if logits.ndim != 2 or logits.dtype not in _DTYPES or logits.shape[1] == 0:
+    if logits.ndim != 2 or str(logits.dtype) not in _DTYPES or logits.shape[1] == 0:
         raise ValueError(f"logits must be (rows, vocabulary) in float32, bfloat16 or float16, got {tuple(logits.shape)}"
                          f" {logits.dtype}")  # fmt: skip
     if not len(offsets) == len(lengths) == n == len(first):
@@ -247,10 +260,8 @@ def _run_numba(
     record_margins: bool,
 ) -> _Columns:
     n = len(params)
-    x = logits.to("cpu", torch.float32).contiguous().numpy()
-    tail_offsets = np.zeros(n + 1, np.int64)
-    np.cumsum(lengths, out=tail_offsets[1:])
-    drafted = int(tail_offsets[-1])
+    x = logits.cpu().float().contiguous().numpy()
+    tail_offsets, flat = _flattened(lengths, tails)
     rules = (
         np.array([p.seed for p in params], np.uint64),
         first,
@@ -258,9 +269,9 @@ def _run_numba(
         np.array([p.top_k for p in params], np.int64),
         np.array([p.top_p for p in params], np.float64),
     )
-    tokens, counts, statuses = np.zeros(drafted + n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
-    logprobs, margins = np.zeros(drafted + n), np.zeros(drafted + n)
-    flat = np.fromiter(chain.from_iterable(tails), np.int64, drafted)
+    rows = len(flat) + n
+    tokens, counts, statuses = np.zeros(rows, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
+    logprobs, margins = np.zeros(rows), np.zeros(rows)
     out = (tokens, logprobs, margins, counts, statuses)
     kernels.verify_batch(x, x.view(np.int32), offsets, tail_offsets, flat, rules, record_margins, out)
     starts = tail_offsets[:-1] + np.arange(n)
@@ -279,6 +290,10 @@ def _run_torch(
     record_margins: bool,
 ) -> _Columns:
     """Every row is sampled at once, then compared with the tails on the host."""
+    import torch
+
+    from specactor_ray.sampling import torch_kernels
+
     owners = [i for i, length in enumerate(lengths.tolist()) for _ in range(length + 1)]
     steps = [j for length in lengths.tolist() for j in range(length + 1)]
     rows = torch.tensor([int(offsets[i]) + j for i, j in zip(owners, steps, strict=True)], device=logits.device)
@@ -310,6 +325,63 @@ def _walk(tail: Sequence[int], tokens: list[int], row_status: list[int], start: 
         if j < len(tail) and tail[j] != tokens[start + j]:
             break
     return j + 1, kernels.OK
+
+
+def _run_triton(
+    logits: torch.Tensor,
+    offsets: np.ndarray,
+    lengths: np.ndarray,
+    tails: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    first: np.ndarray,
+    record_margins: bool,
+) -> _Columns:
+    from specactor_ray.sampling import fused
+
+    tail_offsets, flat = _flattened(lengths, tails)
+    found = fused.verify_lists(logits, offsets, tail_offsets, flat, params, first, record_margins)
+    tokens, logprobs, margins = np.split(found[:, 2:], 3, axis=1)
+    return _Columns(
+        tokens.ravel().tolist(),
+        logprobs.ravel().view(np.float64).tolist(),
+        margins.ravel().view(np.float64).tolist(),
+        [i * tokens.shape[1] for i in range(len(params))],
+        found[:, 0].tolist(),
+        found[:, 1].tolist(),
+    )
+
+
+def _flattened(lengths: np.ndarray, tails: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """(where each tail begins and the last one ends, the tokens of all tails)."""
+    tail_offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=tail_offsets[1:])
+    return tail_offsets, np.fromiter(chain.from_iterable(tails), np.int64, int(tail_offsets[-1]))
+
+
+_FORMS = {"numba": _run_numba, "torch": _run_torch, "triton": _run_triton}
+
+
+def _fitting(logits: torch.Tensor, record_margins: bool) -> str:
+    """The form that "auto" takes."""
+    if logits.device.type == "cpu":
+        return "numba"
+    return "triton" if _fused_is_exact(logits.device, logits.dtype, record_margins) else "torch"
+
+
+@functools.cache
+def _fused_is_exact(device: torch.device, dtype: torch.dtype, record_margins: bool) -> bool:
+    """Whether the Triton kernels run on the device and give the tokens of the numba form."""
+    if device.type != "cuda":
+        return False
+    try:
+        from specactor_ray.sampling.fused import difference
+
+        problem = difference(device, dtype, record_margins)
+    except Exception as error:  # noqa: BLE001 - whatever is missing (triton, a compiler, a driver), torch samples alike
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    if problem:
+        logger.warning("Sampling on %s uses torch operations, many times slower than Triton's: %s", device, problem)
+    return not problem
 
 
 def _collect(columns: _Columns, lengths: np.ndarray, record_margins: bool) -> list[Verified]:

@@ -1,18 +1,19 @@
-"""The torch form of `sampling.py`, for logits on a GPU: the same integers, so the same noise and the same tokens.
+"""The torch form of keyed sampling, for logits on a GPU: the same integers, so the same noise and the same tokens.
 
 Everything is elementwise or along the vocabulary with fixed shapes, and nothing waits for the device. The noise
 uses integer operations and float64 +, -, *, / only, each rounded by itself, so its bits do not depend on the
-device's math library (`_sampling_numba.log_f64` is the same formula).
+device's math library (`numba_kernels.log_f64` is the same formula).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from specactor_ray import _sampling_numba as kernels
+from specactor_ray.sampling import numba_kernels as kernels
 
 _MASK = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -32,7 +33,7 @@ def threefry2x32(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor
 
 
 def log_f64(x: Tensor) -> Tensor:
-    """Natural logarithm of positive normal float64 values, bit for bit `_sampling_numba.log_f64`."""
+    """Natural logarithm of positive normal float64 values, bit for bit `numba_kernels.log_f64`."""
     bits = x.view(torch.int64)
     k = ((bits >> 52) - 1023).to(torch.float64)
     m = ((bits & 0x000FFFFFFFFFFFFF) | 0x3FF0000000000000).view(torch.float64)
@@ -62,16 +63,28 @@ def gumbel_rows(seeds: Sequence[int], positions: Sequence[int], vocab_size: int,
     return gumbel(*threefry2x32(k0, k1, v, t))
 
 
+def _mass(y: Tensor) -> Tensor:
+    """exp(y) of y <= 0 in whole units of 1 / `MASS_UNIT`, bit for bit `numba_kernels._mass`."""
+    y = y.clamp_min(-700.0)
+    k = torch.floor(y * 1.4426950408889634 + 0.5)
+    r = (y - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
+    p = torch.full_like(r, 1.0 / math.factorial(13))
+    for n in range(12, -1, -1):
+        p = p * r + 1.0 / math.factorial(n)
+    e = p * ((k.to(torch.int64) + 1023) << 52).view(torch.float64)
+    return torch.floor(e * kernels.MASS_UNIT + 0.5).to(torch.int64)
+
+
 def _kept(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """(N, V) bool: tokens that top-k, then top-p leave, in the order (logit descending, id ascending)."""
     n, vocab = logits.shape
     values, ids = torch.sort(logits, dim=1, descending=True, stable=True)
     rank = torch.arange(vocab, device=logits.device)
     in_k = (rank < top_k) | (top_k <= 0)
-    mass = torch.exp((values.double() - values[:, :1].double()) / temperature) * in_k
+    mass = _mass((values.double() - values[:, :1].double()) / temperature) * in_k
     mass_to = torch.cumsum(mass, dim=1)
     before = torch.cat([mass_to.new_zeros(n, 1), mass_to[:, :-1]], dim=1)
-    keep = in_k & ((before < top_p * mass_to[:, -1:]) | (top_p >= 1.0))
+    keep = in_k & ((before.double() < top_p * mass_to[:, -1:].double()) | (top_p >= 1.0))
     last = (keep.sum(dim=1, keepdim=True) - 1).clamp_min(0)  # rows with NaN keep nothing; they are refused later
     cut_value, cut_id = values.gather(1, last), ids.gather(1, last)
     return (logits > cut_value) | ((logits == cut_value) & (rank <= cut_id))

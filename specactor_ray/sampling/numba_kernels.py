@@ -1,6 +1,6 @@
-"""The CPU kernels behind `sampling.py`: keyed Gumbel-max over one row of logits, compiled by numba.
+"""The CPU kernels behind `specactor_ray.sampling`: keyed Gumbel-max over one row of logits, compiled by numba.
 
-What is computed is said in `sampling.py` and `docs/design/keyed-sampling.md`; this file is about computing it
+The package's docstring and `docs/design/keyed-sampling.md` define what is computed; this file is about computing it
 fast. A row costs two passes over its logits: the maximum, then, block by block, exp(logit - max) (for the
 log-sum-exp), the Threefry words, and one comparison per token that rules out nearly every draw before any
 logarithm is taken (`_bar`). No kernel starts threads; all release the GIL.
@@ -23,6 +23,9 @@ MAX_LOGIT = 1e30
 """Largest logit taken: above it float32 differences of finite logits could overflow."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy, as in vLLM: logits divided by less drown the noise anyway."""
+MASS_UNIT = 2.0**42
+"""Top-p counts probabilities in whole numbers of exp((logit - max) / T) / 2^42: their sums have no order, so that all
+forms agree on the cut. A sum fits 64 bits for up to 2^21 tokens."""
 
 _BLOCK = 512
 _P_BINS, _P_BINS_PER_NAT = 2048, 64
@@ -323,9 +326,15 @@ def _exp_f64(y: Any) -> Any:
 
 
 @_jit
-def _exp_f64_block(x: Any, start: Any, n: Any, m: Any, temperature: Any, out: Any) -> None:
+def _mass(value: Any, m: Any, temperature: Any) -> Any:
+    """exp((value - m) / T) in whole units of 1 / `MASS_UNIT`, as a float64."""
+    return np.floor(_exp_f64((np.float64(value) - np.float64(m)) / temperature) * MASS_UNIT + 0.5)
+
+
+@_jit
+def _mass_block(x: Any, start: Any, n: Any, m: Any, temperature: Any, out: Any) -> None:
     for i in range(n):
-        out[i] = _exp_f64((np.float64(x[start + i]) - np.float64(m)) / temperature)
+        out[i] = _mass(x[start + i], m, temperature)
 
 
 @_jit
@@ -335,28 +344,28 @@ def top_p_cut(x: Any, m: Any, temperature: Any, top_p: Any, cut_value: Any, cut_
     Only tokens up to (cut_value, cut_id) count, and their mass is the whole (top-k first, then renormalise).
     """
     scale = _P_BINS_PER_NAT / temperature
-    mass, counts = np.zeros(_P_BINS, np.float64), np.zeros(_P_BINS, np.int64)
+    mass, counts = np.zeros(_P_BINS, np.int64), np.zeros(_P_BINS, np.int64)
     e = np.empty(_BLOCK, np.float64)
     for start in range(0, x.shape[0], _BLOCK):
         n = min(_BLOCK, x.shape[0] - start)
-        _exp_f64_block(x, start, n, m, temperature, e)
+        _mass_block(x, start, n, m, temperature, e)
         for i in range(n):
             b = _bin(x[start + i], m, scale, _P_BINS)
             counts[b] += 1
             if _kept(x[start + i], start + i, cut_value, cut_id):
-                mass[b] += e[i]
-    target = top_p * mass.sum()
-    b, before = 0, 0.0
-    while b < _P_BINS - 1 and before + mass[b] < target:
+                mass[b] += np.int64(e[i])
+    target = top_p * np.float64(mass.sum())
+    b, before = 0, np.int64(0)
+    while b < _P_BINS - 1 and np.float64(before + mass[b]) < target:
         before += mass[b]
         b += 1
     order = _sorted_bin(x, m, scale, _P_BINS, b, counts[b])
     last = -1
     for v in order:
-        if not before < target or not _kept(x[v], v, cut_value, cut_id):
+        if not np.float64(before) < target or not _kept(x[v], v, cut_value, cut_id):
             break
         last = v
-        before += _exp_f64((np.float64(x[v]) - np.float64(m)) / temperature)
+        before += np.int64(_mass(x[v], m, temperature))
     if last < 0:  # rounding ran past the last mass: everything up to the old cut stays
         return cut_value, cut_id
     return x[last], last

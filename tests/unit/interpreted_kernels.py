@@ -1,0 +1,269 @@
+"""The Triton kernels in Triton's interpreter, compared with the numba form.
+
+`test_triton_kernels.py` runs this file in a process of its own: TRITON_INTERPRET=1 counts when triton is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN
+from specactor_ray.benchmarks.gpu_check.stages import Stage
+from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
+from specactor_ray.messages import SamplingParams
+from specactor_ray.sampling import SamplingError, fused, sample_rows, triton_kernels, verify_tails
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TEMPERATURES = (0.0, 1e-6, 1e-5, 1e-4, 0.3, 0.6, 1.0, 1.0, 2.0, 100.0)
+LAST_POSITION = 2**32 - 1
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter() -> None:
+    """Patch triton's language once per process instead of at every call, and skip checks of integer overflow, which the
+    hash is made of: four times as fast."""
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function: object) -> object:
+        modules = frozenset(id(value) for value in function.__globals__.values() if value in (tl, tl.core))
+        if modules not in patched:
+            patched.add(modules)
+            patch(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_once
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that give small vocabularies several chunks."""
+    monkeypatch.setitem(triton_kernels.SCAN, "BLOCK", 512)
+    monkeypatch.setitem(triton_kernels.FILTER, "BLOCK", 256)
+
+
+def differences(
+    logits: torch.Tensor, offsets: list[int], tails: list[tuple[int, ...]], params: list[SamplingParams],
+    positions: list[int], margins: bool,
+) -> tuple[int, list[str]]:  # fmt: skip
+    """(rows compared, what is different)."""
+    want, got = (
+        verify_tails(logits, offsets, tails, params, positions, record_margins=margins, backend=backend)
+        for backend in ("numba", "triton")
+    )
+    found = []
+    for one, other, rule in zip(want, got, params, strict=True):
+        if (one.token_ids, one.margins) != (other.token_ids, other.margins):
+            found.append(f"{rule}: {one} {other}")
+        elif other.logprobs != pytest.approx(one.logprobs, rel=1e-6, abs=3e-6):
+            found.append(f"{rule}: log-probabilities {one.logprobs} {other.logprobs}")
+    return sum(len(one.token_ids) for one in want), found
+
+
+def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
+    logits = rng.normal(size=(rows, vocab)) * rng.choice([0.0, 0.1, 1.0, 3.0, 10.0, 200.0])
+    logits += rng.choice([0.0, 0.0, -1e4, 1e4])
+    if rng.random() < 0.3:
+        logits[np.arange(rows), rng.integers(vocab, size=rows)] += 20.0
+    if rng.random() < 0.3:
+        logits = np.round(logits)  # ties, and zeros of both signs
+    if rng.random() < 0.3:
+        masked = rng.random(logits.shape) < 0.9
+        masked[np.arange(rows), rng.integers(vocab, size=rows)] = False
+        logits[masked] = -math.inf
+    return logits
+
+
+def random_batches(rng: np.random.Generator, count: int, vocabs: list[int], filtered: bool) -> Iterator[tuple]:
+    """Arguments of `differences`: requests with 0 to 3 drafts, right and wrong, rows of logits between them unused."""
+    for index in range(count):
+        vocab, n = vocabs[index % len(vocabs)], 8
+        lengths = [int(length) for length in rng.integers(0, 4, size=n)]
+        offsets = [int(start) for start in np.cumsum([0, *(length + 2 for length in lengths[:-1])])]
+        dtype = DTYPES[index % 3]
+        x = torch.from_numpy(random_logits(rng, offsets[-1] + lengths[-1] + 1, vocab)).to(dtype)
+        params = [
+            SamplingParams(
+                float(rng.choice(TEMPERATURES)),
+                top_k=int(rng.choice([0, 1, 2, 5, 50, 1000])) if filtered else 0,
+                top_p=float(rng.choice([1.0, 1e-9, 0.31, 0.7, 0.95, 0.99999])) if filtered else 1.0,
+                seed=int(rng.integers(2**64, dtype=np.uint64)),
+            )
+            for _ in range(n)
+        ]
+        positions = [int(rng.choice([0, 7, 2**31 - 1, LAST_POSITION - 3])) for _ in range(n)]
+        tails = []
+        for begin, length, rule, position in zip(offsets, lengths, params, positions, strict=True):
+            span = range(begin, begin + length)
+            tail = sample_rows(x[span], [rule] * length, [position + j for j in range(length)]).token_ids
+            if length and rng.random() < 0.3:
+                wrong = int(rng.integers(length))
+                tail[wrong] = int(rng.choice([-1, vocab, (tail[wrong] + 1) % vocab]))
+            tails.append(tuple(tail))
+        yield x, offsets, tails, params, positions, bool(rng.random() < 0.4)
+
+
+def test_rows_are_those_of_the_numba_form(small_blocks: None) -> None:
+    rng = np.random.default_rng(1)
+    rows, wrong = 0, []
+    for batch in random_batches(rng, 64, [1, 2, 7, 40, 300, 511, 512, 513, 1030], filtered=False):
+        compared, found = differences(*batch)
+        rows, wrong = rows + compared, wrong + found
+    assert not wrong
+    assert rows >= 1000
+
+
+def test_filtered_rows_are_those_of_the_numba_form(small_blocks: None) -> None:
+    rng = np.random.default_rng(2)
+    rows, wrong = 0, []
+    for batch in random_batches(rng, 10, [40, 200, 3, 300, 1, 600], filtered=True):
+        compared, found = differences(*batch)
+        rows, wrong = rows + compared, wrong + found
+    assert not wrong
+    assert rows >= 140
+
+
+def test_a_prefix_that_holds_top_p_exactly_is_kept_alone(small_blocks: None) -> None:
+    params = [SamplingParams(seed=seed, top_p=0.5) for seed in range(24)]
+    for backend in ("numba", "torch", "triton"):
+        assert set(sample_rows(torch.ones(24, 4), params, range(24), backend=backend).token_ids) == {0, 1}
+
+
+@pytest.mark.parametrize("level", [9e29, -3e38, 1e20])
+@pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e30])
+def test_rows_where_float64_rounds_the_noise_away(small_blocks: None, level: float, temperature: float) -> None:
+    logits = torch.full((2, 30), level)
+    logits[1, 3::2] *= 1 - 1e-6
+    params = [SamplingParams(temperature, seed=seed) for seed in range(2)]
+    assert differences(logits, [0, 1], [(), ()], params, [5, 6], True) == (2, [])
+
+
+def far_rivals() -> tuple:
+    """Rows where tokens far below the winner compete for the second place. The bound is of float32: there its steps are
+    16, and these values come out 32 too low."""
+    logits = torch.full((6, 60), -16383.0)
+    logits[:, 17] = 0.0
+    params = [SamplingParams(8.6121e-5, seed=seed) for seed in range(6)]
+    return logits, list(range(6)), [()] * 6, params, [3] * 6, True
+
+
+def test_margins_to_rivals_far_away(small_blocks: None) -> None:
+    assert differences(*far_rivals()) == (6, [])
+
+
+def coarse_scores() -> tuple:
+    """Rows of equal logits so large that scores come in steps of 1/2. With these seeds a token ties with the one of the
+    largest noise, and has the lower id."""
+    params = [SamplingParams(seed=seed) for seed in (95, 96, 212, 236, 256, 279)]
+    return torch.full((6, 200), 4e15), list(range(6)), [()] * 6, params, [0] * 6, False
+
+
+def test_ties_of_rounded_scores(small_blocks: None) -> None:
+    assert differences(*coarse_scores()) == (6, [])
+
+
+def test_a_bound_that_is_too_tight_is_seen(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(triton_kernels, "_SLACK_BITS", tl.constexpr(-6.0))
+        assert "requests get other tokens" in fused.difference(torch.device("cpu"), torch.float32, False, 600)
+    with monkeypatch.context() as patched:
+        patched.setattr(triton_kernels, "_SLACK_OF_DISTANCE", tl.constexpr(0.0))
+        assert differences(*far_rivals())[1]
+    with monkeypatch.context() as patched:
+        patched.setattr(triton_kernels, "_SLACK_OF_LEVEL", tl.constexpr(0.0))
+        assert differences(*coarse_scores())[1]
+
+
+def test_the_stage_of_gpu_check_finds_equal_tokens(small_blocks: None) -> None:
+    """With it the check that a device passes before it takes the kernels, in all dtypes."""
+    stage = Stage("triton", replace(DRY_RUN, sampler_rows=(2,), sampler_vocab=200), math.inf, lambda: None)
+    measure_triton(stage)
+    assert len(stage.figures["different"]) == 6 and not any(stage.figures["different"].values())
+    [point] = stage.figures["points"]
+    assert point.keys() == {"rows", "T=1", "T=0", "top-p 0.95", "torch"}
+    assert all(point[name]["ms"] > 0 for name in point if name != "rows")
+
+
+def test_the_largest_vocabulary() -> None:
+    """With the blocks that are shipped."""
+    rng = np.random.default_rng(4)
+    logits = torch.from_numpy(rng.normal(size=(6, 151_936)) * 3).bfloat16()
+    params = [SamplingParams(t, seed=2**63 + i) for i, t in enumerate((0.0, 0.6, 1.0, 2.0))]
+    tails = [(), (), tuple(sample_rows(logits[2:3], params[2:3], [9]).token_ids), ()]
+    assert differences(logits, [0, 1, 2, 4], tails, params, [9] * 4, True) == (5, [])
+    nucleus = [SamplingParams(1.0, top_p=0.9, seed=1)]
+    assert differences(logits[5:], [0], [()], nucleus, [0], False) == (1, [])
+
+
+def test_greedy_rows_draw_nothing(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("drawn")
+
+    monkeypatch.setattr(triton_kernels, "_threefry2x32", refuse)
+    logits, greedy = torch.linspace(-3.0, 3.0, 700).sin().unsqueeze(0), SamplingParams(0.0, top_k=5, top_p=0.5)
+    assert sample_rows(logits, [greedy], [0], backend="triton").token_ids == [int(logits.argmax())]
+    with pytest.raises(interpreter.InterpreterError, match="drawn"):
+        sample_rows(logits, [SamplingParams(1.0)], [0], backend="triton")
+
+
+@pytest.mark.parametrize(("values", "problem"), [
+    ({300: math.nan}, "NaN"),
+    ({0: -math.nan}, "NaN"),
+    ({600: math.nan, 4: math.inf}, "NaN"),
+    ({699: math.inf}, r"\+inf"),
+    ({7: 2e30}, "above 1e"),
+    (dict.fromkeys(range(700), -math.inf), "all logits are -inf"),
+])  # fmt: skip
+@pytest.mark.parametrize("rule", [{"temperature": 0.0}, {}, {"top_p": 0.5}])
+def test_bad_logits_are_named(small_blocks: None, values: dict, problem: str, rule: dict) -> None:
+    logits = torch.zeros(5, 700)
+    for v, value in values.items():
+        logits[1, v] = logits[3, v] = logits[4, v] = value
+    params = [SamplingParams(**rule)] * 3
+    good = sample_rows(logits[2:3], params[:1], [5]).token_ids
+    with pytest.raises(SamplingError, match=f"row 1: .*{problem}.*row 0 of 1.*row 2: .*row 1 of 3"):
+        verify_tails(logits, [0, 1, 2], [(), (), (*good, 1)], params, [0, 0, 5], backend="triton")
+    wrong = (good[0] + 1) % 700  # the bad rows behind it are not looked at
+    assert verify_tails(logits, [2], [(wrong, 1)], params[:1], [5], backend="triton")[0].token_ids == good
+
+
+def test_rules_are_written_once_and_found_by_slot(small_blocks: None) -> None:
+    """Requests 0 and 1 sit in slots 4 and 2, after a prompt of 10 and one of 3 tokens."""
+    cpu, logits = torch.device("cpu"), torch.randn(4, 200, generator=torch.Generator().manual_seed(0))
+    rules = fused.Rules(6, cpu)
+    params = [SamplingParams(0.7, seed=2**64 - 1), SamplingParams(seed=3, top_k=4)]
+    rules.write([0, 4], [SamplingParams(seed=8, top_p=0.1), params[0]], [0, -10])
+    rules.write([0, 2], [SamplingParams(0.0), params[1]], [0, -3])
+    assert rules.any_filtered
+    [draft] = sample_rows(logits[:1], params[:1], [6]).token_ids
+    want = verify_tails(logits, [0, 2], [(draft,), ()], params, [6, 0], record_margins=True)
+    integers = torch.int32  # as vLLM's arrays
+    found = fused.verify(
+        logits,
+        torch.tensor([0, 2], dtype=integers),
+        torch.tensor([0, 1, 1], dtype=integers),
+        torch.tensor([draft], dtype=integers),
+        2,
+        torch.tensor([16, 3], dtype=integers),
+        torch.tensor([4, 2], dtype=integers),
+        rules,
+        True,
+    ).numpy()
+    assert found[:, :2].tolist() == [[2, 0], [1, 0]]
+    tokens, logprobs, margins = np.split(found[:, 2:], 3, axis=1)
+    assert tokens.tolist() == [[*want[0].token_ids, -1], [*want[1].token_ids, -1, -1]]
+    for i, one in enumerate(want):
+        count = len(one.token_ids)
+        assert logprobs[i, :count].view(np.float64) == pytest.approx(one.logprobs, abs=3e-6)
+        assert margins[i, :count].view(np.float64).tolist() == one.margins
+    rules.write([2], [SamplingParams()], [0])
+    assert not rules.any_filtered

