@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -60,10 +62,13 @@ def demo(
 
 
 def _next_commands(model: str, folder: Path, trained: bool) -> list[str]:
+    specactor = (
+        "specactor" if shutil.which("specactor") else os.path.relpath(Path(sys.executable).with_name("specactor"))
+    )
     return [
-        f"specactor bench rollout target.model={model} data.path=PROMPTS.jsonl",
-        f"specactor train --config {folder}/training/config.yaml resume=auto trainer.steps=60"
+        f"{specactor} bench rollout target.model={model} data.path=PROMPTS.jsonl",
+        f"{specactor} train --config {folder}/training/config.yaml resume=auto trainer.steps=60"
         if trained
-        else f"specactor train target.model={model} data.path=TASKS.jsonl",
-        "specactor config --help-keys speculation",
+        else f"{specactor} train target.model={model} data.path=TASKS.jsonl",
+        f"{specactor} config --help-keys speculation",
     ]

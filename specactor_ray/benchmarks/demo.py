@@ -178,6 +178,8 @@ def _train(demo: Demo) -> None:
     outcome = train(config, demo.console, display, enough)
     if outcome.status == "interrupted":
         demo.status = "interrupted"
+    elif len(demo.steps) < config.trainer.steps:
+        demo.say(f"the time is up after {len(demo.steps)} of {config.trainer.steps} steps (--minutes {demo.minutes:g})")
 
 
 class _Display(TrainingDisplay):

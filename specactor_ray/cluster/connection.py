@@ -133,8 +133,6 @@ def _quiet() -> dict[str, Any]:
 
 
 def _start_private_cluster(config: ClusterConfig) -> Connection:
-    if os.environ.get("RAY_ADDRESS"):
-        logger.warning("RAY_ADDRESS is set, but cluster.address=local starts a private cluster; use auto to join")
     cpus = config.num_cpus if config.num_cpus is not None else len(os.sched_getaffinity(0))
     base = tempfile.gettempdir() if len(tempfile.gettempdir()) < _LONGEST_TEMP_DIR - 20 else "/tmp"
     remove_abandoned(PRIVATE_FOLDER, base)
@@ -152,8 +150,10 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
                 _temp_dir=str(folder / "r"),  # one below: Ray opens its own folder to everybody
                 **_quiet(),
             )
-        except Exception as error:
-            raise ClusterError(f"a private Ray cluster with {cpus} CPUs could not be started: {error}") from error
+        except Exception as error:  # noqa: BLE001 - Ray raises bare ones; the message is all there is to them
+            fix = "Fix: start again when the machine is less busy; Ray gives its processes 30 seconds."
+            why = " ".join(str(error).split())
+            raise ClusterError(f"a private Ray cluster with {cpus} CPUs could not be started: {why} {fix}") from None
         address = ray.get_runtime_context().gcs_address
         note_address(folder, address)
         return Connection(address, owned=True, held=held.pop_all())

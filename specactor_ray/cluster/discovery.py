@@ -96,5 +96,8 @@ def clusters_to_look_into() -> list[str]:
     if not found and private:
         raise ClusterError("a private cluster is being started on this machine. Fix: ask again in some seconds.")
     if not found:
-        raise ClusterError("no Ray cluster runs on this machine. Fix: give --address, as the run printed it.")
+        raise ClusterError(
+            "no Ray cluster runs on this machine. Fix: give --address, as the run printed it; a run that has just "
+            "begun has a cluster within a minute."
+        )
     return found

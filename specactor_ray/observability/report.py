@@ -132,7 +132,7 @@ def config_keys_table(keys: Sequence[tuple[str, str, Any, str]]) -> Table:
 def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One row per actor of a run, as the controller reports them."""
     table = Table(box=SIMPLE_HEAD)
-    for name in ("actor", "phase", "node", "pid", "cores", "work", "note"):
+    for name in ("actor", "phase", "node", "pid", "core ids", "work", "note"):
         table.add_column(name)
     for row in rows:
         cores = ",".join(str(core) for core in row.get("cores") or ())

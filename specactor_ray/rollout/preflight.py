@@ -4,8 +4,10 @@ reads models' configurations. Imports no backend."""
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,8 +89,18 @@ def require_parts(config: Config) -> None:
     if config.target.backend == "vllm":
         require_vllm()
     drafter_specs(config)
-    if config.cluster.address != "local" and not is_connected():
+    if is_connected():
+        return
+    if config.cluster.address != "local":
         require_listener(resolve_address(config.cluster.address))
+    elif os.environ.get("RAY_ADDRESS"):
+        _warn_of_another_cluster()
+
+
+@functools.cache
+def _warn_of_another_cluster() -> None:
+    """Once per process: commands check a configuration before they import Ray, `Rollout` checks it again."""
+    logger.warning("RAY_ADDRESS is set, but a private cluster is started; cluster.address=auto joins the one it names")
 
 
 def require_named_model(key: str, name: str, is_head: bool = False) -> Path | None:

@@ -77,7 +77,9 @@ def _lines(path: Path) -> list[tuple[int, str]]:
     except FileNotFoundError:
         raise InputError(f"there is no file {path}; name a file of prompts") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from None
+        number = error.object.count(b"\n", 0, error.start) + 1
+        problem = f"{path}, line {number}: not UTF-8 text (byte {error.start} of the file)"
+        raise InputError(f"{problem}. Fix: save it as UTF-8 (iconv -f latin1 -t utf-8)") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror})") from None
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
@@ -205,7 +207,7 @@ def _reject_half_characters(messages: Sequence[Mapping[str, Any]]) -> None:
 
 def _tokenize(tokenizer: Any, prompt: str) -> Any:
     try:
-        return tokenizer(prompt)["input_ids"]
+        return tokenizer(prompt, verbose=False)["input_ids"]  # a prompt beyond the context has an error of its own
     except Exception as error:  # half a surrogate pair, for one, is refused with whatever the tokenizer likes
         raise InputError(f"the tokenizer refuses this prompt: {error}") from error
 

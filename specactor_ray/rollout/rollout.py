@@ -23,6 +23,7 @@ from specactor_ray.modeling.loading import locate_model, parse_dtype, weight_sha
 from specactor_ray.modeling.policy_weights import Weights, fitting_weights
 from specactor_ray.modeling.weight_buckets import WeightBucket, pack_as_they_come
 from specactor_ray.observability.console import log_by_default
+from specactor_ray.observability.heartbeat import Heartbeat
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.memory import require_memory
 from specactor_ray.rollout.metrics import RolloutMetrics
@@ -38,6 +39,7 @@ from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling import derive_seed
+from specactor_ray.signals import interruption
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +81,17 @@ class Rollout:
         self._tokenizer = check_drafters_fit_target(config)
         require_memory(config)
         warn_without_drafters(config)
-        self._connection: Connection = connect(config.cluster)
-        try:
-            self._controller, self.run_name = start_controller(config, priors=priors)
-            self._run = RunClient(config, self._controller, Calls())
-            logger.info("run %s: mode %s, ready after %.1f s", self.run_name, config.mode.value, SYSTEM.now() - begin)
-        except BaseException:
-            self._connection.close()
-            raise
+        with Heartbeat(logger.info, f"starting Ray and {config.mode.value} actors"):
+            self._connection: Connection = connect(config.cluster)
+            try:
+                self._controller, self.run_name = start_controller(config, priors=priors)
+                self._run = RunClient(config, self._controller, Calls())
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    logger.warning("%s: ending what has started, some seconds", interruption(error))
+                self._connection.close()
+                raise
+        logger.info("run %s: mode %s, ready after %.1f s", self.run_name, config.mode.value, SYSTEM.now() - begin)
 
     @classmethod
     def from_config(cls, config: Config | str | Path | None = None, overrides: Sequence[str] = ()) -> Rollout:

@@ -22,6 +22,7 @@ from specactor_ray.files import write_json
 from specactor_ray.modeling.loading import load_tokenizer, require_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
+from specactor_ray.observability.heartbeat import Heartbeat
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.memory import memory_lines
 from specactor_ray.rollout.output import (
@@ -114,9 +115,12 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
         if config.data.output is not None:  # whoever continues the run may be in another folder
             config.data.output = str(Path(config.data.output).absolute())
         folder = unfinished or claim_run_folder(config)
+        mode, name = config.mode.value, config.run.name
+        say(console, f"run {name}: checking, then starting {mode} actors; results go to {folder}")
+        heartbeat = Heartbeat(functools.partial(say, console), f"run {name}: starting")
         try:
             output = config.data.output or folder / TRAJECTORIES_FILE
-            with TrajectoryWriter(output, resume=unfinished is not None) as writer:
+            with heartbeat, TrajectoryWriter(output, resume=unfinished is not None) as writer:
                 there: list[dict[str, Any]] = []
                 if unfinished:
                     there = read_finished(writer, prompts, config)
@@ -125,7 +129,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
                 encoded = _encode(config, prompts)
                 for line in (*lines, *_cut_outputs(config, encoded), *memory_lines(config)):
                     say(console, line)
-                return _run(config, prompts, encoded, folder, writer, there, console)
+                return _run(config, prompts, encoded, folder, writer, there, console, heartbeat)
         except BaseException as error:
             if not unfinished and not (folder / SUMMARY_FILE).exists():
                 discard_run_folder(folder)
@@ -184,13 +188,13 @@ def _run(
     writer: TrajectoryWriter,
     there: list[dict[str, Any]],
     console: Console,
+    heartbeat: Heartbeat,
 ) -> RunOutcome:
-    """Roll out what is missing; `there` are the trajectories of an interrupted run."""
+    """Roll out what is missing; `there` are the trajectories of an interrupted run, `heartbeat` shows the start."""
     with signals_deferred():
         from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
 
     begin = time.monotonic()
-    say(console, f"run {config.run.name}: checking, then starting {config.mode.value} actors; results go to {folder}")
     if there:
         total = len(prompts) * config.data.n
         say(console, f"run {config.run.name}: resumed, {len(there)} of {total} trajectories are there")
@@ -201,6 +205,7 @@ def _run(
         tally.add(row)
     started, summary = time.strftime("%Y-%m-%dT%H:%M:%S%z"), {}
     with Rollout(config) as rollout:
+        heartbeat.stop()
         writer.keep_empty = True
         start_seconds = time.monotonic() - begin
         _announce(rollout, console)
@@ -213,7 +218,7 @@ def _run(
             status = "interrupted"
             error = interruption(interrupt)
             saved = f"{writer.count} finished trajectories are saved" if writer.count else "nothing was finished yet"
-            say(console, f"{error}: shutting down, {saved}")
+            say(console, f"{error}: shutting down, {saved}; the same command with resume=auto continues")
             ignore_signals()
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"

@@ -112,6 +112,7 @@ class TestUserErrors:
             ["drafters=[]", "drafters.0.method=ngram"],
             "for example 'drafters=[{method: ngram}]'",
         ),
+        "stop strings": (["sampling.stop=foo"], "sampling.stop: unknown key. Did you mean sampling.stop_token_ids?"),
         "a section without a value": (["target="], "target: an override without a value would drop"),
         "no such config": (["--config", "none.yaml"], "none.yaml: there is no such file."),
         "a folder that cannot be made": (
@@ -196,6 +197,12 @@ class TestUserErrors:
         message = error_line(specactor(folder, "rollout", f"target.model={tiny_target()}", *room))
         assert "sampling.max_tokens: 300 leaves no room" in message and "target.max_model_len is 300" in message
         assert not (folder / "runs").exists()
+
+    def test_another_cluster_is_named_before_anything_is_loaded(self, folder: Path) -> None:
+        done = specactor(folder, "rollout", "data.path=good.jsonl", "target.gpus=1", RAY_ADDRESS="127.0.0.1:9")
+        warning, error = " ".join(done.stderr.split()).split("error: ")
+        assert "RAY_ADDRESS is set" in warning and "cluster.address=auto" in warning
+        assert done.returncode == 2 and "target.gpus" in error
 
     BENCH_CASES: ClassVar = {
         "unknown mode": (["--modes", "plain,fast"], "--modes: 'fast' is not a mode; the modes are plain, coupled"),
@@ -711,3 +718,10 @@ def test_a_summary_is_for_its_owner_alone(tmp_path: Path) -> None:
     write_json(tmp_path / "summary.json", {"config": {"data": {"options": {"token": "x"}}}})
     assert stat.S_IMODE((tmp_path / "summary.json").stat().st_mode) == 0o600
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_ctrl_c_while_modules_are_imported_prints_no_traceback(tmp_path: Path) -> None:
+    """The module that comes first on the path stands for a signal that arrives during its import."""
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    done = specactor(tmp_path, "rollout", program=("-m", "specactor_ray"), PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -29,7 +29,7 @@ def test_both_halves_and_their_report(tmp_path: Path, tiny_model_dir: Path) -> N
     assert len(speed["rounds"]) == 2 and speed["identical"] == speed["requests"] == 6 and speed["error"] is not None
     assert training["steps"] == 2 and training["before"]["samples"] == training["after"]["samples"] == 16
     assert training["before"]["mean"] == training["rewards"][0]["mean"]
-    for words in ("round 2: plain", "GRPO", "step 2/"):
+    for words in ("round 2: plain", "GRPO", "step 2/", "the time is up after 2 of 12 steps"):
         assert words in done.stderr
     assert "6 of 6" in done.stdout and "the reward " in done.stdout
     train = next(line.strip() for line in done.stdout.splitlines() if "specactor train " in line)

@@ -51,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli_validate",),
     ("cli_demo", "cli_plan", "cli_simulate", "drafter_cli"),
     ("cli",),
+    ("__main__",),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import queue
 import threading
 
 import pytest
 from rich.console import Console
 
+from specactor_ray.observability.heartbeat import Heartbeat
 from specactor_ray.observability.phase_progress import PhaseProgress, show_tokens
 from specactor_ray.observability.progress import ProgressState, RolloutProgress, figures
 
@@ -72,3 +74,12 @@ class TestRollout:
 
         with RolloutProgress(Console(file=io.StringIO()), "rollout", 8, read):
             assert twice.wait(30.0)
+
+
+def test_a_heartbeat_shows_lines_until_it_is_stopped() -> None:
+    shown: queue.Queue[str] = queue.Queue()
+    with Heartbeat(shown.put, "starting", interval_s=0.001) as heartbeat:
+        assert [shown.get(timeout=30.0) for _ in range(2)] == ["starting, 0 s"] * 2
+        heartbeat.stop()
+        heartbeat._thread.join(30.0)
+        assert not heartbeat._thread.is_alive()

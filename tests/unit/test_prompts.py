@@ -119,7 +119,8 @@ class TestErrors:
         assert "x.csv is a table; write its rows as JSONL" in error_of(write(tmp_path, "prompt,answer\na,b\n", "x.csv"))
 
     def test_not_text(self, tmp_path: Path) -> None:
-        assert "not UTF-8 text (byte 2)" in error_of(write(tmp_path, b"ab\xff\xfe"))
+        problem = error_of(write(tmp_path, b"ab\ncd\xff\xfe"))
+        assert "line 2: not UTF-8 text (byte 5 of the file). Fix: save it as UTF-8" in problem
 
 
 @pytest.fixture(scope="module")
