@@ -27,6 +27,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -35,8 +36,11 @@ from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.controller.state import ClusterView
 from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.messages import CommitBatch, DraftOpen, Progress, SamplingParams, TailBatch, ToRollout
+from specactor_ray.modeling.ragged_cache import LayerShape, RaggedCache
+from specactor_ray.modeling.ragged_model import RaggedOutput, RowChunk
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
@@ -54,7 +58,8 @@ ASKED: Mapping[str, float] = {
     "verifier_ms_16_rows_1_drafter": 0.2,
     "verifier_ms_128_rows_1_drafter": 0.5,
     "verifier_ms_256_rows_3_drafters": 1.5,
-    "draft_loop_ms_128_rows_ngram": 1.5,
+    "draft_loop_ms_128_rows_ngram": 0.35,
+    "model_proposer_us_128_rows": 0.5,
     "driver_look_ms_256_verifiers_16384_requests": 1.0,
     "driver_us_per_progress_row": 2.0,
     "journal_bytes_per_token": 12.0,
@@ -207,6 +212,45 @@ def draft_loop_ms(rows: int) -> float:
         spent.append(time.perf_counter() - begin)
         heard.clear()
     return 1e3 * median(spent[WARM_UP:])
+
+
+class InstantModel:
+    """A model without a forward: every token is 1."""
+
+    device, dtype, vocab_size, max_positions = torch.device("cpu"), torch.float32, 8, LENGTH
+
+    def __init__(self, rows: int) -> None:
+        self.cache = RaggedCache([LayerShape(1, 1, 1)], 8 * rows * LENGTH, self.dtype, self.device)
+        self._logits = torch.nn.functional.one_hot(torch.ones(rows, dtype=torch.long), self.vocab_size).float()
+        self.spent_s = 0.0
+
+    def forward(self, chunks: Sequence[RowChunk]) -> RaggedOutput:
+        begin = time.perf_counter()
+        for chunk in chunks:
+            chunk.row.length += len(chunk.token_ids)
+        output = RaggedOutput(self._logits[: sum(chunk.num_logits for chunk in chunks)], None)
+        self.spent_s += time.perf_counter() - begin
+        return output
+
+
+def model_proposer_us(rows: int) -> float:
+    """Microseconds of `draft_model` for a token of a row, without the forward; of each window one half is right."""
+    model = InstantModel(rows)
+    proposer = DraftModelProposer(model, rows)  # type: ignore[arg-type]  # what the proposer calls
+    for slot in range(rows):
+        sampling = SamplingParams(temperature=0.0, max_tokens=LENGTH)
+        proposer.open(slot, f"request-{slot}", (1, 2, 3), (), sampling, WINDOW)
+    slots, lengths = np.arange(rows, dtype=np.int32), np.full(rows, WINDOW // 2, np.int32)
+    tokens = np.tile(np.array([1] * (WINDOW // 2 - 1) + [2], np.int32), rows)
+    spent = []
+    for step in range(WARM_UP + STEPS):
+        drafted, model.spent_s, begin = 0, 0.0, time.perf_counter()
+        while len(changed := proposer.extend()):
+            drafted += len(changed)
+            proposer.tails(changed)
+        proposer.commit(slots, lengths * step, lengths, tokens)
+        spent.append((time.perf_counter() - begin - model.spent_s) / drafted)
+    return 1e6 * median(spent[WARM_UP:])
 
 
 # ---- the driver ----
@@ -377,7 +421,10 @@ GROUPS: Mapping[str, Mapping[str, Callable[[], float]]] = {
         "verifier_ms_128_rows_1_drafter": lambda: verifier_ms(128, 1),
         "verifier_ms_256_rows_3_drafters": lambda: verifier_ms(256, 3),
     },
-    "drafter": {"draft_loop_ms_128_rows_ngram": lambda: draft_loop_ms(128)},
+    "drafter": {
+        "draft_loop_ms_128_rows_ngram": lambda: draft_loop_ms(128),
+        "model_proposer_us_128_rows": lambda: model_proposer_us(128),
+    },
     "driver": {
         "driver_look_ms_256_verifiers_16384_requests": lambda: driver_pass_ms(0, 12),
         "driver_us_per_progress_row": driver_us_per_row,

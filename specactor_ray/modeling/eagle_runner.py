@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,18 +15,14 @@ from specactor_ray.modeling.ragged_attention import RaggedBatch, ragged_attentio
 from specactor_ray.modeling.ragged_cache import CacheRow, LayerShape, RaggedCache
 
 
-@dataclass(frozen=True, slots=True)
-class EagleChunk:
-    """The next positions of one row; they are appended to its cache and the last one predicts.
-
-    `features` `(n, hidden)` are fused or the head's own; `token_ids[j]` is the token after the j-th of the positions.
-    """
+class EagleChunk(NamedTuple):
+    """The next positions of one row; they are appended to its cache and the last one predicts."""
 
     row: CacheRow
     first_position: int
     """Sequence position of the first of them; rows may begin anywhere in the sequence."""
     token_ids: Sequence[int]
-    features: torch.Tensor
+    """The token after each of the positions."""
 
 
 class EagleRunner:
@@ -61,8 +56,12 @@ class EagleRunner:
         return self.head.fuse(states.to(self.device, self.dtype))
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[EagleChunk]) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, chunks: Sequence[EagleChunk], features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append each chunk to its row, which must have room.
+
+        Args:
+            chunks: Any number.
+            features: `(positions of all chunks, hidden)`: fused, or the head's own outputs.
 
         Returns:
             `(outputs, logits)` of the last position of each chunk: `(chunks, hidden)` and `(chunks, vocab)`. Logits
@@ -77,7 +76,7 @@ class EagleRunner:
             return ragged_attention(module, q, k, v, None, ragged_batch=batch)[0].flatten(2)
 
         outputs = self.head(
-            torch.cat([chunk.features for chunk in chunks]).unsqueeze(0),
+            features.unsqueeze(0),
             torch.tensor([tokens], device=self.device),
             torch.tensor([positions], device=self.device),
             attend,

@@ -25,6 +25,7 @@ from specactor_ray.targets.base import TargetRequest
 from specactor_ray.verify import seat
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
+from tests.by_name import ByName
 from tests.unit.spec.tables import Claim, batch, ints, request
 
 
@@ -145,9 +146,10 @@ def ended() -> tuple[CommitBatch, tuple[int, ...]]:
     drafting.close(row, finished=True)
     drafting.table.open(request("in its row"))
     drafting.flush()
-    proposer.open("another", (1, 2), (50,), SamplingParams(), 8)
-    proposer.extend()
-    return heard[-1], proposer.tail("another")[1]
+    learner = ByName(proposer)
+    learner.open("another", (1, 2), (50,), SamplingParams(), 8)
+    learner.extend()
+    return heard[-1], learner.tail("another")[1]
 
 
 def test_a_lookup_learns_from_an_output_up_to_its_end() -> None:

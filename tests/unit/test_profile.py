@@ -17,13 +17,16 @@ from specactor_ray.benchmarks.profile import default_devices, parse_axes, run_pr
 from specactor_ray.benchmarks.profile_process import measure_verify, record_outputs
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
+from specactor_ray.drafters.base import Traits
 from specactor_ray.drafters.registry import build_proposer
+from specactor_ray.drafters.slots import RowProposer
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.console import make_console
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests import tiny
+from tests.by_name import ByName
 
 REPOSITORY = Path(__file__).parents[2]
 WINDOW = 4
@@ -60,7 +63,7 @@ class TestAcceptance:
         model = str(tiny_draft_model_dir) if method == "draft_model" else None
         drafter = DrafterConfig(method, model=model, kv_cache_gb=0.05, history_tokens=0)
         steps = accepted = 0
-        proposer = build_proposer(drafter, TargetConfig(), "cpu")
+        proposer = ByName(build_proposer(drafter, TargetConfig(), "cpu"))
         for number, one in enumerate(recorded):
             name = str(number)
             engine.add(TargetRequest(name, one.prompt, one.sampling))
@@ -105,44 +108,30 @@ class TestAcceptance:
         assert measure_acceptance(oracle, [short, long], 8, batch=1).survival == (0.5, 0.5)
 
 
-class Oracle:
+class Oracle(RowProposer):
     """A proposer that looks the answer up by prompt and seed."""
 
     method, vocab_size = "oracle", None
+    traits = Traits(looks_up=True, reads_features=True)
 
     def __init__(self, answers: dict[tuple[int, ...], Any]) -> None:
+        super().__init__()
         self._answers = answers
-        self.open_requests: dict[str, list[Any]] = {}
         self.finished = 0
         self.features: list[Any] = []
 
-    def open(self, request_id: str, prompt: Any, committed: Any, sampling: SamplingParams, window: int) -> None:
-        self.open_requests[request_id] = [self._answers[(*prompt, sampling.seed)], len(committed), window, False]
+    @property
+    def open_requests(self) -> list[str]:
+        return list(self.request_ids.values())
 
-    def commit(self, request_id: str, start: int, tokens: Any) -> bool:
-        request = self.open_requests[request_id]
-        assert start == request[1]
-        request[1], request[3] = start + len(tokens), False
-        return True
+    def add_features(self, slot: int, features: Any) -> None:
+        self.features += [(self.request_ids[slot], span.begin, span.states[:, 0].tolist()) for span in features]
 
-    def add_features(self, request_id: str, features: Any) -> None:
-        self.features += [(request_id, span.begin, span.states[:, 0].tolist()) for span in features]
+    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Any:
+        return self._answers[(*prompt.tolist(), self.samplings[slot].seed)][len(output) :]
 
-    def extend(self) -> list[str]:
-        fresh = [name for name, request in self.open_requests.items() if not request[3]]
-        for name in fresh:
-            self.open_requests[name][3] = True
-        return fresh
-
-    def pending(self, request_id: str) -> bool:
-        return not self.open_requests[request_id][3]
-
-    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
-        answer, base, window, _ = self.open_requests[request_id]
-        return base, tuple(answer[base : base + window])
-
-    def close(self, request_id: str, finished: bool = True) -> None:
-        del self.open_requests[request_id]
+    def close(self, slot: int, finished: bool) -> None:
+        super().close(slot, finished)
         self.finished += finished
 
 

@@ -18,6 +18,7 @@ from specactor_ray.modeling.loading import load_model
 from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
+from tests.by_name import ByName
 from tests.tiny import tiny_draft
 from tests.unit.drafter_training.recorded import make_engine, recorded
 
@@ -36,7 +37,7 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
 }
 
 
-def coupled(engine: HfEngine, proposer: Proposer, record: Record, window: int) -> tuple[list[int], AcceptanceCounts]:
+def coupled(engine: HfEngine, proposer: ByName, record: Record, window: int) -> tuple[list[int], AcceptanceCounts]:
     """Real coupled decoding of one request: draft from the newest commit, verify all of it, commit."""
     counts, request_id = AcceptanceCounts(window), "real"
     tokens: list[int] = []
@@ -45,8 +46,8 @@ def coupled(engine: HfEngine, proposer: Proposer, record: Record, window: int) -
     while engine.has_work():
         tails: dict[str, tuple[int, ...]] = {}
         for decoding in engine.decoding():
-            while proposer.pending(request_id):
-                proposer.extend()
+            while proposer.extend():
+                pass
             tails[decoding] = proposer.tail(request_id)[1]
         for output in engine.step(tails).outputs:
             assert proposer.commit(request_id, output.start, output.token_ids)
@@ -76,7 +77,7 @@ def engine() -> HfEngine:
 @pytest.mark.parametrize("method", PROPOSERS)
 def test_replay_counts_what_coupled_decoding_does(engine: HfEngine, method: str, part: str) -> None:
     for record in recorded(part)[0][:4]:
-        tokens, expected = coupled(engine, PROPOSERS[method](), record, window=4)
+        tokens, expected = coupled(engine, ByName(PROPOSERS[method]()), record, window=4)
         assert tuple(tokens) == record.output_token_ids
         assert replay(PROPOSERS[method](), [record], window=4) == expected
 

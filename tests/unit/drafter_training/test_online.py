@@ -28,6 +28,7 @@ from specactor_ray.modeling.eagle_runner import EagleRunner
 from specactor_ray.modeling.loading import load_model
 from specactor_ray.modeling.ragged_model import HEAD_INPUT
 from specactor_ray.modeling.wire import from_wire, to_wire
+from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.drafter_training.recorded import make_engine
 from tests.unit.engine_conformance import requests, run
@@ -169,16 +170,16 @@ def test_samples_are_chosen_up_to_the_room_there_is(lengths: list[int], room: in
     assert all(total + length > room for length in left), "whatever fits is taken"
 
 
-def tails_of(proposer: Proposer, rollouts: Sequence[EagleExample]) -> list[list[int]]:
+def tails_of(proposer: Proposer, rollouts: Sequence[EagleExample]) -> list[tuple[int, ...]]:
     """What is drafted behind some rollouts."""
-    tails = []
+    tails, proposer = [], ByName(proposer)
     for one in rollouts[:12]:
         proposer.open("r", one.token_ids, (), SamplingParams(temperature=0.0), 4)
         assert proposer.traits.reads_features
         proposer.add_features("r", [Features(0, to_wire(one.states))])
         while proposer.extend():
             pass
-        tails.append(proposer.tails(["r"]).tokens.tolist())
+        tails.append(proposer.tail("r")[1])
         proposer.close("r", finished=False)
     return tails
 

@@ -192,7 +192,7 @@ class TestDrafters:
         def script() -> None:
             for _ in range(rounds):
                 proposer.extend()
-                bases, _, tokens = proposer.tails(["1"])
+                bases, _, tokens = proposer.tails(np.zeros(1, np.int32))
                 tails.append((int(bases[0]), tuple(tokens.tolist())))
 
         clock.spawn(script, "script")
@@ -207,7 +207,7 @@ class TestDrafters:
         for method, seconds, lengths in (("model", 2.0, [1, 2, 3, 4]), ("lookup", 0.75, [4, 4, 4, 4])):
             clock = VirtualClock(Kernel(0), Process("d"))
             proposer = SimulatedProposer("d", method, clock, World(text, drafting=times), lambda: 0.0)
-            proposer.open("1", (1, 2), (), SamplingParams(seed=1), window=4)
+            proposer.open(0, "1", (1, 2), (), SamplingParams(seed=1), window=4)
             took, tails = self.draft(proposer, clock, 4)
             assert (took, [len(tail) for _, tail in tails]) == (seconds, lengths)
             assert tails[-1] == (0, tokens[:4])
@@ -217,7 +217,7 @@ class TestDrafters:
         times = {"ngram": DraftTime(LinearTime(0.5, 0.125), is_lookup=True)}
         world = World(RecordedText({1: (7, 8, 9)}, {}, 10), drafting=times)
         proposer = TimedProposer(NgramProposer(), clock, world, "d")
-        proposer.open("1", (1, 2, 3, 4, 1, 2), (), SamplingParams(seed=1), 3)
+        proposer.open(0, "1", (1, 2, 3, 4, 1, 2), (), SamplingParams(seed=1), 3)
         took, tails = self.draft(proposer, clock, 1)
         assert tails == [(0, (3, 4, 1))] and took == 0.5 + 3 * 0.125
 

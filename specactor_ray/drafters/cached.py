@@ -1,0 +1,101 @@
+"""What proposers with a model share: cache rows of the requests they draft for, and sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from specactor_ray.drafters.slots import SlotProposer
+from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.ragged_cache import CacheRow, RaggedCache
+from specactor_ray.sampling import SamplingError, own_noise, sample_rows
+
+_MAX_STEP_TOKENS = 512
+"""Most positions in one forward; a long prompt is read in chunks of this size."""
+_FIRST_RESERVATION = 128
+
+
+class CachedProposer(SlotProposer):
+    """Implements `Proposer` but for `extend`.
+
+    Args:
+        cache: Of the model; it is the proposer's own.
+        max_positions: Longest sequence that the model reads.
+        max_batch: Most requests drafted for at once.
+        shared_noise: Sample with the target's noise; without it with independent noise, to measure what sharing gains.
+    """
+
+    _by_slot = (*SlotProposer._by_slot, "_cached")
+
+    def __init__(self, cache: RaggedCache, max_positions: int, max_batch: int, shared_noise: bool) -> None:
+        super().__init__(max_batch)
+        self._cache, self._shared_noise = cache, shared_noise
+        self._rows: dict[int, CacheRow] = {}
+        """Slot → cache row of each request that has a place."""
+        self._cached = np.zeros(0, np.int32)
+        """`(slots,)`: the lengths of the rows as they are to be at the next forward."""
+        self.max_len = min(max_positions, cache.slots)
+
+    def open(
+        self,
+        slot: int,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        committed_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        window: int,
+    ) -> None:
+        noise = sampling if self._shared_noise else own_noise(sampling)
+        super().open(slot, request_id, prompt_token_ids, committed_token_ids, noise, window)
+
+    def _enter(self, slot: int) -> bool:
+        row = self._cache.open(min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len))
+        if row is None:
+            return False
+        self._rows[slot], self._cached[slot] = row, 0
+        return True
+
+    def _leave(self, slot: int, finished: bool) -> None:
+        self._rows.pop(slot).free()
+
+    def _reserve(self, slots: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[CacheRow]]:
+        """Room in the cache for rows that grow to the lengths `ends`.
+
+        Returns:
+            Those of the slots that fit in one forward, the lengths that their rows grow to in it, and their rows.
+        """
+        lengths = self._cached[slots]
+        ends = np.minimum(ends, lengths + _MAX_STEP_TOKENS - np.cumsum(ends - lengths) + (ends - lengths))
+        fitting, rows = list[int](), list[CacheRow]()
+        for index, (slot, length, end) in enumerate(zip(slots.tolist(), lengths.tolist(), ends.tolist(), strict=True)):
+            if end <= length:
+                break
+            row = self._rows[slot]
+            row.length = length
+            if end <= row.capacity or row.reserve(end):
+                fitting.append(index)
+                rows.append(row)
+            else:
+                self._give_up(slot)
+        return slots[fitting], ends[fitting], rows
+
+    def _sample(self, slots: np.ndarray, logits: torch.Tensor, ends: np.ndarray) -> np.ndarray:
+        """int32 `(n,)`: the tokens behind the first `ends` of each line; -1, and no more drafts, for requests whose
+        logits `(n, V)` cannot be sampled from."""
+        samplings = [self.samplings[slot] for slot in slots.tolist()]
+        positions = (ends - self.mirrors.prompts[slots]).tolist()
+        tokens, rows = np.full(len(slots), -1, np.int32), list(range(len(slots)))
+        while rows:
+            sound = logits if len(rows) == len(slots) else logits[rows]
+            try:
+                sampled = sample_rows(sound, [samplings[row] for row in rows], [positions[row] for row in rows])
+            except SamplingError as error:
+                rows = [row for index, row in enumerate(rows) if index not in error.problems]
+            else:
+                tokens[rows] = sampled.token_ids
+                break
+        for slot in slots[tokens < 0].tolist():
+            self._give_up(slot)
+        return tokens
