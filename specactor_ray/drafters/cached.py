@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from specactor_ray.drafters.slots import SlotProposer
-from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.ragged_cache import CacheRow, RaggedCache
 from specactor_ray.sampling import SamplingError, own_noise, sample_rows
 
@@ -38,23 +35,13 @@ class CachedProposer(SlotProposer):
         """`(slots,)`: the lengths of the rows as they are to be at the next forward."""
         self.max_len = min(max_positions, cache.slots)
 
-    def open(
-        self,
-        slot: int,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        committed_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        window: int,
-    ) -> None:
-        noise = sampling if self._shared_noise else own_noise(sampling)
-        super().open(slot, request_id, prompt_token_ids, committed_token_ids, noise, window)
-
-    def _enter(self, slot: int) -> bool:
+    def _enter(self, slot: int, late: bool) -> bool:
         row = self._cache.open(min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len))
         if row is None:
             return False
         self._rows[slot], self._cached[slot] = row, 0
+        if not self._shared_noise:
+            self.samplings[slot] = own_noise(self.samplings[slot])
         return True
 
     def _leave(self, slot: int, finished: bool) -> None:

@@ -21,7 +21,7 @@ import torch
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafters.cached import CachedProposer
 from specactor_ray.drafters.registry import BUILT_IN
-from specactor_ray.messages import Features, SamplingParams
+from specactor_ray.messages import Features
 from specactor_ray.modeling.eagle_checkpoint import load_head
 from specactor_ray.modeling.eagle_runner import EagleChunk, EagleRunner
 from specactor_ray.modeling.wire import from_wire
@@ -67,18 +67,6 @@ class EagleProposer(CachedProposer):
         trust = target.trust_remote_code
         head = load_head(config.model, target.model, dtype=config.dtype, device=device, trust_remote_code=trust)
         return cls(EagleRunner(head, int(config.kv_cache_gb * 2**30)), config.max_batch, config.shared_noise)
-
-    def open(
-        self,
-        slot: int,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        committed_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        window: int,
-    ) -> None:
-        super().open(slot, request_id, prompt_token_ids, committed_token_ids, sampling, window)
-        self._promised[slot] = False
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         good = super().commit(slots, starts, lengths, tokens)
@@ -130,10 +118,10 @@ class EagleProposer(CachedProposer):
             self._outputs = old.new_empty(slots, old.shape[1])
             self._outputs[: len(old)] = old
 
-    def _enter(self, slot: int) -> bool:
-        if not super()._enter(slot):
+    def _enter(self, slot: int, late: bool) -> bool:
+        if not super()._enter(slot, late):
             return False
-        self._promised[slot] = True
+        self._promised[slot] = late
         self._begin_anew(slot, 0)
         return True
 

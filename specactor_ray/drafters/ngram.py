@@ -18,7 +18,6 @@ The tail never enters the index: a wrong guess is rolled back by forgetting it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -28,7 +27,6 @@ from specactor_ray.drafters import _ngram_numba as kernels
 from specactor_ray.drafters.history import History, PromptHistory
 from specactor_ray.drafters.registry import BUILT_IN
 from specactor_ray.drafters.slots import SlotProposer
-from specactor_ray.messages import SamplingParams
 
 DEFAULT_HISTORY_TOKENS = 1 << 16
 MAX_CANDIDATES = 64
@@ -83,33 +81,11 @@ class NgramProposer(SlotProposer):
         kept = DEFAULT_HISTORY_TOKENS if config.history_tokens is None else config.history_tokens
         return cls(config.min_match, config.max_match, kept, config.max_batch)
 
-    def open(
-        self,
-        slot: int,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        committed_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        window: int,
-    ) -> None:
-        super().open(slot, request_id, prompt_token_ids, committed_token_ids, sampling, window)
-        self._indexed[slot] = 0
-        entry = self._attached[slot] = self._history.attach(self.mirrors.prompt(slot))
-        self._prompts[slot] = entry.number
-
     def extend(self) -> np.ndarray:
         slots = np.flatnonzero(self._unanswered)
         self._unanswered[slots] = False
         self._fill(slots[self._placed[slots]])
         return slots.astype(np.int32)
-
-    def close(self, slot: int, finished: bool) -> None:
-        entry = self._attached.pop(slot, None)
-        if entry is not None:
-            if finished:
-                self._history.record(entry, self.mirrors.committed(slot))
-            self._history.detach(entry)
-        super().close(slot, finished)
 
     def forget_history(self) -> None:
         """Forget earlier outputs. Requests that are open do not learn from new ones either."""
@@ -121,6 +97,18 @@ class NgramProposer(SlotProposer):
     def history_tokens(self) -> int:
         """Tokens kept of earlier outputs."""
         return self._history.num_tokens
+
+    def _enter(self, slot: int, late: bool) -> bool:
+        entry = self._attached[slot] = self._history.attach(self.mirrors.prompt(slot))
+        self._indexed[slot], self._prompts[slot] = 0, entry.number
+        return True
+
+    def _leave(self, slot: int, finished: bool) -> None:
+        entry = self._attached.pop(slot, None)
+        if entry is not None:
+            if finished:
+                self._history.record(entry, self.mirrors.committed(slot))
+            self._history.detach(entry)
 
     def _fill(self, slots: np.ndarray) -> None:
         mirrors, history = self.mirrors, self._history

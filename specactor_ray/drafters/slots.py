@@ -44,8 +44,8 @@ class SlotProposer(Proposer):
         """Slots that are drafted for, that found no place, and whose newest commit `extend` has not answered."""
         warm_up()
 
-    def _enter(self, slot: int) -> bool:
-        """There is a place for this request; False: nothing can be drafted for it now."""
+    def _enter(self, slot: int, late: bool) -> bool:
+        """There is a place for this request, at its `open` or `late`, at a commit. False: it cannot be used now."""
         return True
 
     def _leave(self, slot: int, finished: bool) -> None:
@@ -68,7 +68,7 @@ class SlotProposer(Proposer):
         self._fit(len(self.mirrors.known))
         self.request_ids[slot], self.samplings[slot] = request_id, sampling
         self._unanswered[slot] = self._waiting[slot] = True
-        self._admit(slot)
+        self._admit(slot, late=False)
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         same, fresh = self.mirrors.commit(slots, starts, lengths, tokens)
@@ -77,7 +77,7 @@ class SlotProposer(Proposer):
         self._unanswered[moved] = True
         self._advance(moved, same[advanced])
         for slot in moved[self._waiting[moved]].tolist():
-            self._admit(slot)
+            self._admit(slot, late=True)
         return same >= 0
 
     def tails(self, slots: np.ndarray) -> Tails:
@@ -93,9 +93,9 @@ class SlotProposer(Proposer):
             self.mirrors.close(slot)
             del self.request_ids[slot], self.samplings[slot]
 
-    def _admit(self, slot: int) -> None:
+    def _admit(self, slot: int, late: bool) -> None:
         """Draft for a request that waits, if there is a place."""
-        if self._places and self._waiting[slot] and self._enter(slot):
+        if self._places and self._waiting[slot] and self._enter(slot, late):
             self._places -= 1
             self._placed[slot], self._waiting[slot] = True, False
 

@@ -133,7 +133,7 @@ class SuffixProposer(RowProposer):
                 break
         return line[begin:end]
 
-    def _enter(self, slot: int) -> bool:
+    def _enter(self, slot: int, late: bool) -> bool:
         known, history = self.mirrors.lines[slot, : self.mirrors.known[slot]], self._history
         own, text = TokenLog(max(len(known), 1), self._min, self._max, growing=True), Text()
         own.append(text, known)
