@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from specactor_ray.drafters import _mirror_numba as kernels
 from specactor_ray.drafters.base import Tails
-from specactor_ray.jit import kernel
 from specactor_ray.messages import SamplingParams
 
 _MOST = 2**31 - 1
-
-_jit: Any = kernel()
 
 
 class MirrorTable:
@@ -43,7 +40,8 @@ class MirrorTable:
     @property
     def limits(self) -> np.ndarray:
         """`(slots,)`: where tails have to end, by window and by the length of the output; -1 where nothing is open."""
-        return np.minimum(self.known + self.windows, self.lasts)
+        limits: np.ndarray = np.minimum(self.known + self.windows, self.lasts)
+        return limits
 
     def prompt(self, slot: int) -> np.ndarray:
         """A view."""
@@ -79,9 +77,9 @@ class MirrorTable:
         """
         # Copies: kernels are compiled for arrays of their own, not for those of a message, which may be read-only.
         slots, starts, lengths, tokens = (np.array(array, np.int32) for array in (slots, starts, lengths, tokens))
-        self._fit(0, _reach(self.prompts, self.known, self.windows, slots, starts, lengths, len(tokens)))
+        self._fit(0, kernels.reach(self.prompts, self.known, self.windows, slots, starts, lengths, len(tokens)))
         same, fresh = np.empty(len(slots), np.int32), np.zeros(len(slots), np.int32)
-        _commit(
+        kernels.commit(
             self.lines, self.prompts, self.known, self.ends, self.windows, slots, starts, lengths, tokens, same, fresh
         )
         return same, fresh
@@ -103,7 +101,7 @@ class MirrorTable:
         known = self.known[slots]
         lengths = self.ends[slots] - known
         tokens = np.empty(lengths.sum(), np.int32)
-        _gather(self.lines, np.array(slots, np.int32), known, lengths, tokens)
+        kernels.gather(self.lines, np.array(slots, np.int32), known, lengths, tokens)
         return Tails(known - self.prompts[slots], lengths, tokens)
 
     def _fit(self, slots: int, width: int) -> None:
@@ -129,63 +127,6 @@ def grown(array: np.ndarray, length: int, value: float = 0) -> np.ndarray:
     longer = np.full(length, value, array.dtype)
     longer[: len(array)] = array
     return longer
-
-
-@_jit
-def _reach(prompts: Any, known: Any, windows: Any, slots: Any, starts: Any, lengths: Any, total: Any) -> Any:
-    """The width that lines must have for these commits, one slot's in turn, of `total` tokens."""
-    width = 0
-    for i in range(len(slots)):
-        slot = slots[i]
-        if 0 <= slot < len(known) and starts[i] <= known[slot] - prompts[slot] + total:
-            width = max(width, prompts[slot] + starts[i] + lengths[i] + windows[slot])
-    return width
-
-
-@_jit
-def _commit(
-    lines: Any, prompts: Any, known: Any, ends: Any, windows: Any,
-    slots: Any, starts: Any, lengths: Any, tokens: Any, same: Any, fresh: Any,
-) -> None:  # fmt: skip
-    end = 0
-    for i in range(len(slots)):
-        slot, begin, end = slots[i], end, end + lengths[i]
-        same[i] = -1
-        if 0 <= slot < len(known) and starts[i] >= 0 and known[slot] >= 0:
-            start, before = prompts[slot] + starts[i], known[slot]
-            if start <= before and start + lengths[i] + windows[slot] <= lines.shape[1]:
-                same[i], known[slot], ends[slot] = _settle(lines[slot], before, ends[slot], start, tokens[begin:end])
-                fresh[i] = known[slot] - before
-
-
-@_jit
-def _settle(line: Any, known: Any, end: Any, start: Any, tokens: Any) -> Any:
-    """(up to where the line is what it was, tokens known, end of the tail) when `tokens` are final from `start` on.
-
-    A contradiction to committed tokens cannot come from one truth (a request has moved, or a message was garbled): it
-    is treated as a gap, so that opening afresh repairs it.
-    """
-    stop = start + len(tokens)
-    for at in range(start, min(known, stop)):
-        if line[at] != tokens[at - start]:
-            return -1, known, end
-    if stop <= known:
-        return end, known, end
-    agreed = known
-    while agreed < min(end, stop) and line[agreed] == tokens[agreed - start]:
-        agreed += 1
-    if agreed == stop:
-        return end, stop, end
-    line[agreed:stop] = tokens[agreed - start :]
-    return agreed, stop, stop
-
-
-@_jit
-def _gather(lines: Any, slots: Any, begins: Any, lengths: Any, tokens: Any) -> None:
-    end = 0
-    for i in range(len(slots)):
-        begin, end = end, end + lengths[i]
-        tokens[begin:end] = lines[slots[i], begins[i] : begins[i] + lengths[i]]
 
 
 @functools.cache

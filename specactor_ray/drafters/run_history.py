@@ -82,7 +82,7 @@ class RunHistory:
         group.users += 1
         self._idle.pop(key, None)
         output = self._unfinished.pop(request_id, None)
-        if output is None or output.text.group != group.number or not _agree(output.tokens, committed):
+        if output is None or output.text.group != group.number or not _agree(output.tokens, committed.tolist()):
             output = Output(key, Text(group.number))
             self.log.append(output.text, prompt[-self._lead :], guess=False)
         self.write(output, committed)

@@ -131,7 +131,8 @@ class SuffixProposer(RowProposer):
             line[end:stop], odds[end:stop], end = draft.tokens, draft.odds, stop
             if not draft.cut_short:
                 break
-        return line[begin:end]
+        guess: np.ndarray = line[begin:end]
+        return guess
 
     def _enter(self, slot: int, late: bool) -> bool:
         known, history = self.mirrors.lines[slot, : self.mirrors.known[slot]], self._history
