@@ -68,7 +68,8 @@ class SimulatedEngine:
         if prompt + most > min(self.max_model_len, self._cache_tokens):
             raise InputError("the prompt is too long")
         committed = len(request.committed_token_ids)
-        truth = np.array(self._world.text.output(request.sampling, self.weight_version), np.int32)
+        output = self._world.text.output(request.sampling, self.weight_version)
+        truth = np.fromiter(output, np.int32, len(output))
         for axis, needed in enumerate((row + 1, len(truth))):
             if self._truth.shape[axis] < needed:
                 self._truth = enlarged(self._truth, axis, 2 * needed)
