@@ -180,19 +180,19 @@ def record(args: argparse.Namespace, console: Console) -> list[Recorded]:
     tokenizer = load_tokenizer(args.model)
     prompts = [encode_prompt(tokenizer, prompt, chat=True) for prompt in read_prompts(args.prompts, args.limit)]
     engine = HfEngine.from_config(TargetConfig(model=args.model))
-    outputs: dict[str, Recorded] = {}
+    outputs: list[Recorded] = []
     for epoch in range(args.epochs):
         for number, prompt in enumerate(prompts):
             for sample in range(GROUP):
                 seed, name = derive_seed(100 + epoch, number, sample), f"{epoch}/{number}/{sample}"
                 sampling = SamplingParams(args.temperature, max_tokens=args.tokens, seed=seed)
-                outputs[name] = Recorded(epoch, number, sample, seed, args.temperature, list(prompt), [])
-                engine.add(TargetRequest(name, prompt, sampling))
+                outputs.append(Recorded(epoch, number, sample, seed, args.temperature, list(prompt), []))
+                engine.add(len(outputs) - 1, TargetRequest(name, prompt, sampling))
     with console.status("recording outputs"):
         while engine.has_work():
-            for output in engine.step({}).outputs:
-                outputs[output.request_id].tokens += output.token_ids
-    return list(outputs.values())
+            for row, tokens, _ in engine.step().outputs():
+                outputs[row].tokens += tokens
+    return outputs
 
 
 @dataclass

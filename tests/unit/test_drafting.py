@@ -18,10 +18,10 @@ from specactor_ray.draft.mirrors import Mirrors
 from specactor_ray.drafters.base import Traits
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.drafters.registry import traits
-from specactor_ray.messages import CommitBatch, Features, SamplingParams, TailBatch
+from specactor_ray.messages import CommitBatch, SamplingParams, TailBatch
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec._kernels import Committed
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.targets.base import States, TargetRequest
 from specactor_ray.verify import seat
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
@@ -211,7 +211,7 @@ def test_a_head_is_told_the_states_that_became_known_with_each_commit() -> None:
         rows, counts = ints([row, other]), ints([fresh["a"], fresh["b"]])
         for one, fed in zip(rows.tolist(), counts.tolist(), strict=True):
             fed += position[one] == 0  # two of the prompt
-            drafting.features.keep(one, Features(position[one], np.zeros((fed, 4), np.float32)))
+            drafting.keep(States(ints([one]), ints([position[one]]), ints([fed]), np.zeros((fed, 4), np.float32)))
             position[one] += fed
         tokens = np.ones(counts.sum(), np.int32)
         drafting.commit(Committed(rows, counts, tokens, ints([-1, -1]), ints([0, 0]), ints([0, 0])))

@@ -40,7 +40,7 @@ from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 from tests.misbehaving import Crasher, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
-from tests.unit.engine_conformance import requests, run
+from tests.unit.engine_conformance import Driver, requests, run
 
 torch.set_num_threads(1)
 EAGLE_LAYERS = (0, 1, 2)
@@ -187,7 +187,7 @@ def truth_of(batch: Sequence[TargetRequest]) -> dict[str, list[int]]:
 
 @functools.cache  # most tests use the same requests
 def _truth_of(batch: tuple[TargetRequest, ...]) -> dict[str, list[int]]:
-    target = engine()
+    target = Driver(engine())
     for request in batch:
         target.add(request)
     return run(target).tokens

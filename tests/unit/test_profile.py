@@ -23,7 +23,7 @@ from specactor_ray.drafters.slots import RowProposer
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.console import make_console
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.targets.base import Drafts, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests import tiny
 from tests.by_name import ByName
@@ -66,18 +66,18 @@ class TestAcceptance:
         proposer = ByName(build_proposer(drafter, TargetConfig(), "cpu"))
         for number, one in enumerate(recorded):
             name = str(number)
-            engine.add(TargetRequest(name, one.prompt, one.sampling))
-            while name not in engine.decoding():
-                first = engine.step({}).outputs
-            output = list(first[0].token_ids)
+            engine.add(number, TargetRequest(name, one.prompt, one.sampling))
+            while not len(engine.decoding()):
+                first = engine.step()
+            output = first.tokens.tolist()
             proposer.open(name, one.prompt, output, one.sampling, WINDOW)
             while engine.has_work():
                 while proposer.extend():
                     pass
-                row = engine.step({name: proposer.tail(name)[1]}).outputs[0]
-                proposer.commit(name, len(output), row.token_ids)
-                output += row.token_ids
-                steps, accepted = steps + 1, accepted + row.num_accepted
+                result = engine.step(Drafts.of({number: proposer.tail(name)[1]}))
+                proposer.commit(name, len(output), result.tokens.tolist())
+                output += result.tokens.tolist()
+                steps, accepted = steps + 1, accepted + int(result.accepted[0])
             assert tuple(output) == one.output, "the recorded output is what the target says"
             proposer.close(name)
         found = measure_acceptance(build_proposer(drafter, TargetConfig(), "cpu"), recorded, WINDOW, batch=4)
@@ -151,7 +151,7 @@ class TestCosts:
         assert len(points) == axes.verify_points()
         assert places == {(w, c, b) for w in (0, 1, 2) for c in (16, 64) for b in (1, 4)}
         assert all(point.seconds > 0.0 for point in points)
-        assert not engine.has_work() and not engine.decoding()
+        assert not engine.has_work() and not len(engine.decoding())
 
     def test_exported_features_reach_the_proposer_with_their_tokens(self, recorded: list[Recorded]) -> None:
         """Each position's state once, in order, up to the one that predicted the newest committed token."""

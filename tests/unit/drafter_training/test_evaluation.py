@@ -16,7 +16,7 @@ from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.loading import load_model
 from specactor_ray.modeling.ragged_model import RaggedModel
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.targets.base import Drafts, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests.by_name import ByName
 from tests.tiny import tiny_draft
@@ -41,29 +41,30 @@ def coupled(engine: HfEngine, proposer: ByName, record: Record, window: int) -> 
     """Real coupled decoding of one request: draft from the newest commit, verify all of it, commit."""
     counts, request_id = AcceptanceCounts(window), "real"
     tokens: list[int] = []
-    engine.add(TargetRequest(request_id, record.prompt_token_ids, record.sampling))
+    engine.add(0, TargetRequest(request_id, record.prompt_token_ids, record.sampling))
     proposer.open(request_id, record.prompt_token_ids, (), record.sampling, window)
     while engine.has_work():
-        tails: dict[str, tuple[int, ...]] = {}
-        for decoding in engine.decoding():
+        tails: dict[int, tuple[int, ...]] = {}
+        for decoding in engine.decoding().tolist():
             while proposer.extend():
                 pass
             tails[decoding] = proposer.tail(request_id)[1]
-        for output in engine.step(tails).outputs:
-            assert proposer.commit(request_id, output.start, output.token_ids)
-            tokens += output.token_ids
+        result = engine.step(Drafts.of(tails))
+        for _, fresh, _ in result.outputs():
+            start, drafted, accepted = len(tokens), int(result.drafted[0]), int(result.accepted[0])
+            assert proposer.commit(request_id, start, fresh)
+            tokens += fresh
             if tails:
                 counts.steps += 1
-                room = record.sampling.max_tokens - output.start - 1
-                for position in range(min(window, room, len(record.output_token_ids) - output.start)):
+                room = record.sampling.max_tokens - start - 1
+                for position in range(min(window, room, len(record.output_token_ids) - start)):
                     counts.possible[position] += 1
-                counts.committed += len(output.token_ids)
-                counts.drafted += output.num_drafted
-                counts.accepted += output.num_accepted
-                verified = min(output.num_accepted + 1, output.num_drafted, len(output.token_ids))
-                for position in range(verified):
+                counts.committed += len(fresh)
+                counts.drafted += drafted
+                counts.accepted += accepted
+                for position in range(min(accepted + 1, drafted, len(fresh))):
                     counts.reached[position] += 1
-                    counts.right[position] += position < output.num_accepted
+                    counts.right[position] += position < accepted
     proposer.close(request_id)
     return tokens, counts
 
