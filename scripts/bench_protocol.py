@@ -44,8 +44,8 @@ from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.messages import CommitBatch, DraftOpen, Progress, SamplingParams, TailBatch, ToRollout
-from specactor_ray.modeling.ragged_cache import LayerShape, RaggedCache
-from specactor_ray.modeling.ragged_model import RaggedOutput, RowChunk
+from specactor_ray.modeling.ragged_cache import CacheRow, LayerShape, RaggedCache
+from specactor_ray.modeling.ragged_model import RaggedOutput
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
@@ -329,11 +329,11 @@ class InstantModel:
         self._logits = torch.nn.functional.one_hot(torch.ones(rows, dtype=torch.long), self.vocab_size).float()
         self.spent_s = 0.0
 
-    def forward(self, chunks: Sequence[RowChunk]) -> RaggedOutput:
+    def forward_packed(self, rows: Sequence[CacheRow], counts: np.ndarray, *arrays: np.ndarray) -> RaggedOutput:
         begin = time.perf_counter()
-        for chunk in chunks:
-            chunk.row.length += len(chunk.token_ids)
-        output = RaggedOutput(self._logits[: sum(chunk.num_logits for chunk in chunks)], None)
+        for row, count in zip(rows, counts.tolist(), strict=True):
+            row.length += count
+        output = RaggedOutput(self._logits[: arrays[-1].sum()], None)
         self.spent_s += time.perf_counter() - begin
         return output
 

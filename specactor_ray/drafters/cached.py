@@ -7,7 +7,8 @@ import torch
 
 from specactor_ray.drafters.slots import SlotProposer
 from specactor_ray.modeling.ragged_cache import CacheRow, RaggedCache
-from specactor_ray.sampling import SamplingError, own_noise, sample_rows
+from specactor_ray.sampling import own_noise, verify_arrays
+from specactor_ray.sampling.rules import Rules
 
 _MAX_STEP_TOKENS = 512
 """Most positions in one forward; a long prompt is read in chunks of this size."""
@@ -24,24 +25,26 @@ class CachedProposer(SlotProposer):
         shared_noise: Sample with the target's noise; without it with independent noise, to measure what sharing gains.
     """
 
-    _by_slot = (*SlotProposer._by_slot, "_cached")
+    _by_slot = (*SlotProposer._by_slot, "_cached", "_room")
 
     def __init__(self, cache: RaggedCache, max_positions: int, max_batch: int, shared_noise: bool) -> None:
         super().__init__(max_batch)
         self._cache, self._shared_noise = cache, shared_noise
         self._rows: dict[int, CacheRow] = {}
         """Slot → cache row of each request that has a place."""
-        self._cached = np.zeros(0, np.int32)
-        """`(slots,)`: the lengths of the rows as they are to be at the next forward."""
+        self._rules = Rules(0, cache.device)
+        """How the slots are sampled; positions are those of the lines."""
+        self._cached, self._room = np.zeros((2, 0), np.int32)
+        """`(slots,)`: the lengths of the rows as they are to be at the next forward, and their capacities."""
         self.max_len = min(max_positions, cache.slots)
 
     def _enter(self, slot: int, late: bool) -> bool:
         row = self._cache.open(min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len))
         if row is None:
             return False
-        self._rows[slot], self._cached[slot] = row, 0
-        if not self._shared_noise:
-            self.samplings[slot] = own_noise(self.samplings[slot])
+        self._rows[slot], self._cached[slot], self._room[slot] = row, 0, row.capacity
+        sampling = self.samplings[slot] if self._shared_noise else own_noise(self.samplings[slot])
+        self._rules.write([slot], [sampling], [-int(self.mirrors.prompts[slot])])
         return True
 
     def _leave(self, slot: int, finished: bool) -> None:
@@ -55,34 +58,33 @@ class CachedProposer(SlotProposer):
         """
         lengths = self._cached[slots]
         ends = np.minimum(ends, lengths + _MAX_STEP_TOKENS - np.cumsum(ends - lengths) + (ends - lengths))
-        fitting, rows = list[int](), list[CacheRow]()
-        for index, (slot, length, end) in enumerate(zip(slots.tolist(), lengths.tolist(), ends.tolist(), strict=True)):
-            if end <= length:
-                break
-            row = self._rows[slot]
+        count = np.count_nonzero(ends > lengths)  # the first ones
+        slots, lengths, ends = slots[:count], lengths[:count], ends[:count]
+        if (ends > self._room[slots]).any():
+            for slot, length, end in zip(slots.tolist(), lengths.tolist(), ends.tolist(), strict=True):
+                self._enlarge(slot, length, end)
+            placed = self._placed[slots]
+            slots, lengths, ends = slots[placed], lengths[placed], ends[placed]
+        rows = [self._rows[slot] for slot in slots.tolist()]
+        for row, length in zip(rows, lengths.tolist(), strict=True):
             row.length = length
-            if end <= row.capacity or row.reserve(end):
-                fitting.append(index)
-                rows.append(row)
-            else:
-                self._give_up(slot)
-        return slots[fitting], ends[fitting], rows
+        return slots, ends, rows
+
+    def _enlarge(self, slot: int, length: int, end: int) -> None:
+        """Make room in a row of `length` tokens for `end`; where there is none no more is drafted for it."""
+        row = self._rows[slot]
+        row.length = length
+        if row.reserve(end):
+            self._room[slot] = row.capacity
+        else:
+            self._give_up(slot)
 
     def _sample(self, slots: np.ndarray, logits: torch.Tensor, ends: np.ndarray) -> np.ndarray:
         """int32 `(n,)`: the tokens behind the first `ends` of each line; -1, and no more drafts, for requests whose
         logits `(n, V)` cannot be sampled from."""
-        samplings = [self.samplings[slot] for slot in slots.tolist()]
-        positions = (ends - self.mirrors.prompts[slots]).tolist()
-        tokens, rows = np.full(len(slots), -1, np.int32), list(range(len(slots)))
-        while rows:
-            sound = logits if len(rows) == len(slots) else logits[rows]
-            try:
-                sampled = sample_rows(sound, [samplings[row] for row in rows], [positions[row] for row in rows])
-            except SamplingError as error:
-                rows = [row for index, row in enumerate(rows) if index not in error.problems]
-            else:
-                tokens[rows] = sampled.token_ids
-                break
+        rows, none = np.arange(len(slots)), np.zeros(len(slots) + 1, np.int64)
+        found = verify_arrays(logits, rows, none, none[:0], ends.astype(np.int64), slots, self._rules)
+        tokens = found.tokens[:, 0].astype(np.int32)
         for slot in slots[tokens < 0].tolist():
             self._give_up(slot)
         return tokens

@@ -16,7 +16,7 @@ from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.drafters.cached import CachedProposer
 from specactor_ray.drafters.registry import BUILT_IN
 from specactor_ray.modeling.loading import load_model
-from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
+from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.sampling import warm_up
 
 
@@ -74,9 +74,9 @@ class DraftModelProposer(CachedProposer):
         if not rows:
             return slots
         complete = ends == mirrors.ends[slots]
-        spans = zip(rows, slots.tolist(), self._cached[slots].tolist(), ends.tolist(), complete.tolist(), strict=True)
-        chunks = [RowChunk(row, mirrors.lines[slot, begin:end].tolist(), last) for row, slot, begin, end, last in spans]
-        logits = self._model.forward(chunks).logits
+        counts = ends - self._cached[slots]
+        tokens = mirrors.tokens(slots, self._cached[slots], counts)
+        logits = self._model.forward_packed(rows, counts, tokens, complete.astype(np.int64)).logits
         self._cached[slots] = ends
         slots = slots[complete]
         tokens = self._sample(slots, logits, mirrors.ends[slots])

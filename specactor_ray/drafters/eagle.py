@@ -23,8 +23,9 @@ from specactor_ray.drafters.cached import CachedProposer
 from specactor_ray.drafters.registry import BUILT_IN
 from specactor_ray.messages import Features
 from specactor_ray.modeling.eagle_checkpoint import load_head
-from specactor_ray.modeling.eagle_runner import EagleChunk, EagleRunner
+from specactor_ray.modeling.eagle_runner import EagleRunner
 from specactor_ray.modeling.wire import from_wire
+from specactor_ray.ragged import places
 from specactor_ray.sampling import warm_up
 
 
@@ -163,19 +164,14 @@ class EagleProposer(CachedProposer):
         slots, ends, rows = self._reserve(slots, ends)
         if not rows:
             return slots
-        firsts, lengths = self._first[slots], self._cached[slots]
+        firsts, counts = self._first[slots], ends - self._cached[slots]
         reads = self._anchor[slots] < self._received[slots]
         features = [self._outputs[slots[~reads]]]
         if reads.any():
-            features.insert(0, self._read_states(slots[reads], (ends - lengths)[reads]))
-        spans = zip(rows, slots.tolist(), (firsts + lengths).tolist(), (firsts + ends).tolist(), strict=True)
-        outputs, logits = self._runner.forward(
-            [
-                EagleChunk(row, begin, self.mirrors.lines[slot, begin + 1 : end + 1].tolist())
-                for row, slot, begin, end in spans
-            ],
-            torch.cat(features),
-        )
+            features.insert(0, self._read_states(slots[reads], counts[reads]))
+        begins = firsts + self._cached[slots]
+        tokens = self.mirrors.tokens(slots, begins + 1, counts)
+        outputs, logits = self._runner.forward(rows, places(begins, counts), counts, tokens, torch.cat(features))
         self._anchor[slots[reads]] = (firsts + ends)[reads]
         self._cached[slots], self._outputs[slots], self._has_output[slots] = ends, outputs, True
         guessing = self._can_run_ahead()[slots]

@@ -13,6 +13,7 @@ import numpy as np
 from specactor_ray.drafters import _mirror_numba as kernels
 from specactor_ray.drafters.base import Tails
 from specactor_ray.messages import SamplingParams
+from specactor_ray.ragged import enlarged
 
 _MOST = 2**31 - 1
 
@@ -100,9 +101,13 @@ class MirrorTable:
     def tails(self, slots: np.ndarray) -> Tails:
         known = self.known[slots]
         lengths = self.ends[slots] - known
+        return Tails(known - self.prompts[slots], lengths, self.tokens(slots, known, lengths))
+
+    def tokens(self, slots: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """int32: so many tokens of each line, those of all lines one after the other."""
         tokens = np.empty(lengths.sum(), np.int32)
-        kernels.gather(self.lines, np.array(slots, np.int32), known, lengths, tokens)
-        return Tails(known - self.prompts[slots], lengths, tokens)
+        kernels.gather(self.lines, np.array(slots, np.int32), begins, lengths, tokens)
+        return tokens
 
     def _fit(self, slots: int, width: int) -> None:
         """Make room for so many slots and tokens, by doubling."""
@@ -115,18 +120,12 @@ class MirrorTable:
             if end > 0:
                 self.lines[slot, :end] = old[slot, :end]
         for name, closed in (("prompts", 0), ("known", -1), ("ends", -1), ("windows", 0), ("lasts", -1)):
-            setattr(self, name, grown(getattr(self, name), slots, closed))
+            setattr(self, name, enlarged(getattr(self, name), 0, slots))
+            getattr(self, name)[have:] = closed
 
 
 def _doubled(have: int, wanted: int) -> int:
     return have if wanted <= have else 1 << (wanted - 1).bit_length()
-
-
-def grown(array: np.ndarray, length: int, value: float = 0) -> np.ndarray:
-    """A copy of a `(n,)` array that is `length` long, filled up with `value`."""
-    longer = np.full(length, value, array.dtype)
-    longer[: len(array)] = array
-    return longer
 
 
 @functools.cache

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from specactor_ray.drafters.base import Proposer, Tails
-from specactor_ray.drafters.mirror import MirrorTable, grown, warm_up
+from specactor_ray.drafters.mirror import MirrorTable, warm_up
 from specactor_ray.messages import SamplingParams
+from specactor_ray.ragged import enlarged
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class SlotProposer(Proposer):
         for name in self._by_slot:
             array = getattr(self, name)
             if len(array) < slots:
-                setattr(self, name, grown(array, slots))
+                setattr(self, name, enlarged(array, 0, slots))
 
 
 class RowProposer(SlotProposer):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.ragged_cache import CacheRow
 from specactor_ray.modeling.ragged_model import RaggedModel, RaggedOutput, RowChunk
 from specactor_ray.sampling import own_noise, sample_rows
 from tests.by_name import ByName
@@ -147,15 +149,14 @@ def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(reference: t
     for i, prompt in enumerate(prompts):
         drafter.open(f"r{i}", prompt, (), samplings[i], 5)
     drafter.extend()
-    bad, forward = drafter._rows[drafter.slots["r1"]], drafter._model.forward
+    bad, forward = drafter._rows[drafter.slots["r1"]], drafter._model.forward_packed
 
-    def poisoned(chunks: list[RowChunk]) -> RaggedOutput:
-        logits = forward(chunks).logits.clone()
-        rows = [i for i, chunk in enumerate(chunks) if chunk.row is bad]
-        logits[rows] = float("nan")
+    def poisoned(rows: list[CacheRow], *arrays: np.ndarray) -> RaggedOutput:
+        logits = forward(rows, *arrays).logits.clone()
+        logits[[i for i, row in enumerate(rows) if row is bad]] = float("nan")
         return RaggedOutput(logits, None)
 
-    drafter._model.forward = poisoned  # type: ignore[method-assign, assignment]
+    drafter._model.forward_packed = poisoned
     assert sorted(drafter.extend()) == ["r0", "r1", "r2"], "also that there is no more of r1"
     assert len(drafter.tail("r1")[1]) == 1
     extend_fully(drafter)

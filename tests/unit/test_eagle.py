@@ -19,7 +19,8 @@ from specactor_ray.errors import ModelLoadError
 from specactor_ray.messages import Features, SamplingParams
 from specactor_ray.modeling.eagle_checkpoint import load_head, read_head_config, save_head, trained_weights
 from specactor_ray.modeling.eagle_head import EagleHead, most_frequent_ids
-from specactor_ray.modeling.eagle_runner import EagleChunk, EagleRunner
+from specactor_ray.modeling.eagle_runner import EagleRunner
+from specactor_ray.modeling.ragged_cache import CacheRow
 from specactor_ray.sampling import own_noise, sample_rows
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
@@ -224,9 +225,9 @@ def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing() -> None:
     drafter.extend()
     bad, forward = drafter._rows[drafter.slots["r1"]], drafter._runner.forward
 
-    def poisoned(chunks: list[EagleChunk], features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs, logits = (tensor.clone() for tensor in forward(chunks, features))
-        logits[[i for i, chunk in enumerate(chunks) if chunk.row is bad]] = float("nan")
+    def poisoned(rows: list[CacheRow], *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, logits = (tensor.clone() for tensor in forward(rows, *arguments))
+        logits[[i for i, row in enumerate(rows) if row is bad]] = float("nan")
         return outputs, logits
 
     drafter._runner.forward = poisoned  # type: ignore[method-assign, assignment]
