@@ -24,22 +24,22 @@ class CachedProposer(SlotProposer):
         shared_noise: Sample with the target's noise; without it with independent noise, to measure what sharing gains.
     """
 
-    _by_slot = (*SlotProposer._by_slot, "_cached")
+    _by_slot = (*SlotProposer._by_slot, "_cached", "_room")
 
     def __init__(self, cache: RaggedCache, max_positions: int, max_batch: int, shared_noise: bool) -> None:
         super().__init__(max_batch)
         self._cache, self._shared_noise = cache, shared_noise
         self._rows: dict[int, CacheRow] = {}
         """Slot → cache row of each request that has a place."""
-        self._cached = np.zeros(0, np.int32)
-        """`(slots,)`: the lengths of the rows as they are to be at the next forward."""
+        self._cached, self._room = np.zeros((2, 0), np.int32)
+        """`(slots,)`: the lengths of the rows as they are to be at the next forward, and their capacities."""
         self.max_len = min(max_positions, cache.slots)
 
     def _enter(self, slot: int, late: bool) -> bool:
         row = self._cache.open(min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len))
         if row is None:
             return False
-        self._rows[slot], self._cached[slot] = row, 0
+        self._rows[slot], self._cached[slot], self._room[slot] = row, 0, row.capacity
         if not self._shared_noise:
             self.samplings[slot] = own_noise(self.samplings[slot])
         return True
@@ -55,18 +55,26 @@ class CachedProposer(SlotProposer):
         """
         lengths = self._cached[slots]
         ends = np.minimum(ends, lengths + _MAX_STEP_TOKENS - np.cumsum(ends - lengths) + (ends - lengths))
-        fitting, rows = list[int](), list[CacheRow]()
-        for index, (slot, length, end) in enumerate(zip(slots.tolist(), lengths.tolist(), ends.tolist(), strict=True)):
-            if end <= length:
-                break
-            row = self._rows[slot]
+        count = np.count_nonzero(ends > lengths)  # the first ones
+        slots, lengths, ends = slots[:count], lengths[:count], ends[:count]
+        if (ends > self._room[slots]).any():
+            for slot, length, end in zip(slots.tolist(), lengths.tolist(), ends.tolist(), strict=True):
+                self._enlarge(slot, length, end)
+            placed = self._placed[slots]
+            slots, lengths, ends = slots[placed], lengths[placed], ends[placed]
+        rows = [self._rows[slot] for slot in slots.tolist()]
+        for row, length in zip(rows, lengths.tolist(), strict=True):
             row.length = length
-            if end <= row.capacity or row.reserve(end):
-                fitting.append(index)
-                rows.append(row)
-            else:
-                self._give_up(slot)
-        return slots[fitting], ends[fitting], rows
+        return slots, ends, rows
+
+    def _enlarge(self, slot: int, length: int, end: int) -> None:
+        """Make room in a row of `length` tokens for `end`; where there is none no more is drafted for it."""
+        row = self._rows[slot]
+        row.length = length
+        if row.reserve(end):
+            self._room[slot] = row.capacity
+        else:
+            self._give_up(slot)
 
     def _sample(self, slots: np.ndarray, logits: torch.Tensor, ends: np.ndarray) -> np.ndarray:
         """int32 `(n,)`: the tokens behind the first `ends` of each line; -1, and no more drafts, for requests whose

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +20,7 @@ from specactor_ray.modeling.loading import load_model
 from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
+from tests import own_proposers as own
 from tests.by_name import ByName
 from tests.tiny import tiny_draft
 from tests.unit.drafter_training.recorded import make_engine, recorded
@@ -120,13 +123,12 @@ def test_a_step_by_the_definition(tail: list[int], truth: list[int]) -> None:
 
 
 def test_a_perfect_drafter_and_none_at_all() -> None:
-    class Oracle(NgramProposer):
-        def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
-            base = super().tail(request_id)[0]
-            return base, tuple(range(base, base + 4))
+    class Oracle(own.Lookup):
+        def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> range:
+            return range(len(output), len(output) + room)
 
     record = Record(0, (100, 101), tuple(range(21)), SamplingParams(max_tokens=21), "length")
-    perfect = replay(Oracle(), [record], 4)
+    perfect = replay(Oracle(SimpleNamespace(window=4)), [record], 4)
     assert (perfect.steps, perfect.committed, perfect.by_position) == (4, 20, [1.0] * 4)
     nothing = replay(NgramProposer(), [record], 4)
     assert (nothing.steps, nothing.acceptance_length, nothing.by_position) == (20, 1.0, [None] * 4)
