@@ -103,6 +103,33 @@ def test_an_answer_that_does_not_fit_costs_the_requests_it_is_about(caplog: pyte
     assert "1 commits were answered by an array of shape (0,)" in caplog.text
 
 
+def test_reported_slots_that_are_not_open_are_passed_over() -> None:
+    class Confused(NgramProposer):
+        def extend(self) -> np.ndarray:
+            return np.concatenate([super().extend(), [1, 10**6, -1]])
+
+    loop, _, told = loop_of(Confused(1, 4, 100, 8))
+    loop.deliver(news([opening(0), opening(1)], closed=[(1, True)]))
+    loop.run_once()
+    loop.deliver(news(closed=[(1, True)]))
+    loop.run_once()
+    loop.deliver(news(commits=[(0, 0, [2])]))
+    loop.run_once()
+    assert [batch.rows.tolist() for batch in told] == [[0, 1], [0]] and loop.snapshot()["failures"] == 0
+
+
+def test_a_slot_that_is_used_again_brings_nothing_of_its_last_request() -> None:
+    """Nor does a late message about that one reach the new one."""
+    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
+    loop.deliver(news([opening(0, "a")]))
+    loop.run_once()
+    loop.deliver(news(closed=[(0, True)]))
+    loop.deliver(news([replace(opening(0, "b", (7, 8, 9)), generation=2)]))
+    loop.deliver(news(commits=[(0, 0, [2])], closed=[(0, True)]))
+    assert open_at(loop) == 1 and told[-1].lost == ((0, 1),)
+    assert told[-1].generations.tolist() == [2] and told[-1].lengths.tolist() == [0]
+
+
 def test_a_request_without_a_guess_for_a_failure_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
     loop, _, told = loop_of(Picky("guess"))
     loop.deliver(news([opening(0, "bad", (1, 3, 1, 3, 1)), opening(1, "good")]))
