@@ -284,14 +284,23 @@ def _run_torch(batch: Batch) -> np.ndarray:
 
     from specactor_ray.sampling import torch_kernels
 
-    logits, drafts, counts = batch.logits, batch.drafts, 1 + np.diff(batch.tail_offsets)
+    logits, drafts, lengths = batch.logits, batch.drafts, np.diff(batch.tail_offsets)
     rules, packed = batch.rules.table[batch.slots], _unfilled(batch)
-    rows = torch.from_numpy(places(batch.offsets, counts)).to(logits.device)
-    positions = places(batch.positions + rules["base"], counts)
-    sampled = torch_kernels.sample_batch(logits[rows], np.repeat(rules, counts), positions, batch.record_margins)
-    tails = drafts.cpu().numpy() if isinstance(drafts, torch.Tensor) else drafts
-    out = (packed, packed.view(np.float64))
-    kernels.walk_batch(*sampled, batch.tail_offsets, np.asarray(tails, np.int32), out)
+    rows = torch.from_numpy(places(batch.offsets, 1 + lengths)).to(logits.device)
+    positions = places(batch.positions + rules["base"], 1 + lengths)
+    sampled = torch_kernels.sample_batch(logits[rows], np.repeat(rules, 1 + lengths), positions, batch.record_margins)
+    column, found = np.arange(batch.width), Found(packed)
+    first = batch.tail_offsets[:-1] + np.arange(len(lengths))
+    at = first[:, None] + np.minimum(column, lengths[:, None])
+    tokens, logprobs, margins, statuses = (values[at] for values in sampled)
+    tails = np.full(at.shape, -1)
+    tails[column < lengths[:, None]] = drafts.cpu().numpy() if isinstance(drafts, torch.Tensor) else drafts
+    right = np.logical_and.accumulate((statuses == kernels.OK) & (tails == tokens), axis=1).sum(axis=1)
+    packed[:, 1] = np.take_along_axis(statuses, right[:, None], axis=1)[:, 0]
+    packed[:, 0] = right + (packed[:, 1] == kernels.OK)
+    counted = column < packed[:, :1]
+    for columns, values in ((found.tokens, tokens), (found.logprobs, logprobs), (found.margins, margins)):
+        columns[counted] = values[counted]
     return packed
 
 

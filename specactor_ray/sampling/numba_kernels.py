@@ -486,25 +486,3 @@ def verify_batch(logits: Any, bits: Any, row_offsets: Any, tail_offsets: Any, ta
             if count <= tail_len and tails[first + count - 1] != token:
                 break
         packed[i, 0], packed[i, 1] = count, status
-
-
-@_jit
-def walk_batch(tokens: Any, logprobs: Any, margins: Any, statuses: Any, tail_offsets: Any, tails: Any,
-               out: Any) -> None:  # fmt: skip
-    """`verify_batch` of rows that are sampled already: request i has those from `tail_offsets[i] + i` on."""
-    packed, floats = out
-    width = (packed.shape[1] - 2) // 3
-    for i in range(packed.shape[0]):
-        first, tail_len = tail_offsets[i], tail_offsets[i + 1] - tail_offsets[i]
-        count, status = 0, OK
-        while count <= tail_len:
-            row = first + i + count
-            status = statuses[row]
-            if status != OK:
-                break
-            packed[i, 2 + count] = tokens[row]
-            floats[i, 2 + width + count], floats[i, 2 + 2 * width + count] = logprobs[row], margins[row]
-            count += 1
-            if count <= tail_len and tails[first + count - 1] != tokens[row]:
-                break
-        packed[i, 0], packed[i, 1] = count, status

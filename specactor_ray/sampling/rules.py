@@ -32,8 +32,10 @@ class Rules:
     def __init__(self, slots: int, device: torch.device | None = None) -> None:
         self.table = np.zeros(slots, _RULE)
         """Structured array `(slots,)`: seed, temperature, top_k, top_p, base."""
-        self._device, self._words = device, None
-        self._any_filtered = False
+        self.any_filtered = False
+        """Whether top-k or top-p may leave out tokens of some slot; then a call on the device takes one kernel more."""
+        self._device = device
+        self._words: torch.Tensor | None = None
 
     def write(self, slots: Sequence[int], params: Sequence[SamplingParams], bases: Sequence[int]) -> None:
         """Set the rules of `slots`."""
@@ -42,7 +44,7 @@ class Rules:
             self.table = enlarged(self.table, 0, max(2 * len(self.table), most))
         for slot, one, base in zip(slots, params, bases, strict=True):
             self.table[slot] = (one.seed, one.temperature, one.top_k, one.top_p, base)
-        self._words = None
+        self.any_filtered, self._words = bool(filtered(self.table).any()), None
 
     @property
     def words(self) -> torch.Tensor:
@@ -51,13 +53,7 @@ class Rules:
             import torch
 
             self._words = torch.from_numpy(self.table.view(np.int64).reshape(-1, 5)).to(self._device, copy=True)
-            self._any_filtered = bool(filtered(self.table).any())
         return self._words
-
-    @property
-    def any_filtered(self) -> bool:
-        """Whether top-k or top-p may leave out tokens of some slot; then a call takes one kernel more."""
-        return self.words is not None and self._any_filtered
 
 
 class Batch(NamedTuple):

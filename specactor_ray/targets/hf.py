@@ -41,8 +41,8 @@ class _Plan(NamedTuple):
     """bool `(n,)`: all pending tokens are in, so this step samples for the row."""
     drafted: np.ndarray
     """`(n,)` draft tokens; 0 where the row does not sample."""
-    drafts: np.ndarray
-    """int32 `(sum(drafted),)`."""
+    firsts: np.ndarray
+    """`(n,)` where they begin in the tokens of the drafts."""
 
 
 class HfEngine:
@@ -150,11 +150,12 @@ class HfEngine:
         counts = plan.context + plan.drafted
         caches = [self._caches[row] for row in plan.rows.tolist()]
         num_logits = np.where(plan.samples, 1 + plan.drafted, 0)
-        output = self._model.forward_packed(caches, counts, self._tokens(plan, counts), num_logits)
+        tails = drafts.tokens[places(plan.firsts, plan.drafted)]
+        output = self._model.forward_packed(caches, counts, self._tokens(plan, counts, tails), num_logits)
         forward_s = time.perf_counter() - begin
         begin = time.perf_counter()
         rows, drafted = plan.rows[plan.samples], plan.drafted[plan.samples]
-        found = self._verify(output.logits, rows, drafted, plan.drafts)
+        found = self._verify(output.logits, rows, drafted, tails)
         sampling_s = time.perf_counter() - begin
         result = self._commit(rows, drafted, found)
         result.forward_s, result.sampling_s, result.num_tokens = forward_s, sampling_s, int(counts.sum())
@@ -190,8 +191,8 @@ class HfEngine:
         budget += decoding - int(drafted.sum())
         context = np.clip(budget - (np.cumsum(pending) - pending), 0, pending)
         planned = (context > 0) & self._reserve(rows, (cached + context).tolist(), drafted)
-        kept = (one[planned] for one in (rows, cached, context, context == pending, drafted))
-        return _Plan(*kept, drafts.tokens[places(firsts[planned], drafted[planned])])
+        plan = _Plan(rows, cached, context, context == pending, drafted, firsts)
+        return _Plan(*(column[planned] for column in plan))
 
     def _reserve(self, rows: np.ndarray, tokens: Sequence[int], drafted: np.ndarray) -> np.ndarray:
         """Make room in the cache: drop tails, then preempt the newest requests. Returns bool `(n,)`: who has room.
@@ -224,19 +225,19 @@ class HfEngine:
         self.preemptions += 1
         return row
 
-    def _tokens(self, plan: _Plan, counts: np.ndarray) -> np.ndarray:
+    def _tokens(self, plan: _Plan, counts: np.ndarray, tails: np.ndarray) -> np.ndarray:
         """int32: what the plan feeds, one row after the other."""
         tokens, offsets = np.empty(counts.sum(), np.int32), begins(counts)[:-1]
         context = self._context[np.repeat(plan.rows, plan.context), places(plan.cached, plan.context)]
         tokens[places(offsets, plan.context)] = context
-        tokens[places(offsets + plan.context, plan.drafted)] = plan.drafts
+        tokens[places(offsets + plan.context, plan.drafted)] = tails
         return tokens
 
-    def _verify(self, logits: Any, rows: np.ndarray, drafted: np.ndarray, drafts: np.ndarray) -> Found:
+    def _verify(self, logits: Any, rows: np.ndarray, drafted: np.ndarray, tails: np.ndarray) -> Found:
         offsets, positions = begins(drafted), self._rows.length[rows].astype(np.int64)
         firsts = offsets[:-1] + np.arange(len(rows))
         rules, margins = self._rows.rules, self.record_margins
-        return verify_arrays(logits, firsts, offsets, drafts, positions, rows, rules, record_margins=margins)
+        return verify_arrays(logits, firsts, offsets, tails, positions, rows, rules, record_margins=margins)
 
     def _commit(self, rows: np.ndarray, drafted: np.ndarray, found: Found) -> StepResult:
         before = self._rows.length[rows]

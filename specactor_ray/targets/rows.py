@@ -4,15 +4,18 @@ verified, end outputs, and hand out hidden states. Structure of arrays, by the r
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from specactor_ray.errors import InputError
 from specactor_ray.ragged import begins, enlarged, places
 from specactor_ray.sampling import Found
 from specactor_ray.sampling.rules import Rules
 from specactor_ray.targets.base import Drafts, Finish, States, StepResult, TargetRequest
+
+if TYPE_CHECKING:
+    import torch
 
 _FIRST_ROWS = 32
 

@@ -193,6 +193,22 @@ def test_a_model_reads_some_prompts_at_a_time(looks_up: bool, left_out: int, del
     assert sorted(heard[-1].rows.tolist()) == sorted(rows) and heard[-1].starts.tolist() == [5] * len(rows)
 
 
+def test_states_of_a_prompt_that_is_read_in_pieces_are_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that is opened at the first step reads the whole prompt, however long."""
+    monkeypatch.setattr(seat, "_KEPT_POSITIONS", 4)
+    drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
+    row = drafting.table.open(TargetRequest("long", (1,) * 9, SamplingParams()))
+
+    def kept(*spans: tuple[int, int]) -> list[int]:
+        for begin, count in spans:
+            drafting.keep(States(ints([row]), ints([begin]), ints([count]), np.zeros((count, 1), np.float32)))
+        return [span.begin for span in drafting.features.since(row, -1)]
+
+    assert kept((0, 3), (3, 3), (6, 3)) == [0, 3, 6]
+    assert kept((9, 1), (10, 1), (11, 1)) == [0, 3, 6, 9, 10, 11]
+    assert kept((12, 1), (13, 1)) == [10, 11, 12, 13]
+
+
 def test_a_head_is_told_the_states_that_became_known_with_each_commit() -> None:
     heard: dict[str, list[CommitBatch]] = {"head": [], "lookup": []}
     drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
