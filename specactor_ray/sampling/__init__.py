@@ -57,7 +57,7 @@ _DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 class SamplingError(SpecActorError):
     """Some rows have logits no token can be drawn from. No results are returned; the other rows are sound.
 
-    Sampling has no state: drop `rows` and call again.
+    Sampling has no state: drop these rows and call again.
 
     Attributes:
         problems: Row → what is wrong with its logits.
@@ -66,11 +66,6 @@ class SamplingError(SpecActorError):
     def __init__(self, problems: dict[int, str]) -> None:
         self.problems = dict(problems)
         super().__init__("cannot sample: " + "; ".join(f"row {i}: {text}" for i, text in self.problems.items()))
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Batch indices of the bad rows."""
-        return tuple(self.problems)
 
     def __reduce__(self) -> tuple[type[SamplingError], tuple[dict[int, str]]]:
         return type(self), (self.problems,)

@@ -462,9 +462,9 @@ def test_bad_logits_are_named(backend, values, problem, temperature):
     good = sample_rows(logits[2:3], params[:1], [5], backend=backend).token_ids
     with pytest.raises(SamplingError, match=f"row 1: .*{problem}.*row 0 of 1.*row 2: .*row 1 of 2") as caught:
         verify_tails(logits, [0, 1, 2], [(), (), good], params, [0, 0, 5], backend=backend)
-    assert caught.value.rows == (1, 2)
+    assert list(caught.value.problems) == [1, 2]
     again = pickle.loads(pickle.dumps(caught.value))
-    assert (again.rows, str(again)) == (caught.value.rows, str(caught.value))
+    assert (again.problems, str(again)) == (caught.value.problems, str(caught.value))
 
 
 def test_negative_nan_bits_are_seen():
