@@ -17,6 +17,7 @@ from specactor_ray.cluster.discovery import is_connected
 from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.config.validate import MAX_WINDOW, validate
+from specactor_ray.drafters.registry import traits
 from specactor_ray.errors import ConfigError
 from specactor_ray.observability.environment import count_gpus, hardware, versions
 from specactor_ray.spec.tgs import geometric, share_right
@@ -57,7 +58,9 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
       `specactor scale` may raise): decoupled.
     - A target on CPUs: coupled. Draft actors would take cores from the verifiers; the verifiers get those that draft
       actors are configured with, as far as they exist and can be shared out in whole cores.
-    - A target on GPUs: decoupled where draft actors find room beside verifiers and trainer, else coupled.
+    - A target on GPUs: decoupled where draft actors find room beside verifiers and trainer, else coupled. A draft model
+      without GPUs of its own gets one there, or else is hosted by the verifiers on theirs: on a CPU core it would be
+      slower than the target.
 
     Never plain: both modes stop drafting where it does not pay, and ask that again at every step (`spec/policy.py`).
     Without any drafter one of `DEFAULT_METHOD` is added.
@@ -74,8 +77,9 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
         return config, []
     resolved = _with_drafters(config)
     target = resolved.target
+    given = _give_gpus(resolved, devices)
     resolved.mode, reason = _mode_of(resolved, devices)
-    line = f"mode: {resolved.mode.value} ({reason})"
+    line = f"mode: {resolved.mode.value} ({reason})" + "".join(f", {key}=1" for key in given)
     if resolved.mode is ModeName.coupled and not target.gpus and devices is not None:
         more = _spare_cores(resolved, devices)
         target.cores += more
@@ -108,6 +112,29 @@ def _with_drafters(config: Config) -> Config:
     return resolved
 
 
+def _models_on_cores(config: Config) -> list[int]:
+    """Numbers of the draft models that would draft on CPU cores for a target on GPUs."""
+    return [
+        number
+        for number, drafter in enumerate(config.drafters if config.target.gpus else ())
+        if drafter.replicas and not drafter.gpus and not traits(drafter.method, f"drafters.{number}.method").looks_up
+    ]
+
+
+def _give_gpus(config: Config, devices: Devices | None) -> list[str]:
+    """Give a GPU to each draft model that would have none, if there is room for all of them. Returns the keys set."""
+    numbers = _models_on_cores(config)
+    if devices is None or not numbers:
+        return []
+    for number in numbers:
+        config.drafters[number].gpus = 1
+    if _have_room(config, devices):
+        return [f"drafters.{number}.gpus" for number in numbers]
+    for number in numbers:
+        config.drafters[number].gpus = 0
+    return []
+
+
 def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
     """Mode and reason."""
     for index, drafter in enumerate(config.drafters):
@@ -117,14 +144,26 @@ def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
         return ModeName.decoupled, "drafters.*.replicas are all 0: draft actors come by `specactor scale` only"
     if not config.target.gpus:
         return ModeName.coupled, "on CPUs draft actors would take cores from the verifiers"
+    if numbers := _models_on_cores(config):
+        return ModeName.coupled, f"no GPU for drafters.{numbers[0]}, so verifiers run it on theirs; set its gpus to 1"
     if devices is None:
         return ModeName.decoupled, "draft actors on devices of their own"
-    gpus, cores = _devices_of(config)
-    gpus, cores = gpus + config.trainer.ranks * config.trainer.gpus, cores + _trainer_cores(config)
-    if gpus <= devices.gpus and cores <= devices.cores:
+    if _have_room(config, devices):
         return ModeName.decoupled, "there is room for draft actors beside the verifiers"
+    gpus, cores = _with_trainer(config)
     wanted, have = f"{gpus} GPU(s) and {cores} core(s)", f"{devices.gpus} and {devices.cores}"
     return ModeName.coupled, f"draft actors beside the verifiers would need {wanted} in all, and there are {have}"
+
+
+def _have_room(config: Config, devices: Devices) -> bool:
+    gpus, cores = _with_trainer(config)
+    return gpus <= devices.gpus and cores <= devices.cores
+
+
+def _with_trainer(config: Config) -> tuple[int, int]:
+    """GPUs and cores that verifiers, draft actors and trainer take as the configuration is written."""
+    gpus, cores = _devices_of(config)
+    return gpus + config.trainer.ranks * config.trainer.gpus, cores + _trainer_cores(config)
 
 
 def _devices_of(config: Config) -> tuple[int, int]:

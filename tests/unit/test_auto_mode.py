@@ -22,6 +22,7 @@ from specactor_ray.rollout.planning import Devices, as_decoupled, existing_devic
 from specactor_ray.simulation.scenario import load_scenario
 
 MODEL = "{method: draft_model, model: m, gpus: 1}"
+ON_A_CORE = "drafters=[{method: draft_model, model: m}]"
 TAUGHT = "drafters=[{method: eagle, model: m, online: {where: trainer}}]"
 TWO_RANKS = ("target.backend=vllm", "target.tensor_parallel=2")
 
@@ -51,6 +52,11 @@ def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
         (Devices(8, 1), ["target.gpus=1", f"drafters=[{MODEL}]"], "coupled", "2 GPU(s) and 2 core(s) in all"),
         (Devices(1, 2), ["target.gpus=1", f"drafters=[{MODEL}]"], "coupled", "there are 2 and 1"),
         (None, ["target.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "devices of their own"),
+        (Devices(8, 2), ["target.gpus=1", ON_A_CORE], "decoupled", "the verifiers), drafters.0.gpus=1"),
+        (Devices(8, 1), ["target.gpus=1", ON_A_CORE], "coupled", "no GPU for drafters.0"),
+        (Devices(8, 2), ["target.gpus=1", "trainer.gpus=1", ON_A_CORE], "coupled", "no GPU for drafters.0"),
+        (None, ["target.gpus=1", ON_A_CORE], "coupled", "no GPU for drafters.0"),
+        (Devices(8, 0), [ON_A_CORE], "coupled", "on CPUs"),
         (Devices(2, 1), ["target.gpus=1"], "decoupled", "there is room"),
         (Devices(1, 1), ["target.gpus=1"], "coupled", "2 core(s)"),
         (Devices(2, 1), ["target.gpus=1", "trainer.gpus=1"], "coupled", "2 GPU(s) and 3 core(s)"),
@@ -125,9 +131,15 @@ def test_an_explicit_mode_stays_what_it_is(mode: str) -> None:
         assert resolve(config) == (config, []) and as_decoupled(config) is config
 
 
-def test_what_does_not_fit_the_chosen_mode_is_refused_with_key_and_fix() -> None:
+def test_a_draft_model_in_half_precision_goes_where_a_gpu_is() -> None:
     half = "drafters=[{method: draft_model, model: m, dtype: float16}]"
     assert resolved(Devices(1, 1), "target.gpus=1", half)[0].mode is ModeName.coupled
+    config, _ = resolved(Devices(8, 8), "target.gpus=1", half)
+    assert config.mode is ModeName.decoupled and config.drafters[0].gpus == 1
+
+
+def test_what_does_not_fit_the_chosen_mode_is_refused_with_key_and_fix() -> None:
+    half = "drafters=[{method: draft_model, model: m, dtype: float16, replicas: 0}]"
     with pytest.raises(ConfigError) as caught:
         resolved(Devices(8, 8), "target.gpus=1", half)
     assert caught.value.key == "drafters.0.dtype" and "drafters.0.gpus=1" in caught.value.fix
