@@ -28,10 +28,12 @@ from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from specactor_ray.drafters.base import packed
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.drafters.suffix import SuffixProposer
@@ -84,23 +86,23 @@ def generate(proposer: HistoryProposer, writer: Writer, tokens: int, length: int
     spent = Spent()
     while spent.committed < tokens:
         prompt, outputs = writer.group(length)
-        for name, _ in enumerate(outputs):
-            proposer.open(str(name), prompt, [], SamplingParams(max_tokens=10**6, seed=name), WINDOW)
+        for slot in range(GROUP):
+            proposer.open(slot, str(slot), prompt, [], SamplingParams(max_tokens=10**6, seed=slot), WINDOW)
         proposer.extend()
         for start in range(0, length, COMMIT):
+            commits = packed([(slot, start, output[start : start + COMMIT]) for slot, output in enumerate(outputs)])
             begin = time.process_time()
-            for name, output in enumerate(outputs):
-                proposer.commit(str(name), start, output[start : start + COMMIT], WINDOW)
+            proposer.commit(*commits)
             middle = time.process_time()
-            before = sum(len(proposer.tail(str(name))[1]) for name in range(GROUP))
+            before = proposer.tails(commits[0]).lengths.sum()
             drafts = len(proposer.extend())
             spent.draft_s += time.process_time() - middle
             spent.commit_s += middle - begin
             spent.drafts += drafts
-            spent.drafted += sum(len(proposer.tail(str(name))[1]) for name in range(GROUP)) - before
+            spent.drafted += proposer.tails(commits[0]).lengths.sum() - before
         spent.committed += length * GROUP
-        for name in range(GROUP):
-            proposer.close(str(name))
+        for slot in range(GROUP):
+            proposer.close(slot, finished=True)
     return spent
 
 
@@ -110,8 +112,8 @@ def fill(proposer: HistoryProposer, tokens: int) -> None:
     while proposer.history_tokens < tokens - 5000:
         prompt, outputs = writer.group(500)
         for output in outputs:
-            proposer.open("filling", prompt, output, SamplingParams(), WINDOW)
-            proposer.close("filling")
+            proposer.open(0, "filling", prompt, output, SamplingParams(), WINDOW)
+            proposer.close(0, finished=True)
 
 
 def traced_bytes(make: Callable[[], HistoryProposer], tokens: int) -> float:
@@ -178,19 +180,19 @@ def record(args: argparse.Namespace, console: Console) -> list[Recorded]:
     tokenizer = load_tokenizer(args.model)
     prompts = [encode_prompt(tokenizer, prompt, chat=True) for prompt in read_prompts(args.prompts, args.limit)]
     engine = HfEngine.from_config(TargetConfig(model=args.model))
-    outputs: dict[str, Recorded] = {}
+    outputs: list[Recorded] = []
     for epoch in range(args.epochs):
         for number, prompt in enumerate(prompts):
             for sample in range(GROUP):
                 seed, name = derive_seed(100 + epoch, number, sample), f"{epoch}/{number}/{sample}"
                 sampling = SamplingParams(args.temperature, max_tokens=args.tokens, seed=seed)
-                outputs[name] = Recorded(epoch, number, sample, seed, args.temperature, list(prompt), [])
-                engine.add(TargetRequest(name, prompt, sampling))
+                outputs.append(Recorded(epoch, number, sample, seed, args.temperature, list(prompt), []))
+                engine.add(len(outputs) - 1, TargetRequest(name, prompt, sampling))
     with console.status("recording outputs"):
         while engine.has_work():
-            for output in engine.step({}).outputs:
-                outputs[output.request_id].tokens += output.token_ids
-    return list(outputs.values())
+            for row, tokens, _ in engine.step().outputs():
+                outputs[row].tokens += tokens
+    return outputs
 
 
 @dataclass
@@ -205,27 +207,28 @@ class Outcome:
 
 def replay(proposer: HistoryProposer, outputs: Sequence[Recorded], batch: int) -> Outcome:
     """Draft for the recorded outputs, `batch` of them at a time."""
-    waiting, running, outcome = list(reversed(outputs)), dict[str, Recorded](), Outcome()
+    waiting, free, running, outcome = list(reversed(outputs)), list(range(batch)), dict[int, Recorded](), Outcome()
     while waiting or running:
-        while waiting and len(running) < batch:
-            one = waiting.pop()
+        while waiting and free:
+            one, slot = waiting.pop(), free.pop()
             name = f"{one.epoch}/{one.prompt}/{one.sample}"
-            running[name] = one
+            running[slot] = one
             sampling = SamplingParams(one.temperature, max_tokens=len(one.tokens), seed=one.seed)
-            proposer.open(name, one.prompt_ids, [], sampling, WINDOW)
+            proposer.open(slot, name, one.prompt_ids, [], sampling, WINDOW)
         proposer.extend()
-        for name, one in list(running.items()):
-            base_len, tail = proposer.tail(name)
+        tails = proposer.tails(np.array(list(running), np.int32)).rows()
+        for (slot, one), (base_len, tail) in zip(list(running.items()), tails, strict=True):
             accepted = common_prefix(tail, one.tokens[base_len:])
             fresh = one.tokens[base_len : base_len + accepted + 1]
             outcome.steps += 1
             outcome.tokens += len(fresh)
             outcome.drafted += len(tail)
             outcome.accepted += accepted
-            proposer.commit(name, base_len, fresh, WINDOW)
+            proposer.commit(*packed([(slot, base_len, fresh)]))
             if base_len + len(fresh) == len(one.tokens):
-                proposer.close(name)
-                del running[name]
+                proposer.close(slot, finished=True)
+                del running[slot]
+                free.append(slot)
     return outcome
 
 

@@ -27,7 +27,7 @@ from rich.table import Table
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.loading import load_model
 from specactor_ray.modeling.ragged_model import RaggedModel
-from specactor_ray.targets.base import Tail, TargetRequest
+from specactor_ray.targets.base import Drafts, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 
 
@@ -53,29 +53,31 @@ def engine_tokens_per_s(engine: HfEngine, prompts: Sequence[Sequence[int]], toke
     """The engine without drafts, prefill included as in `generate`."""
     for i, prompt in enumerate(prompts):
         params = SamplingParams(temperature, max_tokens=tokens, seed=i, ignore_eos=True)
-        engine.add(TargetRequest(str(i), tuple(prompt), params))
+        engine.add(i, TargetRequest(str(i), tuple(prompt), params))
     begin = time.perf_counter()
     while engine.has_work():
-        engine.step({})
+        engine.step()
     return len(prompts) * tokens / (time.perf_counter() - begin)
 
 
-def step_ms(engine: HfEngine, prompts: Sequence[Sequence[int]], tails: Sequence[Tail], steps: int) -> list[float]:
+def step_ms(
+    engine: HfEngine, prompts: Sequence[Sequence[int]], tails: Sequence[Sequence[int]], steps: int
+) -> list[float]:
     """Median milliseconds of a step that verifies this wrong tail in every row (so that all steps are alike), for each
     of `tails`. They take turns, so that a slow spell of the machine meets all of them."""
     for i, prompt in enumerate(prompts):
         params = SamplingParams(1.0, max_tokens=steps * len(tails) + max(map(len, tails)) + 8, seed=i, ignore_eos=True)
-        engine.add(TargetRequest(str(i), tuple(prompt), params))
+        engine.add(i, TargetRequest(str(i), tuple(prompt), params))
     while len(engine.decoding()) < len(prompts):
-        engine.step({})
+        engine.step()
     times: list[list[float]] = [[] for _ in tails]
     for step in range(steps * len(tails)):
         which = step % len(tails)
         begin = time.perf_counter()
-        engine.step(dict.fromkeys(engine.decoding(), tails[which]))
+        engine.step(Drafts.of(dict.fromkeys(range(len(prompts)), tails[which])))
         times[which].append(time.perf_counter() - begin)
     for i in range(len(prompts)):
-        engine.remove(str(i))
+        engine.remove(i)
     return [statistics.median(column) * 1e3 for column in times]
 
 

@@ -5,7 +5,7 @@ The engine takes no time (what it takes here is subtracted), drafters know the o
 figure is the median over steps after a warm-up, in one process on one thread.
 
     python scripts/bench_protocol.py                      # all
-    python scripts/bench_protocol.py verifier driver      # some groups
+    python scripts/bench_protocol.py verifier driver      # some groups; `vllm` needs vLLM
     python scripts/bench_protocol.py --base REVISION      # in turns with another revision's copy of this script
     python scripts/bench_protocol.py --json FILE
 """
@@ -13,7 +13,10 @@ figure is the median over steps after a warm-up, in one process on one thread.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -24,9 +27,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -35,12 +41,15 @@ from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.controller.state import ClusterView
 from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.messages import CommitBatch, DraftOpen, Progress, SamplingParams, TailBatch, ToRollout
+from specactor_ray.modeling.ragged_cache import CacheRow, LayerShape, RaggedCache
+from specactor_ray.modeling.ragged_model import RaggedOutput
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.targets.base import RowOutput, StepResult, TargetRequest
+from specactor_ray.targets.base import Drafts, StepResult, TargetRequest
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.seat import DrafterLink
@@ -54,7 +63,11 @@ ASKED: Mapping[str, float] = {
     "verifier_ms_16_rows_1_drafter": 0.2,
     "verifier_ms_128_rows_1_drafter": 0.5,
     "verifier_ms_256_rows_3_drafters": 1.5,
-    "draft_loop_ms_128_rows_ngram": 1.5,
+    "draft_loop_ms_128_rows_ngram": 0.35,
+    "model_proposer_us_128_rows": 0.5,
+    "vllm_ms_128_rows_0_drafts": 0.8,
+    "vllm_ms_128_rows_3_drafts": 1.0,
+    "vllm_ms_128_rows_8_drafts": 1.3,
     "driver_look_ms_256_verifiers_16384_requests": 1.0,
     "driver_us_per_progress_row": 2.0,
     "journal_bytes_per_token": 12.0,
@@ -70,31 +83,38 @@ class InstantEngine:
 
     vocab_size, max_model_len, weight_version = 1000, 1 << 20, 0
 
-    def __init__(self) -> None:
-        self._outputs: dict[str, list[int]] = {}
-        self._committed: dict[str, int] = {}
+    def __init__(self, rows: int) -> None:
+        self._truth = np.zeros((rows, LENGTH), np.int32)
+        self._committed = np.zeros(rows, np.int32)
+        self._rows = np.zeros(0, np.int32)
 
-    def add(self, request: TargetRequest) -> None:
-        self._outputs[request.request_id], self._committed[request.request_id] = output_of(request.sampling.seed), 0
+    def add(self, row: int, request: TargetRequest) -> None:
+        self._truth[row] = output_of(request.sampling.seed)
+        self._rows = np.append(self._rows, np.int32(row))
 
-    def decoding(self) -> list[str]:
-        return list(self._committed)
+    def decoding(self) -> np.ndarray:
+        return self._rows
 
     def has_work(self) -> bool:
-        return bool(self._committed)
+        return len(self._rows) > 0
 
-    def step(self, tails: Mapping[str, Sequence[int]]) -> StepResult:
+    def step(self, drafts: Drafts) -> StepResult:
         begin = time.perf_counter()
-        result = StepResult()
-        for request_id, start in self._committed.items():
-            truth, tail = self._outputs[request_id], tails.get(request_id, ())
-            accepted = 0
-            while accepted < len(tail) and tail[accepted] == truth[start + accepted]:
-                accepted += 1
-            tokens = truth[start : start + accepted + 1]
-            result.outputs.append(RowOutput(request_id, start, tokens, [-1.0] * len(tokens), len(tail), accepted))
-            result.num_tokens += 1 + len(tail)
-            self._committed[request_id] = start + len(tokens)
+        rows, drafted, firsts = self._rows, *np.zeros((2, len(self._rows)), np.int32)
+        drafted[drafts.rows], firsts[drafts.rows] = drafts.lengths, np.cumsum(drafts.lengths) - drafts.lengths
+        drafted, firsts, starts = drafted[rows], firsts[rows], self._committed[rows]
+        column = np.arange(drafted.max(initial=0))
+        within = column < drafted[:, None]
+        guesses = drafts.tokens[np.where(within, firsts[:, None] + column, 0)]
+        right = within & (guesses == self._truth[rows[:, None], starts[:, None] + column])
+        accepted = np.logical_and.accumulate(right, axis=1).sum(axis=1).astype(np.int32)
+        lengths = accepted + np.int32(1)
+        column = np.arange(lengths.max(initial=0))
+        tokens = self._truth[rows[:, None], starts[:, None] + column][column < lengths[:, None]]
+        self._committed[rows] += lengths
+        logprobs, finish = np.full(len(tokens), -1.0, np.float32), np.zeros(len(rows), np.uint8)
+        result = StepResult(rows, starts, lengths, tokens, logprobs, None, drafted, accepted, finish)
+        result.num_tokens = len(rows) + int(drafted.sum())
         result.forward_s = time.perf_counter() - begin
         return result
 
@@ -146,7 +166,7 @@ def verifier_ms(rows: int, drafters: int) -> float:
     """Milliseconds of one verify step: taking tails in, deciding, committing, telling drafters and rollout."""
     seeds = {f"request-{number}": number for number in range(rows)}
     oracles = [Oracle(f"oracle{number}-0#1", seeds) for number in range(drafters)]
-    engine = InstantEngine()
+    engine = InstantEngine(rows)
     config = SpeculationConfig(window=WINDOW, verify=VerifyPolicy.all, race=RaceName.always)
     drafting = Drafting("verifier-0#1", False, config, engine.vocab_size, max_batch=rows)
     loop = VerifyLoop(engine, drafting)  # type: ignore[arg-type]  # the methods that the loop does not call here
@@ -173,6 +193,96 @@ def verifier_ms(rows: int, drafters: int) -> float:
         first, events = loop.poll(read, 0.0)
         read = first + len(events)
     print(f"{loop.metrics.committed_tokens / loop.metrics.row_steps:.2f} tokens a row and step", file=sys.stderr)
+    return 1e3 * median(spent[WARM_UP:])
+
+
+# ---- the vLLM engine ----
+
+
+class StubbedCore:
+    """vLLM around our engine and sampler, in no time: every draft is right, and every step schedules all rows."""
+
+    def __init__(self, rows: int, drafts: int) -> None:
+        from specactor_ray.targets.vllm_worker import KeyedSampler
+
+        self.drafts, self.seconds = drafts, 0.0
+        self.requests: dict[str, Any] = {}
+        self.running: list[Any] = []
+        packed = np.full((rows, 2 + 3 * (1 + drafts)), 7, np.int64)
+        packed[:, 0], packed[:, 1] = 1 + drafts, 0
+        self.packed = packed
+        self.sampler = self.rejection_sampler = None
+        self.device, self._logits = torch.device("cpu"), torch.zeros(rows * (1 + drafts), 8)
+        self.discard_request_mask = SimpleNamespace(np=np.zeros(rows, bool))
+        self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=np.zeros(rows, np.int32))
+        self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=self))
+        self._keyed = KeyedSampler(self, (), False)
+        self._keyed.install()
+        self.specactor_report = self._keyed.take_report
+
+    def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
+        return request, 0
+
+    def add_request(self, request: Any, wave: int) -> None:
+        ours = SimpleNamespace(request_id=request.request_id, sampling_params=request.sampling_params)
+        ours.num_tokens, ours.num_computed_tokens = 3, 2
+        self.requests[request.request_id] = ours
+        self.running.append(ours)
+        self.input_batch.req_ids.append(request.request_id)
+
+    def update_draft_token_ids(self, drafts: Any) -> None:
+        """vLLM keeps them with its requests."""
+
+    def step_fn(self) -> None:
+        begin = time.perf_counter()
+        count = 1 + self.drafts
+        self.input_batch.num_computed_tokens_cpu[:] = [one.num_computed_tokens for one in self.running]
+        scheduled = dict.fromkeys(self.input_batch.req_ids, count)
+        self.execute_model_state = SimpleNamespace(scheduler_output=SimpleNamespace(num_scheduled_tokens=scheduled))
+        for one in self.running:
+            one.num_tokens += count
+            one.num_computed_tokens += count
+        self.seconds += time.perf_counter() - begin
+        self._keyed.sample_tokens(None)
+
+    def sample_tokens(self, grammar_output: Any) -> None:
+        if not self.drafts:
+            self.sampler(logits=self._logits, sampling_metadata=None)
+            return
+        rows = len(self.running)
+        ids, counts = torch.full((rows * self.drafts,), 7, dtype=torch.int32), [self.drafts] * rows
+        metadata = SimpleNamespace(draft_token_ids=ids, num_draft_tokens=counts)
+        self.rejection_sampler(metadata, None, self._logits, None)
+
+
+def vllm_ms(rows: int, drafts: int) -> float:
+    """Milliseconds of one step of `VllmEngine` and `KeyedSampler`, without vLLM's own and without the sampling."""
+    from specactor_ray.targets import vllm, vllm_bridge
+
+    core = StubbedCore(rows, drafts)
+    handle = vllm_bridge.EngineCoreHandle.__new__(vllm_bridge.EngineCoreHandle)
+    vars(handle).update(_core=core, _scheduler=core, _ranks=1, vocab_size=1000, max_model_len=1 << 20)
+    vars(handle).update(_ids={}, _row_of={}, _numbers=itertools.count(), _drafted=False)
+    settings = vllm_bridge.CoreSettings("", "", None, rows, rows * (1 + drafts), 0, 64)
+    with (
+        mock.patch.object(vllm, "EngineCoreHandle", return_value=handle),
+        mock.patch("specactor_ray.sampling._run_numba", return_value=core.packed),
+    ):
+        engine = vllm.VllmEngine(settings, [2])
+        for row in range(rows):
+            sampling = SamplingParams(seed=row, max_tokens=LENGTH)
+            engine.add(row, TargetRequest(str(row), (1, 2, 3), sampling))
+        spent = []
+        for _ in range(WARM_UP + STEPS):
+            tails = Drafts(
+                np.arange(rows, dtype=np.int32),
+                np.full(rows, drafts, np.int32),
+                np.full(rows * drafts, 7, np.int32),
+            )
+            before, begin = core.seconds, time.perf_counter()
+            engine.decoding()
+            engine.step(tails)
+            spent.append(time.perf_counter() - begin - (core.seconds - before))
     return 1e3 * median(spent[WARM_UP:])
 
 
@@ -207,6 +317,45 @@ def draft_loop_ms(rows: int) -> float:
         spent.append(time.perf_counter() - begin)
         heard.clear()
     return 1e3 * median(spent[WARM_UP:])
+
+
+class InstantModel:
+    """A model without a forward: every token is 1."""
+
+    device, dtype, vocab_size, max_positions = torch.device("cpu"), torch.float32, 8, LENGTH
+
+    def __init__(self, rows: int) -> None:
+        self.cache = RaggedCache([LayerShape(1, 1, 1)], 8 * rows * LENGTH, self.dtype, self.device)
+        self._logits = torch.nn.functional.one_hot(torch.ones(rows, dtype=torch.long), self.vocab_size).float()
+        self.spent_s = 0.0
+
+    def forward_packed(self, rows: Sequence[CacheRow], counts: np.ndarray, *arrays: np.ndarray) -> RaggedOutput:
+        begin = time.perf_counter()
+        for row, count in zip(rows, counts.tolist(), strict=True):
+            row.length += count
+        output = RaggedOutput(self._logits[: arrays[-1].sum()], None)
+        self.spent_s += time.perf_counter() - begin
+        return output
+
+
+def model_proposer_us(rows: int) -> float:
+    """Microseconds of `draft_model` for a token of a row, without the forward; of each window one half is right."""
+    model = InstantModel(rows)
+    proposer = DraftModelProposer(model, rows)  # type: ignore[arg-type]  # what the proposer calls
+    for slot in range(rows):
+        sampling = SamplingParams(temperature=0.0, max_tokens=LENGTH)
+        proposer.open(slot, f"request-{slot}", (1, 2, 3), (), sampling, WINDOW)
+    slots, lengths = np.arange(rows, dtype=np.int32), np.full(rows, WINDOW // 2, np.int32)
+    tokens = np.tile(np.array([1] * (WINDOW // 2 - 1) + [2], np.int32), rows)
+    spent = []
+    for step in range(WARM_UP + STEPS):
+        drafted, model.spent_s, begin = 0, 0.0, time.perf_counter()
+        while len(changed := proposer.extend()):
+            drafted += len(changed)
+            proposer.tails(changed)
+        proposer.commit(slots, lengths * step, lengths, tokens)
+        spent.append((time.perf_counter() - begin - model.spent_s) / drafted)
+    return 1e6 * median(spent[WARM_UP:])
 
 
 # ---- the driver ----
@@ -377,7 +526,11 @@ GROUPS: Mapping[str, Mapping[str, Callable[[], float]]] = {
         "verifier_ms_128_rows_1_drafter": lambda: verifier_ms(128, 1),
         "verifier_ms_256_rows_3_drafters": lambda: verifier_ms(256, 3),
     },
-    "drafter": {"draft_loop_ms_128_rows_ngram": lambda: draft_loop_ms(128)},
+    "drafter": {
+        "draft_loop_ms_128_rows_ngram": lambda: draft_loop_ms(128),
+        "model_proposer_us_128_rows": lambda: model_proposer_us(128),
+    },
+    "vllm": {f"vllm_ms_128_rows_{k}_drafts": functools.partial(vllm_ms, 128, k) for k in (0, 3, 8)},
     "driver": {
         "driver_look_ms_256_verifiers_16384_requests": lambda: driver_pass_ms(0, 12),
         "driver_us_per_progress_row": driver_us_per_row,
@@ -421,7 +574,7 @@ def main() -> None:
         print(measure_journal())
         return
     logging.getLogger("specactor_ray").setLevel(logging.ERROR)
-    groups = arguments.groups or list(GROUPS)
+    groups = arguments.groups or [name for name in GROUPS if name != "vllm" or importlib.util.find_spec("vllm")]
     if unknown := [group for group in groups if group not in GROUPS]:
         parser.error(f"{unknown[0]}: no such group; there are {', '.join(GROUPS)}")
     if arguments.json and Path(arguments.json).exists():

@@ -7,12 +7,14 @@ import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling import sample_rows, verify_tails, warm_up
+from specactor_ray.sampling import sample_rows, verify_arrays, warm_up
+from specactor_ray.sampling.rules import Rules
 
 CASES: dict[str, dict[str, float]] = {
     "T=0": {"temperature": 0.0},
@@ -53,8 +55,10 @@ def costs(vocab_size: int, rows: int, repeats: int) -> dict[str, float]:
     params = [SamplingParams(seed=i) for i in range(rows)]
     margins = median_ms(lambda: sample_rows(logits, params, positions, record_margins=True), repeats, rows)
     result["T=1, with margins"] = margins
-    half, tails = range(0, rows - 1, 2), [(-1,)] * (rows // 2)
-    missed = median_ms(lambda: verify_tails(logits, half, tails, params[: rows // 2], list(half)), repeats, rows)
+    half, wrong, rules = np.arange(rows // 2), np.full(rows // 2, -1, np.int32), Rules(rows)
+    rules.write(range(rows), params, [0] * rows)
+    offsets = np.arange(len(half) + 1)
+    missed = median_ms(lambda: verify_arrays(logits, 2 * half, offsets, wrong, 2 * half, half, rules), repeats, rows)
     result["T=1, verify, half of the rows past a mismatch"] = missed
     result["torch softmax"] = median_ms(lambda: torch.softmax(logits, dim=-1), repeats, rows)
     result["torch argmax"] = median_ms(lambda: torch.argmax(logits, dim=-1), repeats, rows)

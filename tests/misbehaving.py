@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from specactor_ray.drafters.base import RowProposer
-from specactor_ray.messages import SamplingParams
+import numpy as np
+
+from specactor_ray.drafters.base import Proposer, Tails
 
 
-class Liar(RowProposer):
+class Liar(Proposer):
     """A proposer that lies: random tokens, tokens out of range, far too long tails, wrong positions."""
 
     method = "liar"
@@ -19,33 +19,35 @@ class Liar(RowProposer):
 
     def __init__(self, config: Any = None) -> None:
         self._rng = random.Random(1)
-        self._known: dict[str, int] = {}
+        self._known: dict[int, int] = {}
 
-    def open(self, request_id: str, prompt: Any, committed: Any, sampling: SamplingParams, window: int) -> None:
-        self._known[request_id] = len(committed)
+    def open(self, slot: int, request_id: str, prompt: Any, committed: Any, *rest: Any) -> None:
+        self._known[slot] = len(committed)
 
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
-        if request_id not in self._known:
-            return False
-        self._known[request_id] = start + len(token_ids)
-        return True
+    def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        self._known.update(zip(slots.tolist(), (starts + lengths).tolist(), strict=True))
+        return np.ones(len(slots), np.bool_)
 
-    def extend(self) -> list[str]:
+    def extend(self) -> np.ndarray:
         time.sleep(0.005)  # leaves the interpreter to the verifier where both share a process
-        return list(self._known)
+        return np.array(list(self._known), np.int32)
 
-    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
-        base = self._known[request_id] + self._rng.choice([0, 0, 0, -1, 3])
+    def tails(self, slots: np.ndarray) -> Tails:
+        bases, tails = zip(*map(self.tail, slots.tolist()), strict=True)
+        lengths = np.array([len(tail) for tail in tails], np.int32)
+        return Tails(
+            np.array(bases, np.int32), lengths, np.array([token for tail in tails for token in tail], np.int32)
+        )
+
+    def tail(self, slot: int) -> tuple[int, list[int]]:
+        base = self._known[slot] + self._rng.choice([0, 0, 0, -1, 3])
         tokens = [self._rng.randrange(500) for _ in range(self._rng.choice([0, 1, 5, 3000]))]
         if self._rng.random() < 0.1:
             tokens.append(-7)
-        return base, tuple(tokens)
+        return base, tokens
 
-    def pending(self, request_id: str) -> bool:
-        return self._rng.random() < 0.5
-
-    def close(self, request_id: str, finished: bool = True) -> None:
-        self._known.pop(request_id, None)
+    def close(self, slot: int, finished: bool) -> None:
+        self._known.pop(slot, None)
 
     def load_weights(self, version: int, state_dict: Any) -> None:
         pass
@@ -56,12 +58,12 @@ class Sluggard(Liar):
 
     method = "sluggard"
 
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
-        time.sleep(0.03)
-        return super().commit(request_id, start, token_ids)
+    def commit(self, slots: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
+        time.sleep(0.03 * len(slots))
+        return super().commit(slots, *arrays)
 
-    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
-        return self._known[request_id], ()
+    def tail(self, slot: int) -> tuple[int, list[int]]:
+        return self._known[slot], []
 
 
 class Crasher(Liar):
@@ -69,7 +71,7 @@ class Crasher(Liar):
 
     method = "crasher"
 
-    def extend(self) -> list[str]:
+    def extend(self) -> np.ndarray:
         if self._rng.random() < 0.3:
             raise RuntimeError("a drafter's bug")
         return super().extend()
@@ -80,8 +82,8 @@ class Flooder(Liar):
 
     method = "flooder"
 
-    def extend(self) -> list[str]:
-        return list(self._known)
+    def extend(self) -> np.ndarray:
+        return np.array(list(self._known), np.int32)
 
-    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
-        return self._known[request_id], tuple(self._rng.randrange(400) for _ in range(5000))
+    def tail(self, slot: int) -> tuple[int, list[int]]:
+        return self._known[slot], [self._rng.randrange(400) for _ in range(5000)]

@@ -5,54 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specactor_ray.drafters.base import RowProposer, Traits
+import numpy as np
+
+from specactor_ray.drafters.base import Traits
 from specactor_ray.drafters.draft_model import DraftModelProposer
-from specactor_ray.drafters.mirror import RequestMirror
-from specactor_ray.messages import Features, SamplingParams
+from specactor_ray.drafters.slots import RowProposer
+from specactor_ray.messages import Features
 
 
 class Model(RowProposer):
-    """Guesses that the output copies the prompt after its last token; one token a call, as a model does."""
+    """Guesses that the output goes on as after the first place of its last token; one token a call, as a model does."""
 
     method, vocab_size = "own", None
     step = 1
 
     def __init__(self, config: Any) -> None:
+        super().__init__()
         self.window = config.window
-        self.mirrors: dict[str, RequestMirror] = {}
         self.opened: set[str] = set()
         self.calls = 0
 
-    def open(
-        self, request_id: str, prompt: Sequence[int], committed: Sequence[int], sampling: SamplingParams, window: int
-    ) -> None:
-        self.mirrors[request_id] = RequestMirror(prompt, committed, sampling, window)
+    def open(self, slot: int, request_id: str, *arguments: Any) -> None:
+        super().open(slot, request_id, *arguments)
         self.opened.add(request_id)
 
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
-        mirror = self.mirrors.get(request_id)
-        return mirror is not None and mirror.commit(start, token_ids).ok
-
-    def extend(self) -> list[str]:
+    def extend(self) -> np.ndarray:
         self.calls += 1
-        return [request_id for request_id, mirror in self.mirrors.items() if self._lengthen(mirror)]
+        return super().extend()
 
-    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
-        mirror = self.mirrors[request_id]
-        return mirror.base_len, tuple(mirror.tail)
-
-    def pending(self, request_id: str) -> bool:
-        return self.mirrors[request_id].room > 0
-
-    def close(self, request_id: str, finished: bool = True) -> None:
-        self.mirrors.pop(request_id, None)
-
-    def _lengthen(self, mirror: RequestMirror) -> bool:
-        known = [*mirror.prompt, *mirror.committed, *mirror.tail]
+    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
+        known = [*prompt.tolist(), *output.tolist()]
         after = known.index(known[-1]) + 1
-        guess = known[after : after + min(self.step, mirror.room)]
-        mirror.tail += guess
-        return bool(guess)
+        return known[after : after + self.step]
 
 
 class Lookup(Model):
@@ -71,10 +55,10 @@ class Learner(Model):
         super().__init__(config)
         self.learned: dict[str, list[int]] = {}
 
-    def close(self, request_id: str, finished: bool = True) -> None:
-        mirror = self.mirrors.pop(request_id, None)
-        if finished and mirror is not None:
-            self.learned[request_id] = mirror.committed
+    def close(self, slot: int, finished: bool) -> None:
+        if finished and slot in self.request_ids:
+            self.learned[self.request_ids[slot]] = self.mirrors.committed(slot).tolist()
+        super().close(slot, finished)
 
     def forget_history(self) -> None:
         self.learned.clear()
@@ -89,8 +73,8 @@ class Reader(Model):
         super().__init__(config)
         self.spans: dict[str, list[Features]] = {}
 
-    def add_features(self, request_id: str, features: Sequence[Features]) -> None:
-        self.spans.setdefault(request_id, []).extend(features)
+    def add_features(self, slot: int, features: Sequence[Features]) -> None:
+        self.spans.setdefault(self.request_ids[slot], []).extend(features)
 
 
 class Noisy(DraftModelProposer):
@@ -102,7 +86,7 @@ class Deaf(Model):
 
 
 class SecretReader(Model):
-    def add_features(self, request_id: str, features: Sequence[Features]) -> None: ...
+    def add_features(self, slot: int, features: Sequence[Features]) -> None: ...
 
 
 class SecretLearner(Model):

@@ -254,13 +254,15 @@ def _eagle_examples() -> list[Any]:
     prompts = tiny_prompt_ids(96, seed=77)
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(temperature=1.0, max_tokens=48, seed=index)
-        engine.add(TargetRequest(str(index), prompt, sampling))
+        engine.add(index, TargetRequest(str(index), prompt, sampling))
     tokens: dict[int, list[int]] = {index: [] for index in range(len(prompts))}
     states: dict[int, list[Any]] = {index: [] for index in range(len(prompts))}
     while engine.has_work():
-        for output in engine.step({}).outputs:
-            tokens[int(output.request_id)] += output.token_ids
-            states[int(output.request_id)].append(from_wire(output.hidden_states))
+        result = engine.step()
+        for row, fresh, _ in result.outputs():
+            tokens[row] += fresh
+        for row, _, values in result.states.split() if result.states is not None else ():
+            states[row].append(from_wire(values))
     examples = []
     for index, prompt in enumerate(prompts):
         whole = torch.cat(states[index])

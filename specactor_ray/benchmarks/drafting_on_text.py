@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.drafter_training.corpus import Record
-from specactor_ray.drafter_training.evaluation import replay
-from specactor_ray.drafters.base import RowProposer
+from specactor_ray.drafter_training.evaluation import draft_all, replay
+from specactor_ray.drafters.base import Proposer, packed
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import Features, SamplingParams
@@ -53,27 +53,8 @@ class TextStream:
         return (Features(begin, self._states[np.arange(begin, end) % len(self._states)]),)
 
 
-def hand_over(
-    proposer: RowProposer,
-    request_id: str,
-    start: int,
-    tokens: Sequence[int],
-    features: Sequence[Features] = (),
-) -> None:
-    """Committed tokens, and the states that came with them, reach the proposer as a draft loop brings them."""
-    if not proposer.commit(request_id, start, tokens):
-        raise SpecActorError(f"{proposer.method} lost track of a request while it was profiled")
-    proposer.add_features(request_id, features)
-
-
-def draft_all(proposer: RowProposer) -> None:
-    """Extend until there is nothing left to extend."""
-    while proposer.extend():
-        pass
-
-
 def seconds_per_token(
-    proposer: RowProposer,
+    proposer: Proposer,
     text: TextStream,
     sampling: SamplingParams,
     *,
@@ -91,46 +72,47 @@ def seconds_per_token(
     Raises:
         InputError: A method with a model drafts nothing: its cache or its context is too small.
     """
-    ids = [f"profile-{row}" for row in range(batch)]
-    # Rows are far apart in the text, so that they are no copies of each other.
-    at = {request_id: 9973 * row for row, request_id in enumerate(ids)}
-    committed = dict.fromkeys(ids, 0)
-    for request_id in ids:
-        begin = at[request_id]
-        at[request_id] = begin + context
-        proposer.open(request_id, text.tokens(begin, begin + context), (), sampling, window)
-        proposer.add_features(request_id, text.features(0, context - 1))
-    draft_all(proposer)
-    _reject_silent(proposer, ids, context)
+    slots = np.arange(batch, dtype=np.int32)
+    at = [9973 * slot for slot in range(batch)]  # far apart in the text, so that rows are no copies of each other
+    committed = [0] * batch
+    for slot in range(batch):
+        begin = at[slot]
+        at[slot] = begin + context
+        proposer.open(slot, f"profile-{slot}", text.tokens(begin, begin + context), (), sampling, window)
+        proposer.add_features(slot, text.features(0, context - 1))
+    draft_all(proposer, slots, window)
+    _reject_silent(proposer, slots, context)
     seconds = []
     for _ in range(repeats):
-        commits = []
-        for request_id in ids:
-            tail = proposer.tail(request_id)[1]
-            truth = text.tokens(at[request_id], at[request_id] + len(tail) + 1)
+        commits, features = [], []
+        for slot, (_, tail) in enumerate(proposer.tails(slots).rows()):
+            truth = text.tokens(at[slot], at[slot] + len(tail) + 1)
             count = common_prefix(tail, truth) + 1
-            known = context + committed[request_id] - 1  # the newest token's state comes with the next commit
-            features = text.features(known, known + count)
-            commits.append((request_id, committed[request_id], truth[:count], features))
-            at[request_id] += count
-            committed[request_id] += count
+            known = context + committed[slot] - 1  # the newest token's state comes with the next commit
+            features.append(text.features(known, known + count))
+            commits.append((slot, committed[slot], truth[:count]))
+            at[slot] += count
+            committed[slot] += count
+        arrays = packed(commits)
         begin_s = time.perf_counter()
-        for request_id, start, tokens, features in commits:
-            hand_over(proposer, request_id, start, tokens, features)
-        draft_all(proposer)
+        if not proposer.commit(*arrays).all():
+            raise SpecActorError(f"{proposer.method} lost track of a request while it was profiled")
+        for slot, states in enumerate(features):
+            proposer.add_features(slot, states)
+        draft_all(proposer, slots, window)
         seconds.append((time.perf_counter() - begin_s) / window)
-    for request_id in ids:
-        proposer.close(request_id, finished=False)
+    for slot in range(batch):
+        proposer.close(slot, finished=False)
     return seconds
 
 
-def _reject_silent(proposer: RowProposer, ids: Sequence[str], context: int) -> None:
+def _reject_silent(proposer: Proposer, slots: np.ndarray, context: int) -> None:
     if proposer.vocab_size is None:  # methods that look up may well find nothing
         return
-    silent = sum(not proposer.tail(request_id)[1] for request_id in ids)
+    silent = int((proposer.tails(slots).lengths == 0).sum())
     if silent:
         raise InputError(
-            f"{proposer.method} drafts nothing for {silent} of {len(ids)} requests of {context} tokens: its cache or "
+            f"{proposer.method} drafts nothing for {silent} of {len(slots)} requests of {context} tokens: its cache or "
             "its context is too small. Fix: raise its kv_cache_gb, or profile smaller --batches or --contexts"
         )
 
@@ -155,7 +137,7 @@ class Acceptance:
         }
 
 
-def measure_acceptance(proposer: RowProposer, recorded: Sequence[Recorded], window: int, batch: int) -> Acceptance:
+def measure_acceptance(proposer: Proposer, recorded: Sequence[Recorded], window: int, batch: int) -> Acceptance:
     """Draft for the recorded requests, `batch` at a time, in order: a later one may learn from those that ended.
 
     A step near the end of an output tells nothing about depths beyond it, and is not counted there; depths that no

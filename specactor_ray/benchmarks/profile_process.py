@@ -23,7 +23,7 @@ from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.speculation.costs import CostPoint
-from specactor_ray.targets.base import TargetEngine, TargetRequest
+from specactor_ray.targets.base import Drafts, TargetEngine, TargetRequest
 
 MAX_RECORDED_TOKENS = 128
 """Longest output recorded for measuring acceptance."""
@@ -129,23 +129,24 @@ def record_outputs(engine: TargetEngine, config: Config, prompts: Sequence[Any],
     """
     requests = _requests(config, prompts, max_requests)
     problem = ""
-    outputs: dict[str, list[int]] = {}
-    states: dict[str, list[np.ndarray]] = {}
-    for request in requests:
+    outputs: dict[int, list[int]] = {}
+    states: dict[int, list[np.ndarray]] = {}
+    for row, request in enumerate(requests):
         try:
-            engine.add(request)
-            outputs[request.request_id], states[request.request_id] = [], []
+            engine.add(row, request)
+            outputs[row], states[row] = [], []
         except InputError as error:
             problem = str(error)
     while engine.has_work():
-        for output in engine.step({}).outputs:
-            outputs[output.request_id] += output.token_ids
-            if output.hidden_states is not None:
-                states[output.request_id].append(output.hidden_states)
+        result = engine.step()
+        for row, tokens, _ in result.outputs():
+            outputs[row] += tokens
+        for row, _, values in result.states.split() if result.states is not None else ():
+            states[row].append(values)
     recorded = [
-        Recorded(r.prompt_token_ids, tuple(outputs[r.request_id]), r.sampling, _whole(states[r.request_id]))
-        for r in requests
-        if outputs.get(r.request_id)
+        Recorded(r.prompt_token_ids, tuple(outputs[row]), r.sampling, _whole(states[row]))
+        for row, r in enumerate(requests)
+        if outputs.get(row)
     ]
     if not recorded:
         raise InputError(f"data.path: none of the prompts could be answered ({problem or 'the outputs are empty'})")
@@ -168,20 +169,20 @@ def measure_verify(
     for context in axes.contexts:
         rows = _prefill(engine, text, sampling, max(1, context - axes.growth // 2), axes)
         for batch in sorted(axes.batches, reverse=True):
-            for request_id in rows[batch:]:
-                engine.remove(request_id)
-            del rows[batch:]
+            for row in range(batch, rows):
+                engine.remove(row)
+            rows = batch
             times: dict[int, list[float]] = {window: [] for window in windows}
             for _, window in itertools.product(range(axes.repeats + 1), windows):
-                tails = dict.fromkeys(rows, [WRONG_TOKEN] * window)
+                drafts = Drafts.of(dict.fromkeys(range(rows), [WRONG_TOKEN] * window))
                 begin = time.perf_counter()
-                engine.step(tails)
+                engine.step(drafts)
                 times[window].append(time.perf_counter() - begin)
             for window in windows:
                 points.append(CostPoint(devices, window, context, batch, median(times[window][1:])))
                 report(f"verify, context {context}, batch {batch}, window {window}")
-        for request_id in rows:
-            engine.remove(request_id)
+        for row in range(rows):
+            engine.remove(row)
     return points
 
 
@@ -224,21 +225,20 @@ def _requests(config: Config, prompts: Sequence[Any], max_requests: int) -> list
     ]
 
 
-def _prefill(engine: TargetEngine, text: TextStream, sampling: SamplingParams, context: int, axes: Axes) -> list[str]:
-    """Rows for the largest batch, all read in."""
+def _prefill(engine: TargetEngine, text: TextStream, sampling: SamplingParams, context: int, axes: Axes) -> int:
+    """Fill as many rows as the largest batch has, all read in; returns how many."""
     count = max(axes.batches)
     room = axes.room(context)
     sampling = replace(sampling, max_tokens=room, ignore_eos=True, stop_token_ids=())
-    rows = [f"row-{row}" for row in range(count)]
-    for row, request_id in enumerate(rows):
-        engine.add(TargetRequest(request_id, text.tokens(9973 * row, 9973 * row + context), sampling))
+    for row in range(count):
+        engine.add(row, TargetRequest(f"row-{row}", text.tokens(9973 * row, 9973 * row + context), sampling))
     while len(engine.decoding()) < count:
         before = len(engine.decoding())
-        read = engine.step({}).num_prefill_tokens
+        read = engine.step().num_prefill_tokens
         if not read and len(engine.decoding()) <= before:
             problem = f"the cache holds no {count} requests of {context + room} tokens."
             raise ConfigError("target.kv_cache_gb", problem, "raise it, or profile smaller --batches or --contexts.")
-    return rows
+    return count
 
 
 def roomy(config: Config, axes: Axes) -> Config:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.draft.mirrors import Mirrors
 from specactor_ray.drafters.base import Proposer
@@ -113,12 +115,12 @@ class DraftLoop(Loop):
         for message in messages:
             self._mirrors.take(message)
         begin = self._clock.now()
-        changed = self.proposer.extend()
-        if changed:
+        changed = np.asarray(self.proposer.extend(), np.int32)
+        if len(changed):
             if not self.proposer.traits.looks_up:  # a model drafts one token for each of its requests
                 self._costs.append(self._clock.now() - begin)
                 self._token_s = sorted(self._costs)[len(self._costs) // 4]
             self._mirrors.counters["extends"] += 1
             self._failures_in_a_row = 0
         self._mirrors.publish(changed, self._links, self._inbox.cut_off, self._token_s)
-        return bool(messages or changed)
+        return bool(messages) or len(changed) > 0

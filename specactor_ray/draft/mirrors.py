@@ -1,46 +1,39 @@
-"""The requests that a drafter follows: what verifiers say reaches the proposer, and its tails reach the verifiers."""
+"""The requests of a drafter by slot: messages of verifiers reach the proposer, and its tails reach the verifiers."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
-from specactor_ray.drafters.base import Commits, Proposer
+from specactor_ray.drafters.base import Proposer
 from specactor_ray.messages import CommitBatch, DraftOpen, TailBatch
 from specactor_ray.queues.link import Link
 
 logger = logging.getLogger(__name__)
 
+_NONE = -1
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Verifier:
     """A verifier that is drafted for."""
 
+    number: int
+    """Stands for it in `Mirrors`; never used again."""
     session: int
     """The newest of its sessions; see `CommitBatch`."""
-    mirrors: dict[int, str] = field(default_factory=dict)
-    """Row → request."""
-    changed: dict[str, _Place] = field(default_factory=dict)
-    """Requests whose tails it has yet to be told."""
+    slots: np.ndarray = field(default_factory=lambda: np.full(1, _NONE, np.int32))
+    """Row → slot; the last one has none."""
     lost: dict[int, int] = field(default_factory=dict)
     """Rows that have to be opened again → generation."""
 
 
-class _Place(NamedTuple):
-    """Where a request runs."""
-
-    verifier: _Verifier
-    row: int
-    generation: int
-
-
 class Mirrors:
-    """Keeps the proposer consistent with what verifiers say. For the loop's thread.
+    """Keeps the proposer consistent with the messages of verifiers, and hands out its slots. For the loop's thread.
 
     Args:
         drafter_id: Incarnation id of the draft actor; goes into every message.
@@ -52,156 +45,197 @@ class Mirrors:
         """What was done so far, by the loop and here."""
         self._drafter_id, self._proposer = drafter_id, proposer
         self._verifiers: dict[str, _Verifier] = {}
-        self._places: dict[str, _Place] = {}
+        self._next_number = 0
+        self._slots: dict[str, int] = {}
+        """Request → slot."""
+        self._open: dict[int, tuple[str, _Verifier]] = {}
+        """Slot → request, and where it runs."""
+        self._free: list[int] = []
+        self._owners, self._rows, self._generations = np.full((3, 1), _NONE, np.int32)
+        """`(slots,)`: number of the verifier, row and generation; the last slot is never handed out."""
+        self._changed = np.zeros(1, np.bool_)
+        """`(slots,)`: tails that have yet to be sent."""
 
     def __len__(self) -> int:
         """Open requests."""
-        return len(self._places)
+        return len(self._open)
 
-    # ---- what verifiers say ----
+    # ---- messages ----
 
     def take(self, message: CommitBatch) -> None:
         """Follow a message, unless it is of an old session; where that fails, only its request is lost."""
         verifier = self._verifiers.get(message.verifier_id)
         if verifier is None or message.session > verifier.session:
             self._drop(message.verifier_id)
-            verifier = self._verifiers[message.verifier_id] = _Verifier(message.session)
+            verifier = self._verifiers[message.verifier_id] = _Verifier(self._next_number, message.session)
+            self._next_number += 1
         elif message.session < verifier.session:
             return
         self._commit(verifier, message)
-        for row, generation, finished in message.closed:
-            request_id = self._find(verifier, row, generation)
-            if request_id is not None:
-                self._close(request_id, finished)
+        if message.closed:
+            rows, generations, finished = zip(*message.closed, strict=True)
+            slots = self._find(verifier, np.array(rows), np.array(generations))
+            for slot, is_finished in zip(slots.tolist(), finished, strict=True):
+                self._close(slot, is_finished)
         for opened in message.opened:
             try:
-                self._open(verifier, opened)
+                self._start(verifier, opened)
             except Exception as error:  # noqa: BLE001 - it is logged
                 self._fail(opened.request_id, error)
 
-    def _find(self, verifier: _Verifier, row: int, generation: int) -> str | None:
-        request_id = verifier.mirrors.get(row)
-        return request_id if request_id is not None and self._places[request_id].generation == generation else None
+    def _find(self, verifier: _Verifier, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
+        """Slots of handles, int32; `_NONE` where nothing is open."""
+        slots = verifier.slots[np.minimum(rows, len(verifier.slots) - 1)]
+        slots[self._generations[slots] != generations] = _NONE
+        return slots
 
-    def _open(self, verifier: _Verifier, opened: DraftOpen) -> None:
+    def _start(self, verifier: _Verifier, opened: DraftOpen) -> None:
         self.counters["opens"] += 1
-        # What had the row is over, without a word of how it ended; the request may have moved here from another row.
-        for over in (verifier.mirrors.get(opened.row), opened.request_id):
-            if over is not None and over in self._places:
-                self._close(over)
-        verifier.mirrors[opened.row] = opened.request_id
-        verifier.lost.pop(opened.row, None)
-        self._places[opened.request_id] = _Place(verifier, opened.row, opened.generation)
+        row, request_id = opened.row, opened.request_id
+        if row >= len(verifier.slots) - 1:
+            verifier.slots = _longer(verifier.slots, 2 * row + 2)
+        # The row's last request is over, and how it ended is unknown; this one may have moved here from another row.
+        self._close(int(verifier.slots[row]))
+        self._close(self._slots.get(request_id, _NONE))
+        verifier.lost.pop(row, None)
+        slot = self._take_slot()
+        self._slots[request_id], self._open[slot], verifier.slots[row] = slot, (request_id, verifier), slot
+        self._owners[slot], self._rows[slot], self._generations[slot] = verifier.number, row, opened.generation
         self._proposer.open(
-            opened.request_id, opened.prompt_token_ids, opened.committed_token_ids, opened.sampling, opened.window
+            slot, request_id, opened.prompt_token_ids, opened.committed_token_ids, opened.sampling, opened.window
         )
         if opened.features:
-            self._proposer.add_features(opened.request_id, opened.features)
+            self._proposer.add_features(slot, opened.features)
+
+    def _take_slot(self) -> int:
+        if not self._free:
+            last, slots = len(self._owners) - 1, 2 * len(self._owners) + 1
+            for name in ("_owners", "_rows", "_generations", "_changed"):
+                setattr(self, name, _longer(getattr(self, name), slots))
+            self._free = list(range(last, slots - 1))[::-1]
+        return self._free.pop()
 
     def _commit(self, verifier: _Verifier, message: CommitBatch) -> None:
-        handles = list(zip(message.rows.tolist(), message.generations.tolist(), strict=True))
-        requests = [self._find(verifier, *handle) for handle in handles]
-        followed = np.array([request_id is not None for request_id in requests], np.bool_)
-        commits = Commits(
-            [request_id for request_id in requests if request_id is not None],
-            message.starts[followed],
-            message.lengths[followed],
-            message.tokens[np.repeat(followed, message.lengths)],
-        )
-        followed[followed] = taken = self._follow(commits)
-        verifier.lost.update(handles[index] for index in np.flatnonzero(~followed).tolist())
+        slots = self._find(verifier, message.rows, message.generations)
+        followed = slots != _NONE
+        if followed.any():
+            tokens = message.tokens[np.repeat(followed, message.lengths)]
+            followed[followed] = self._follow(
+                slots[followed], message.starts[followed], message.lengths[followed], tokens
+            )
+        for index in np.flatnonzero(~followed).tolist():
+            verifier.lost[int(message.rows[index])] = int(message.generations[index])
         if message.features:
-            features = {verifier.mirrors.get(row): states for row, states in message.features}
-            for request_id, is_taken in zip(commits.request_ids, taken.tolist(), strict=True):
-                if is_taken and request_id in features:
+            taken = dict(zip(message.rows[followed].tolist(), slots[followed].tolist(), strict=True))
+            for row, states in message.features:
+                if row in taken:
                     try:
-                        self._proposer.add_features(request_id, features[request_id])
+                        self._proposer.add_features(taken[row], states)
                     except Exception as error:  # noqa: BLE001 - it is logged
-                        self._fail(request_id, error)
+                        self._fail(self._name(taken[row]), error)
 
-    def _follow(self, commits: Commits) -> np.ndarray:
-        """`Proposer.commit_batch`. Where it fails each request is tried alone (commits may be repeated), and only those
-        that it fails for are lost."""
+    def _follow(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """`Proposer.commit`. Where it fails each request is tried alone (commits may be repeated), and only those that
+        it fails for are lost."""
         try:
-            return self._proposer.commit_batch(commits)
+            taken = np.asarray(self._proposer.commit(slots, starts, lengths, tokens), np.bool_)
+            if taken.shape != slots.shape:
+                raise ValueError(f"{len(slots)} commits were answered by an array of shape {taken.shape}")
+            return taken
         except Exception as error:  # noqa: BLE001 - it is logged with the request that it is about
-            if len(commits.request_ids) > 1:
-                return np.concatenate([self._follow(one) for one in commits.split()])
-            self._fail(commits.request_ids[0], error)
+            if len(slots) > 1:
+                parts = np.split(tokens, np.cumsum(lengths)[:-1])
+                columns = (np.split(column, len(slots)) for column in (slots, starts, lengths))
+                return np.concatenate([self._follow(*one) for one in zip(*columns, parts, strict=True)])
+            self._fail(self._name(int(slots[0])), error)
             return np.zeros(1, np.bool_)
 
     # ---- requests that are followed no more ----
 
-    def _close(self, request_id: str, finished: bool = False) -> None:
-        """`finished`: its output is complete."""
-        place = self._places.pop(request_id)
-        del place.verifier.mirrors[place.row]
-        place.verifier.changed.pop(request_id, None)
+    def _close(self, slot: int, finished: bool = False) -> None:
+        """Nothing where the slot is not open. `finished`: its output is complete."""
+        if slot not in self._open:
+            return
+        request_id, verifier = self._open.pop(slot)
+        del self._slots[request_id]
+        verifier.slots[self._rows[slot]] = self._owners[slot] = self._generations[slot] = _NONE
+        self._changed[slot] = False
+        self._free.append(slot)
         try:
-            self._proposer.close(request_id, finished)
+            self._proposer.close(slot, finished)
         except Exception as error:  # noqa: BLE001 - it is logged
             self._fail(request_id, error)
 
     def _drop(self, verifier_id: str) -> None:
         """Close all requests of a verifier, if it has any."""
         if (verifier := self._verifiers.pop(verifier_id, None)) is not None:
-            for request_id in list(verifier.mirrors.values()):
-                self._close(request_id)
+            for slot in np.flatnonzero(self._owners == verifier.number).tolist():
+                self._close(slot)
+
+    def _name(self, slot: int) -> str:
+        return self._open[slot][0] if slot in self._open else ""
 
     def _fail(self, request_id: str, error: Exception) -> None:
         """What was to be done for this request has failed, which costs this request alone."""
         self.counters["failures"] += 1
         logger.error("%s: request %s has failed and is dropped", self._drafter_id, request_id, exc_info=error)
-        self._lose(request_id)
+        self._lose(self._slots.get(request_id, _NONE))
 
     def lose_all(self) -> None:
         """Drop all requests, and ask for them again."""
-        for request_id in list(self._places):
-            self._lose(request_id)
+        for slot in list(self._open):
+            self._lose(slot)
 
-    def _lose(self, request_id: str) -> None:
-        place = self._places.get(request_id)
-        if place is not None:
-            self._close(request_id)
-            place.verifier.lost[place.row] = place.generation
+    def _lose(self, slot: int) -> None:
+        if slot in self._open:
+            _, verifier = self._open[slot]
+            verifier.lost[int(self._rows[slot])] = int(self._generations[slot])
+            self._close(slot)
 
-    # ---- what verifiers are told ----
+    # ---- tails ----
 
     def publish(
-        self, changed: Iterable[str], links: Mapping[str, Link[TailBatch]], cut_off: Container[str], token_s: float
+        self, changed: np.ndarray, links: Mapping[str, Link[TailBatch]], cut_off: Container[str], token_s: float
     ) -> None:
-        """Tell verifiers what has changed, unless they are still busy with the last delivery.
+        """Send verifiers what has changed, unless they are still busy with the last delivery.
 
         Requests of verifiers that are not in `links`, or are cut off, are dropped. If a verifier's messages arrive
         before the list that names it, its next commits are of unknown requests, and the verifier opens those again.
 
         Args:
-            changed: Requests whose tails have changed.
+            changed: Slots whose tails have changed, int32; those that are not open are passed over.
             links: The verifiers there are now, id → where to send tails.
             token_s: See `TailBatch`.
         """
-        for request_id in changed:
-            if (place := self._places.get(request_id)) is not None:
-                place.verifier.changed[request_id] = place
+        changed = changed[(changed >= 0) & (changed < len(self._owners))]
+        self._changed[changed] = self._owners[changed] != _NONE
+        owners = set(self._owners[self._changed].tolist())
         for verifier_id, verifier in list(self._verifiers.items()):
             link = links.get(verifier_id)
             if link is None or verifier_id in cut_off:
                 self._drop(verifier_id)
-            elif verifier.changed or verifier.lost:
+            elif verifier.number in owners or verifier.lost:
                 link.offer(functools.partial(self._tails, verifier, token_s))
 
     def _tails(self, verifier: _Verifier, token_s: float) -> TailBatch:
         """Whole tails of all requests that have changed."""
-        changed, verifier.changed = verifier.changed, {}
+        slots = np.flatnonzero(self._changed & (self._owners == verifier.number)).astype(np.int32)
+        self._changed[slots] = False
         lost, verifier.lost = verifier.lost, {}
-        _, rows, generations = zip(*changed.values(), strict=True) if changed else ((), (), ())
-        self.counters["tails"] += len(rows)
+        self.counters["tails"] += len(slots)
         self.counters["resyncs"] += len(lost)
         return TailBatch(
             self._drafter_id,
-            np.array(rows, np.int32),
-            np.array(generations, np.int32),
-            *self._proposer.tails(list(changed)),
+            self._rows[slots],
+            self._generations[slots],
+            *self._proposer.tails(slots),
             token_s,
             tuple(lost.items()),
         )
+
+
+def _longer(array: np.ndarray, length: int) -> np.ndarray:
+    """A copy that is filled up with `_NONE` (False)."""
+    filled = np.full(length, _NONE if array.dtype == np.int32 else False, array.dtype)
+    filled[: len(array)] = array
+    return filled

@@ -21,7 +21,7 @@ from specactor_ray.files import flush_entry, replacing, write_json
 from specactor_ray.json_text import read_foreign
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.wire import from_wire
-from specactor_ray.targets.base import RowOutput, TargetEngine, TargetRequest
+from specactor_ray.targets.base import Finish, StepResult, TargetEngine, TargetRequest
 
 logger = logging.getLogger(__name__)
 
@@ -178,18 +178,18 @@ def collect(
     have = sum(len(known[r.index].output_token_ids) for r in requests if r.index in known)
     waiting = deque(request for request in requests if request.index not in known)
     budget = float("inf") if token_budget is None else token_budget
-    running: dict[str, _Open] = {}
+    running: dict[int, _Open] = {}
     try:
         while True:
             underway = have + sum(len(entry.tokens) for entry in running.values())
             while waiting and len(running) < max_open and underway < budget:
                 request = waiting.popleft()
-                engine.add(TargetRequest(str(request.index), request.prompt_token_ids, request.sampling))
-                running[str(request.index)] = _Open(request)
+                row = next(row for row in range(max_open) if row not in running)
+                engine.add(row, TargetRequest(str(request.index), request.prompt_token_ids, request.sampling))
+                running[row] = _Open(request)
             if not running:
                 break
-            for output in engine.step({}).outputs:
-                have += _take_output(output, running, store)
+            have += _take(engine.step(), running, store)
             if on_progress is not None:
                 on_progress(have + sum(len(entry.tokens) for entry in running.values()))
     finally:
@@ -197,24 +197,25 @@ def collect(
     return shortest_beginning(requests, store, token_budget)
 
 
-def _take_output(output: RowOutput, running: dict[str, _Open], store: RecordStore) -> int:
-    """Output tokens of the request if this was its last output, else 0."""
-    entry = running[output.request_id]
-    entry.tokens += output.token_ids
-    if output.hidden_states is not None:
-        entry.states.append(from_wire(output.hidden_states))
-    if output.finish_reason is None:
-        return 0
-    del running[output.request_id]
-    if output.finish_reason == "error":
-        logger.warning("rollout %s failed and is left out: %s", output.request_id, output.error)
-        return 0
-    request, states = entry.request, _as_stored(entry.states) if entry.states else None
-    store.add(
-        Record(request.index, request.prompt_token_ids, tuple(entry.tokens), request.sampling, output.finish_reason),
-        states,
-    )
-    return len(entry.tokens)
+def _take(result: StepResult, running: dict[int, _Open], store: RecordStore) -> int:
+    """Output tokens of the requests that have ended."""
+    for row, _, states in result.states.split() if result.states is not None else ():
+        running[row].states.append(from_wire(states))
+    ended = 0
+    for row, tokens, finish in result.outputs():
+        entry = running[row]
+        entry.tokens += tokens
+        if finish is Finish.RUNNING:
+            continue
+        del running[row]
+        request = entry.request
+        if finish is Finish.ERROR:
+            logger.warning("rollout %d failed and is left out: %s", request.index, result.errors[row])
+            continue
+        ended += len(entry.tokens)
+        record = Record(request.index, request.prompt_token_ids, tuple(entry.tokens), request.sampling, finish.reason)
+        store.add(record, _as_stored(entry.states) if entry.states else None)
+    return ended
 
 
 def _as_stored(states: Sequence[torch.Tensor]) -> torch.Tensor:

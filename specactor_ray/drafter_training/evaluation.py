@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from specactor_ray.drafter_training.corpus import Record
-from specactor_ray.drafters.base import RowProposer
+from specactor_ray.drafters.base import Proposer, packed
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.messages import Features
 
@@ -90,51 +92,47 @@ class AcceptanceCounts:
 class _Replay:
     """One record on its way through a proposer."""
 
-    def __init__(
-        self, record: Record, proposer: RowProposer, window: int, counts: AcceptanceCounts, states: Any = None
-    ) -> None:
+    def __init__(self, slot: int, record: Record, states: Any) -> None:
+        self.slot, self.record = slot, record
         self._states, self._handed_out = states, 0
-        self._record, self._proposer, self._window, self._counts = record, proposer, window, counts
-        self.request_id = f"replay-{record.index}"
         # A prompt of several tokens is prefilled, and its last position yields the first token, undrafted.
-        self._committed = 1 if len(record.prompt_token_ids) > 1 else 0
-        first = record.output_token_ids[: self._committed]
-        proposer.open(self.request_id, record.prompt_token_ids, first, record.sampling, window)
-        self._add_features()
+        self.committed = 1 if len(record.prompt_token_ids) > 1 else 0
 
     @property
     def done(self) -> bool:
-        return self._committed >= len(self._record.output_token_ids)
+        return self.committed >= len(self.record.output_token_ids)
 
-    @property
-    def pending(self) -> bool:
-        """Its tail can still grow."""
-        return self._proposer.pending(self.request_id) and len(self._proposer.tail(self.request_id)[1]) < self._window
+    def open(self, proposer: Proposer, window: int) -> None:
+        record = self.record
+        first = record.output_token_ids[: self.committed]
+        proposer.open(self.slot, f"replay-{record.index}", record.prompt_token_ids, first, record.sampling, window)
+        self.add_features(proposer)
 
-    def verify(self) -> None:
-        """Compare, commit, and close at the end of the output."""
-        output, begin = self._record.output_token_ids, self._committed
-        room = min(max(self._record.sampling.max_tokens - begin - 1, 0), self._window)
-        base, tail = self._proposer.tail(self.request_id)
+    def verify(self, base: int, tail: Sequence[int], counts: AcceptanceCounts) -> tuple[int, int, Sequence[int]]:
+        """Compare; returns the commit: slot, start and tokens."""
+        output, begin = self.record.output_token_ids, self.committed
+        room = min(max(self.record.sampling.max_tokens - begin - 1, 0), counts.window)
         usable = tail[:room] if base == begin else ()
-        self._committed += self._counts.add_step(usable, output[begin:], room)
-        self._proposer.commit(self.request_id, begin, output[begin : self._committed])
-        self._add_features()
+        self.committed += counts.add_step(usable, output[begin:], room)
+        return self.slot, begin, output[begin : self.committed]
 
-    def _add_features(self) -> None:
+    def add_features(self, proposer: Proposer) -> None:
         """Those of the positions up to the one that predicted the newest token, as a verifier streams them."""
         if self._states is None:
             return
-        end = len(self._record.prompt_token_ids) + self._committed - 1
-        self._proposer.add_features(self.request_id, [Features(self._handed_out, self._states[self._handed_out : end])])
+        end = len(self.record.prompt_token_ids) + self.committed - 1
+        proposer.add_features(self.slot, [Features(self._handed_out, self._states[self._handed_out : end])])
         self._handed_out = end
 
-    def close(self) -> None:
-        self._proposer.close(self.request_id, finished=True)
+
+def draft_all(proposer: Proposer, slots: np.ndarray, window: int) -> None:
+    """Extend until all windows are full or there is nothing left to extend."""
+    while (proposer.tails(slots).lengths < window).any() and len(proposer.extend()):
+        pass
 
 
 def replay(
-    proposer: RowProposer,
+    proposer: Proposer,
     records: Iterable[Record],
     window: int,
     batch: int = 16,
@@ -152,18 +150,24 @@ def replay(
         features: The target's states of a record, numpy `(tokens - 1, width)`, for proposers that read them.
     """
     counts, waiting, running = AcceptanceCounts(window), deque(records), list[_Replay]()
+    free = list(range(batch))
     while waiting or running:
-        while waiting and len(running) < batch:
+        while waiting and free:
             record = waiting.popleft()
-            states = None if features is None else features(record)
-            running.append(_Replay(record, proposer, window, counts, states))
-        while any(entry.pending for entry in running if not entry.done) and proposer.extend():
-            pass
+            running.append(_Replay(free.pop(), record, None if features is None else features(record)))
+            running[-1].open(proposer, window)
+        under_way = [entry for entry in running if not entry.done]
+        slots = np.array([entry.slot for entry in under_way], np.int32)
+        draft_all(proposer, slots, window)
+        tails = proposer.tails(slots).rows()
+        commits = [entry.verify(*tail, counts) for entry, tail in zip(under_way, tails, strict=True)]
+        proposer.commit(*packed(commits))
+        for entry in under_way:
+            entry.add_features(proposer)
         for entry in running:
-            if not entry.done:
-                entry.verify()
             if entry.done:
-                entry.close()
+                proposer.close(entry.slot, finished=True)
+                free.append(entry.slot)
         running = [entry for entry in running if not entry.done]
         if on_progress is not None:
             on_progress(counts.committed)

@@ -1,7 +1,8 @@
 """The proposer: a plain class that keeps guessing ahead of the last commit it knows.
 
 A proposer holds one mirror per request. It knows no Ray, no clock and no network; the draft loop
-(`draft/loop.py`) feeds it messages and sends off its tails. Nothing it does can change a sampled token:
+(`draft/loop.py`) feeds it messages and sends off its tails. Requests are slots and arrays here; what goes from request
+to request derives from `RowProposer` (`drafters/slots.py`). Nothing it does can change a sampled token:
 the target checks every draft token.
 """
 
@@ -46,32 +47,6 @@ class Traits:
     checkpoint: Checkpoint = Checkpoint.NONE
 
 
-class Commits(NamedTuple):
-    """Output tokens of `n` requests that are final."""
-
-    request_ids: Sequence[str]
-    starts: np.ndarray
-    """int32 `(n,)`, as `lengths`: output position of the first token."""
-    lengths: np.ndarray
-    tokens: np.ndarray
-    """int32, those of all requests one after the other."""
-
-    def rows(self) -> Iterator[tuple[str, int, list[int]]]:
-        """Request, start and tokens, one request after the other."""
-        end, tokens = 0, self.tokens.tolist()
-        for request_id, start, length in zip(
-            self.request_ids, self.starts.tolist(), self.lengths.tolist(), strict=True
-        ):
-            begin, end = end, end + length
-            yield request_id, start, tokens[begin:end]
-
-    def split(self) -> Iterator[Commits]:
-        """Each request alone."""
-        for n, (request_id, _, tokens) in enumerate(self.rows()):
-            one = slice(n, n + 1)
-            yield Commits([request_id], self.starts[one], self.lengths[one], np.array(tokens, np.int32))
-
-
 class Tails(NamedTuple):
     """What is guessed of `n` requests."""
 
@@ -82,9 +57,26 @@ class Tails(NamedTuple):
     tokens: np.ndarray
     """int32, those of all requests one after the other."""
 
+    def rows(self) -> Iterator[tuple[int, list[int]]]:
+        """Base and tokens, one request after the other."""
+        end, tokens = 0, self.tokens.tolist()
+        for base, length in zip(self.bases.tolist(), self.lengths.tolist(), strict=True):
+            begin, end = end, end + length
+            yield base, tokens[begin:end]
+
+
+def packed(commits: Sequence[tuple[int, int, Sequence[int]]]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Arguments of `Proposer.commit` for commits of (slot, start, tokens)."""
+    columns = np.array([(slot, start, len(tokens)) for slot, start, tokens in commits], np.int32).reshape(-1, 3)
+    slots, starts, lengths = np.ascontiguousarray(columns.T)
+    return slots, starts, lengths, np.array([token for _, _, tokens in commits for token in tokens], np.int32)
+
 
 class Proposer(abc.ABC):
-    """What a draft method implements. Request ids are unique strings; positions are output positions."""
+    """What a draft method implements.
+
+    A request has a slot from `open` to `close`: a small number that is used again. Positions are output positions.
+    """
 
     method: str
     """The method's name: `ngram`, `draft_model`, ..."""
@@ -95,51 +87,65 @@ class Proposer(abc.ABC):
     @abc.abstractmethod
     def open(
         self,
+        slot: int,
         request_id: str,
         prompt_token_ids: Sequence[int],
         committed_token_ids: Sequence[int],
         sampling: SamplingParams,
         window: int,
     ) -> None:
-        """Start a mirror of this request, replacing one of the same id."""
+        """Start a mirror of this request, replacing one in the same slot.
 
-    @abc.abstractmethod
-    def commit_batch(self, commits: Commits) -> np.ndarray:
-        """Keep the parts of the tails that agree, drop the rest. Repeated and late commits are harmless.
-
-        Returns:
-            bool `(n,)`: False where the request is unknown or tokens before `start` are missing (a gap): the caller
-            then asks for a fresh `open`.
+        Args:
+            slot: 0 or more, and less than the number of requests that were ever open at once.
+            request_id: Unique; one that comes back goes on with the same output.
+            prompt_token_ids: The prompt.
+            committed_token_ids: Output tokens that are final.
+            sampling: How the target chooses tokens.
+            window: Most tokens the tail may hold.
         """
 
     @abc.abstractmethod
-    def extend(self) -> list[str]:
+    def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Output tokens of `n` requests are final: keep the parts of the tails that agree, drop the rest. Repeated and
+        late commits are harmless.
+
+        Args:
+            slots: int32 `(n,)`.
+            starts: int32 `(n,)`: output position of the first token.
+            lengths: int32 `(n,)`.
+            tokens: int32, those of all requests one after the other.
+
+        Returns:
+            bool `(n,)`: False where the slot is not open, tokens before `start` are missing (a gap), or the tokens
+            contradict committed ones: the caller then asks for a fresh `open`.
+        """
+
+    @abc.abstractmethod
+    def extend(self) -> np.ndarray:
         """Extend the tails of requests that have room in their window: autoregressive methods by one token
         each in one batched forward, others by as much as they like.
 
         Returns:
-            Ids of the requests whose tail changed, or about whose newest commit it is now known that there
-            is no guess. Empty when there was nothing to do: the caller may then sleep until a message comes.
+            int32: slots whose tail changed, or about whose newest commit it is now known that there is no guess.
+            Empty when there was nothing to do: the caller may then sleep until a message comes.
         """
 
     @abc.abstractmethod
-    def tails(self, request_ids: Sequence[str]) -> Tails:
-        """The guesses as they are now.
-
-        Raises:
-            KeyError: A request is not open.
-        """
+    def tails(self, slots: np.ndarray) -> Tails:
+        """The guesses of open slots as they are now."""
 
     @abc.abstractmethod
-    def close(self, request_id: str, finished: bool = True) -> None:
-        """Forget the request; unknown ids are ignored. `finished`: its output is complete and may be learned from."""
+    def close(self, slot: int, finished: bool) -> None:
+        """Forget the request; a slot that is not open is ignored. `finished`: its output is complete and may be learned
+        from."""
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
         """Take new weights (name → tensor). Default: there are none."""
 
-    def add_features(self, request_id: str, features: Sequence[Features]) -> None:  # noqa: B027
+    def add_features(self, slot: int, features: Sequence[Features]) -> None:  # noqa: B027
         """States of consecutive sequence positions came along with the last `open` or `commit`. They may overlap with
-        earlier ones or leave gaps; unknown requests are ignored. Called where the traits say `reads_features`."""
+        earlier ones or leave gaps; a slot that is not open is ignored. Called where the traits say `reads_features`."""
 
     def forget_history(self) -> None:  # noqa: B027
         """Forget finished outputs; open requests stay. Does something where the traits say `keeps_history`."""
@@ -152,34 +158,3 @@ class Proposer(abc.ABC):
             ModelLoadError: Its model cannot be loaded or served.
         """
         return cls(config)  # type: ignore[call-arg]  # the contract of a class that does not override this
-
-
-class RowProposer(Proposer):
-    """A proposer that goes from request to request; the base class of most."""
-
-    @abc.abstractmethod
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
-        """`commit_batch` for one request."""
-
-    @abc.abstractmethod
-    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
-        """`(base_len, token_ids)`: the committed length the mirror knows, and the guess after it.
-
-        Raises:
-            KeyError: The request is not open.
-        """
-
-    @abc.abstractmethod
-    def pending(self, request_id: str) -> bool:
-        """True while a further `extend` would still lengthen this request's tail."""
-
-    def commit_batch(self, commits: Commits) -> np.ndarray:
-        return np.array([self.commit(*row) for row in commits.rows()], np.bool_)
-
-    def tails(self, request_ids: Sequence[str]) -> Tails:
-        bases, tails = zip(*map(self.tail, request_ids), strict=True) if request_ids else ((), ())
-        return Tails(
-            np.array(bases, np.int32),
-            np.array(list(map(len, tails)), np.int32),
-            np.array([token for tail in tails for token in tail], np.int32),
-        )

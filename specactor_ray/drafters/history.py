@@ -7,69 +7,65 @@ phrases (the observation behind SuffixDecoding, arXiv 2411.04975, and history-ba
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from specactor_ray.drafters.suffix_index import SEPARATOR, SuffixIndex
+import numpy as np
+
+from specactor_ray.drafters import _ngram_numba as kernels
 
 
+@dataclass(slots=True, eq=False)
 class PromptHistory:
-    """Earlier outputs of one prompt: one text, each output behind the end of the prompt, so that the start of an
-    output is found too."""
+    """A prompt that has outputs in the history, or open requests."""
 
-    __slots__ = ("index", "lead", "prompt", "users")
-
-    def __init__(self, prompt: tuple[int, ...], min_match: int, max_match: int) -> None:
-        self.prompt = prompt
-        self.index = SuffixIndex(min_match, max_match)
-        self.lead = prompt[-max_match:]
-        self.users = 0
-        """Open requests of this prompt."""
-
-    def guess(self, suffix: Sequence[int], room: int) -> tuple[int, list[int]]:
-        """(match length, what followed), at most `room` tokens and not past the end of that output.
-
-        Among the occurrences with the longest match the next token that followed most often wins, of equals the one
-        seen last; what is copied is the latest occurrence with that next token.
-        """
-        length, positions = self.index.find(suffix)
-        if not positions:
-            return 0, []
-        tokens = self.index.tokens
-        votes: dict[int, int] = {}
-        for position in positions:
-            votes[tokens[position]] = votes.get(tokens[position], 0) + 1
-        # A dict keeps the order of first insertion and max takes the first of equals: the token seen last.
-        winner = max(votes, key=votes.__getitem__)
-        start = next(position for position in positions if tokens[position] == winner)
-        copied = tokens[start : start + room]
-        return length, copied[: copied.index(SEPARATOR)] if SEPARATOR in copied else copied
+    number: int
+    """Stands for the prompt in the history's arrays; is never used again."""
+    prompt: bytes
+    users: int = 0
+    """Open requests of this prompt."""
+    num_tokens: int = 0
 
 
 class History:
-    """Outputs per prompt, the oldest forgotten first.
+    """A ring of outputs, the oldest forgotten first; each behind the end of its prompt, so that its start is found too.
 
     Args:
-        max_tokens: Most tokens kept over all prompts (output, the end of the prompt before it, a separator); the
-            memory in use is at most about twice that.
+        max_tokens: Most tokens kept over all prompts (output, the end of the prompt before it, a separator).
         min_match: Shortest match.
         max_match: Longest match.
     """
 
     def __init__(self, max_tokens: int, min_match: int, max_match: int) -> None:
         self.max_tokens, self._min, self._max = max_tokens, min_match, max_match
-        self.num_tokens = 0
-        self._prompts: dict[tuple[int, ...], PromptHistory] = {}
+        capacity = max(max_tokens, 1)
+        self.tokens, self.owners = np.zeros(capacity, np.int32), np.zeros(capacity, np.int64)
+        """Of the token at position `p` since the beginning, in place `p % capacity`: its id and its prompt's number."""
+        self.links = np.zeros(capacity, np.int64)
+        self.heads = np.zeros(1 << (capacity - 1).bit_length(), np.int64)
+        """See `_ngram_numba.py`."""
+        self.floor = self.count = 0
+        """Positions from `floor` to `count` are kept."""
+        self._prompts: dict[bytes, PromptHistory] = {}
         self._order: deque[tuple[PromptHistory, int]] = deque()
+        self._next_number = 0
+        self._append(np.zeros(0, np.int32), kernels.OWN)  # compiles or loads the kernel
 
     def __len__(self) -> int:
         """Prompts that have outputs or open requests."""
         return len(self._prompts)
 
-    def attach(self, prompt: tuple[int, ...]) -> PromptHistory:
-        """The history of a prompt, for as long as a request of it is open; pair it with `detach`."""
-        entry = self._prompts.get(prompt)
+    @property
+    def num_tokens(self) -> int:
+        """Tokens kept."""
+        return self.count - self.floor
+
+    def attach(self, prompt: np.ndarray) -> PromptHistory:
+        """The history of a prompt (int32), for as long as a request of it is open; pair it with `detach`."""
+        key = prompt.tobytes()
+        entry = self._prompts.get(key)
         if entry is None:
-            entry = self._prompts[prompt] = PromptHistory(prompt, self._min, self._max)
+            entry = self._prompts[key] = PromptHistory(self._next_number, key)
+            self._next_number += 1
         entry.users += 1
         return entry
 
@@ -77,21 +73,26 @@ class History:
         entry.users -= 1
         self._forget_if_unused(entry)
 
-    def record(self, entry: PromptHistory, output: Sequence[int]) -> None:
-        """Keep a finished output. One that is longer than the bound alone keeps its beginning."""
-        room = self.max_tokens - len(entry.lead) - 1
-        if room < 1 or not output:
+    def record(self, entry: PromptHistory, output: np.ndarray) -> None:
+        """Keep a finished output (int32). One that is longer than the bound alone keeps its beginning."""
+        lead = np.frombuffer(entry.prompt, np.int32)[-self._max :]
+        room = self.max_tokens - len(lead) - 1
+        if room < 1 or not len(output):
             return
-        text = [*entry.lead, *output[:room], SEPARATOR]
-        entry.index.append(text)
-        self._order.append((entry, len(text)))
-        self.num_tokens += len(text)
-        while self.num_tokens > self.max_tokens:
+        text = np.concatenate([lead, output[:room], np.array([kernels.SEPARATOR], np.int32)])
+        while self.num_tokens + len(text) > self.max_tokens:
             oldest, length = self._order.popleft()
-            oldest.index.forget_front(length)
-            self.num_tokens -= length
+            self.floor += length
+            oldest.num_tokens -= length
             self._forget_if_unused(oldest)
+        self._append(text, entry.number)
+        entry.num_tokens += len(text)
+        self._order.append((entry, len(text)))
+
+    def _append(self, text: np.ndarray, owner: int) -> None:
+        kernels.append(self.tokens, self.owners, self.links, self.heads, self.floor, self.count, text, owner, self._min)
+        self.count += len(text)
 
     def _forget_if_unused(self, entry: PromptHistory) -> None:
-        if entry.users == 0 and len(entry.index.tokens) == entry.index.floor:
+        if entry.users == 0 and entry.num_tokens == 0:
             self._prompts.pop(entry.prompt, None)

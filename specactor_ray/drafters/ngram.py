@@ -4,7 +4,7 @@ The idea is prompt lookup decoding (Saxena, 2023), with the outputs of earlier s
 SuffixDecoding (arXiv 2411.04975). No model, no weights: microseconds per token.
 
 The rule, exactly. Let `text` = prompt + committed output + tail, and `known` its part without the tail.
-1. *Own* occurrences are looked up in `known`, at most `MAX_CANDIDATES` of the latest (`suffix_index.py` defines an
+1. *Own* occurrences are looked up in `known`, at most `MAX_CANDIDATES` of the latest (`_ngram_numba.py` defines an
    occurrence). The longest match wins, of equal ones the latest.
 2. *History* occurrences are looked up in the earlier outputs of the same prompt, likewise; `history.py` says which of
    several equally long ones wins. History is taken if its match is longer than the own one.
@@ -20,96 +20,103 @@ from __future__ import annotations
 
 from typing import Self
 
+import numpy as np
+
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.drafters.copying import CopyingProposer
+from specactor_ray.drafters import _ngram_numba as kernels
 from specactor_ray.drafters.history import History, PromptHistory
-from specactor_ray.drafters.mirror import CommitOutcome, RequestMirror
 from specactor_ray.drafters.registry import BUILT_IN
-from specactor_ray.drafters.suffix_index import SuffixIndex
+from specactor_ray.drafters.slots import SlotProposer
 
 DEFAULT_HISTORY_TOKENS = 1 << 16
+MAX_CANDIDATES = 64
+"""Most recent occurrences of the last `min_match` tokens that a look-up compares. Bounds its cost in texts that
+repeat a short phrase very often."""
 
 
-class _Request:
-    """One open request: its mirror, the index of its known text, and the history of its prompt."""
-
-    __slots__ = ("history", "index", "mirror")
-
-    def __init__(self, mirror: RequestMirror, index: SuffixIndex, history: PromptHistory | None) -> None:
-        self.mirror, self.index, self.history = mirror, index, history
-        index.append(mirror.prompt)
-        index.append(mirror.committed)
+def check_limits(min_match: int, max_match: int, history_tokens: int) -> None:
+    """Refuse limits of a look-up that are out of range."""
+    if not 1 <= min_match <= max_match:
+        raise ValueError(f"min_match is {min_match} and max_match is {max_match}; need 1 <= min_match <= max_match")
+    if history_tokens < 0:
+        raise ValueError(f"history_tokens is {history_tokens} (0 or more)")
 
 
-class NgramProposer(CopyingProposer[_Request]):
-    """Suffix matching as the module's text says; `history_tokens=0` keeps no earlier outputs.
+class NgramProposer(SlotProposer):
+    """Suffix matching as the module's text says; works on token ids of any vocabulary.
 
-    Arguments and errors are those of `CopyingProposer`.
+    `extend` fills the windows of all requests that were opened or advanced since the last call, and reports each of
+    them once, also if there is no guess.
+
+    Args:
+        min_match: Shortest suffix that counts as a match, at least 1.
+        max_match: Longest suffix that is looked up, at least `min_match`.
+        history_tokens: Most tokens kept of earlier outputs, 0 or more.
+        max_batch: Most requests drafted for at once, at least 1.
+
+    Raises:
+        ValueError: An argument is out of range.
     """
 
     method = "ngram"
+    vocab_size: int | None = None
     traits = BUILT_IN[method].traits
+    _by_slot = (*SlotProposer._by_slot, "_indexed", "_prompts")
 
     def __init__(
         self, min_match: int = 2, max_match: int = 8, history_tokens: int = DEFAULT_HISTORY_TOKENS, max_batch: int = 64
     ) -> None:
-        super().__init__(min_match, max_match, history_tokens, max_batch)
-        self._history = History(history_tokens, min_match, max_match) if history_tokens else None
+        check_limits(min_match, max_match, history_tokens)
+        super().__init__(max_batch)
+        self._min, self._max = min_match, max_match
+        self._history = History(history_tokens, min_match, max_match)
+        self._attached: dict[int, PromptHistory] = {}
+        self._indexed, self._prompts = np.zeros((2, 0), np.int64)
+        self._links, self._heads = np.zeros((2, 0, 0), np.int32)
+        """These four: see `_ngram_numba.fill`."""
+        self._fill(np.zeros(0, np.int64))  # compiles or loads the kernels
 
     @classmethod
     def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
         kept = DEFAULT_HISTORY_TOKENS if config.history_tokens is None else config.history_tokens
         return cls(config.min_match, config.max_match, kept, config.max_batch)
 
+    def extend(self) -> np.ndarray:
+        slots = np.flatnonzero(self._unanswered)
+        self._unanswered[slots] = False
+        self._fill(slots[self._placed[slots]])
+        return slots.astype(np.int32)
+
     def forget_history(self) -> None:
         """Forget earlier outputs. Requests that are open do not learn from new ones either."""
-        if self._history is not None:
-            self._history = History(self._history.max_tokens, self._min, self._max)
-            for request in self._requests.values():
-                request.history = None
+        self._history = History(self._history.max_tokens, self._min, self._max)
+        self._attached.clear()
+        self._prompts[:] = kernels.OWN
 
     @property
     def history_tokens(self) -> int:
         """Tokens kept of earlier outputs."""
-        return self._history.num_tokens if self._history is not None else 0
+        return self._history.num_tokens
 
-    def _take_in(self, request_id: str, mirror: RequestMirror) -> _Request:
-        history = self._history.attach(mirror.prompt) if self._history is not None else None
-        return _Request(mirror, SuffixIndex(self._min, self._max), history)
+    def _enter(self, slot: int, late: bool) -> bool:
+        entry = self._attached[slot] = self._history.attach(self.mirrors.prompt(slot))
+        self._indexed[slot], self._prompts[slot] = 0, entry.number
+        return True
 
-    def _advance(self, request: _Request, outcome: CommitOutcome) -> None:
-        request.index.append(request.mirror.committed[-outcome.advanced :])
+    def _leave(self, slot: int, finished: bool) -> None:
+        entry = self._attached.pop(slot, None)
+        if entry is not None:
+            if finished:
+                self._history.record(entry, self.mirrors.committed(slot))
+            self._history.detach(entry)
 
-    def _let_go(self, request_id: str, request: _Request, finished: bool) -> None:
-        if self._history is None or request.history is None:
-            return
-        if finished:
-            self._history.record(request.history, request.mirror.committed)
-        self._history.detach(request.history)
-
-    def _fill(self, request: _Request) -> None:
-        mirror, tail = request.mirror, request.mirror.tail
-        while mirror.room:
-            known = request.index.tokens
-            suffix = tail[-self._max :]
-            if len(suffix) < self._max:
-                suffix = known[len(suffix) - self._max :] + suffix
-            own_length, own = request.index.find(suffix, latest_only=True)
-            length, copied = 0, list[int]()
-            if request.history is not None and own_length < self._max:  # else it could not be longer
-                length, copied = request.history.guess(suffix, mirror.room)
-            if length > own_length:
-                tail.extend(copied)
-            elif own:
-                _copy_onwards(known, tail, own[0], mirror.room)
-            else:
-                return
-
-
-def _copy_onwards(known: list[int], tail: list[int], start: int, length: int) -> None:
-    """Append to `tail` the `length` tokens of `known + tail` from position `start < len(known)` on; the copy may run
-    into the tokens it has just appended."""
-    copied = known[start : start + length]
-    tail.extend(copied)
-    for position in range(length - len(copied)):
-        tail.append(tail[position])
+    def _fill(self, slots: np.ndarray) -> None:
+        mirrors, history = self.mirrors, self._history
+        if self._links.shape != mirrors.lines.shape:  # they have grown: index all texts again
+            self._links, self._heads = np.zeros((2, *mirrors.lines.shape), np.int32)
+            self._indexed[:] = 0
+        kernels.fill(
+            mirrors.lines, mirrors.known, mirrors.ends, mirrors.limits, self._links, self._heads, self._indexed,
+            history.tokens, history.owners, history.links, history.heads, history.floor, self._prompts,
+            slots, self._min, self._max, MAX_CANDIDATES,
+        )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specactor_ray.config.named import import_named, is_named
-from specactor_ray.drafters.base import Checkpoint, Proposer, RowProposer, Traits
+from specactor_ray.drafters.base import Checkpoint, Proposer, Traits
 from specactor_ray.errors import ConfigError, clipped, clipped_text
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def reads_head(method: str) -> bool:
     return traits(method).checkpoint is Checkpoint.HEAD
 
 
-def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> RowProposer:
+def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
     """Make the configured proposer for this target on `device` (`cpu` or `cuda`).
 
     Raises:
@@ -59,13 +59,13 @@ def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> 
     return _class_of(config.method, "drafters.N.method").from_config(config, target, device)
 
 
-def _class_of(method: str, key: str) -> type[RowProposer]:
+def _class_of(method: str, key: str) -> type[Proposer]:
     """Import the class of a method: built in, or a user's own as `package.module:Class`."""
     if method not in BUILT_IN and not is_named(method):
         raise ConfigError(key, f"unknown method {method!r}; known: {', '.join(BUILT_IN)}.")
     found = import_named(f"{__package__}.{BUILT_IN[method].place}" if method in BUILT_IN else method, key)
     _check(found, clipped_text(method), key)
-    proposer_class: type[RowProposer] = found
+    proposer_class: type[Proposer] = found
     return proposer_class
 
 
@@ -75,7 +75,7 @@ def _check(found: Any, method: str, key: str) -> None:
     missing += sorted(getattr(found, "__abstractmethods__", ()))
     if missing or not (isinstance(found, type) and issubclass(found, Proposer)):
         lacks = f"it lacks {', '.join(missing)}" if missing else f"{clipped(found)} is not derived from it"
-        fix = "derive it from specactor_ray.drafters.base.RowProposer."
+        fix = "derive it from specactor_ray.drafters.slots.RowProposer."
         raise ConfigError(key, f"{method} is no proposer: {lacks}.", fix)
     if not isinstance(found.traits, Traits):
         problem = f"{method}.traits is {clipped(found.traits)}."

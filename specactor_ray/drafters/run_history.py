@@ -7,10 +7,11 @@ now. The oldest tokens are overwritten first, so what older policies wrote fades
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from specactor_ray.drafters.mirror import common_prefix
 from specactor_ray.drafters.token_log import Text, TokenLog
@@ -71,9 +72,9 @@ class RunHistory:
         """Bytes of the log, and about those of the prompts it distinguishes."""
         return self.log.nbytes + _PROMPT_BYTES * len(self)
 
-    def open(self, request_id: str, prompt: tuple[int, ...], committed: Sequence[int]) -> Output:
-        """Begin an output, or go on with it; pair it with `close`."""
-        key = hashlib.blake2b(array("q", prompt), digest_size=16).digest()
+    def open(self, request_id: str, prompt: np.ndarray, committed: np.ndarray) -> Output:
+        """Begin an output of a prompt (int32), or go on with it; pair it with `close`."""
+        key = hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(self._next_group)
@@ -81,16 +82,16 @@ class RunHistory:
         group.users += 1
         self._idle.pop(key, None)
         output = self._unfinished.pop(request_id, None)
-        if output is None or output.text.group != group.number or not _agree(output.tokens, committed):
+        if output is None or output.text.group != group.number or not _agree(output.tokens, committed.tolist()):
             output = Output(key, Text(group.number))
             self.log.append(output.text, prompt[-self._lead :], guess=False)
         self.write(output, committed)
         return output
 
-    def write(self, output: Output, committed: Sequence[int]) -> None:
-        """The output is `committed` by now; what is new is visible at once."""
+    def write(self, output: Output, committed: np.ndarray) -> None:
+        """The output is `committed` (int32) by now; what is new is visible at once."""
         fresh = committed[len(output.tokens) :]
-        output.tokens.extend(fresh)
+        output.tokens.extend(fresh.tolist())
         self.log.append(output.text, fresh)
 
     def close(self, request_id: str, output: Output, finished: bool) -> None:

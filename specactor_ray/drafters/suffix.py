@@ -18,17 +18,16 @@ index: a wrong one is rolled back by forgetting it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import prod
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.drafters.copying import CopyingProposer
-from specactor_ray.drafters.mirror import CommitOutcome, RequestMirror
+from specactor_ray.drafters.ngram import check_limits
 from specactor_ray.drafters.registry import BUILT_IN
 from specactor_ray.drafters.run_history import GROUP, RUN, Output, RunHistory
+from specactor_ray.drafters.slots import RowProposer
 from specactor_ray.drafters.token_log import Draft, Noise, Text, TokenLog, warm_up
 
 DEFAULT_HISTORY_TOKENS = 1 << 20
@@ -36,27 +35,14 @@ DEFAULT_HISTORY_TOKENS = 1 << 20
 
 @dataclass(slots=True)
 class _Request:
-    """One open request: its mirror, a log of its own known text, and its output in the run's history."""
+    """A request that is drafted for: a log of its own known text, and its output in the run's history."""
 
-    mirror: RequestMirror
     own: TokenLog
     text: Text
     output: Output | None
-    odds: list[float] = field(default_factory=list)
-    """Of each tail token: its probability given those before it."""
-
-    def context(self, length: int) -> list[int]:
-        """The last `length` tokens of prompt, committed output and tail."""
-        context: list[int] = []
-        for part in (self.mirror.tail, self.mirror.committed, self.mirror.prompt):
-            missing = length - len(context)
-            if missing <= 0:
-                break
-            context = [*part[-missing:], *context]
-        return context
 
 
-class SuffixProposer(CopyingProposer[_Request]):
+class SuffixProposer(RowProposer):
     """The `suffix` method.
 
     Args:
@@ -64,7 +50,7 @@ class SuffixProposer(CopyingProposer[_Request]):
         max_match: Longest suffix that is looked up, at least `min_match`.
         history_tokens: Most tokens kept of the outputs of the run, running ones included; 0 keeps none, and then only
             a request's own text is looked up.
-        max_batch: Most requests mirrored at once, at least 1.
+        max_batch: Most requests drafted for at once, at least 1.
         length_factor: Most draft tokens per matched token, above 0.
         min_probability: Least estimated probability that a whole guess is right, from 0 to below 1.
         shared_noise: Let occurrences vote with the target's noise (temperatures above 0).
@@ -74,6 +60,7 @@ class SuffixProposer(CopyingProposer[_Request]):
     """
 
     method = "suffix"
+    vocab_size: int | None = None
     traits = BUILT_IN[method].traits
 
     def __init__(
@@ -87,7 +74,8 @@ class SuffixProposer(CopyingProposer[_Request]):
         *,
         shared_noise: bool = True,
     ) -> None:
-        super().__init__(min_match, max_match, history_tokens, max_batch)
+        check_limits(min_match, max_match, history_tokens)
+        super().__init__(max_batch)
         if not 0.0 < length_factor < float("inf") or not 0.0 <= min_probability < 1.0:
             raise ValueError(
                 f"length_factor is {length_factor} (above 0), min_probability is {min_probability} (0 to below 1)"
@@ -95,6 +83,10 @@ class SuffixProposer(CopyingProposer[_Request]):
         self._factor, self._floor, self._shared_noise = length_factor, min_probability, shared_noise
         self._history_shape = (history_tokens, min_match, max_match, max_batch)
         self._history = RunHistory(*self._history_shape) if history_tokens else None
+        self._min, self._max = min_match, max_match
+        self._requests: dict[int, _Request] = {}
+        self._odds = np.zeros((0, 0))
+        """`(slots, width)`: of each tail token in the lines of `mirrors` its probability given those before it."""
         warm_up()
 
     @classmethod
@@ -121,55 +113,58 @@ class SuffixProposer(CopyingProposer[_Request]):
         shared = self._history.nbytes if self._history is not None else 0
         return shared + sum(request.own.nbytes for request in list(self._requests.values()))
 
-    def _take_in(self, request_id: str, mirror: RequestMirror) -> _Request:
-        known = [*mirror.prompt, *mirror.committed]
+    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> np.ndarray:
+        if self._odds.shape != self.mirrors.lines.shape:
+            old, self._odds = self._odds, np.zeros(self.mirrors.lines.shape)
+            self._odds[: old.shape[0], : old.shape[1]] = old
+        line, odds = self.mirrors.lines[slot], self._odds[slot]
+        known, begin = int(self.mirrors.known[slot]), int(self.mirrors.ends[slot])
+        end, limit, budget = begin, begin + room, None
+        while end < limit:
+            draft = self._best(slot, known, end, limit - end, self._factor if budget is None else 0.0)
+            if not draft.tokens:
+                break
+            if budget is None:
+                budget = int(self._factor * (draft.matched - (begin - known)))
+                limit = min(limit, known + budget)
+            stop = end + len(draft.tokens)
+            line[end:stop], odds[end:stop], end = draft.tokens, draft.odds, stop
+            if not draft.cut_short:
+                break
+        guess: np.ndarray = line[begin:end]
+        return guess
+
+    def _enter(self, slot: int, late: bool) -> bool:
+        known, history = self.mirrors.lines[slot, : self.mirrors.known[slot]], self._history
         own, text = TokenLog(max(len(known), 1), self._min, self._max, growing=True), Text()
         own.append(text, known)
-        history = self._history
-        output = history.open(request_id, mirror.prompt, mirror.committed) if history is not None else None
-        return _Request(mirror, own, text, output)
+        output = None
+        if history is not None:
+            output = history.open(self.request_ids[slot], self.mirrors.prompt(slot), self.mirrors.committed(slot))
+        self._requests[slot] = _Request(own, text, output)
+        return True
 
-    def _advance(self, request: _Request, outcome: CommitOutcome) -> None:
-        request.own.append(request.text, request.mirror.committed[-outcome.advanced :])
-        del request.odds[: len(request.odds) - outcome.survived]
+    def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
+        for slot in slots.tolist():
+            request = self._requests.get(slot)
+            if request is not None:
+                request.own.append(request.text, self.mirrors.lines[slot, request.own.count : self.mirrors.known[slot]])
+                if self._history is not None and request.output is not None:
+                    self._history.write(request.output, self.mirrors.committed(slot))
+
+    def _leave(self, slot: int, finished: bool) -> None:
+        request = self._requests.pop(slot)
         if self._history is not None and request.output is not None:
-            self._history.write(request.output, request.mirror.committed)
+            self._history.close(self.request_ids[slot], request.output, finished)
 
-    def _let_go(self, request_id: str, request: _Request, finished: bool) -> None:
-        if self._history is not None and request.output is not None:
-            self._history.close(request_id, request.output, finished)
-
-    def _fill(self, request: _Request) -> None:
-        tail, guessed = request.mirror.tail, len(request.mirror.tail)
-        budget = None
-        while True:
-            limit = (
-                self._room(request.mirror) if budget is None else min(self._room(request.mirror), budget - len(tail))
-            )
-            if limit <= 0:
-                return
-            draft = self._best(request, limit, self._factor if budget is None else 0.0)
-            if not draft.tokens:
-                return
-            if budget is None:
-                budget = int(self._factor * (draft.matched - guessed))
-            tail.extend(draft.tokens)
-            request.odds.extend(draft.odds)
-            if not draft.cut_short:
-                return
-
-    def _room(self, mirror: RequestMirror) -> int:
-        """Tokens the tail may grow by: within the window, and within the length of the output."""
-        return min(mirror.room, mirror.sampling.max_tokens - mirror.base_len - len(mirror.tail))
-
-    def _best(self, request: _Request, limit: int, factor: float) -> Draft:
+    def _best(self, slot: int, known: int, end: int, limit: int, factor: float) -> Draft:
         """The guess of the source with the highest score; of equals the own text, then the prompt's outputs."""
-        mirror, path = request.mirror, prod(request.odds)
-        context = np.array(request.context(self._max), np.int32)
-        drafted = len(mirror.tail)
+        request, sampling = self._requests[slot], self.samplings[slot]
+        context = self.mirrors.lines[slot, max(end - self._max, 0) : end]
+        path, drafted = float(self._odds[slot, known:end].prod()), end - known
         noise = None
-        if self._shared_noise and mirror.sampling.temperature > 0.0:
-            noise = Noise(mirror.sampling.seed, mirror.base_len + drafted)
+        if self._shared_noise and sampling.temperature > 0.0:
+            noise = Noise(sampling.seed, end - int(self.mirrors.prompts[slot]))
         drafts = [request.own.draft(context, limit, factor, drafted, self._floor, path, noise)]
         if self._history is not None and request.output is not None:
             for scope in (GROUP, RUN):

@@ -98,7 +98,7 @@ class TokenLog:
         """Whether row `number`, counted from the first ever written, is still kept."""
         return 0 <= self._count - 1 - number < len(self._rows)
 
-    def append(self, text: Text, token_ids: Sequence[int], *, guess: bool = True) -> None:
+    def append(self, text: Text, token_ids: Sequence[int] | np.ndarray, *, guess: bool = True) -> None:
         """Lengthen a text; what is written is found from now on.
 
         Args:
@@ -106,7 +106,7 @@ class TokenLog:
             token_ids: Each in [0, 2**31).
             guess: False: they are context for what follows, and never drafted.
         """
-        if not token_ids:
+        if not len(token_ids):
             return
         if self._growing and self._count + len(token_ids) > len(self._rows):
             self._grow(self._count + len(token_ids))

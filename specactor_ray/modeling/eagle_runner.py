@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,20 +14,6 @@ from specactor_ray.modeling.eagle_head import EagleHead
 from specactor_ray.modeling.packed_linear import assign_weights, can_pack, pack_linears
 from specactor_ray.modeling.ragged_attention import RaggedBatch, ragged_attention
 from specactor_ray.modeling.ragged_cache import CacheRow, LayerShape, RaggedCache
-
-
-@dataclass(frozen=True, slots=True)
-class EagleChunk:
-    """The next positions of one row; they are appended to its cache and the last one predicts.
-
-    `features` `(n, hidden)` are fused or the head's own; `token_ids[j]` is the token after the j-th of the positions.
-    """
-
-    row: CacheRow
-    first_position: int
-    """Sequence position of the first of them; rows may begin anywhere in the sequence."""
-    token_ids: Sequence[int]
-    features: torch.Tensor
 
 
 class EagleRunner:
@@ -61,30 +47,41 @@ class EagleRunner:
         return self.head.fuse(states.to(self.device, self.dtype))
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[EagleChunk]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append each chunk to its row, which must have room.
+    def forward(
+        self,
+        rows: Sequence[CacheRow],
+        positions: np.ndarray,
+        counts: np.ndarray,
+        token_ids: np.ndarray,
+        features: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append positions to rows, which must have room; the last one of each predicts.
+
+        Args:
+            rows: `n` rows.
+            positions: `(sum(counts),)` sequence positions of all rows one after the other; rows may begin anywhere.
+            counts: `(n,)` positions of each row.
+            token_ids: `(sum(counts),)`: the token after each position.
+            features: `(sum(counts), hidden)`: fused, or the head's own outputs.
 
         Returns:
-            `(outputs, logits)` of the last position of each chunk: `(chunks, hidden)` and `(chunks, vocab)`. Logits
+            `(outputs, logits)` of the last position of each row: `(n, hidden)` and `(n, vocab)`. Logits
             are over the *target's* vocabulary, -inf where the draft vocabulary has no such token.
         """
-        counts = [len(chunk.token_ids) for chunk in chunks]
-        tokens = [token for chunk in chunks for token in chunk.token_ids]
-        positions = [chunk.first_position + j for chunk in chunks for j in range(len(chunk.token_ids))]
-        batch = RaggedBatch(self.cache, [chunk.row for chunk in chunks], counts, 0, self.device, self._batched)
+        batch = RaggedBatch(self.cache, rows, counts.tolist(), 0, self.device, self._batched)
 
         def attend(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return ragged_attention(module, q, k, v, None, ragged_batch=batch)[0].flatten(2)
 
         outputs = self.head(
-            torch.cat([chunk.features for chunk in chunks]).unsqueeze(0),
-            torch.tensor([tokens], device=self.device),
-            torch.tensor([positions], device=self.device),
+            features.unsqueeze(0),
+            torch.from_numpy(token_ids).to(self.device, torch.long)[None],
+            torch.from_numpy(positions).to(self.device, torch.long)[None],
             attend,
         )[0]
-        for chunk, count in zip(chunks, counts, strict=True):
-            chunk.row.length += count
-        last = outputs[[start + count - 1 for start, count in zip(batch.starts, counts, strict=True)]]
+        for row, count in zip(rows, batch.counts, strict=True):
+            row.length += count
+        last = outputs[np.cumsum(counts) - 1]
         return last, self._over_target_vocabulary(self.head.logits(last))
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:

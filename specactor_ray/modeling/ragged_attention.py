@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.modeling.ragged_cache import CacheRow, LayerShape, RaggedCache
+from specactor_ray.ragged import begins, places
 
 ATTENTION_NAME = "specactor_ragged"
 _BATCHED_MAX_QUERY = 64
@@ -46,24 +48,11 @@ class RaggedBatch:
         self.device = device
         self.batched = batched
         self.seen_shapes: dict[int, LayerShape] = {}
-        starts, begin = [], 0
-        for count in counts:
-            starts.append(begin)
-            begin += count
-        self.starts = starts
-        self.num_tokens = begin
-        self.slots = torch.tensor(
-            [row.offset + row.length + i for row, count in zip(rows, counts, strict=True) for i in range(count)],
-            dtype=torch.long,
-            device=device,
-        )
+        *self.starts, self.num_tokens = begins(np.array(counts, np.int64)).tolist()
+        ends = np.array([row.offset + row.length for row in rows], np.int64)
+        self.slots = torch.from_numpy(places(ends, np.array(counts, np.int64))).to(device)
         self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
         self._gathers: dict[int | None, _Gather] = {}
-
-    def positions(self, index: int) -> Sequence[int]:
-        """Position ids of a row's new tokens."""
-        begin = self.rows[index].length
-        return range(begin, begin + self.counts[index])
 
     def mask(self, index: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         """Additive mask `(count, length)` of one row, None where causality alone says it; made once per forward."""

@@ -87,7 +87,7 @@ class RaggedCache:
         self.bytes_per_token = sum(shape.bytes(dtype.itemsize) for shape in shapes)
         slots = budget_bytes // self.bytes_per_token // _GROWTH * _GROWTH
         self.allocator = RegionAllocator(slots)
-        self._shapes, self._dtype, self._device = shapes, dtype, device
+        self._shapes, self._dtype, self.device = shapes, dtype, device
         self.allocate()
 
     def allocate(self) -> None:
@@ -100,7 +100,7 @@ class RaggedCache:
         """Layers of one shape are slices of one tensor: moving tokens in all of them is then one operation."""
         slices: dict[tuple[int, int], Iterator[torch.Tensor]] = {}
         for (heads, dim), layers in Counter(shapes).items():
-            pool = torch.empty(layers, heads, self.slots, dim, dtype=self._dtype, device=self._device)
+            pool = torch.empty(layers, heads, self.slots, dim, dtype=self._dtype, device=self.device)
             self._pools.append(pool)
             slices[heads, dim] = iter([pool[layer] for layer in range(layers)])
         return [next(slices[shape]) for shape in shapes]

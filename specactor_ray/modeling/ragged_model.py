@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from specactor_ray.errors import ModelLoadError
@@ -22,6 +23,7 @@ from specactor_ray.modeling.packed_linear import (
 from specactor_ray.modeling.ragged_attention import RaggedBatch, register
 from specactor_ray.modeling.ragged_cache import CacheRow, RaggedCache
 from specactor_ray.modeling.threads import thread_count
+from specactor_ray.ragged import places
 
 HEAD_INPUT = -1
 """In `hidden_layers`: the states that enter the output layer (after the last norm), from which the logits are made."""
@@ -90,37 +92,44 @@ class RaggedModel:
         self.cache = self._make_cache(cache_bytes)
         self._check_split_forward()
 
-    @torch.inference_mode()
     def forward(self, chunks: Sequence[RowChunk]) -> RaggedOutput:
-        """Append each chunk to its row and run all of them as one packed sequence.
+        """`forward_packed` of chunks."""
+        counts = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
+        tokens = np.array([token for chunk in chunks for token in chunk.token_ids], np.int64)
+        num_logits = np.array([chunk.num_logits for chunk in chunks], np.int64)
+        return self.forward_packed([chunk.row for chunk in chunks], counts, tokens, num_logits)
+
+    @torch.inference_mode()
+    def forward_packed(
+        self, rows: Sequence[CacheRow], counts: np.ndarray, tokens: np.ndarray, num_logits: np.ndarray
+    ) -> RaggedOutput:
+        """Append tokens to rows and run all of them as one packed sequence.
 
         Every row must have room (`CacheRow.reserve`) for its tokens. Afterwards `row.length` counts them; the
         caller truncates what it rejects.
 
+        Args:
+            rows: `n` rows.
+            counts: `(n,)` tokens of each row.
+            tokens: `(sum(counts),)`, those of all rows one after the other.
+            num_logits: `(n,)`: so many of each row's tokens, the last ones, yield logits.
+
         Raises:
-            ValueError: A chunk asks for more logits than it has tokens; nothing was appended.
+            ValueError: A row asks for more logits than it has tokens; nothing was appended.
         """
-        counts = [len(chunk.token_ids) for chunk in chunks]
-        if any(chunk.num_logits > count for chunk, count in zip(chunks, counts, strict=True)):
+        if (num_logits > counts).any():
             raise ValueError("a chunk asks for more logits than it has tokens; they would be those of another row")
-        tokens = [token for chunk in chunks for token in chunk.token_ids]
         padding = self._padding(len(tokens))
-        rows = [chunk.row for chunk in chunks]
-        batch = RaggedBatch(self.cache, rows, counts, padding, self.device, self.batched)
-        positions = [position for i in range(len(chunks)) for position in batch.positions(i)]
-        wanted = [
-            start + count - chunk.num_logits + i
-            for start, count, chunk in zip(batch.starts, counts, chunks, strict=True)
-            for i in range(chunk.num_logits)
-        ]
+        batch = RaggedBatch(self.cache, rows, counts.tolist(), padding, self.device, self.batched)
+        positions = places(np.array([row.length for row in rows], np.int64), counts)
+        wanted = places(np.cumsum(counts) - num_logits, num_logits)
         # Positions whose logits are wanted are padded too: the head is the widest linear layer of all.
-        head_padding = [wanted[-1]] * self._padding(len(wanted)) if wanted else [0]
-        keep = torch.tensor(wanted + head_padding, dtype=torch.long, device=self.device)
+        keep = _padded(wanted, self._padding(len(wanted)), wanted[-1]) if len(wanted) else np.zeros(1, np.int64)
         if self._threads is not None:
             self._threads.apply()
-        logits = self._run(tokens + [0] * padding, positions + [0] * padding, batch, keep)
-        for chunk, count in zip(chunks, counts, strict=True):
-            chunk.row.length += count
+        logits = self._run(_padded(tokens, padding, 0), _padded(positions, padding, 0), batch, keep)
+        for row, count in zip(rows, batch.counts, strict=True):
+            row.length += count
         return RaggedOutput(logits[: len(wanted)], self._take_exported(len(tokens)))
 
     @property
@@ -148,13 +157,10 @@ class RaggedModel:
         self.model.to(self.device)
         self.cache.allocate()
 
-    def _run(self, tokens: list[int], positions: list[int], batch: RaggedBatch, keep: torch.Tensor) -> torch.Tensor:
+    def _run(self, tokens: np.ndarray, positions: np.ndarray, batch: RaggedBatch, keep: np.ndarray) -> torch.Tensor:
+        ids, at, kept = (torch.from_numpy(one).to(self.device, torch.long) for one in (tokens, positions, keep))
         output = self.model(
-            input_ids=torch.tensor([tokens], dtype=torch.long, device=self.device),
-            position_ids=torch.tensor([positions], dtype=torch.long, device=self.device),
-            use_cache=False,
-            logits_to_keep=keep,
-            ragged_batch=batch,
+            input_ids=ids[None], position_ids=at[None], use_cache=False, logits_to_keep=kept, ragged_batch=batch
         )
         return output.logits[0]
 
@@ -211,7 +217,7 @@ class RaggedModel:
     def _make_cache(self, cache_bytes: int) -> RaggedCache:
         probe = RaggedBatch(None, [], [], 0, self.device, batched=False)
         with torch.inference_mode():
-            self._run([0, 0], [0, 1], probe, torch.tensor([1], device=self.device))
+            self._run(np.array([0, 0]), np.array([0, 1]), probe, np.array([1]))
         layers = sorted(probe.seen_shapes)
         if layers != list(range(len(layers))) or not layers:
             raise ModelLoadError(
@@ -246,6 +252,10 @@ class RaggedModel:
             output = self.forward([RowChunk(row, part, 1)])
         row.free()
         return output.logits.float()
+
+
+def _padded(array: np.ndarray, count: int, value: int) -> np.ndarray:
+    return np.concatenate([array, np.full(count, value, array.dtype)]) if count else array
 
 
 def _replace_attention(model: Any) -> None:

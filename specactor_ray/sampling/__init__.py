@@ -27,14 +27,15 @@ import logging
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import SamplingParams
+from specactor_ray.ragged import places
 from specactor_ray.sampling import numba_kernels as kernels
+from specactor_ray.sampling.rules import Batch, Rules
 
 if TYPE_CHECKING:  # lookups draw noise without torch
     import torch
@@ -56,20 +57,15 @@ _DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 class SamplingError(SpecActorError):
     """Some rows have logits no token can be drawn from. No results are returned; the other rows are sound.
 
-    Sampling has no state: drop `rows` and call again.
+    Sampling has no state: drop these rows and call again.
 
     Attributes:
-        problems: Index in the batch (of `sample_rows` or `verify_tails`) → what is wrong with its logits.
+        problems: Row → what is wrong with its logits.
     """
 
     def __init__(self, problems: dict[int, str]) -> None:
         self.problems = dict(problems)
         super().__init__("cannot sample: " + "; ".join(f"row {i}: {text}" for i, text in self.problems.items()))
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Batch indices of the bad rows."""
-        return tuple(self.problems)
 
     def __reduce__(self) -> tuple[type[SamplingError], tuple[dict[int, str]]]:
         return type(self), (self.problems,)
@@ -87,15 +83,32 @@ class Sampled:
     gap of the two largest logits. None unless asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What one request may commit: the accepted draft tokens and one recovered or bonus token."""
+class Found:
+    """What `n` requests may commit, in one buffer, as a device sends it.
 
-    token_ids: list[int]
-    logprobs: list[float]
-    num_accepted: int
-    """Draft tokens that equalled the sampled ones; `len(token_ids) - 1`."""
-    margins: list[float] | None = None
+    Args:
+        packed: int64 `(n, 2 + 3 * width)`. Per request: the count of tokens, the status of the row after them (not OK:
+            that row cannot be sampled), then `width` columns of tokens (-1 past the count), of log-probabilities and of
+            margins (bits of float64; undefined past the count, and margins unless they are recorded).
+    """
+
+    __slots__ = ("counts", "logprobs", "margins", "packed", "statuses", "tokens", "width")
+
+    def __init__(self, packed: np.ndarray) -> None:
+        self.packed, self.width = packed, (packed.shape[1] - 2) // 3
+        floats, width = packed.view(np.float64), self.width
+        self.counts, self.statuses, self.tokens = packed[:, 0], packed[:, 1], packed[:, 2 : 2 + width]
+        self.logprobs, self.margins = floats[:, 2 + width : 2 + 2 * width], floats[:, 2 + 2 * width :]
+
+    def __reduce__(self) -> tuple[type[Found], tuple[np.ndarray]]:
+        return type(self), (self.packed,)
+
+    def problems(self, lengths: np.ndarray) -> dict[int, str]:
+        """Request → what is wrong with its logits; `lengths`: draft tokens of each request."""
+        return {
+            i: f"{_PROBLEMS[int(self.statuses[i])]} (at its logits row {self.counts[i]} of {lengths[i] + 1})"
+            for i in np.flatnonzero(self.statuses).tolist()
+        }
 
 
 def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
@@ -159,53 +172,65 @@ def sample_rows(
         SamplingError: Logits of a row hold NaN or +inf, or are all -inf.
         ValueError: Shapes, dtype or positions do not fit.
     """
-    empty: list[Sequence[int]] = [()] * len(params)
-    results = verify_tails(
-        logits, range(len(params)), empty, params, positions, record_margins=record_margins, backend=backend
-    )
-    if len(results) != logits.shape[0]:
-        raise ValueError(f"{logits.shape[0]} rows of logits for {len(results)} params")
-    margins = [r.margins[0] for r in results if r.margins is not None] if record_margins else None
-    return Sampled([r.token_ids[0] for r in results], [r.logprobs[0] for r in results], margins)
+    n = len(params)
+    if logits.ndim == 2 and len(logits) != n:
+        raise ValueError(f"{len(logits)} rows of logits for {n} params")
+    rules = Rules(n, logits.device)
+    rules.write(range(n), params, [0] * n)
+    rows, none = np.arange(n), np.zeros(n + 1, np.int64)
+    options: dict[str, Any] = {"record_margins": record_margins, "backend": backend}
+    drafts, at = np.zeros(0, np.int32), np.asarray(positions, np.int64)
+    found = verify_arrays(logits, rows, none, drafts, at, rows, rules, **options)
+    if problems := found.problems(none):
+        raise SamplingError(problems)
+    tokens, logprobs, margins = (one[:, 0].tolist() for one in (found.tokens, found.logprobs, found.margins))
+    return Sampled(tokens, logprobs, margins if record_margins else None)
 
 
-def verify_tails(
+def verify_arrays(
     logits: torch.Tensor,
-    row_offsets: Sequence[int],
-    tails: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    positions: Sequence[int],
+    offsets: np.ndarray,
+    tail_offsets: np.ndarray,
+    drafts: np.ndarray | torch.Tensor,
+    positions: np.ndarray,
+    slots: np.ndarray,
+    rules: Rules,
     *,
     record_margins: bool = False,
     backend: Backend = "auto",
-) -> list[Verified]:
+) -> Found:
     """Accept per request the longest draft prefix the target samples itself, and add the target's next token.
 
-    Request i owns the `len(tails[i]) + 1` logits rows from `row_offsets[i]` on; the j-th is the target's
-    prediction for output position `positions[i] + j`. Rows past the first mismatch are not looked at.
+    Request i owns the logits rows from `offsets[i]` on, one for each of its drafts and one more; the j-th is the
+    target's prediction for output position `positions[i] + j`. Rows past the first mismatch are not looked at; logits
+    that cannot be sampled from become a status of their request.
 
     Args:
         logits: (M, V) float32, bfloat16 or float16.
-        row_offsets: First logits row of each request.
-        tails: Draft tokens of each request, any length including 0.
-        params: Of each request; seed, temperature, top_k and top_p are used.
-        positions: Output position of each request's first row.
-        record_margins: Also return the perturbed top-2 margins.
+        offsets: int64 (n,): first logits row of each request.
+        tail_offsets: int64 (n + 1,): request i drafts `drafts[tail_offsets[i]:tail_offsets[i + 1]]`.
+        drafts: int32, draft tokens of all requests; on the host, or on the device of the logits.
+        positions: int64 (n,): position of each request's first row; the base of its rule is added.
+        slots: int64 (n,): the request's slot in `rules`.
+        rules: How the slots are sampled.
+        record_margins: Also compute the perturbed top-2 margins.
         backend: "auto" takes numba for CPU tensors, triton on CUDA, torch elsewhere; all give the same tokens.
 
     Raises:
-        SamplingError: Logits of a row that had to be sampled hold NaN or +inf, or are all -inf.
         ValueError: Shapes, dtype or positions do not fit.
     """
-    lengths = np.fromiter(map(len, tails), np.int64, len(tails))
-    offsets = np.asarray(row_offsets, np.int64).reshape(-1)
-    first = np.asarray(positions, np.int64).reshape(-1)
-    _check(logits, offsets, lengths, len(params), first)
-    if not len(params):
-        return []
-    logits = logits.detach()
-    run = _FORMS[_fitting(logits, record_margins) if backend == "auto" else backend]
-    return _collect(run(logits, offsets, lengths, tails, params, first, record_margins), lengths, record_margins)
+    lengths = np.diff(tail_offsets)
+    _check(logits, offsets, lengths, positions + rules.table["base"][slots])
+    if not len(slots):
+        return Found(np.empty((0, 5), np.int64))
+    width, logits = 1 + int(lengths.max()), logits.detach()
+    batch = Batch(logits, offsets, tail_offsets, drafts, width, positions, slots, rules, record_margins)
+    name = _fitting(logits, record_margins) if backend == "auto" else backend
+    if name == "triton":
+        from specactor_ray.sampling import fused
+
+        return Found(fused.verify_on_host(batch))
+    return Found(_run_numba(batch) if name == "numba" else _run_torch(batch))
 
 
 def warm_up(
@@ -226,139 +251,56 @@ def warm_up(
         _fitting(torch.empty(0, dtype=dtype, device=device), record_margins)
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """Flat results: request i has `counts[i]` of them from `starts[i]` on."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    margins: list[float]
-    starts: list[int]
-    counts: list[int]
-    statuses: list[int]
-
-
-def _check(logits: torch.Tensor, offsets: np.ndarray, lengths: np.ndarray, n: int, first: np.ndarray) -> None:
+def _check(logits: torch.Tensor, offsets: np.ndarray, lengths: np.ndarray, first: np.ndarray) -> None:
     if logits.ndim != 2 or str(logits.dtype) not in _DTYPES or logits.shape[1] == 0:
         raise ValueError(f"logits must be (rows, vocabulary) in float32, bfloat16 or float16, got {tuple(logits.shape)}"
                          f" {logits.dtype}")  # fmt: skip
-    if not len(offsets) == len(lengths) == n == len(first):
-        raise ValueError(f"{n} params for {len(offsets)} row offsets, {len(lengths)} tails and {len(first)} positions")
-    if n and (offsets.min() < 0 or (offsets + lengths).max() >= logits.shape[0]):
+    if not len(offsets) == len(lengths) == len(first):
+        raise ValueError(f"{len(offsets)} row offsets for {len(lengths)} tails and {len(first)} positions")
+    if len(first) and (offsets.min() < 0 or (offsets + lengths).max() >= logits.shape[0]):
         raise ValueError(f"row offsets and tails reach outside of the {logits.shape[0]} rows of logits")
-    if n and (first.min() < 0 or (first + lengths).max() > _MAX_POSITION):
+    if len(first) and (first.min() < 0 or (first + lengths).max() > _MAX_POSITION):
         raise ValueError(f"positions must be between 0 and {_MAX_POSITION}")
 
 
-def _run_numba(
-    logits: torch.Tensor,
-    offsets: np.ndarray,
-    lengths: np.ndarray,
-    tails: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    first: np.ndarray,
-    record_margins: bool,
-) -> _Columns:
-    n = len(params)
-    x = logits.cpu().float().contiguous().numpy()
-    tail_offsets, flat = _flattened(lengths, tails)
-    rules = (
-        np.array([p.seed for p in params], np.uint64),
-        first,
-        np.array([p.temperature for p in params], np.float64),
-        np.array([p.top_k for p in params], np.int64),
-        np.array([p.top_p for p in params], np.float64),
-    )
-    rows = len(flat) + n
-    tokens, counts, statuses = np.zeros(rows, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
-    logprobs, margins = np.zeros(rows), np.zeros(rows)
-    out = (tokens, logprobs, margins, counts, statuses)
-    kernels.verify_batch(x, x.view(np.int32), offsets, tail_offsets, flat, rules, record_margins, out)
-    starts = tail_offsets[:-1] + np.arange(n)
-    return _Columns(
-        tokens.tolist(), logprobs.tolist(), margins.tolist(), starts.tolist(), counts.tolist(), statuses.tolist()
-    )
+def _run_numba(batch: Batch) -> np.ndarray:
+    x, rules = batch.logits.cpu().float().contiguous().numpy(), batch.rules.table[batch.slots]
+    columns = tuple(np.ascontiguousarray(rules[name]) for name in ("seed", "temperature", "top_k", "top_p"))
+    first, packed = batch.positions + rules["base"], _unfilled(batch)
+    tails = (batch.offsets, batch.tail_offsets, np.asarray(batch.drafts, np.int32))
+    out = (packed, packed.view(np.float64))
+    kernels.verify_batch(x, x.view(np.int32), *tails, first, columns, batch.record_margins, out)
+    return packed
 
 
-def _run_torch(
-    logits: torch.Tensor,
-    offsets: np.ndarray,
-    lengths: np.ndarray,
-    tails: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    first: np.ndarray,
-    record_margins: bool,
-) -> _Columns:
+def _run_torch(batch: Batch) -> np.ndarray:
     """Every row is sampled at once, then compared with the tails on the host."""
     import torch
 
     from specactor_ray.sampling import torch_kernels
 
-    owners = [i for i, length in enumerate(lengths.tolist()) for _ in range(length + 1)]
-    steps = [j for length in lengths.tolist() for j in range(length + 1)]
-    rows = torch.tensor([int(offsets[i]) + j for i, j in zip(owners, steps, strict=True)], device=logits.device)
-    tokens, logprobs, margins, row_status = torch_kernels.sample_batch(
-        logits[rows],
-        [params[i].seed for i in owners],
-        [int(first[i]) + j for i, j in zip(owners, steps, strict=True)],
-        [params[i].temperature for i in owners],
-        [params[i].top_k for i in owners],
-        [params[i].top_p for i in owners],
-        record_margins,
-    )
-    starts, counts, statuses = [], [], []
-    start = 0
-    for tail in tails:
-        count, status = _walk(tail, tokens, row_status, start)
-        starts.append(start)
-        counts.append(count)
-        statuses.append(status)
-        start += len(tail) + 1
-    return _Columns(tokens, logprobs, margins, starts, counts, statuses)
+    logits, drafts, lengths = batch.logits, batch.drafts, np.diff(batch.tail_offsets)
+    rules, packed = batch.rules.table[batch.slots], _unfilled(batch)
+    rows = torch.from_numpy(places(batch.offsets, 1 + lengths)).to(logits.device)
+    positions = places(batch.positions + rules["base"], 1 + lengths)
+    sampled = torch_kernels.sample_batch(logits[rows], np.repeat(rules, 1 + lengths), positions, batch.record_margins)
+    column, found = np.arange(batch.width), Found(packed)
+    first = batch.tail_offsets[:-1] + np.arange(len(lengths))
+    at = first[:, None] + np.minimum(column, lengths[:, None])
+    tokens, logprobs, margins, statuses = (values[at] for values in sampled)
+    tails = np.full(at.shape, -1)
+    tails[column < lengths[:, None]] = drafts.cpu().numpy() if isinstance(drafts, torch.Tensor) else drafts
+    right = np.logical_and.accumulate((statuses == kernels.OK) & (tails == tokens), axis=1).sum(axis=1)
+    packed[:, 1] = np.take_along_axis(statuses, right[:, None], axis=1)[:, 0]
+    packed[:, 0] = right + (packed[:, 1] == kernels.OK)
+    counted = column < packed[:, :1]
+    for columns, values in ((found.tokens, tokens), (found.logprobs, logprobs), (found.margins, margins)):
+        columns[counted] = values[counted]
+    return packed
 
 
-def _walk(tail: Sequence[int], tokens: list[int], row_status: list[int], start: int) -> tuple[int, int]:
-    """(tokens to commit, status) of one request whose rows begin at `start`."""
-    for j in range(len(tail) + 1):
-        if row_status[start + j] != kernels.OK:
-            return j, row_status[start + j]
-        if j < len(tail) and tail[j] != tokens[start + j]:
-            break
-    return j + 1, kernels.OK
-
-
-def _run_triton(
-    logits: torch.Tensor,
-    offsets: np.ndarray,
-    lengths: np.ndarray,
-    tails: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
-    first: np.ndarray,
-    record_margins: bool,
-) -> _Columns:
-    from specactor_ray.sampling import fused
-
-    tail_offsets, flat = _flattened(lengths, tails)
-    found = fused.verify_lists(logits, offsets, tail_offsets, flat, params, first, record_margins)
-    tokens, logprobs, margins = np.split(found[:, 2:], 3, axis=1)
-    return _Columns(
-        tokens.ravel().tolist(),
-        logprobs.ravel().view(np.float64).tolist(),
-        margins.ravel().view(np.float64).tolist(),
-        [i * tokens.shape[1] for i in range(len(params))],
-        found[:, 0].tolist(),
-        found[:, 1].tolist(),
-    )
-
-
-def _flattened(lengths: np.ndarray, tails: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """(where each tail begins and the last one ends, the tokens of all tails)."""
-    tail_offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=tail_offsets[1:])
-    return tail_offsets, np.fromiter(chain.from_iterable(tails), np.int64, int(tail_offsets[-1]))
-
-
-_FORMS = {"numba": _run_numba, "torch": _run_torch, "triton": _run_triton}
+def _unfilled(batch: Batch) -> np.ndarray:
+    return np.full((len(batch.slots), 2 + 3 * batch.width), -1, np.int64)
 
 
 def _fitting(logits: torch.Tensor, record_margins: bool) -> str:
@@ -382,20 +324,3 @@ def _fused_is_exact(device: torch.device, dtype: torch.dtype, record_margins: bo
     if problem:
         logger.warning("Sampling on %s uses torch operations, many times slower than Triton's: %s", device, problem)
     return not problem
-
-
-def _collect(columns: _Columns, lengths: np.ndarray, record_margins: bool) -> list[Verified]:
-    if any(columns.statuses):
-        raise SamplingError(
-            {
-                i: f"{_PROBLEMS[status]} (at its logits row {columns.counts[i]} of {lengths[i] + 1})"
-                for i, status in enumerate(columns.statuses)
-                if status
-            }
-        )
-    results = []
-    for start, count in zip(columns.starts, columns.counts, strict=True):
-        span = slice(start, start + count)
-        margins = columns.margins[span] if record_margins else None
-        results.append(Verified(columns.tokens[span], columns.logprobs[span], count - 1, margins))
-    return results

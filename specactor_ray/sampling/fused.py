@@ -5,51 +5,17 @@ Importing this module imports triton.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from specactor_ray.messages import SamplingParams
+from specactor_ray.sampling import Backend, Found, verify_arrays
 from specactor_ray.sampling import triton_kernels as kernels
-from specactor_ray.sampling import verify_tails
-from specactor_ray.sampling.numba_kernels import GREEDY_BELOW
+from specactor_ray.sampling.rules import Batch, Rules
 
 _FEWEST_CHUNKS = 64
 """So that vocabularies up to 262,144 share their compiled kernels."""
-
-
-class Rules:
-    """Seed, temperature, top_k, top_p and position base of an engine's rows, on the device; written at admission.
-
-    The output position of a row is its base plus the position that a call passes, so an engine may pass positions in
-    the sequence and set the base to minus the length of the prompt.
-    """
-
-    def __init__(self, slots: int, device: torch.device) -> None:
-        self.words = torch.zeros(slots, kernels.RULE_FIELDS, dtype=torch.int64, device=device)
-        self._filtered = np.zeros(slots, bool)
-
-    @property
-    def any_filtered(self) -> bool:
-        """Whether top-k or top-p may leave out tokens of some slot; then a call takes one kernel more."""
-        return bool(self._filtered.any())
-
-    def write(self, slots: Sequence[int], params: Sequence[SamplingParams], bases: Sequence[int]) -> None:
-        """Set the rules of `slots` by one copy to the device."""
-        columns = np.empty((1 + kernels.RULE_FIELDS, len(slots)), np.int64)
-        columns[0] = slots
-        columns[1] = np.array([one.seed for one in params], np.uint64).view(np.int64)
-        columns[2] = np.array([one.temperature for one in params], np.float64).view(np.int64)
-        columns[3] = [one.top_k for one in params]
-        columns[4] = np.array([one.top_p for one in params], np.float64).view(np.int64)
-        columns[5] = bases
-        on_device = torch.from_numpy(columns).to(self.words.device)
-        self.words[on_device[0]] = on_device[1:].T
-        self._filtered[columns[0]] = [
-            (one.top_k > 0 or one.top_p < 1.0) and one.temperature >= GREEDY_BELOW for one in params
-        ]
 
 
 def verify(
@@ -77,9 +43,7 @@ def verify(
         record_margins: Whether margins are computed.
 
     Returns:
-        (N, 2 + 3 * (longest + 1)) int64. Per request: the count of tokens, the status of the row after them (not OK:
-        that row cannot be sampled), then as many columns of tokens (-1 past the count), of log-probabilities and of
-        margins (bits of float64; undefined past the count, and margins unless recorded).
+        (N, 2 + 3 * (longest + 1)) int64: the buffer of `sampling.Found`.
     """
     n, width, vocab = offsets.shape[0], longest + 1, logits.shape[1]
     chunks = -(-vocab // kernels.SCAN["BLOCK"])
@@ -103,26 +67,15 @@ def verify(
     return out
 
 
-def verify_lists(
-    logits: Tensor,
-    offsets: np.ndarray,
-    tail_offsets: np.ndarray,
-    tails: np.ndarray,
-    params: Sequence[SamplingParams],
-    positions: np.ndarray,
-    record_margins: bool,
-) -> np.ndarray:
-    """`verify` with arguments of the host, all int64: the same array on the host."""
-    n, device = len(params), logits.device
-    rules = Rules(n, device)
-    rules.write(range(n), params, [0] * n)
-    parts = [offsets, tail_offsets, positions, np.arange(n), tails]
-    sizes = [len(part) for part in parts]
-    on_device = torch.from_numpy(np.concatenate(parts)).to(device).split(sizes)
-    first, of_tails, at, slots, drafts = on_device
-    longest = int(np.diff(tail_offsets).max())
+def verify_on_host(batch: Batch) -> np.ndarray:
+    """`verify` with arrays of the host: one copy to the device, one back. Drafts on the device stay there."""
+    logits, drafts, on_device = batch.logits, batch.drafts, isinstance(batch.drafts, Tensor)
+    parts = [batch.offsets, batch.tail_offsets, batch.positions, batch.slots, *([] if on_device else [drafts])]
+    joined = torch.from_numpy(np.concatenate(parts)).to(logits.device)
+    first, of_tails, at, slots, *rest = joined.split([len(part) for part in parts])
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
-    out = verify(rows, first, of_tails, drafts, longest, at, slots, rules, record_margins)
+    tails = drafts if isinstance(drafts, Tensor) else rest[0]
+    out = verify(rows, first, of_tails, tails, batch.width - 1, at, slots, batch.rules, batch.record_margins)
     host: np.ndarray = out.cpu().numpy()
     return host
 
@@ -136,10 +89,18 @@ def difference(device: torch.device, dtype: torch.dtype, record_margins: bool, v
         SamplingParams((0.0, 0.6, 1.0, 2.0)[i % 4], top_k=filters[i % 5][0], top_p=filters[i % 5][1], seed=2**60 + i)
         for i in range(n)
     ]
-    offsets, positions = range(0, 2 * n, 2), range(0, 100 * n, 100)
-    right = [one.token_ids for one in verify_tails(logits, offsets, [()] * n, params, positions)]
-    want = verify_tails(logits, offsets, right, params, positions, record_margins=record_margins)
-    logits = logits.to(device)
-    got = verify_tails(logits, offsets, right, params, positions, record_margins=record_margins, backend="triton")
-    wrong = sum(a.token_ids != b.token_ids or a.margins != b.margins for a, b in zip(want, got, strict=True))
-    return f"{wrong} of {n} requests get other tokens or margins than on the CPU" if wrong else ""
+    rows = np.arange(n)
+
+    def verified(x: Tensor, drafts: np.ndarray, backend: Backend) -> Found:
+        rules, offsets = Rules(n, x.device), np.arange(n + 1) * (len(drafts) // n)
+        rules.write(range(n), params, [0] * n)
+        arrays = (2 * rows, offsets, drafts, 100 * rows, rows, rules)
+        return verify_arrays(x, *arrays, record_margins=record_margins, backend=backend)
+
+    right = verified(logits, np.zeros(0, np.int32), "numba").tokens[:, 0].astype(np.int32)
+    want, got = verified(logits, right, "numba"), verified(logits.to(device), right, "triton")
+    wrong = (want.tokens != got.tokens).any(axis=1)
+    if record_margins:
+        wrong |= (want.margins != got.margins).any(axis=1)
+    count = int(np.count_nonzero(wrong))
+    return f"{count} of {n} requests get other tokens or margins than on the CPU" if count else ""

@@ -454,35 +454,35 @@ def sample_row(x: Any, bits: Any, key: Any, temperature: Any, top_k: Any, top_p:
 
 
 @_jit
-def verify_batch(logits: Any, bits: Any, row_offsets: Any, tail_offsets: Any, tails: Any, rules: Any,
+def verify_batch(logits: Any, bits: Any, row_offsets: Any, tail_offsets: Any, tails: Any, positions: Any, rules: Any,
                  want_margin: Any, out: Any) -> None:  # fmt: skip
     """Sample each request position by position until the token differs from its tail or the tail is used up.
 
-    Request i reads the logits rows `row_offsets[i] + j` and writes its results at `tail_offsets[i] + i + j`.
-
     Args:
+        row_offsets: Request i reads the logits rows `row_offsets[i] + j`.
         tails: Draft tokens of all requests; request i has `tails[tail_offsets[i]:tail_offsets[i + 1]]`.
-        rules: Arrays (seed uint64, first position int64, temperature float64, top_k int64, top_p float64).
-        out: Arrays (token, logprob, margin) by result and (count, status) by request; a status other than OK
-            is the error found at row j = count.
+        positions: Output position of each request's first row.
+        rules: Arrays (seed uint64, temperature float64, top_k int64, top_p float64).
+        out: The buffer of `sampling.Found`, tokens filled with -1, as int64 and as float64.
     """
-    seeds, positions, temperatures, top_ks, top_ps = rules
-    tokens, logprobs, margins, counts, statuses = out
+    seeds, temperatures, top_ks, top_ps = rules
+    packed, floats = out
+    width = (packed.shape[1] - 2) // 3
     scratch = (np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32))
     for i in range(row_offsets.shape[0]):
         low, high = np.uint32(seeds[i] & np.uint64(0xFFFFFFFF)), np.uint32(seeds[i] >> np.uint64(32))
-        tail_len = tail_offsets[i + 1] - tail_offsets[i]
-        first = tail_offsets[i] + i
-        counts[i], statuses[i] = 0, OK
-        for j in range(tail_len + 1):
-            row, key = row_offsets[i] + j, (low, high, np.uint32(positions[i] + j))
+        first, tail_len = tail_offsets[i], tail_offsets[i + 1] - tail_offsets[i]
+        count, status = 0, OK
+        while count <= tail_len:
+            row, key = row_offsets[i] + count, (low, high, np.uint32(positions[i] + count))
             status, token, logprob, margin = sample_row(
                 logits[row], bits[row], key, temperatures[i], top_ks[i], top_ps[i], want_margin, scratch
             )
             if status != OK:
-                statuses[i] = status
                 break
-            tokens[first + j], logprobs[first + j], margins[first + j] = token, logprob, margin
-            counts[i] += 1
-            if j < tail_len and tails[tail_offsets[i] + j] != token:
+            packed[i, 2 + count] = token
+            floats[i, 2 + width + count], floats[i, 2 + 2 * width + count] = logprob, margin
+            count += 1
+            if count <= tail_len and tails[first + count - 1] != token:
                 break
+        packed[i, 0], packed[i, 1] = count, status

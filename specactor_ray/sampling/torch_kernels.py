@@ -8,12 +8,13 @@ device's math library (`numba_kernels.log_f64` is the same formula).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specactor_ray.sampling import numba_kernels as kernels
+from specactor_ray.sampling.rules import filtered
 
 _MASK = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -55,10 +56,10 @@ def gumbel(x0: Tensor, x1: Tensor) -> Tensor:
     return (-log_f64(-log_f64(u))).to(torch.float32)
 
 
-def gumbel_rows(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+def gumbel_rows(seeds: np.ndarray, positions: np.ndarray, vocab_size: int, device: torch.device) -> Tensor:
     """g(s, t, v) of N rows: (N, V) float32 on `device`."""
-    words = [[s & _MASK for s in seeds], [s >> 32 for s in seeds], list(positions)]
-    k0, k1, t = torch.tensor(words, dtype=torch.int64).to(device).unsqueeze(-1)
+    words = np.stack([seeds.view(np.int64) & _MASK, (seeds >> np.uint64(32)).view(np.int64), positions])
+    k0, k1, t = torch.from_numpy(words).to(device).unsqueeze(-1)
     v = torch.arange(vocab_size, dtype=torch.int64, device=device)
     return gumbel(*threefry2x32(k0, k1, v, t))
 
@@ -98,25 +99,25 @@ def _statuses(logits: Tensor, top: Tensor) -> Tensor:
 
 
 def sample_batch(
-    logits: Tensor,
-    seeds: Sequence[int],
-    positions: Sequence[int],
-    temperatures: Sequence[float],
-    top_ks: Sequence[int],
-    top_ps: Sequence[float],
-    want_margin: bool,
-) -> tuple[list[int], list[float], list[float], list[int]]:
-    """(tokens, logprobs, margins, statuses) of N rows; margins are 0 unless asked for. One copy to the host."""
+    logits: Tensor, rules: np.ndarray, positions: np.ndarray, want_margin: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, logprobs, margins, statuses) of N rows; margins are 0 unless asked for. One copy to the host.
+
+    Args:
+        logits: (N, V).
+        rules: (N,) rows of `Rules.table`, without their bases.
+        positions: int64 (N,) output positions.
+        want_margin: Whether margins are computed.
+    """
     device, (n, vocab) = logits.device, logits.shape
     logits = logits.float()
-    rule = torch.tensor([list(temperatures), list(top_ks), list(top_ps)], dtype=torch.float64).to(device).unsqueeze(-1)
+    numbers = np.stack([rules["temperature"], rules["top_k"].astype(np.float64), rules["top_p"]])
+    rule = torch.from_numpy(numbers).to(device).unsqueeze(-1)
     greedy = rule[0] < kernels.GREEDY_BELOW
     temperature = torch.where(greedy, 1.0, rule[0])
-    noise = gumbel_rows(seeds, positions, vocab, device)
+    noise = gumbel_rows(rules["seed"], positions, vocab, device)
     score = logits.double() / temperature + torch.where(greedy, 0.0, noise.double())
-    if any(
-        t >= kernels.GREEDY_BELOW and (k > 0 or p < 1.0) for t, k, p in zip(temperatures, top_ks, top_ps, strict=True)
-    ):
+    if filtered(rules).any():
         keep = greedy | _kept(logits, temperature, rule[1], rule[2])
         score = torch.where(keep, score, -torch.inf)
     token = torch.argmax(score, dim=1, keepdim=True)
@@ -127,5 +128,5 @@ def sample_batch(
         two = torch.topk(score, min(2, vocab), dim=1).values
         margin = two[:, 0] - two[:, 1] if vocab > 1 else margin + torch.inf
     status = _statuses(logits, logits.amax(dim=1))
-    host = torch.stack([token[:, 0].double(), logprob[:, 0], margin, status.double()]).cpu()
-    return [int(v) for v in host[0]], host[1].tolist(), host[2].tolist(), [int(v) for v in host[3]]
+    host = torch.stack([token[:, 0].double(), logprob[:, 0], margin, status.double()]).cpu().numpy()
+    return host[0].astype(np.int64), host[1], host[2], host[3].astype(np.int64)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.drafters.base import Commits, Proposer, Tails, Traits
+from specactor_ray.drafters.base import Proposer, Tails, Traits
 from specactor_ray.messages import SamplingParams
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.text import NO_GUESS
@@ -40,15 +40,12 @@ class SimulatedProposer(Proposer):
         self._name, self._clock, self._world, self._random = name, clock, world, random
         self._time = world.draft_time(method)
         self.traits = Traits(looks_up=self._time.is_lookup)
-        self._slots: dict[str, int] = {}
         self._guesses: dict[int, np.ndarray] = {}
-        """Slot → the guess at each position of the output."""
-        self._free = list(range(_FIRST_SLOTS))[::-1]
-        self._names = np.full(_FIRST_SLOTS, "", object)
+        """Open slot → the guess at each position of the output."""
         self._prompt, self._base, self._length, self._window = np.zeros((4, _FIRST_SLOTS), np.int32)
-        """Tokens of prompt, committed output, and tail; most of the tail, 0 in free slots."""
+        """Tokens of prompt, committed output, and tail; most of the tail, 0 where nothing is open."""
         self._ahead = np.zeros((_FIRST_SLOTS, 0), np.int32)
-        self._changed = np.zeros(_FIRST_SLOTS, np.bool_)
+        self._changed, self._open = np.zeros((2, _FIRST_SLOTS), np.bool_)
         self._to_prefill = 0
         self._cached = 0
         """Tokens of all requests that it follows; lookups keep none."""
@@ -57,36 +54,36 @@ class SimulatedProposer(Proposer):
 
     def open(
         self,
+        slot: int,
         request_id: str,
         prompt_token_ids: Sequence[int],
         committed_token_ids: Sequence[int],
         sampling: SamplingParams,
         window: int,
     ) -> None:
-        self.close(request_id)
-        if not self._free:
+        self.close(slot, finished=False)
+        while slot >= len(self._open):
             self._grow()
-        slot = self._slots[request_id] = self._free.pop()
         prompt, base, text = len(prompt_token_ids), len(committed_token_ids), self._world.text
         guesses = text.guesses(self.method, sampling, self._world.version_of.get(sampling.seed, 0))
         self._guesses[slot] = guesses if self._time.is_lookup else np.maximum(guesses, 0)
-        self._names[slot], self._prompt[slot], self._base[slot] = request_id, prompt, base
-        self._length[slot], self._window[slot], self._changed[slot] = 0, window, True
+        self._prompt[slot], self._base[slot] = prompt, base
+        self._length[slot], self._window[slot], self._changed[slot], self._open[slot] = 0, window, True, True
         self._widen(window)
         self._look_ahead([slot])
         if not self._time.is_lookup:
             self._to_prefill += prompt + base
             self._cached += prompt + base
 
-    def commit_batch(self, commits: Commits) -> np.ndarray:
-        slots = np.array([self._slots.get(request_id, -1) for request_id in commits.request_ids], np.int32)
-        overlap, ends = self._base[slots] - commits.starts, np.cumsum(commits.lengths)
-        good = (slots >= 0) & (overlap >= 0)
-        slots, overlap, ends, lengths = (array[good] for array in (slots, overlap, ends, commits.lengths))
+    def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        inside = np.minimum(slots, len(self._open) - 1)
+        overlap, ends = self._base[inside] - starts, np.cumsum(lengths)
+        good = (slots == inside) & self._open[inside] & (overlap >= 0)
+        slots, overlap, ends, lengths = (array[good] for array in (slots, overlap, ends, lengths))
         fresh = np.maximum(lengths - overlap, 0)
         self._widen(fresh.max(initial=0))
         number = np.arange(fresh.max(initial=0))
-        told = commits.tokens.take((ends - fresh)[:, None] + number, mode="clip") if len(number) else number
+        told = tokens.take((ends - fresh)[:, None] + number, mode="clip") if len(number) else number
         tested = number < np.minimum(fresh, self._length[slots])[:, None]
         agrees = ~(tested & (told != self._ahead[slots, : len(number)])).any(axis=1)
         self._length[slots] = np.where(agrees, np.maximum(self._length[slots] - fresh, 0), 0)
@@ -97,16 +94,13 @@ class SimulatedProposer(Proposer):
             self._cached += int(fresh.sum())
         return good
 
-    def close(self, request_id: str, finished: bool = True) -> None:
-        slot = self._slots.pop(request_id, None)
-        if slot is None:
+    def close(self, slot: int, finished: bool) -> None:
+        if self._guesses.pop(slot, None) is None:
             return
         if not self._time.is_lookup:
             self._cached -= int(self._prompt[slot] + self._base[slot])
         self._window[slot] = self._length[slot] = 0
-        self._changed[slot] = False
-        del self._guesses[slot]
-        self._free.append(slot)
+        self._changed[slot] = self._open[slot] = False
 
     def _look_ahead(self, slots: Sequence[int]) -> None:
         width = self._ahead.shape[1]
@@ -118,24 +112,22 @@ class SimulatedProposer(Proposer):
 
     def _widen(self, width: int) -> None:
         if width > self._ahead.shape[1]:
-            self._ahead = np.zeros((len(self._names), width), np.int32)
+            self._ahead = np.zeros((len(self._open), width), np.int32)
             self._look_ahead(list(self._guesses))
 
     def _grow(self) -> None:
-        old = len(self._names)
-        for name in ("_names", "_prompt", "_base", "_length", "_window", "_ahead", "_changed"):
+        for name in ("_prompt", "_base", "_length", "_window", "_ahead", "_changed", "_open"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
-        self._free = list(range(old, 2 * old))[::-1]
 
     # ---- guesses ----
 
-    def extend(self) -> list[str]:
+    def extend(self) -> np.ndarray:
         if self._time.is_lookup:
             self._look_up(np.flatnonzero(self._changed))
         else:
             self._forward(np.flatnonzero(self._length < self._window))
-        changed: list[str] = self._names[self._changed].tolist()
+        changed = np.flatnonzero(self._changed).astype(np.int32)
         self._changed[:] = False
         return changed
 
@@ -160,11 +152,10 @@ class SimulatedProposer(Proposer):
         begin = clock.now()
         clock.work(seconds + world.python.draft_s(clock.process, rows))
         world.record.span(self._name, "draft", begin, clock.now(), rows, positions)
-        world.record.streams(self._name, len(self._slots), self._cached)
+        world.record.streams(self._name, len(self._guesses), self._cached)
         world.python.begin(clock.process)
 
-    def tails(self, request_ids: Sequence[str]) -> Tails:
-        slots = np.fromiter(map(self._slots.__getitem__, request_ids), np.int32, len(request_ids))
+    def tails(self, slots: np.ndarray) -> Tails:
         lengths, ahead = self._length[slots], self._ahead[slots]
         tokens = ahead[np.arange(ahead.shape[1]) < lengths[:, None]]
         if self._name in self._world.corrupt:
@@ -188,33 +179,33 @@ class TimedProposer(Proposer):
     def __init__(self, inner: Proposer, clock: VirtualClock, world: World, name: str) -> None:
         self.method, self.vocab_size, self.traits = inner.method, inner.vocab_size, inner.traits
         self._inner, self._clock, self._world, self._name = inner, clock, world, name
-        self._open: dict[str, None] = {}
+        self._open: dict[int, None] = {}
         self._time = world.draft_time(inner.method)
 
-    def open(self, request_id: str, *arguments: Any) -> None:
-        self._inner.open(request_id, *arguments)
-        self._open[request_id] = None
+    def open(self, slot: int, *arguments: Any) -> None:
+        self._inner.open(slot, *arguments)
+        self._open[slot] = None
         self._world.record.streams(self._name, len(self._open), 0)  # lookups keep no cache
 
-    def commit_batch(self, commits: Commits) -> np.ndarray:
-        return self._inner.commit_batch(commits)
+    def commit(self, *arrays: np.ndarray) -> np.ndarray:
+        return self._inner.commit(*arrays)
 
-    def tails(self, request_ids: Sequence[str]) -> Tails:
-        return self._inner.tails(request_ids)
+    def tails(self, slots: np.ndarray) -> Tails:
+        return self._inner.tails(slots)
 
     def forget_history(self) -> None:
         self._inner.forget_history()
 
-    def close(self, request_id: str, finished: bool = True) -> None:
-        self._inner.close(request_id, finished)
-        self._open.pop(request_id, None)
+    def close(self, slot: int, finished: bool) -> None:
+        self._inner.close(slot, finished)
+        self._open.pop(slot, None)
         self._world.record.streams(self._name, len(self._open), 0)
 
-    def extend(self) -> list[str]:
+    def extend(self) -> np.ndarray:
         clock, world = self._clock, self._world
         world.python.begin(clock.process)  # what the lookup itself takes is what the cost model says
         changed = self._inner.extend()
-        if changed:
+        if len(changed):
             found = len(self._inner.tails(changed).tokens)
             begin, own_s = clock.now(), world.python.draft_s(clock.process, len(changed))
             clock.work(self._time.forward.seconds(len(changed), found, 0) + own_s)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specactor_ray.config.schema import MAX_METHODS
+from specactor_ray.ragged import enlarged, places
 from specactor_ray.spec import _kernels
 from specactor_ray.spec._kernels import Committed
 from specactor_ray.spec.acceptance import Acceptance, bucket_of
@@ -73,11 +74,17 @@ class RequestTable:
 
     # ---- rows and seats ----
 
-    def open(self, request: TargetRequest) -> int:
-        """Give a request a row; returns it."""
+    @property
+    def next_row(self) -> int:
+        """The row that `open` gives next."""
         if not self._free:
             self._grow_rows()
-        row = self._free.pop()
+        return self._free[-1]
+
+    def open(self, request: TargetRequest) -> int:
+        """Give a request a row; returns it."""
+        row = self.next_row
+        self._free.pop()
         self._generations += 1
         known = len(request.committed_token_ids)
         self._fit(known + self.window + 1)
@@ -100,7 +107,7 @@ class RequestTable:
             seats *= 2
         if seats > len(self.method):
             for name in (*_BY_SEAT, "method"):
-                setattr(self, name, _enlarged(getattr(self, name), 0, seats))
+                setattr(self, name, enlarged(getattr(self, name), 0, seats))
 
     def clear_seat(self, seat: int, method: int) -> None:
         """A drafter of this method takes the seat; nothing is known of it."""
@@ -136,11 +143,9 @@ class RequestTable:
         It counts as told from now on."""
         rows = np.asarray(rows, np.int32)
         told = self.told[seat]
-        lengths = self.committed[rows] - told[rows]
-        ends = np.cumsum(lengths)
-        places = np.arange(lengths.sum()) + np.repeat(told[rows] + lengths - ends, lengths)
+        begins, lengths = told[rows], self.committed[rows] - told[rows]
         told[rows] = self.committed[rows]
-        return lengths, self.output[np.repeat(rows, lengths), places]
+        return lengths, self.output[np.repeat(rows, lengths), places(begins, lengths)]
 
     def _arrays(self) -> _kernels.Planes:
         return _kernels.Planes(*_PLANES(self))
@@ -152,13 +157,13 @@ class RequestTable:
         if tokens > width:
             while width < tokens:
                 width *= 2
-            self.output = _enlarged(self.output, 1, width)
+            self.output = enlarged(self.output, 1, width)
 
     def _grow_rows(self) -> None:
         old = len(self.requests)
         for axis, names in enumerate((_BY_ROW, _BY_SEAT, ("evidence", "drafts"))):
             for name in names:
-                setattr(self, name, _enlarged(getattr(self, name), axis, 2 * old))
+                setattr(self, name, enlarged(getattr(self, name), axis, 2 * old))
         self.requests += [None] * old
         self._free = list(range(old, 2 * old))[::-1]
 
@@ -166,9 +171,3 @@ class RequestTable:
 _PLANES = operator.attrgetter(*_kernels.Planes._fields)
 _BY_ROW = ("generation", "committed", "begun", "steps", "limit", "output")
 _BY_SEAT = ("assigned", "told", "base", "tail", "length")
-
-
-def _enlarged(array: np.ndarray, axis: int, size: int) -> np.ndarray:
-    larger = np.zeros((*array.shape[:axis], size, *array.shape[axis + 1 :]), array.dtype)
-    larger[tuple(map(slice, array.shape))] = array
-    return larger

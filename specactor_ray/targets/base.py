@@ -2,19 +2,20 @@
 
 One `step` runs one forward over prefill chunks and over the draft tails of all running rows, and commits per
 row the longest draft prefix that equals what the target samples plus one token of its own. An engine knows no
-Ray and no drafters: tails are handed to `step`. Every engine passes `tests/unit/engine_conformance.py`.
+Ray and no drafters: drafts are handed to `step`. A request has a row from `add` to its end or `remove`; drafts and
+results are arrays that name rows. Every engine passes `tests/unit/engine_conformance.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from specactor_ray.messages import SamplingParams
-
-Tail = Sequence[int]
-"""Draft tokens of one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,43 +32,110 @@ class TargetRequest:
     """Version of the weights that its tokens must come from."""
 
 
-@dataclass(slots=True)
-class RowOutput:
-    """What one step committed for one request."""
+class Drafts(NamedTuple):
+    """Draft tokens of `n` rows, for their output positions from the committed length on."""
 
-    request_id: str
-    start: int
-    """Output position of `token_ids[0]`."""
-    token_ids: list[int]
-    """Accepted draft tokens, then one recovered (first mismatch) or bonus (all matched) token; cut at a stop."""
-    logprobs: list[float]
-    """Log-probability of each token under softmax(logits / T), before top-k/top-p (T = 1 when temperature is 0)."""
-    num_drafted: int = 0
-    """Draft tokens verified, up to an accepted one that ends the output."""
-    num_accepted: int = 0
-    """Draft tokens that equalled what the target sampled."""
-    margins: list[float] | None = None
-    """Perturbed top-2 margin of each token, when the engine was asked to record it."""
-    hidden_states: Any = None
-    """numpy `(n, layers * hidden)` (see `messages.Features`), if exported: the target's states of the sequence
-    positions `[hidden_start, hidden_start + n)`, position 0 being the first token of the prompt. The outputs of a
-    request hand out every position once, in order, up to the one that predicted the newest token."""
-    hidden_start: int = 0
-    finish_reason: str | None = None
-    """`stop`, `length`, `error`, or None while the request runs."""
-    error: str = ""
+    rows: np.ndarray
+    """int32 `(n,)`, each once."""
+    lengths: np.ndarray
+    """int32 `(n,)`: draft tokens of each row."""
+    tokens: np.ndarray
+    """int32 `(sum(lengths),)`: those of all rows one after the other."""
+
+    @classmethod
+    def of(cls, tails: Mapping[int, Sequence[int]]) -> Drafts:
+        """The drafts of a mapping row → tokens."""
+        lengths = np.fromiter(map(len, tails.values()), np.int32, len(tails))
+        tokens = np.array([token for tail in tails.values() for token in tail], np.int32)
+        return cls(np.fromiter(tails, np.int32, len(tails)), lengths, tokens)
+
+
+NO_DRAFTS = Drafts.of({})
+
+
+class Finish(IntEnum):
+    """How the output of a row ended."""
+
+    RUNNING = 0
+    STOP = 1
+    """An end-of-sequence or stop id."""
+    LENGTH = 2
+    """max_tokens, or the context is full."""
+    ERROR = 3
+    """Its logits cannot be sampled from."""
+
+    @property
+    def reason(self) -> str:
+        """`stop`, `length` or `error`."""
+        return self.name.lower()
+
+
+class States(NamedTuple):
+    """Hidden states of consecutive sequence positions of `n` rows, those of all rows one after the other."""
+
+    rows: np.ndarray
+    """int32 `(n,)`, each once."""
+    starts: np.ndarray
+    """int32 `(n,)`: sequence position of each row's first state; 0 is the first token of the prompt."""
+    lengths: np.ndarray
+    """int32 `(n,)`, at least 1."""
+    states: np.ndarray
+    """`(sum(lengths), layers * hidden)`: float32 or float16; bfloat16 travels as int16 (`modeling/wire.py`)."""
+
+    def split(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Row, first position and a copy of the states, one row after the other."""
+        parts = np.split(self.states, np.cumsum(self.lengths)[:-1])
+        for row, start, states in zip(self.rows.tolist(), self.starts.tolist(), parts, strict=False):
+            yield row, start, states.copy()
+
+
+def _no_integers() -> np.ndarray:
+    return np.zeros(0, np.int32)
+
+
+def _no_floats() -> np.ndarray:
+    return np.zeros(0, np.float32)
 
 
 @dataclass(slots=True)
 class StepResult:
-    """Outputs and cost of one engine step."""
+    """What one engine step committed for `n` rows, and what it cost. Rows that only prefilled are not among them."""
 
-    outputs: list[RowOutput] = field(default_factory=list)
+    rows: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(n,)`, each once."""
+    starts: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(n,)`: output position of each row's first token."""
+    lengths: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(n,)`: tokens committed; 0 for a row that ends with an error."""
+    tokens: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(sum(lengths),)`: per row accepted draft tokens, then one recovered (first mismatch) or bonus (all
+    matched) token; cut at a stop."""
+    logprobs: np.ndarray = field(default_factory=_no_floats)
+    """float32, as `tokens`: of softmax(logits / T), before top-k/top-p (T = 1 when temperature is 0)."""
+    margins: np.ndarray | None = None
+    """float32, as `tokens`: perturbed top-2 margins, when the engine was asked to record them."""
+    drafted: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(n,)`: draft tokens verified, up to an accepted one that ends the output."""
+    accepted: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(n,)`: draft tokens that equalled what the target sampled."""
+    finish: np.ndarray = field(default_factory=_no_integers)
+    """uint8 `(n,)`: `Finish` of each row. What is not running has left the engine."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Row that ends with an error → why."""
+    states: States | None = None
+    """If exported: the target's states of positions that became final. Every position of a request comes once, in
+    order, up to the one that predicted its newest token; also from rows that only prefilled."""
     forward_s: float = 0.0
     sampling_s: float = 0.0
     num_tokens: int = 0
     """Positions in the forward (prefill and verify)."""
     num_prefill_tokens: int = 0
+
+    def outputs(self) -> Iterator[tuple[int, list[int], Finish]]:
+        """Row, tokens and how it ended, one row after the other."""
+        parts = np.split(self.tokens, np.cumsum(self.lengths)[:-1])
+        for row, tokens, finish in zip(self.rows.tolist(), parts, self.finish.tolist(), strict=False):
+            yield row, tokens.tolist(), Finish(finish)
 
 
 class TargetEngine(Protocol):
@@ -78,27 +146,30 @@ class TargetEngine(Protocol):
     """Most prompt + output tokens of one request."""
     weight_version: int
 
-    def add(self, request: TargetRequest) -> None:
+    def add(self, row: int, request: TargetRequest) -> None:
         """Queue a request for admission.
+
+        Args:
+            row: Names it from now on: a small number that no other request of the engine has; it may be used again
+                when the request has ended.
+            request: The request.
 
         Raises:
             InputError: It can never run (token id out of range, prompt longer than the context, more cache
                 than the memory budget). Nothing was queued; other requests are unaffected.
         """
 
-    def remove(self, request_id: str) -> None:
-        """Drop a request, running or waiting, and free its cache. Unknown ids are ignored."""
+    def remove(self, row: int) -> None:
+        """Drop a request, running or waiting, and free its cache. Rows without one are ignored."""
 
-    def decoding(self) -> list[str]:
-        """Ids of the admitted requests whose next step will sample: the ones worth a tail."""
+    def decoding(self) -> np.ndarray:
+        """int32 `(n,)` rows of the admitted requests whose next step will sample: the ones worth a tail."""
 
     def has_work(self) -> bool:
         """True while any request is running or waiting."""
 
-    def step(self, tails: Mapping[str, Tail]) -> StepResult:
-        """One forward. `tails[request_id]`: draft tokens for output positions from the committed length on, any
-        length including 0; ids that are not decoding are ignored.
-        """
+    def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
+        """One forward. Drafts may have any length, including 0; those of rows that are not decoding are ignored."""
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         """Replace the weights (Hugging Face names → tensors) and forget caches of the old ones.

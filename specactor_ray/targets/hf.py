@@ -10,64 +10,39 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import InputError
 from specactor_ray.modeling.ragged_cache import CacheRow
-from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
+from specactor_ray.modeling.ragged_model import RaggedModel
 from specactor_ray.modeling.wire import to_wire
-from specactor_ray.sampling import warm_up
-from specactor_ray.targets.base import RowOutput, StepResult, Tail, TargetRequest
-from specactor_ray.targets.requests import cut_at_stop, refuse_impossible, stop_ids
-from specactor_ray.targets.states import StateExport
-from specactor_ray.targets.verification import DraftedRow, VerifiedRow, cut_tail, verify
+from specactor_ray.ragged import begins, enlarged, places
+from specactor_ray.sampling import Found, verify_arrays, warm_up
+from specactor_ray.targets.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
+from specactor_ray.targets.rows import EngineRows
 
 _FIRST_RESERVATION = 128
 """Output tokens for which cache is reserved when a request is admitted; it grows from there."""
 
 
-@dataclass(slots=True)
-class _Row:
-    """A request in the engine. `context` is prompt + committed output; `cache` is None while it waits."""
+class _Plan(NamedTuple):
+    """What `n` rows feed into this step's forward: context tokens, then draft tokens. Decoding rows come first."""
 
-    request: TargetRequest
-    context: list[int]
-    stop_ids: frozenset[int]
-    cache: CacheRow | None = None
-    states: StateExport = field(default_factory=StateExport)
-
-    @property
-    def committed(self) -> int:
-        return len(self.context) - len(self.request.prompt_token_ids)
-
-    @property
-    def pending(self) -> int:
-        """Context tokens that are not in the cache yet; at least 1."""
-        return len(self.context) - (self.cache.length if self.cache else 0)
-
-
-@dataclass(slots=True)
-class _Planned:
-    """What a row feeds into this step's forward: context tokens, then draft tokens."""
-
-    row: _Row
-    cache: CacheRow
-    num_context: int
-    tail: Tail = ()
-    samples: bool = False
-    """Its pending tokens are all in, so this step samples for it."""
-
-    def chunk(self) -> RowChunk:
-        begin = self.cache.length
-        context, num_logits = self.row.context[begin : begin + self.num_context], 1 + len(self.tail)
-        return RowChunk(self.cache, [*context, *self.tail], num_logits if self.samples else 0)
-
-    def drafted(self) -> DraftedRow:
-        return DraftedRow(self.tail, self.row.request.sampling, self.row.committed)
+    rows: np.ndarray
+    """int32 `(n,)`."""
+    cached: np.ndarray
+    """`(n,)` context tokens that are in the cache."""
+    context: np.ndarray
+    """`(n,)` context tokens of this forward."""
+    samples: np.ndarray
+    """bool `(n,)`: all pending tokens are in, so this step samples for the row."""
+    drafted: np.ndarray
+    """`(n,)` draft tokens; 0 where the row does not sample."""
+    firsts: np.ndarray
+    """`(n,)` where they begin in the tokens of the drafts."""
 
 
 class HfEngine:
@@ -92,7 +67,6 @@ class HfEngine:
         record_margins: bool = False,
     ) -> None:
         self._model = model
-        self._eos = frozenset(eos_token_ids)
         self.vocab_size = model.vocab_size
         self.max_model_len = min(max_model_len or model.max_positions, model.max_positions, model.cache.slots)
         self.max_batch, self.max_step_tokens = max_batch, max(max_step_tokens, max_batch)
@@ -100,9 +74,12 @@ class HfEngine:
         self.weight_version = 0
         self.preemptions = 0
         self._asleep = False
-        self._rows: dict[str, _Row] = {}
-        self._running: list[_Row] = []
-        self._waiting: deque[_Row] = deque()
+        self._rows = EngineRows(self.vocab_size, self.max_model_len, eos_token_ids, model.device)
+        self._context = np.zeros((0, 0), np.int32)
+        """int32 `(rows, tokens)`: prompt and output of each row."""
+        self._caches: dict[int, CacheRow] = {}
+        """Admitted rows, in the order of their admission."""
+        self._waiting: deque[int] = deque()
         warm_up(model.device, model.dtype, record_margins=record_margins)
 
     @classmethod
@@ -117,45 +94,42 @@ class HfEngine:
 
     # ---- requests ----
 
-    def add(self, request: TargetRequest) -> None:
-        if request.request_id in self._rows:
-            raise InputError(f"request {request.request_id} is already running")
-        refuse_impossible(request, self.vocab_size, self.max_model_len)
-        stops = stop_ids(request.sampling, self._eos)
-        row = _Row(request, [*request.prompt_token_ids, *request.committed_token_ids], stops)
-        self._rows[request.request_id] = row
+    def add(self, row: int, request: TargetRequest) -> None:
+        self._rows.open(row, request)
+        tokens = [*request.prompt_token_ids, *request.committed_token_ids]
+        self._fit(row, len(tokens))
+        self._context[row, : len(tokens)] = tokens
         self._waiting.append(row)
 
-    def remove(self, request_id: str) -> None:
-        row = self._rows.pop(request_id, None)
-        if row is None:
+    def remove(self, row: int) -> None:
+        if not self._rows.close(row):
             return
-        if row.cache is not None:
-            row.cache.free()
-            self._running.remove(row)
+        cache = self._caches.pop(row, None)
+        if cache is not None:
+            cache.free()
         else:
             self._waiting.remove(row)
 
-    def decoding(self) -> list[str]:
-        return [row.request.request_id for row in self._running if row.pending == 1]
+    def decoding(self) -> np.ndarray:
+        rows, cached = self._admitted()
+        return rows[self._rows.length[rows] - cached == 1]
 
     def has_work(self) -> bool:
-        return bool(self._rows)
+        return bool(self._rows.requests)
 
     def close(self) -> None:
-        for request_id in list(self._rows):
-            self.remove(request_id)
+        for row in list(self._rows.requests):
+            self.remove(row)
         del self._model
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
         self.weight_version = version
-        for row in self._running:
-            if row.cache is not None:
-                row.cache.truncate(0)
+        for cache in self._caches.values():
+            cache.truncate(0)
 
     def sleep(self) -> None:
-        if self._rows:
+        if self.has_work():
             raise InputError("the engine cannot sleep while requests are running")
         self._asleep = True
         self._model.sleep()
@@ -167,123 +141,120 @@ class HfEngine:
 
     # ---- the step ----
 
-    def step(self, tails: Mapping[str, Tail]) -> StepResult:
+    def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
         self._admit()
-        plan = self._plan(tails)
-        result = StepResult()
-        if not plan:
-            return result
+        plan = self._plan(drafts)
+        if not len(plan.rows):
+            return StepResult()
         begin = time.perf_counter()
-        output = self._model.forward([planned.chunk() for planned in plan])
-        result.forward_s = time.perf_counter() - begin
+        counts = plan.context + plan.drafted
+        caches = [self._caches[row] for row in plan.rows.tolist()]
+        num_logits = np.where(plan.samples, 1 + plan.drafted, 0)
+        tails = drafts.tokens[places(plan.firsts, plan.drafted)]
+        output = self._model.forward_packed(caches, counts, self._tokens(plan, counts, tails), num_logits)
+        forward_s = time.perf_counter() - begin
         begin = time.perf_counter()
-        sampling = [planned for planned in plan if planned.samples]
-        verified = verify(output.logits, [planned.drafted() for planned in sampling], self.record_margins)
-        result.sampling_s = time.perf_counter() - begin
-        result.num_tokens = sum(planned.num_context + len(planned.tail) for planned in plan)
-        result.num_prefill_tokens = sum(planned.num_context for planned in plan if planned.num_context > 1)
+        rows, drafted = plan.rows[plan.samples], plan.drafted[plan.samples]
+        found = self._verify(output.logits, rows, drafted, tails)
+        sampling_s = time.perf_counter() - begin
+        result = self._commit(rows, drafted, found)
+        result.forward_s, result.sampling_s, result.num_tokens = forward_s, sampling_s, int(counts.sum())
+        result.num_prefill_tokens = int(plan.context[plan.context > 1].sum())
         if output.hidden_states is not None:
-            _keep_states(plan, verified, to_wire(output.hidden_states))
-        for planned, row_verified in zip(sampling, verified, strict=True):
-            result.outputs.append(self._commit(planned, row_verified))
+            result.states = self._rows.export(to_wire(output.hidden_states), plan.rows, plan.cached, counts)
         return result
 
+    def _admitted(self) -> tuple[np.ndarray, np.ndarray]:
+        """int32 rows, and how many of their tokens are in the cache."""
+        rows = np.fromiter(self._caches, np.int32, len(self._caches))
+        return rows, np.array([cache.length for cache in self._caches.values()], np.int64)
+
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.max_batch:
+        while self._waiting and len(self._caches) < self.max_batch:
             row = self._waiting[0]
-            remaining = row.request.sampling.max_tokens - row.committed
-            wanted = min(len(row.context) + min(remaining, _FIRST_RESERVATION), self.max_model_len)
-            cache = self._model.cache.open(wanted)
+            length, limit = int(self._rows.length[row]), int(self._rows.limit[row])
+            cache = self._model.cache.open(min(limit, length + _FIRST_RESERVATION))
             if cache is None:
                 break
-            row.cache = cache
-            self._running.append(self._waiting.popleft())
+            self._caches[self._waiting.popleft()] = cache
 
-    def _plan(self, tails: Mapping[str, Tail]) -> list[_Planned]:
+    def _plan(self, drafts: Drafts) -> _Plan:
         """Decoding rows first, with one token each; then their tails; prefill chunks fill what is left."""
-        decoding = [row for row in self._running if row.pending == 1]
-        budget = self.max_step_tokens - len(decoding)
-        plan: list[_Planned] = []
-        for row in decoding:
-            tail = self._usable_tail(row, tails, budget)
-            planned = self._reserve(row, 1, tail)
-            if planned is not None:
-                plan.append(planned)
-                budget -= len(planned.tail)
-        for row in [row for row in self._running if row.pending > 1]:
-            if budget <= 0:
-                break
-            planned = self._reserve(row, min(row.pending, budget), ())
-            if planned is not None:
-                plan.append(planned)
-                budget -= planned.num_context
-        return [planned for planned in plan if planned.row.cache is not None]
+        rows, cached = self._admitted()
+        pending = self._rows.length[rows] - cached
+        order = np.argsort(pending > 1, kind="stable")
+        rows, cached, pending = rows[order], cached[order], pending[order]
+        decoding = int(np.count_nonzero(pending == 1))
+        budget = self.max_step_tokens - decoding
+        firsts, drafted = np.zeros((2, len(rows)), np.int64)
+        firsts[:decoding], drafted[:decoding] = self._rows.cut(rows[:decoding], drafts, self.max_model_len, budget)
+        budget += decoding - int(drafted.sum())
+        context = np.clip(budget - (np.cumsum(pending) - pending), 0, pending)
+        planned = (context > 0) & self._reserve(rows, (cached + context).tolist(), drafted)
+        plan = _Plan(rows, cached, context, context == pending, drafted, firsts)
+        return _Plan(*(column[planned] for column in plan))
 
-    def _usable_tail(self, row: _Row, tails: Mapping[str, Tail], budget: int) -> Tail:
-        """The tail, cut so that its tokens and the one the target adds still fit max_tokens and the context."""
-        room = min(row.request.sampling.max_tokens - row.committed - 1, self.max_model_len - len(row.context) - 1)
-        return cut_tail(tails.get(row.request.request_id, ()), min(room, budget), self.vocab_size)
+    def _reserve(self, rows: np.ndarray, tokens: Sequence[int], drafted: np.ndarray) -> np.ndarray:
+        """Make room in the cache: drop tails, then preempt the newest requests. Returns bool `(n,)`: who has room.
 
-    def _reserve(self, row: _Row, num_context: int, tail: Tail) -> _Planned | None:
-        """Make room in the cache: drop the tail, then preempt the newest requests, before giving up the step."""
-        cache = row.cache
-        if cache is None:  # preempted earlier in this very plan
-            return None
-        if not cache.reserve(cache.length + num_context + len(tail)):
-            tail = ()
-            while not cache.reserve(cache.length + num_context):
-                if not self._preempt_newest(row):
-                    return None
-        return _Planned(row, cache, num_context, tail, samples=num_context == row.pending)
-
-    def _preempt_newest(self, keep: _Row) -> bool:
-        """Send the newest running request back to the queue; its committed tokens stay, its cache is recomputed.
-
-        Keyed sampling makes the continuation the same. Returns False when `keep` itself had to go.
+        Args:
+            rows: Admitted rows.
+            tokens: Of their contexts, in the cache and in this forward.
+            drafted: Draft tokens behind them; set to 0 where they are dropped.
         """
-        row = self._running.pop()
-        if row.cache is not None:
-            row.cache.free()
-        row.cache = None
+        preemptions = self.preemptions
+        for i, (row, needed, more) in enumerate(zip(rows.tolist(), tokens, drafted.tolist(), strict=True)):
+            cache = self._caches.get(row)
+            if cache is None or cache.reserve(needed + more):
+                continue
+            drafted[i] = 0
+            while not cache.reserve(needed) and self._preempt_newest() != row:
+                pass
+        if preemptions == self.preemptions:
+            return np.ones(len(rows), np.bool_)
+        return np.array([row in self._caches for row in rows.tolist()], np.bool_)
+
+    def _preempt_newest(self) -> int:
+        """Send the newest running request back to the queue; its tokens stay, its cache is recomputed.
+
+        Keyed sampling makes the continuation the same. Returns its row.
+        """
+        row, cache = self._caches.popitem()
+        cache.free()
         self._waiting.appendleft(row)
         self.preemptions += 1
-        return row is not keep
+        return row
 
-    def _commit(self, planned: _Planned, verified: VerifiedRow) -> RowOutput:
-        row, cache = planned.row, planned.cache
-        if verified.problem:
-            return self._fail(row, verified.problem)
-        output = RowOutput(
-            request_id=row.request.request_id,
-            start=row.committed,
-            token_ids=verified.token_ids,
-            logprobs=verified.logprobs,
-            num_drafted=len(planned.tail),
-            num_accepted=verified.num_accepted,
-            margins=verified.margins,
-        )
-        cut_at_stop(output, row.stop_ids, row.request.sampling, len(row.context), self.max_model_len)
-        if self._model.exports_states:
-            end = len(row.context) + len(output.token_ids) - 1
-            output.hidden_start, output.hidden_states = row.states.hand_out(end)
-        cache.truncate(len(row.context) + verified.num_accepted)
-        row.context.extend(output.token_ids)
-        if output.finish_reason is not None:
-            self.remove(output.request_id)
-        return output
+    def _tokens(self, plan: _Plan, counts: np.ndarray, tails: np.ndarray) -> np.ndarray:
+        """int32: what the plan feeds, one row after the other."""
+        tokens, offsets = np.empty(counts.sum(), np.int32), begins(counts)[:-1]
+        context = self._context[np.repeat(plan.rows, plan.context), places(plan.cached, plan.context)]
+        tokens[places(offsets, plan.context)] = context
+        tokens[places(offsets + plan.context, plan.drafted)] = tails
+        return tokens
 
-    def _fail(self, row: _Row, error: str) -> RowOutput:
-        """Logits that cannot be sampled from end this request alone."""
-        self.remove(row.request.request_id)
-        return RowOutput(row.request.request_id, row.committed, [], [], finish_reason="error", error=error)
+    def _verify(self, logits: Any, rows: np.ndarray, drafted: np.ndarray, tails: np.ndarray) -> Found:
+        offsets, positions = begins(drafted), self._rows.length[rows].astype(np.int64)
+        firsts = offsets[:-1] + np.arange(len(rows))
+        rules, margins = self._rows.rules, self.record_margins
+        return verify_arrays(logits, firsts, offsets, tails, positions, rows, rules, record_margins=margins)
 
+    def _commit(self, rows: np.ndarray, drafted: np.ndarray, found: Found) -> StepResult:
+        before = self._rows.length[rows]
+        result = self._rows.commit(rows, drafted, found, self.record_margins)
+        if len(rows):
+            self._fit(0, int(self._rows.length[rows].max()))
+        self._context[np.repeat(rows, result.lengths), places(before, result.lengths)] = result.tokens
+        lengths = self._rows.length[rows].tolist()
+        for row, length, finish in zip(rows.tolist(), lengths, result.finish.tolist(), strict=True):
+            if finish == Finish.RUNNING:
+                self._caches[row].truncate(length - 1)
+            else:
+                self.remove(row)
+        return result
 
-def _keep_states(plan: Sequence[_Planned], verified: Sequence[VerifiedRow], states: np.ndarray) -> None:
-    """Each row takes over the states of its positions in this forward; `states` are in the order of the plan."""
-    begin, results = 0, iter(verified)
-    for planned in plan:
-        end = begin + planned.num_context + len(planned.tail)
-        accepted = next(results).num_accepted if planned.samples else 0
-        first = planned.cache.length - (end - begin)  # the forward has lengthened the cache
-        planned.row.states.keep(first, states[begin:end], planned.num_context, accepted)
-        begin = end
+    def _fit(self, row: int, tokens: int) -> None:
+        """Room for a row and for so many tokens."""
+        for axis, needed in enumerate((row + 1, tokens)):
+            if self._context.shape[axis] < needed:
+                self._context = enlarged(self._context, axis, max(needed, 2 * self._context.shape[axis], 32))

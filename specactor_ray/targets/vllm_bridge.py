@@ -1,7 +1,7 @@
 """vLLM's engine core in this process. This module and `vllm_worker.py`, its other half inside vLLM's workers, are the
 only ones that import vLLM and touch what is not public there, in the versions of `vllm_version.TESTED_VERSIONS`:
 
-- `EngineCore`, stepped directly, and its scheduler: `requests`, `update_draft_token_ids`;
+- `EngineCore`, stepped directly, and its scheduler: `running`, `update_draft_token_ids`; the worker of a single rank;
 - the worker's model runner: see there.
 
 `tests/vllm/test_contract.py` fails loudly when one of them changes.
@@ -15,6 +15,7 @@ does not switch off the drafts of the whole batch. A proposer that proposes noth
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -23,7 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ from specactor_ray.errors import ModelLoadError
 from specactor_ray.leftovers import make_owned_folder, mapped_segments, note_segments, remove_abandoned
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.loading import locate_model
-from specactor_ray.targets.verification import VerifiedRow
+from specactor_ray.ragged import begins
+from specactor_ray.sampling import Found
 from specactor_ray.targets.vllm_version import require_vllm
 
 _IN_MEMORY = "/dev/shm"
@@ -68,27 +70,24 @@ class CoreSettings:
 
 
 @dataclass(slots=True)
-class RowReport:
-    """What the sampler says about one request after a step."""
-
-    verified: VerifiedRow
-    num_drafted: int
-    num_scheduled: int
-    """Positions of the request in the forward."""
-    states: np.ndarray | None = None
-    """`(num_scheduled, layers * hidden)`, if exported."""
-    first: int = 0
-    """Sequence position of the first of them."""
-
-
-@dataclass(slots=True)
 class CoreStep:
-    """One step of the core."""
+    """What the sampler reports of one step: the `n` rows of its batch, those that only prefilled included."""
 
-    rows: dict[str, RowReport]
-    """Request → its report; also of those that only prefilled, with nothing verified."""
+    rows: np.ndarray
+    """int32 `(n,)`."""
+    firsts: np.ndarray
+    """int64 `(n,)`: sequence position of the first of each row's positions in the forward."""
+    counts: np.ndarray
+    """int64 `(n,)`: positions of each row in the forward."""
+    drafted: np.ndarray
+    """int64 `(n,)`: draft tokens among them."""
+    sampled: np.ndarray
+    """bool `(n,)`: which rows sampled."""
+    found: Found = field(default_factory=lambda: Found(np.empty((0, 5), np.int64)))
+    """Of the rows that sampled."""
+    states: np.ndarray | None = None
+    """`(sum(counts), layers * hidden)`, if exported."""
     sampling_s: float = 0.0
-    num_tokens: int = 0
 
 
 class EngineCoreHandle:
@@ -116,32 +115,38 @@ class EngineCoreHandle:
             raise ModelLoadError(f"vllm cannot serve {settings.model}: {_first_lines(error)}{hint}") from error
         self._scheduler: Any = self._core.scheduler
         self._ranks = settings.tensor_parallel
+        self._ids: dict[int, str] = {}
+        """Row → its request's id inside vLLM: never used twice, since vLLM forgets an id one step late."""
+        self._row_of: dict[str, int] = {}
+        self._numbers = itertools.count()
+        self._drafted = False
+        """The last step had drafts."""
         self._record = record_shared_memory(others) if self._ranks > 1 else None
         self.vocab_size = int(config.model_config.get_vocab_size())
         self.max_model_len = int(config.model_config.max_model_len)
 
-    def add(
-        self, request_id: str, token_ids: Sequence[int], sampling: SamplingParams, committed: int, max_tokens: int
-    ) -> None:
+    def add(self, row: int, token_ids: Sequence[int], sampling: SamplingParams, prompt: int, max_tokens: int) -> None:
         """Queue a request.
 
         Args:
-            request_id: Never used before.
+            row: A free one.
             token_ids: Prompt and tokens committed earlier.
             sampling: How its tokens are chosen.
-            committed: How many of `token_ids` are output.
+            prompt: How many of `token_ids` are the prompt.
             max_tokens: Most tokens it may still make.
         """
         from vllm import SamplingParams as VllmSamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
         rule = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed]
-        keyed = {"rule": rule, "first": committed}
+        keyed = {"row": row, "prompt": prompt, "rule": rule}
         params = VllmSamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args={KEY: keyed}
         )
+        self._ids[row] = core_id = f"{row}#{next(self._numbers)}"
+        self._row_of[core_id] = row
         request = EngineCoreRequest(
-            request_id=request_id,
+            request_id=core_id,
             prompt_token_ids=list(token_ids),
             mm_features=None,
             sampling_params=params,
@@ -154,28 +159,34 @@ class EngineCoreHandle:
         queued, wave = self._core.preprocess_add_request(request)
         self._core.add_request(queued, wave)
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request; unknown ones are ignored."""
-        self._core.abort_requests([request_id])
+    def abort(self, row: int) -> None:
+        """Drop the request of a row."""
+        core_id = self._ids.pop(row)
+        del self._row_of[core_id]
+        self._core.abort_requests([core_id])
 
-    def samples_next(self, request_id: str) -> bool:
-        """Whether the request is running and all but its newest token is in the cache."""
-        from vllm.v1.request import RequestStatus
+    def decoding(self) -> np.ndarray:
+        """int32 rows that run and have all but their newest token in the cache."""
+        row_of, running = self._row_of, self._scheduler.running
+        rows = [row_of[one.request_id] for one in running if one.num_tokens - one.num_computed_tokens == 1]
+        return np.array(rows, np.int32)
 
-        request = self._scheduler.requests.get(request_id)
-        if request is None or request.status != RequestStatus.RUNNING:
-            return False
-        return bool(request.num_tokens - request.num_computed_tokens == 1)
-
-    def step(self, drafts: Mapping[str, Sequence[int]]) -> CoreStep:
-        """One step, with these drafts and no others."""
+    def step(self, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> CoreStep:
+        """One step, with these drafts of all decoding rows and no others: so many tokens of each row."""
         from vllm.v1.outputs import DraftTokenIds
 
-        if drafts:
-            lists = [list(tokens) for tokens in drafts.values()]
-            self._scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), lists))
+        if len(tokens) or self._drafted:  # where a request was not scheduled with its last drafts, they go
+            flat, ends = tokens.tolist(), begins(lengths).tolist()
+            ids = [self._ids[row] for row in rows.tolist()]
+            lists = [flat[begin:end] for begin, end in itertools.pairwise(ends)]
+            self._scheduler.update_draft_token_ids(DraftTokenIds(ids, lists))
+        self._drafted = len(tokens) > 0
         self._core.step_fn()  # without `post_step`, which would ask the proposer
-        step: CoreStep = self._core.collective_rpc("specactor_report")[0]
+        step: CoreStep = (
+            self._core.model_executor.driver_worker.worker.specactor_report()
+            if self._ranks == 1
+            else self._core.collective_rpc("specactor_report")[0]
+        )
         return step
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:

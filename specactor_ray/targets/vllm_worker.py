@@ -20,9 +20,10 @@ from specactor_ray.errors import ModelLoadError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.ragged_model import HEAD_INPUT
 from specactor_ray.modeling.wire import to_wire
-from specactor_ray.sampling import warm_up
-from specactor_ray.targets.verification import DraftedRow, VerifiedRow, verify
-from specactor_ray.targets.vllm_bridge import KEY, CoreStep, RowReport
+from specactor_ray.ragged import begins
+from specactor_ray.sampling import verify_arrays, warm_up
+from specactor_ray.sampling.rules import Rules
+from specactor_ray.targets.vllm_bridge import KEY, CoreStep
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -31,8 +32,6 @@ else:
 
 _PAD = -1
 """vLLM's mark for "no token" in the output of a sampler."""
-_THROWN_AWAY = DraftedRow((), SamplingParams(temperature=0.0), 0)
-"""For a request whose prompt is not in the cache yet: what is chosen for it does not count."""
 
 
 class KeyedWorker(_Worker):
@@ -82,7 +81,11 @@ class KeyedSampler:
     def __init__(self, runner: Any, hidden_layers: tuple[int, ...], record_margins: bool) -> None:
         self._runner, self._layers, self._margins = runner, hidden_layers, record_margins
         self._order = sorted({layer for layer in hidden_layers if layer != HEAD_INPUT})
-        self._report = CoreStep({})
+        self._rules = Rules(32, runner.device)
+        """By the engine's row; positions are those in the sequence."""
+        self._row_of: dict[str, int] = {}
+        """vLLM's request id → row, of the requests whose rules are written."""
+        self._report = _report((), (), ())
         self._sample_tokens: Any = None
 
     def install(self) -> None:
@@ -93,38 +96,27 @@ class KeyedSampler:
     def sample(self, logits: torch.Tensor, sampling_metadata: Any, **_: Any) -> SamplerOutput:
         """One token per request."""
         del sampling_metadata
-        return self._choose(logits, [()] * logits.shape[0])
+        return self._choose(logits, np.zeros(logits.shape[0], np.int64), np.zeros(0, np.int32))
 
     def verify(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
         """Per request the accepted drafts and one token more."""
         del draft_probs, sampling_metadata
-        drafts = metadata.draft_token_ids.tolist()
-        tails, begin = [], 0
-        for count in metadata.num_draft_tokens:
-            tails.append(tuple(drafts[begin : begin + count]))
-            begin += count
-        return self._choose(logits, tails)
+        return self._choose(logits, np.array(metadata.num_draft_tokens, np.int64), metadata.draft_token_ids)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's `sample_tokens`, with a look at what the forward was made of."""
         state, batch = self._runner.execute_model_state, self._runner.input_batch
-        self._report = CoreStep({})
+        self._report = _report((), (), ())
         if state is not None:
-            scheduled = state.scheduler_output.num_scheduled_tokens
-            self._report.num_tokens = sum(scheduled.values())
-            states, begin = self._exported(state, self._report.num_tokens), 0
-            for row, request_id in enumerate(batch.req_ids):
-                report = RowReport(VerifiedRow(), 0, scheduled[request_id])
-                if states is not None:
-                    report.first = int(batch.num_computed_tokens_cpu[row])
-                    report.states = states[begin : begin + report.num_scheduled]
-                    begin += report.num_scheduled
-                self._report.rows[request_id] = report
+            ids, scheduled = batch.req_ids, state.scheduler_output.num_scheduled_tokens
+            firsts = batch.num_computed_tokens_cpu[: len(ids)]
+            self._report = _report(self._rows(ids), firsts, [scheduled[request_id] for request_id in ids])
+            self._report.states = self._exported(state, int(self._report.counts.sum()))
         return self._sample_tokens(grammar_output)
 
     def take_report(self) -> CoreStep:
         """The report of the last step; the next one begins empty."""
-        report, self._report = self._report, CoreStep({})
+        report, self._report = self._report, _report((), (), ())
         return report
 
     def _exported(self, state: Any, num_tokens: int) -> np.ndarray | None:
@@ -134,29 +126,44 @@ class KeyedSampler:
         by_layer[HEAD_INPUT] = state.hidden_states
         return to_wire(torch.cat([by_layer[layer][:num_tokens] for layer in self._layers], dim=-1))
 
-    def _choose(self, logits: torch.Tensor, tails: Sequence[tuple[int, ...]]) -> SamplerOutput:
+    def _choose(self, logits: torch.Tensor, drafted: np.ndarray, drafts: np.ndarray | torch.Tensor) -> SamplerOutput:
         begin = time.perf_counter()
-        runner, count = self._runner, len(tails)
-        request_ids = runner.input_batch.req_ids[:count]
-        prefilling = runner.discard_request_mask.np[:count]
-        rows = [
-            _THROWN_AWAY if skip else self._row(request_id, tail)
-            for request_id, tail, skip in zip(request_ids, tails, prefilling, strict=True)
-        ]
-        verified = verify(logits, rows, self._margins)
-        tokens = np.full((count, 1 + max(map(len, tails))), _PAD, dtype=np.int32)
-        for i, (request_id, result) in enumerate(zip(request_ids, verified, strict=True)):
-            chosen = result.token_ids or [0]  # a row that cannot be sampled from: the engine drops its request
-            tokens[i, : len(chosen)] = chosen
-            if not prefilling[i]:
-                report = self._report.rows[request_id]
-                report.verified, report.num_drafted = result, len(tails[i])
-        self._report.sampling_s += time.perf_counter() - begin
+        report = self._report
+        report.drafted = drafted
+        # What is chosen for a request whose prompt is not in the cache yet does not count.
+        report.sampled = sampled = ~self._runner.discard_request_mask.np[: len(drafted)]
+        firsts = np.arange(len(drafted)) + np.cumsum(drafted) - drafted
+        report.found = found = verify_arrays(
+            logits,
+            firsts[sampled],
+            begins(drafted[sampled]),
+            drafts,
+            (report.firsts + report.counts - drafted)[sampled],
+            report.rows[sampled],
+            self._rules,
+            record_margins=self._margins,
+        )
+        tokens = np.full((len(drafted), found.width), _PAD, np.int32)
+        tokens[sampled] = found.tokens
+        tokens[tokens[:, 0] == _PAD, 0] = 0  # also of a row that cannot be sampled from: the engine drops its request
+        report.sampling_s = time.perf_counter() - begin
         return SamplerOutput(torch.from_numpy(tokens).to(logits.device), None)
 
-    def _row(self, request_id: str, tail: tuple[int, ...]) -> DraftedRow:
-        state = self._runner.requests[request_id]
-        keyed = state.sampling_params.extra_args[KEY]
-        temperature, top_k, top_p, seed = keyed["rule"]
-        sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        return DraftedRow(tail, sampling, keyed["first"] + len(state.output_token_ids))
+    def _rows(self, request_ids: Sequence[str]) -> list[int]:
+        """Rows of a batch. Rules are written at the first sight of a request, and when it comes back."""
+        row_of = self._row_of
+        if fresh := [request_id for request_id in request_ids if request_id not in row_of]:
+            self._row_of = row_of = {one: row_of[one] for one in request_ids if one in row_of}
+            for request_id in fresh:
+                keyed = self._runner.requests[request_id].sampling_params.extra_args[KEY]
+                temperature, top_k, top_p, seed = keyed["rule"]
+                sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+                self._rules.write([keyed["row"]], [sampling], [-keyed["prompt"]])
+                row_of[request_id] = keyed["row"]
+        return [row_of[request_id] for request_id in request_ids]
+
+
+def _report(rows: Sequence[int], firsts: Sequence[int] | np.ndarray, counts: Sequence[int]) -> CoreStep:
+    """A step in which nothing is sampled yet."""
+    columns = np.array(rows, np.int32), np.array(firsts, np.int64), np.array(counts, np.int64)
+    return CoreStep(*columns, np.zeros(len(rows), np.int64), np.zeros(len(rows), np.bool_))

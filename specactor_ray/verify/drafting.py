@@ -16,7 +16,7 @@ import numpy as np
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
-from specactor_ray.messages import SamplingParams, TailBatch
+from specactor_ray.messages import Features, SamplingParams, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.spec._kernels import Committed
 from specactor_ray.spec.acceptance import Acceptance
@@ -24,7 +24,7 @@ from specactor_ray.spec.assign import Assigner
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.policy import Drafter, Policy
 from specactor_ray.spec.table import RequestTable
-from specactor_ray.targets.base import Tail, TargetRequest
+from specactor_ray.targets.base import NO_DRAFTS, Drafts, States, TargetRequest
 from specactor_ray.verify.seat import DrafterLink, FeatureLog, Seat
 
 
@@ -123,18 +123,21 @@ class Drafting:
         if (released := self.assigner.step(rows)) is not None:
             self._let_go(released)
 
-    def choose(self, rows: np.ndarray) -> tuple[np.ndarray, dict[str, Tail]]:
-        """What a step over these rows verifies: int32 `(rows,)` whose tail, -1 for none, and request → tail."""
+    def choose(self, rows: np.ndarray) -> tuple[np.ndarray, Drafts]:
+        """What a step over these rows verifies: int32 `(rows,)` whose tail, -1 for none, and the drafts."""
         if not self._seats or not len(rows) or self.policy.suspension.is_on:
-            return np.full(len(rows), -1, np.int32), {}
+            return np.full(len(rows), -1, np.int32), NO_DRAFTS
         seats, lengths = self.policy.choose(rows)
-        chosen = np.flatnonzero(lengths)
-        tails = self.table.tail[seats[chosen], rows[chosen]].tolist()
-        requests, counts = self.table.requests, lengths[chosen].tolist()
-        return seats, {
-            requests[row].request_id: tail[:count]  # type: ignore[union-attr]
-            for row, tail, count in zip(rows[chosen].tolist(), tails, counts, strict=True)
-        }
+        tokens = self.table.tail[seats, rows][np.arange(self.table.window) < lengths[:, None]]
+        return seats, Drafts(rows, lengths, tokens)
+
+    def keep(self, states: States) -> None:
+        """A step exported hidden states."""
+        for row, start, values in states.split():
+            request = self.table.requests[row]
+            assert request is not None
+            read = len(request.prompt_token_ids) + len(request.committed_token_ids)
+            self.features.keep(row, Features(start, values), read)
 
     def commit(self, step: Committed) -> None:
         """A step committed tokens: judge the tails that were there by it."""

@@ -174,10 +174,10 @@ class VerifyLoop(Loop):
             self._draft()  # nothing but to close what has ended
             self._suspension.end()  # the next requests may be other ones
             return False
-        rows = self._requests.decoding()
+        rows = self._engine.decoding()
         waiting_s = self._await_drafts(rows)
-        seats, tails = self._drafting.choose(rows)
-        result = self._engine.step(tails)
+        seats, drafts = self._drafting.choose(rows)
+        result = self._engine.step(drafts)
         accepted = self._requests.commit(result, rows, seats)
         self._requests.publish()
         if not self._suspension.is_quiet:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.errors import InputError
-from specactor_ray.messages import Features, Finished, Progress, Refused, RequestStats, ToRollout
+from specactor_ray.messages import Finished, Progress, Refused, RequestStats, ToRollout
 from specactor_ray.queues.events import EventQueue
 from specactor_ray.spec._kernels import Committed
-from specactor_ray.targets.base import RowOutput, StepResult, TargetEngine, TargetRequest
+from specactor_ray.targets.base import Finish, StepResult, TargetEngine, TargetRequest
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
 
@@ -55,6 +55,8 @@ class Requests:
         """For the rollout. Urgent: everything but `Progress`."""
         self._row_of: dict[str, int] = {}
         """Running request → its row."""
+        self._names: dict[int, tuple[str, int]] = {}
+        """Row → its request and attempt."""
         self._attempts = Attempts()
         self._fresh: list[ToRollout] = []
         """Events of the step under way."""
@@ -66,10 +68,6 @@ class Requests:
     def reset_metrics(self) -> None:
         """Set all counters to zero."""
         self.metrics = StepMetrics()
-
-    def decoding(self) -> np.ndarray:
-        """int32 `(n,)` rows of the requests that the next step decodes."""
-        return np.array([self._row_of[request_id] for request_id in self._engine.decoding()], np.int32)
 
     # ---- requests come and go ----
 
@@ -86,14 +84,16 @@ class Requests:
             reason = f"it asks for weights of version {request.weight_version}; those loaded are of version {loaded}"
             self._fresh.append(Refused(request_id, attempt, reason))
             return
+        row = self._table.next_row
         try:
             request.sampling.check()
-            self._engine.add(request)
+            self._engine.add(row, request)
         except InputError as error:
             committed = len(request.committed_token_ids)
             self._fresh.append(Finished(request_id, "error", RequestStats(), str(error), committed, attempt))
             return
         self._row_of[request_id] = self._table.open(request)
+        self._names[row] = (request_id, attempt)
 
     def cancel(self, request_id: str, attempt: int) -> None:
         """Drop this attempt, or an older one, and never begin it again."""
@@ -103,8 +103,9 @@ class Requests:
 
     def drop(self, request_id: str, finished: bool = False) -> None:
         """Take a request out without a word to the rollout."""
-        self._engine.remove(request_id)
-        self._drafting.close(self._row_of.pop(request_id), finished)
+        row = self._row_of.pop(request_id)
+        self._engine.remove(row)
+        self._drafting.close(row, finished)
 
     def clear(self) -> None:
         """Drop all requests."""
@@ -116,56 +117,38 @@ class Requests:
     def commit(self, result: StepResult, decoding: np.ndarray, seats: np.ndarray) -> int:
         """Journal what the step committed, judge drafts by it, and end requests that ended. Returns how many draft
         tokens were right."""
-        outputs = [output for output in result.outputs if output.token_ids]
-        accepted = self._record(outputs, decoding, seats) if outputs else 0
-        for output in result.outputs:
-            if output.finish_reason is not None:
-                self._end(output)
-        return accepted
+        if result.states is not None:
+            self._drafting.keep(result.states)
+        if len(result.tokens):
+            self._record(result, decoding, seats)
+        for at in np.flatnonzero(result.finish).tolist():
+            self._end(int(result.rows[at]), Finish(result.finish[at]), result.errors)
+        return int(result.accepted.sum())
 
-    def _record(self, outputs: Sequence[RowOutput], decoding: np.ndarray, seats: np.ndarray) -> int:
-        table, row_of = self._table, self._row_of
-        numbers = [(row_of[one.request_id], len(one.token_ids), one.num_drafted, one.num_accepted) for one in outputs]
-        rows, counts, drafted, accepted = np.ascontiguousarray(np.array(numbers, np.int32).T)
-        tokens = np.array([token for output in outputs for token in output.token_ids], np.int32)
-        starts = table.committed[rows]
+    def _record(self, result: StepResult, decoding: np.ndarray, seats: np.ndarray) -> None:
+        table = self._table
+        columns = (result.rows, result.starts, result.lengths, result.drafted, result.accepted)
+        if not result.lengths.all():
+            columns = tuple(column[result.lengths > 0] for column in columns)  # type: ignore[assignment]
+        rows, starts, counts, drafted, accepted = columns
         seat_of = np.full(len(table.generation), -1, np.int32)
         seat_of[decoding] = seats
-        step = Committed(rows, counts, tokens, seat_of[rows], drafted, accepted)
+        step = Committed(rows, counts, result.tokens, seat_of[rows], drafted, accepted)
         supplied = np.where(step.seats < 0, 0, table.length[step.seats, rows])
         self._drafting.commit(step)
         self.metrics.record_rows(counts, supplied, drafted, accepted)
-        for row, output in zip(rows.tolist(), outputs, strict=True):
-            if output.hidden_states is not None:
-                self._drafting.features.keep(row, Features(output.hidden_start, output.hidden_states))
-        requests = [table.requests[row] for row in rows.tolist()]
-        margins = [output.margins for output in outputs]
-        self._fresh.append(
-            Progress(
-                tuple((one.request_id, one.attempt) for one in requests if one is not None),
-                starts,
-                counts,
-                tokens,
-                np.array([value for output in outputs for value in output.logprobs], np.float32),
-                np.array([value for one in margins for value in one or ()], np.float32)
-                if margins[0] is not None
-                else None,
-            )
-        )
-        return int(accepted.sum())
+        names = tuple(map(self._names.__getitem__, rows.tolist()))
+        self._fresh.append(Progress(names, starts, counts, result.tokens, result.logprobs, result.margins))
 
-    def _end(self, output: RowOutput) -> None:
-        row, table = self._row_of[output.request_id], self._table
-        request = table.requests[row]
-        assert request is not None
+    def _end(self, row: int, finish: Finish, errors: Mapping[int, str]) -> None:
+        table, (request_id, attempt) = self._table, self._names[row]
         drafted, accepted = table.drafts[:, :, row].tolist()
         methods = enumerate(self._drafting.policy.acceptance.methods)
         by_method = {method: (drafted[n], accepted[n]) for n, method in methods if drafted[n]}
         stats = RequestStats(int(table.steps[row]), sum(drafted), sum(accepted), by_method)
-        total, attempt = int(table.committed[row]), request.attempt
-        reason = str(output.finish_reason)
-        self._fresh.append(Finished(output.request_id, reason, stats, output.error, total, attempt))
-        self.drop(output.request_id, finished=reason != "error")
+        total, error = int(table.committed[row]), errors.get(row, "")
+        self._fresh.append(Finished(request_id, finish.reason, stats, error, total, attempt))
+        self.drop(request_id, finished=finish is not Finish.ERROR)
 
     def publish(self) -> None:
         """Hand out the events of this step, all at once."""

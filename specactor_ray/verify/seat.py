@@ -43,11 +43,11 @@ class FeatureLog:
     def __init__(self) -> None:
         self._kept: dict[int, list[Features]] = {}
 
-    def keep(self, row: int, features: Features) -> None:
-        """What a step exported of a request."""
+    def keep(self, row: int, features: Features, read: int) -> None:
+        """What a step exported of a request. Its first `read` positions, which came with it, are kept together."""
         kept = self._kept.setdefault(row, [])
         kept.append(features)
-        while features.end - kept[0].end >= _KEPT_POSITIONS:
+        while features.end - max(kept[0].end, read) >= _KEPT_POSITIONS:
             kept.pop(0)
 
     def since(self, row: int, position: int) -> tuple[Features, ...]:

@@ -19,7 +19,7 @@ from specactor_ray.sampling import sample_rows
 from specactor_ray.targets.base import TargetEngine
 from specactor_ray.targets.hf import HfEngine
 from tests.tiny import tiny_target
-from tests.unit.engine_conformance import EngineConformance
+from tests.unit.engine_conformance import ModelConformance
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 
-class TestConformanceOnCuda(EngineConformance):
+class TestConformanceOnCuda(ModelConformance):
     """fp32 with exact matmuls (no TF32), so that drafted and plain runs agree token for token."""
 
     @classmethod

@@ -16,6 +16,7 @@ from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling import derive_seed
 from specactor_ray.targets.base import TargetRequest
 from tests.tiny import tiny_prompts, tiny_target
+from tests.unit.engine_conformance import run
 from tests.unit.test_hf_engine import load, make
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -64,8 +65,5 @@ def test_a_killed_rollout_is_continued(tmp_path: Path) -> None:
         sampling = SamplingParams(temperature=1.0, max_tokens=64, seed=seed)
         name = f"{row['prompt_index']}/{row['sample_index']}"
         engine.add(TargetRequest(name, tuple(row["prompt_token_ids"]), sampling))
-    plain: dict[str, list[int]] = {}
-    while engine.has_work():
-        for step in engine.step({}).outputs:
-            plain.setdefault(step.request_id, []).extend(step.token_ids)
+    plain = run(engine).tokens
     assert {f"{row['prompt_index']}/{row['sample_index']}": row["token_ids"] for row in rows} == plain

@@ -9,24 +9,106 @@ from __future__ import annotations
 import abc
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
-from specactor_ray.targets.base import RowOutput, Tail, TargetEngine, TargetRequest
+from specactor_ray.targets.base import Drafts, Finish, StepResult, TargetEngine, TargetRequest
 from tests.tiny import tiny_prompt_ids
 
-Drafts = Callable[[str, int], Tail]
+Tail = Sequence[int]
+Guess = Callable[[str, int], Tail]
 """(request id, committed length) → draft tokens."""
 
 seeds = st.integers(0, 2**32)
 # Every backend inherits these tests, so an example that failed for one is tried with the next: that is wanted.
 few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.differing_executors])
+
+
+@dataclass
+class Output:
+    """What a step committed for one request."""
+
+    request_id: str
+    start: int
+    token_ids: list[int]
+    logprobs: list[float]
+    margins: list[float] | None
+    num_drafted: int
+    num_accepted: int
+    finish_reason: str | None
+    error: str
+
+
+@dataclass
+class Stepped:
+    """A step's outputs, by request."""
+
+    result: StepResult
+    outputs: list[Output]
+
+
+class Driver:
+    """An engine whose requests are named: rows are the lowest that are free. What is not here is the engine's."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.requests: dict[int, TargetRequest] = {}
+        self.committed: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def row(self, request_id: str) -> int:
+        return next((row for row, one in self.requests.items() if one.request_id == request_id), 10**4)
+
+    def add(self, request: TargetRequest) -> None:
+        row = next(row for row in itertools.count() if row not in self.requests)
+        self.engine.add(row, request)
+        self.requests[row], self.committed[request.request_id] = request, len(request.committed_token_ids)
+
+    def remove(self, request_id: str) -> None:
+        row = self.row(request_id)
+        self.engine.remove(row)
+        self.requests.pop(row, None)
+
+    def decoding(self) -> list[str]:
+        rows = self.engine.decoding()
+        assert rows.dtype == np.int32
+        return [self.requests[row].request_id for row in rows.tolist()]
+
+    def step(self, tails: Mapping[str, Tail] | None = None) -> Stepped:
+        result = self.engine.step(Drafts.of({self.row(name): tail for name, tail in (tails or {}).items()}))
+        assert isinstance(result, StepResult)
+        return Stepped(result, list(self._outputs(result)))
+
+    def _outputs(self, result: StepResult) -> Iterator[Output]:
+        integers = (result.rows, result.starts, result.lengths, result.tokens, result.drafted, result.accepted)
+        assert all(array.dtype == np.int32 for array in integers) and result.logprobs.dtype == np.float32
+        assert len({len(array) for array in (*integers[:3], *integers[4:], result.finish)}) == 1
+        assert len(set(result.rows.tolist())) == len(result.rows), "a row comes once"
+        assert result.lengths.sum() == len(result.tokens) == len(result.logprobs)
+        assert result.margins is None or len(result.margins) == len(result.tokens)
+        assert not len(result.finish) or result.finish.dtype == np.uint8
+        end = 0
+        for at, (row, tokens, finish) in enumerate(result.outputs()):
+            begin, end, name = end, end + len(tokens), self.requests[row].request_id
+            assert result.starts[at] == self.committed[name]
+            self.committed[name] += len(tokens)
+            margins = None if result.margins is None else result.margins[begin:end].tolist()
+            counts = int(result.drafted[at]), int(result.accepted[at])
+            reason, error = None if finish is Finish.RUNNING else finish.reason, result.errors.get(row, "")
+            if reason is not None:
+                del self.requests[row]
+            logprobs = result.logprobs[begin:end].tolist()
+            yield Output(name, int(result.starts[at]), tokens, logprobs, margins, *counts, reason, error)
 
 
 class Collected:
@@ -37,15 +119,23 @@ class Collected:
         self.logprobs: dict[str, list[float]] = {}
         self.reasons: dict[str, str] = {}
         self.errors: dict[str, str] = {}
-        self.outputs: list[RowOutput] = []
+        self.outputs: list[Output] = []
+        self.states: dict[str, list[tuple[int, np.ndarray]]] = {}
+        """Per request the first positions and the states of its spans."""
 
-    def take(self, output: RowOutput) -> None:
+    def step(self, engine: Driver, tails: Mapping[str, Tail] | None = None) -> None:
+        """One step of the engine."""
+        names = {row: request.request_id for row, request in engine.requests.items()}
+        stepped = engine.step(tails)
+        for row, start, states in stepped.result.states.split() if stepped.result.states is not None else ():
+            self.states.setdefault(names[row], []).append((start, states))
+        for output in stepped.outputs:
+            self._take(output)
+
+    def _take(self, output: Output) -> None:
         self.outputs.append(output)
-        tokens = self.tokens.setdefault(output.request_id, [])
-        assert output.start >= len(tokens)
-        tokens.extend(output.token_ids)
+        self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
         self.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
-        assert len(output.logprobs) == len(output.token_ids)
         assert output.num_accepted <= output.num_drafted
         if output.finish_reason is not None:
             assert output.request_id not in self.reasons, "a request ended twice"
@@ -53,17 +143,14 @@ class Collected:
             self.errors[output.request_id] = output.error
 
 
-def run(engine: Any, drafts: Drafts | None = None, max_steps: int = 5000) -> Collected:
+def run(engine: Driver, drafts: Guess | None = None, max_steps: int = 5000) -> Collected:
     """Step until the engine is empty."""
     collected = Collected()
     for _ in range(max_steps):
         if not engine.has_work():
             return collected
-        tails: Mapping[str, Tail] = {}
-        if drafts is not None:
-            tails = {rid: drafts(rid, engine._rows[rid].committed) for rid in engine.decoding()}
-        for output in engine.step(tails).outputs:
-            collected.take(output)
+        tails = None if drafts is None else {name: drafts(name, engine.committed[name]) for name in engine.decoding()}
+        collected.step(engine, tails)
     raise AssertionError("the engine did not finish")
 
 
@@ -75,7 +162,7 @@ def requests(n: int, temperature: float, max_tokens: int = 48, **sampling: Any) 
     ]
 
 
-def noisy_oracle(truth: Mapping[str, Sequence[int]], seed: int, vocab_size: int, longest: int = 7) -> Drafts:
+def noisy_oracle(truth: Mapping[str, Sequence[int]], seed: int, vocab_size: int, longest: int = 7) -> Guess:
     """Drafts of every quality: right ones, wrong ones, right then wrong, none, and far too long ones."""
     rng = random.Random(seed)
 
@@ -91,7 +178,7 @@ def noisy_oracle(truth: Mapping[str, Sequence[int]], seed: int, vocab_size: int,
     return drafts
 
 
-def noisy_tails(truth: Mapping[str, Sequence[int]], rng: random.Random, vocab_size: int) -> Drafts:
+def noisy_tails(truth: Mapping[str, Sequence[int]], rng: random.Random, vocab_size: int) -> Guess:
     """Tails right as far as chance has it, with tokens outside the vocabulary, far too long, or none at all."""
 
     def drafts(request_id: str, committed: int) -> Tail:
@@ -118,16 +205,16 @@ class EngineConformance:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def engine(cls) -> TargetEngine:
-        return cls.make_engine()
+    def engine(cls) -> Driver:
+        return Driver(cls.make_engine())
 
-    def plain(self, engine: TargetEngine, batch: Sequence[TargetRequest]) -> Collected:
+    def plain(self, engine: Driver, batch: Sequence[TargetRequest]) -> Collected:
         for request in batch:
             engine.add(request)
         return run(engine)
 
     @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-    def test_drafts_of_any_quality_change_no_token(self, engine: TargetEngine, temperature: float) -> None:
+    def test_drafts_of_any_quality_change_no_token(self, engine: Driver, temperature: float) -> None:
         batch = requests(12, temperature)
         truth = self.plain(engine, batch)
         for seed in range(3):
@@ -140,14 +227,7 @@ class EngineConformance:
             for request_id, expected in truth.logprobs.items():
                 assert drafted.logprobs[request_id] == pytest.approx(expected, abs=1e-3)
 
-    def test_filters_are_drafted_for_losslessly(self, engine: TargetEngine) -> None:
-        batch = requests(8, 1.2, top_k=20, top_p=0.9)
-        truth = self.plain(engine, batch)
-        for request in batch:
-            engine.add(request)
-        assert run(engine, noisy_oracle(truth.tokens, 5, engine.vocab_size)).tokens == truth.tokens
-
-    def test_full_match_yields_the_bonus(self, engine: TargetEngine) -> None:
+    def test_full_match_yields_the_bonus(self, engine: Driver) -> None:
         request = requests(1, 0.0, ignore_eos=True)[0]
         truth = self.plain(engine, [request]).tokens["r0"]
         engine.add(request)
@@ -156,25 +236,25 @@ class EngineConformance:
         decode = [output for output in collected.outputs if output.num_drafted == 4]
         assert decode and all(len(output.token_ids) == 5 and output.num_accepted == 4 for output in decode)
 
-    def test_neighbours_and_admission_change_no_token(self, engine: TargetEngine) -> None:
+    def test_neighbours_and_admission_change_no_token(self, engine: Driver) -> None:
         batch = requests(10, 1.0)
         together = self.plain(engine, batch)
         alone: dict[str, list[int]] = {}
         for request in batch:
             alone.update(self.plain(engine, [request]).tokens)
         assert together.tokens == alone
-        small = self.make_engine(max_batch=3)
+        small = Driver(self.make_engine(max_batch=3))
         assert self.plain(small, batch).tokens == together.tokens
 
-    def test_chunked_prefill_changes_no_token(self, engine: TargetEngine) -> None:
+    def test_chunked_prefill_changes_no_token(self, engine: Driver) -> None:
         batch = requests(6, 1.0)
-        chunked = self.make_engine(max_batch=4, max_step_tokens=5)
+        chunked = Driver(self.make_engine(max_batch=4, max_step_tokens=5))
         truth = self.plain(engine, batch)
         for request in batch:
             chunked.add(request)
         assert run(chunked, noisy_oracle(truth.tokens, 1, engine.vocab_size)).tokens == truth.tokens
 
-    def test_a_request_goes_on_from_a_journal(self, engine: TargetEngine) -> None:
+    def test_a_request_goes_on_from_a_journal(self, engine: Driver) -> None:
         for request in requests(5, 1.0):
             truth = self.plain(engine, [request])
             tokens = truth.tokens[request.request_id]
@@ -187,7 +267,57 @@ class EngineConformance:
             assert tokens[:half] + moved.tokens["moved"] == tokens
             assert moved.reasons["moved"] == truth.reasons[request.request_id]
 
-    def test_stops(self, engine: TargetEngine) -> None:
+    def test_max_tokens_is_exact_with_drafts(self, engine: Driver) -> None:
+        for limit in (1, 2, 5):
+            request = requests(1, 0.0, max_tokens=limit, ignore_eos=True)[0]
+            engine.add(request)
+            collected = run(engine, lambda rid, done: [1] * 9)
+            assert len(collected.tokens["r0"]) == limit and collected.reasons["r0"] == "length"
+
+    def test_removed_requests_leave_no_trace(self, engine: Driver) -> None:
+        batch = requests(4, 1.0)
+        truth = self.plain(engine, batch).tokens
+        for request in batch:
+            engine.add(request)
+        collected = Collected()
+        for _step in range(3):
+            collected.step(engine)
+        engine.remove("r1")
+        engine.remove("unknown")
+        rest = run(engine)
+        for request_id in ("r0", "r2", "r3"):
+            assert collected.tokens.get(request_id, []) + rest.tokens.get(request_id, []) == truth[request_id]
+        assert "r1" not in rest.tokens
+
+    def test_drafts_of_rows_that_do_not_decode_are_ignored(self, engine: Driver) -> None:
+        batch = requests(3, 1.0)
+        truth = self.plain(engine, batch).tokens
+        for request in batch:
+            engine.add(request)
+        collected = Collected()
+        while engine.has_work():
+            collected.step(engine, {request.request_id: [1, 2] for request in engine.requests.values()})
+        assert collected.tokens == truth
+
+    def test_bad_draft_tokens_are_ignored(self, engine: Driver) -> None:
+        batch = requests(3, 0.0)
+        truth = self.plain(engine, batch).tokens
+        for request in batch:
+            engine.add(request)
+        assert run(engine, lambda rid, done: [-1, 10**9]).tokens == truth
+
+
+class ModelConformance(EngineConformance):
+    """And what engines with a model do: filters, stop ids, limits of the vocabulary and of the context."""
+
+    def test_filters_are_drafted_for_losslessly(self, engine: Driver) -> None:
+        batch = requests(8, 1.2, top_k=20, top_p=0.9)
+        truth = self.plain(engine, batch)
+        for request in batch:
+            engine.add(request)
+        assert run(engine, noisy_oracle(truth.tokens, 5, engine.vocab_size)).tokens == truth.tokens
+
+    def test_stops(self, engine: Driver) -> None:
         free = self.plain(engine, requests(8, 1.0, max_tokens=60))
         assert "stop" in free.reasons.values()
         ended = next(rid for rid, reason in free.reasons.items() if reason == "stop")
@@ -207,22 +337,15 @@ class EngineConformance:
             # What was drafted behind the end was neither right nor wrong.
             assert all(output.num_drafted == output.num_accepted for output in collected.outputs)
 
-    def test_max_tokens_is_exact_with_drafts(self, engine: TargetEngine) -> None:
-        for limit in (1, 2, 5):
-            request = requests(1, 0.0, max_tokens=limit, ignore_eos=True)[0]
-            engine.add(request)
-            collected = run(engine, lambda rid, done: [1] * 9)
-            assert len(collected.tokens["r0"]) == limit and collected.reasons["r0"] == "length"
-
     def test_context_full_ends_by_length(self) -> None:
         request = requests(1, 1.0, max_tokens=400, ignore_eos=True)[0]
         limit = len(request.prompt_token_ids) + 9
-        engine = self.make_engine(max_model_len=limit)
+        engine = Driver(self.make_engine(max_model_len=limit))
         engine.add(request)
         collected = run(engine, lambda rid, done: [3] * 20)
         assert len(collected.tokens["r0"]) == 9 and collected.reasons["r0"] == "length"
 
-    def test_poison_is_refused_and_others_go_on(self, engine: TargetEngine) -> None:
+    def test_poison_is_refused_and_others_go_on(self, engine: Driver) -> None:
         good = requests(2, 0.0)
         truth = self.plain(engine, good).tokens
         engine.add(good[0])
@@ -235,33 +358,10 @@ class EngineConformance:
         engine.add(good[1])
         assert run(engine).tokens == truth
 
-    def test_removed_requests_leave_no_trace(self, engine: TargetEngine) -> None:
-        batch = requests(4, 1.0)
-        truth = self.plain(engine, batch).tokens
-        for request in batch:
-            engine.add(request)
-        collected = Collected()
-        for _step in range(3):
-            for output in engine.step({}).outputs:
-                collected.take(output)
-        engine.remove("r1")
-        engine.remove("unknown")
-        rest = run(engine)
-        for request_id in ("r0", "r2", "r3"):
-            assert collected.tokens.get(request_id, []) + rest.tokens.get(request_id, []) == truth[request_id]
-        assert "r1" not in rest.tokens
-
-    def test_bad_draft_tokens_are_ignored(self, engine: TargetEngine) -> None:
-        batch = requests(3, 0.0)
-        truth = self.plain(engine, batch).tokens
-        for request in batch:
-            engine.add(request)
-        assert run(engine, lambda rid, done: [-1, 10**9]).tokens == truth
-
     @few
     @given(seed=seeds, temperature=st.sampled_from([0.0, 1.0]), filtered=st.booleans())
     def test_tails_of_any_quality_change_no_token(
-        self, engine: TargetEngine, seed: int, temperature: float, filtered: bool
+        self, engine: Driver, seed: int, temperature: float, filtered: bool
     ) -> None:
         filters = {"top_k": 20, "top_p": 0.9} if filtered else {}
         batch = {request.request_id: request for request in requests(5, temperature, max_tokens=32, **filters)}

@@ -19,7 +19,9 @@ from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling import SamplingError, fused, sample_rows, triton_kernels, verify_tails
+from specactor_ray.sampling import SamplingError, fused, sample_rows, triton_kernels
+from specactor_ray.sampling.rules import Rules
+from tests.tails import verify_tails
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TEMPERATURES = (0.0, 1e-6, 1e-5, 1e-4, 0.3, 0.6, 1.0, 1.0, 2.0, 100.0)
@@ -239,7 +241,7 @@ def test_bad_logits_are_named(small_blocks: None, values: dict, problem: str, ru
 def test_rules_are_written_once_and_found_by_slot(small_blocks: None) -> None:
     """Requests 0 and 1 sit in slots 4 and 2, after a prompt of 10 and one of 3 tokens."""
     cpu, logits = torch.device("cpu"), torch.randn(4, 200, generator=torch.Generator().manual_seed(0))
-    rules = fused.Rules(6, cpu)
+    rules = Rules(6, cpu)
     params = [SamplingParams(0.7, seed=2**64 - 1), SamplingParams(seed=3, top_k=4)]
     rules.write([0, 4], [SamplingParams(seed=8, top_p=0.1), params[0]], [0, -10])
     rules.write([0, 2], [SamplingParams(0.0), params[1]], [0, -3])

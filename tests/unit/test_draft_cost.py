@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,9 +37,9 @@ def test_an_outlier_does_not_count_and_an_old_measurement_is_forgotten() -> None
     class Uneven(DraftModelProposer):
         """Every third answer takes it nine seconds."""
 
-        def extend(self) -> list[str]:
+        def extend(self) -> np.ndarray:
             changed = super().extend()
-            if changed:
+            if len(changed):
                 clock.seconds += next(durations)
             return changed
 
@@ -61,7 +62,7 @@ def test_a_model_is_not_slow_because_it_read_prompts_first() -> None:
     class Slow(DraftModelProposer):
         """Reading a prompt takes it three seconds, a token a tenth."""
 
-        def extend(self) -> list[str]:
+        def extend(self) -> np.ndarray:
             clock.seconds += 0.1 if clock.seconds else 3.0
             return super().extend()
 

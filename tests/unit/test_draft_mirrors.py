@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.drafters.base import Proposer
+from specactor_ray.drafters.base import Proposer, Traits
 from specactor_ray.drafters.draft_model import DraftModelProposer
-from specactor_ray.drafters.ngram import NgramProposer, _Request
+from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.drafters.slots import RowProposer
 from specactor_ray.messages import Features, SamplingParams, TailBatch
 from specactor_ray.queues.inbox import MOST_MALFORMED
 from specactor_ray.queues.link import Link, direct_sender
@@ -22,38 +23,44 @@ from tests.tiny import tiny_draft
 from tests.unit.test_loops import eagle, ragged
 
 
-class Picky(NgramProposer):
-    """Whatever it is to do for the request `bad` fails, where `fails` names it; works on hidden states, too."""
+class Picky(RowProposer):
+    """Repeats the last token. Whatever it is to do for the request `bad` fails, where `fails` names it."""
+
+    method, vocab_size = "picky", None
+    traits = Traits(looks_up=True, reads_features=True)
 
     def __init__(self, fails: str) -> None:
-        super().__init__(1, 4, 100, 8)
+        super().__init__(8)
         self._fails = fails
 
-    def _break(self, what: str, request_id: str) -> None:
-        if (what, request_id) == (self._fails, "bad"):
+    def _break(self, what: str, slot: int) -> None:
+        if (what, self.request_ids.get(slot)) == (self._fails, "bad"):
             raise RuntimeError("a proposer's bug")
 
-    def open(
-        self, request_id: str, prompt: Sequence[int], committed: Sequence[int], sampling: SamplingParams, window: int
-    ) -> None:
-        super().open(request_id, prompt, committed, sampling, window)
-        self._break("open", request_id)
+    def open(self, slot: int, *arguments: Any) -> None:
+        super().open(slot, *arguments)
+        self._break("open", slot)
 
-    def commit(self, request_id: str, start: int, token_ids: Sequence[int]) -> bool:
-        self._break("commit", request_id)
-        return super().commit(request_id, start, token_ids)
+    def commit(self, slots: np.ndarray, *arrays: np.ndarray) -> np.ndarray:
+        for slot in slots.tolist():
+            self._break("commit", slot)
+        return super().commit(slots, *arrays)[self._fails == "answer" :]
 
-    def add_features(self, request_id: str, features: Sequence[Features]) -> None:
-        self._break("features", request_id)
+    def add_features(self, slot: int, features: Sequence[Features]) -> None:
+        self._break("features", slot)
 
-    def close(self, request_id: str, finished: bool = True) -> None:
-        super().close(request_id, finished)
+    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
+        self._break("guess", slot)
+        return [int([*prompt, *output][-1])] * room
+
+    def close(self, slot: int, finished: bool) -> None:
         if finished:
-            self._break("close", request_id)
+            self._break("close", slot)
+        super().close(slot, finished)
 
-    def _fill(self, request: _Request) -> None:
-        super()._fill(request)
-        self._break("fill", "bad" if request.mirror.prompt == (1, 3, 1, 3, 1) else "good")
+
+FIRST = np.zeros(1, np.int32)
+"""The slot of the request that was opened first."""
 
 
 def loop_of(proposer: Proposer) -> tuple[DraftLoop, HandClock, list[TailBatch]]:
@@ -81,14 +88,50 @@ def test_what_fails_costs_one_request(fails: str, lost: bool, caplog: pytest.Log
     assert loop.snapshot()["open_requests"] == (1 if lost else 2)
     loop.deliver(news(closed=[(1, True)]))
     loop.run_once()
-    assert loop.snapshot()["open_requests"] == 1 and loop.proposer.tails(["good"]).bases.tolist() == [1]
+    assert loop.snapshot()["open_requests"] == 1 and loop.proposer.tails(FIRST).bases.tolist() == [1]
     asked = {handle for batch in told for handle in batch.lost}
     assert asked == ({(1, 1)} if lost else set()) and loop.snapshot()["failures"] == 1
     assert "request bad has failed" in caplog.text
 
 
+def test_an_answer_that_does_not_fit_costs_the_requests_it_is_about(caplog: pytest.LogCaptureFixture) -> None:
+    loop, _, told = loop_of(Picky("answer"))
+    loop.deliver(news([opening(0), opening(1)]))
+    loop.deliver(news(commits=[(0, 0, [2]), (1, 0, [2])]))
+    assert open_at(loop) == 0 and loop.snapshot()["failures"] == 2
+    assert told[-1].lost == ((0, 1), (1, 1))
+    assert "1 commits were answered by an array of shape (0,)" in caplog.text
+
+
+def test_reported_slots_that_are_not_open_are_passed_over() -> None:
+    class Confused(NgramProposer):
+        def extend(self) -> np.ndarray:
+            return np.concatenate([super().extend(), [1, 10**6, -1]])
+
+    loop, _, told = loop_of(Confused(1, 4, 100, 8))
+    loop.deliver(news([opening(0), opening(1)], closed=[(1, True)]))
+    loop.run_once()
+    loop.deliver(news(closed=[(1, True)]))
+    loop.run_once()
+    loop.deliver(news(commits=[(0, 0, [2])]))
+    loop.run_once()
+    assert [batch.rows.tolist() for batch in told] == [[0, 1], [0]] and loop.snapshot()["failures"] == 0
+
+
+def test_a_slot_that_is_used_again_brings_nothing_of_its_last_request() -> None:
+    """Nor does a late message about that one reach the new one."""
+    loop, _, told = loop_of(NgramProposer(1, 4, 100, 8))
+    loop.deliver(news([opening(0, "a")]))
+    loop.run_once()
+    loop.deliver(news(closed=[(0, True)]))
+    loop.deliver(news([replace(opening(0, "b", (7, 8, 9)), generation=2)]))
+    loop.deliver(news(commits=[(0, 0, [2])], closed=[(0, True)]))
+    assert open_at(loop) == 1 and told[-1].lost == ((0, 1),)
+    assert told[-1].generations.tolist() == [2] and told[-1].lengths.tolist() == [0]
+
+
 def test_a_request_without_a_guess_for_a_failure_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    loop, _, told = loop_of(Picky("fill"))
+    loop, _, told = loop_of(Picky("guess"))
     loop.deliver(news([opening(0, "bad", (1, 3, 1, 3, 1)), opening(1, "good")]))
     assert loop.run_guarded() and loop.snapshot()["open_requests"] == 2
     assert told[-1].rows.tolist() == [0, 1] and told[-1].lengths.tolist() == [0, 4]
@@ -117,7 +160,7 @@ HARMFUL = {
 @pytest.mark.parametrize("harm", HARMFUL)
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle"])
 def test_a_message_that_makes_no_sense_costs_other_verifiers_nothing(method: str, harm: str) -> None:
-    """Of two requests one has no place, so that the proposer answers it without a mirror."""
+    """Of two requests one has no place."""
     proposer: Proposer = NgramProposer(1, 4, 100, 1)
     if method == "draft_model":
         proposer = DraftModelProposer(ragged(tiny_draft()), 2)
@@ -134,7 +177,7 @@ def test_a_message_that_makes_no_sense_costs_other_verifiers_nothing(method: str
         pass
     assert loop.snapshot()["failures"] == 0
     assert not any(batch.lost for batch in told)
-    assert proposer.tails(["good"]).bases.tolist() == [1] and proposer.tails(["good"]).lengths.tolist() == [4]
+    assert proposer.tails(FIRST).bases.tolist() == [1] and proposer.tails(FIRST).lengths.tolist() == [4]
 
 
 def test_what_is_unknown_or_has_a_gap_is_asked_for_again() -> None:
@@ -155,7 +198,7 @@ def test_a_row_or_a_request_that_is_used_again_replaces_what_was_there() -> None
     loop.deliver(news([opening(0, "a"), opening(1, "b")]))
     assert open_at(loop) == 2
     loop.deliver(news([opening(0, "c")]))
-    assert open_at(loop) == 2 and loop.proposer.tails(["b", "c"])
+    assert open_at(loop) == 2 and told[-1].rows.tolist() == [0]
     loop.deliver(news([opening(4, "c")], verifier_id="v1"))
     loop.deliver(news(closed=[(0, True)]))
     assert open_at(loop) == 2, "it has moved to another verifier; what the first says of it is over"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.messages import SamplingParams
+from specactor_ray.modeling.ragged_cache import CacheRow
 from specactor_ray.modeling.ragged_model import RaggedModel, RaggedOutput, RowChunk
 from specactor_ray.sampling import own_noise, sample_rows
+from tests.by_name import ByName
 from tests.tiny import tiny_draft, tiny_prompt_ids
 
 
@@ -25,8 +28,8 @@ def reference() -> torch.nn.Module:
     return load()
 
 
-def proposer(cache_bytes: int = 16 << 20, max_batch: int = 64, shared_noise: bool = True) -> DraftModelProposer:
-    return DraftModelProposer(RaggedModel(load(), cache_bytes), max_batch, shared_noise)
+def proposer(cache_bytes: int = 16 << 20, max_batch: int = 64, shared_noise: bool = True) -> ByName:
+    return ByName(DraftModelProposer(RaggedModel(load(), cache_bytes), max_batch, shared_noise))
 
 
 def expected_tail(
@@ -41,7 +44,7 @@ def expected_tail(
     return tuple(tail)
 
 
-def extend_fully(drafter: DraftModelProposer) -> None:
+def extend_fully(drafter: ByName) -> None:
     for _ in range(200):
         if not drafter.extend():
             return
@@ -75,7 +78,6 @@ def test_tails_after_any_history_are_those_of_a_fresh_model(reference: torch.nn.
         base, tail = drafter.tail(f"r{i}")
         assert base == len(committed[i])
         assert tail == expected_tail(reference, prompt, committed[i], samplings[i], 5)
-        assert not drafter.pending(f"r{i}")
         drafter.close(f"r{i}")
     assert drafter._model.cache.allocator.free_slots == drafter._model.cache.slots, "cache was leaked"
 
@@ -147,17 +149,16 @@ def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(reference: t
     for i, prompt in enumerate(prompts):
         drafter.open(f"r{i}", prompt, (), samplings[i], 5)
     drafter.extend()
-    bad, forward = drafter._requests["r1"].cache, drafter._model.forward
+    bad, forward = drafter._rows[drafter.slots["r1"]], drafter._model.forward_packed
 
-    def poisoned(chunks: list[RowChunk]) -> RaggedOutput:
-        logits = forward(chunks).logits.clone()
-        rows = [i for i, chunk in enumerate(chunks) if chunk.row is bad]
-        logits[rows] = float("nan")
+    def poisoned(rows: list[CacheRow], *arrays: np.ndarray) -> RaggedOutput:
+        logits = forward(rows, *arrays).logits.clone()
+        logits[[i for i, row in enumerate(rows) if row is bad]] = float("nan")
         return RaggedOutput(logits, None)
 
-    drafter._model.forward = poisoned  # type: ignore[method-assign, assignment]
+    drafter._model.forward_packed = poisoned
     assert sorted(drafter.extend()) == ["r0", "r1", "r2"], "also that there is no more of r1"
-    assert not drafter.pending("r1") and len(drafter.tail("r1")[1]) == 1
+    assert len(drafter.tail("r1")[1]) == 1
     extend_fully(drafter)
     for i in (0, 2):
         assert drafter.tail(f"r{i}")[1] == expected_tail(reference, prompts[i], [], samplings[i], 5)

@@ -18,13 +18,14 @@ from specactor_ray.draft.mirrors import Mirrors
 from specactor_ray.drafters.base import Traits
 from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.drafters.registry import traits
-from specactor_ray.messages import CommitBatch, Features, SamplingParams, TailBatch
+from specactor_ray.messages import CommitBatch, SamplingParams, TailBatch
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec._kernels import Committed
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.targets.base import States, TargetRequest
 from specactor_ray.verify import seat
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
+from tests.by_name import ByName
 from tests.unit.spec.tables import Claim, batch, ints, request
 
 
@@ -145,9 +146,10 @@ def ended() -> tuple[CommitBatch, tuple[int, ...]]:
     drafting.close(row, finished=True)
     drafting.table.open(request("in its row"))
     drafting.flush()
-    proposer.open("another", (1, 2), (50,), SamplingParams(), 8)
-    proposer.extend()
-    return heard[-1], proposer.tail("another")[1]
+    learner = ByName(proposer)
+    learner.open("another", (1, 2), (50,), SamplingParams(), 8)
+    learner.extend()
+    return heard[-1], learner.tail("another")[1]
 
 
 def test_a_lookup_learns_from_an_output_up_to_its_end() -> None:
@@ -191,6 +193,22 @@ def test_a_model_reads_some_prompts_at_a_time(looks_up: bool, left_out: int, del
     assert sorted(heard[-1].rows.tolist()) == sorted(rows) and heard[-1].starts.tolist() == [5] * len(rows)
 
 
+def test_states_of_a_prompt_that_is_read_in_pieces_are_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that is opened at the first step reads the whole prompt, however long."""
+    monkeypatch.setattr(seat, "_KEPT_POSITIONS", 4)
+    drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
+    row = drafting.table.open(TargetRequest("long", (1,) * 9, SamplingParams()))
+
+    def kept(*spans: tuple[int, int]) -> list[int]:
+        for begin, count in spans:
+            drafting.keep(States(ints([row]), ints([begin]), ints([count]), np.zeros((count, 1), np.float32)))
+        return [span.begin for span in drafting.features.since(row, -1)]
+
+    assert kept((0, 3), (3, 3), (6, 3)) == [0, 3, 6]
+    assert kept((9, 1), (10, 1), (11, 1)) == [0, 3, 6, 9, 10, 11]
+    assert kept((12, 1), (13, 1)) == [10, 11, 12, 13]
+
+
 def test_a_head_is_told_the_states_that_became_known_with_each_commit() -> None:
     heard: dict[str, list[CommitBatch]] = {"head": [], "lookup": []}
     drafting = Drafting("v", False, SpeculationConfig(), vocab_size=100)
@@ -209,7 +227,7 @@ def test_a_head_is_told_the_states_that_became_known_with_each_commit() -> None:
         rows, counts = ints([row, other]), ints([fresh["a"], fresh["b"]])
         for one, fed in zip(rows.tolist(), counts.tolist(), strict=True):
             fed += position[one] == 0  # two of the prompt
-            drafting.features.keep(one, Features(position[one], np.zeros((fed, 4), np.float32)))
+            drafting.keep(States(ints([one]), ints([position[one]]), ints([fed]), np.zeros((fed, 4), np.float32)))
             position[one] += fed
         tokens = np.ones(counts.sum(), np.int32)
         drafting.commit(Committed(rows, counts, tokens, ints([-1, -1]), ints([0, 0]), ints([0, 0])))

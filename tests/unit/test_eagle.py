@@ -19,8 +19,10 @@ from specactor_ray.errors import ModelLoadError
 from specactor_ray.messages import Features, SamplingParams
 from specactor_ray.modeling.eagle_checkpoint import load_head, read_head_config, save_head, trained_weights
 from specactor_ray.modeling.eagle_head import EagleHead, most_frequent_ids
-from specactor_ray.modeling.eagle_runner import EagleChunk, EagleRunner
+from specactor_ray.modeling.eagle_runner import EagleRunner
+from specactor_ray.modeling.ragged_cache import CacheRow
 from specactor_ray.sampling import own_noise, sample_rows
+from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
 
 WINDOW = 4
@@ -28,6 +30,10 @@ WINDOW = 4
 
 def head() -> EagleHead:
     return load_head(str(tiny_eagle()), str(tiny_target()))
+
+
+def eagle(**arguments: int) -> ByName:
+    return ByName(EagleProposer(EagleRunner(head(), 4 << 20), **arguments))
 
 
 def states_of(count: int, seed: int, width: int = 192) -> np.ndarray:
@@ -61,7 +67,7 @@ def expected_tail(
     return tuple(guessed)
 
 
-def extend_fully(drafter: EagleProposer) -> list[str]:
+def extend_fully(drafter: ByName) -> list[str]:
     reported = []
     for _ in range(200):
         changed = drafter.extend()
@@ -91,7 +97,7 @@ class Sequence:
         self.sent = end
         return [Features(begin, self.states[begin:end])]
 
-    def commit(self, drafter: EagleProposer, fresh: list[int], repeat: int = 0) -> None:
+    def commit(self, drafter: ByName, fresh: list[int], repeat: int = 0) -> None:
         start = len(self.output)
         self.output += fresh
         assert drafter.commit(self.name, start, fresh)
@@ -101,7 +107,7 @@ class Sequence:
 @pytest.mark.parametrize("seed", range(4))
 def test_tails_after_any_history_are_those_of_a_fresh_computation(seed: int) -> None:
     rng, reference = random.Random(seed), head()
-    drafter = EagleProposer(EagleRunner(head(), 4 << 20))
+    drafter = eagle()
     requests = [Sequence(number, rng.choice([0.0, 1.0])) for number in range(4)]
     for request in requests:
         drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
@@ -117,13 +123,12 @@ def test_tails_after_any_history_are_those_of_a_fresh_computation(seed: int) -> 
     for request in requests:
         expected = expected_tail(reference, request.states, request.tokens, len(request.prompt), request.sampling)
         assert drafter.tail(request.name) == (len(request.output), expected)
-        assert not drafter.pending(request.name)
         drafter.close(request.name)
     assert drafter._runner.cache.allocator.free_slots == drafter._runner.cache.slots, "cache was leaked"
 
 
 def test_a_surviving_tail_is_gone_through_again_and_kept_where_it_still_fits() -> None:
-    drafter = EagleProposer(EagleRunner(head(), 4 << 20))
+    drafter = eagle()
     request = Sequence(0, 1.0)
     drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
     request.commit(drafter, [7])
@@ -131,14 +136,13 @@ def test_a_surviving_tail_is_gone_through_again_and_kept_where_it_still_fits() -
     _, before = drafter.tail(request.name)
     request.commit(drafter, [before[0]])
     assert drafter.tail(request.name) == (2, before[1:]), "what survives stays on offer until it is refuted"
-    assert drafter.pending(request.name)
     assert extend_fully(drafter)[-1:] == [request.name]
     expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
     assert drafter.tail(request.name) == (2, expected)
 
 
 def test_a_gap_in_the_states_means_less_context() -> None:
-    drafter = EagleProposer(EagleRunner(head(), 4 << 20))
+    drafter = eagle()
     request = Sequence(1, 1.0)
     drafter.open(request.name, request.prompt, (3, 4, 5), request.sampling, WINDOW)
     request.output = [3, 4, 5]
@@ -152,10 +156,10 @@ def test_a_gap_in_the_states_means_less_context() -> None:
 
 
 def test_a_long_prompt_is_read_in_parts() -> None:
-    drafter = EagleProposer(EagleRunner(head(), 4 << 20))
+    drafter = eagle()
     request = Sequence(2, 1.0)
     request.prompt, request.states = tuple(request.prompt * 40)[:900], states_of(1000, 9)
-    drafter.max_len = 1000
+    drafter.proposer.max_len = 1000
     drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
     request.commit(drafter, [8])
     extend_fully(drafter)
@@ -164,7 +168,7 @@ def test_a_long_prompt_is_read_in_parts() -> None:
 
 
 def test_a_request_too_long_for_the_head_leaves_its_place_to_another() -> None:
-    drafter = EagleProposer(EagleRunner(head(), 4 << 20), max_batch=1)
+    drafter = eagle(max_batch=1)
     first, second = Sequence(0, 0.0), Sequence(1, 0.0)
     for request in (first, second):
         drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
@@ -177,7 +181,7 @@ def test_a_request_too_long_for_the_head_leaves_its_place_to_another() -> None:
 
 
 def test_limits_are_answered_quietly() -> None:
-    drafter = EagleProposer(EagleRunner(head(), 4 << 20), max_batch=1)
+    drafter = eagle(max_batch=1)
     first, second = Sequence(0, 0.0), Sequence(1, 0.0)
     for request in (first, second):
         drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
@@ -202,33 +206,33 @@ def test_limits_are_answered_quietly() -> None:
 
 
 def test_no_states_are_kept_of_a_request_that_is_too_long_for_the_head() -> None:
-    drafter, request = EagleProposer(EagleRunner(head(), 4 << 20)), Sequence(0, 0.0)
+    drafter, request = eagle(), Sequence(0, 0.0)
     drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
-    drafter.max_len = len(request.prompt) + 8
+    drafter.proposer.max_len = len(request.prompt) + 8
     for token in range(3, 40):
         request.commit(drafter, [token])
         extend_fully(drafter)
     assert drafter.tail(request.name) == (len(request.output), ())
-    assert not drafter._entries[request.name].unread
+    assert not drafter._unread
 
 
 def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing() -> None:
-    drafter = EagleProposer(EagleRunner(head(), 4 << 20))
+    drafter = eagle()
     requests = [Sequence(number, 1.0) for number in range(3)]
     for request in requests:
         drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
         request.commit(drafter, [9])
     drafter.extend()
-    bad, forward = drafter._entries["r1"].cache, drafter._runner.forward
+    bad, forward = drafter._rows[drafter.slots["r1"]], drafter._runner.forward
 
-    def poisoned(chunks: list[EagleChunk]) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs, logits = (tensor.clone() for tensor in forward(chunks))
-        logits[[i for i, chunk in enumerate(chunks) if chunk.row is bad]] = float("nan")
+    def poisoned(rows: list[CacheRow], *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, logits = (tensor.clone() for tensor in forward(rows, *arguments))
+        logits[[i for i, row in enumerate(rows) if row is bad]] = float("nan")
         return outputs, logits
 
     drafter._runner.forward = poisoned  # type: ignore[method-assign, assignment]
     assert sorted(drafter.extend()) == ["r0", "r1", "r2"], "also that there is no guess for r1"
-    assert drafter.tail("r1") == (1, ()) and not drafter.pending("r1")
+    assert drafter.tail("r1") == (1, ())
     extend_fully(drafter)
     for request in (requests[0], requests[2]):
         expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
@@ -239,7 +243,7 @@ def test_own_noise_changes_the_samples() -> None:
     request = Sequence(0, 1.0)
     tails = []
     for shared in (True, False):
-        drafter = EagleProposer(EagleRunner(head(), 4 << 20), shared_noise=shared)
+        drafter = eagle(shared_noise=shared)
         drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
         request.sent, request.output = 0, []
         request.commit(drafter, [9])
@@ -455,7 +459,7 @@ class TestCheckpoint:
 
 
 def test_new_weights_take_effect_in_a_running_head() -> None:
-    drafter = EagleProposer(EagleRunner(head(), 4 << 20))
+    drafter = eagle()
     request, other = Sequence(0, 1.0), head()
     with torch.no_grad():
         other.lm_head.weight.copy_(other.lm_head.weight.flip(0))

@@ -24,6 +24,7 @@ from specactor_ray.benchmarks.gpu_check.stages import OutOfTime, Stage, run_stag
 from specactor_ray.benchmarks.gpu_check.static_model import KVCache, LayerWeights, StaticModel
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
+from tests.by_name import ByName
 from tests.clocks import HandClock
 
 CPU = torch.device("cpu")
@@ -125,23 +126,23 @@ def test_shapes_are_those_of_the_published_models() -> None:
 def test_an_oracle_is_right_as_often_as_it_is_told() -> None:
     output = list(range(4000))
     for accuracy in (0.0, 0.3, 0.9, 1.0):
-        oracle = OracleProposer({"r": output}, accuracy, 5000)
-        oracle.open("r", (1, 2), (), SamplingParams(), 4000)
-        assert oracle.pending("r") and oracle.extend() == ["r"] and not oracle.pending("r")
+        oracle = ByName(OracleProposer({"r": output}, accuracy, 5000))
+        oracle.open("r", (1, 2), (), SamplingParams(max_tokens=4000), 4000)
+        assert oracle.extend() == ["r"] and oracle.extend() == []
         base, tail = oracle.tail("r")
         right = sum(mine == theirs for mine, theirs in zip(tail, output, strict=True))
         assert base == 0 and right / 4000 == pytest.approx(accuracy, abs=0.03)
-    again = OracleProposer({"r": output}, 0.3, 5000)
-    again.open("r", (1, 2), range(100), SamplingParams(), 50)
+    again = ByName(OracleProposer({"r": output}, 0.3, 5000))
+    again.open("r", (1, 2), range(100), SamplingParams(max_tokens=4000), 50)
     again.extend()
-    first = OracleProposer({"r": output}, 0.3, 5000)
-    first.open("r", (1, 2), (), SamplingParams(), 150)
+    first = ByName(OracleProposer({"r": output}, 0.3, 5000))
+    first.open("r", (1, 2), (), SamplingParams(max_tokens=4000), 150)
     first.extend()
     assert again.tail("r") == (100, first.tail("r")[1][100:150]), "a position is right or wrong however it is reached"
 
 
 def test_an_oracle_follows_commits_to_the_end_of_the_output() -> None:
-    oracle = OracleProposer({"r": [5, 6, 7]}, 1.0, 100)
+    oracle = ByName(OracleProposer({"r": [5, 6, 7]}, 1.0, 100))
     assert not oracle.commit("r", 0, [5]), "not open"
     oracle.open("r", (1,), (), SamplingParams(), 2)
     oracle.extend()

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from specactor_ray.modeling.wire import from_wire
 from specactor_ray.targets.base import TargetEngine, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests.tiny import tiny_target
-from tests.unit.engine_conformance import EngineConformance, noisy_oracle, noisy_tails, requests, run
+from tests.unit.engine_conformance import Driver, ModelConformance, noisy_oracle, noisy_tails, requests, run
 
 
 def load(folder: Path | None = None) -> Any:
@@ -25,25 +26,29 @@ def load(folder: Path | None = None) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder or tiny_target(), dtype=torch.float32)
 
 
-def make(model: Any = None, cache_bytes: int = 64 << 20, batched: bool | None = None, **limits: Any) -> HfEngine:
+def raw(model: Any = None, cache_bytes: int = 64 << 20, batched: bool | None = None, **limits: Any) -> HfEngine:
     hidden = limits.pop("hidden_layers", ())
     model = model or load()
     eos = model.generation_config.eos_token_id
     return HfEngine(RaggedModel(model, cache_bytes, hidden, batched_attention=batched), [eos], **limits)
 
 
-class TestConformance(EngineConformance):
+def make(*args: Any, **limits: Any) -> Driver:
+    return Driver(raw(*args, **limits))
+
+
+class TestConformance(ModelConformance):
     @classmethod
     def make_engine(cls, **limits: Any) -> TargetEngine:
-        return make(**limits)
+        return raw(**limits)
 
 
-class TestConformanceOfBatchedAttention(EngineConformance):
+class TestConformanceOfBatchedAttention(ModelConformance):
     """The padded attention path that GPUs use, on the CPU."""
 
     @classmethod
     def make_engine(cls, **limits: Any) -> TargetEngine:
-        return make(batched=True, **limits)
+        return raw(batched=True, **limits)
 
 
 def test_greedy_equals_generate() -> None:
@@ -108,19 +113,18 @@ def test_unsampleable_logits_fail_that_request_alone() -> None:
     for request in batch:
         engine.add(request)
     truth = run(engine).tokens
-    forward = engine._model.forward
+    forward = engine._model.forward_packed
 
-    def poisoned(chunks: Any) -> Any:
-        output = forward(chunks)
-        begin = 0
-        for chunk in chunks:
-            if chunk.num_logits and chunk.row is engine._rows["r1"].cache if "r1" in engine._rows else False:
+    def poisoned(rows: Any, counts: Any, tokens: Any, num_logits: Any) -> Any:
+        output = forward(rows, counts, tokens, num_logits)
+        ends = np.cumsum(num_logits)
+        for row, count, end in zip(rows, num_logits, ends, strict=True):
+            if row is engine._caches.get(engine.row("r1")):
                 with torch.inference_mode():
-                    output.logits[begin : begin + chunk.num_logits] = float("nan")
-            begin += chunk.num_logits
+                    output.logits[end - count : end] = float("nan")
         return output
 
-    engine._model.forward = poisoned  # type: ignore[method-assign]
+    engine._model.forward_packed = poisoned
     for request in batch:
         engine.add(request)
     collected = run(engine)
@@ -143,11 +147,10 @@ def test_hidden_states_cover_every_position_once(limits: dict[str, Any]) -> None
     assert (engine.preemptions > 0) == tight
     model = load()
     for request in batch:
-        outputs = [o for o in collected.outputs if o.request_id == request.request_id]
-        ends = [o.hidden_start + len(o.hidden_states) for o in outputs]
-        assert [o.hidden_start for o in outputs] == [0, *ends[:-1]]
-        assert ends == [len(request.prompt_token_ids) + o.start + len(o.token_ids) - 1 for o in outputs]
-        ours = torch.cat([from_wire(o.hidden_states) for o in outputs])
+        spans = collected.states[request.request_id]
+        ends = [start + len(states) for start, states in spans]
+        assert [start for start, _ in spans] == [0, *ends[:-1]]
+        ours = torch.cat([from_wire(states) for _, states in spans])
         tokens = collected.tokens[request.request_id]
         width = model.config.hidden_size
         assert ours.shape == (len(request.prompt_token_ids) + len(tokens) - 1, 3 * width)
@@ -192,7 +195,7 @@ def test_new_weights_in_mid_request_equal_a_fresh_start_from_there() -> None:
     request = requests(1, 1.0, max_tokens=30, ignore_eos=True)[0]
     engine = make()
     engine.add(request)
-    first = [token for _ in range(8) for output in engine.step({}).outputs for token in output.token_ids]
+    first = [token for _ in range(8) for output in engine.step().outputs for token in output.token_ids]
     engine.load_weights(1, changed)
     rest = run(engine).tokens["r0"]
     engine.add(TargetRequest("again", request.prompt_token_ids, request.sampling, tuple(first)))
@@ -240,7 +243,7 @@ def test_other_architectures_match_their_own_forward(
             with torch.no_grad():
                 context.append(int(reference(torch.tensor([context]), use_cache=False).logits[0, -1].argmax()))
         expected[str(i)] = context[len(prompt) :]
-    engine = HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20, batched_attention=batched))
+    engine = Driver(HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20, batched_attention=batched)))
     for i, prompt in enumerate(prompts):
         engine.add(TargetRequest(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=16)))
     drafted = run(engine, noisy_oracle(expected, 4, 256))

@@ -17,7 +17,7 @@ PACKAGE = REPOSITORY / "specactor_ray"
 # What a proposer is lies below the configuration, whose checks ask for it.
 # The pure half of the controller (plain data and decisions) lies below the actors, which are told what to be with it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("clock", "errors", "json_text", "leftovers"),
+    ("clock", "errors", "json_text", "leftovers", "ragged"),
     ("child", "files"),
     ("jit",),
     ("signals",),
@@ -171,7 +171,7 @@ def test_what_is_decided_depends_on_arguments_only(path: Path) -> None:
     pure = ("__future__", "collections", "dataclasses", "typing", "enum", "math", "numpy", "operator")
     for name in imports_of(path):
         root, _, rest = name.partition(".")
-        good = part_of(rest) in ("spec", "config", "jit") if root == "specactor_ray" else root in pure
+        good = part_of(rest) in ("spec", "config", "jit", "ragged") if root == "specactor_ray" else root in pure
         assert good and not name.startswith("numpy.random"), f"{name_of(path)} imports {name}"
 
 

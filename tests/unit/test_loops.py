@@ -40,7 +40,7 @@ from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 from tests.misbehaving import Crasher, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
-from tests.unit.engine_conformance import requests, run
+from tests.unit.engine_conformance import Driver, requests, run
 
 torch.set_num_threads(1)
 EAGLE_LAYERS = (0, 1, 2)
@@ -187,7 +187,7 @@ def truth_of(batch: Sequence[TargetRequest]) -> dict[str, list[int]]:
 
 @functools.cache  # most tests use the same requests
 def _truth_of(batch: tuple[TargetRequest, ...]) -> dict[str, list[int]]:
-    target = engine()
+    target = Driver(engine())
     for request in batch:
         target.add(request)
     return run(target).tokens
@@ -418,14 +418,14 @@ def test_a_head_is_told_each_state_once_and_before_it_drafts(inline: bool) -> No
     class Reader(EagleProposer):
         steps, behind, repeated = 0, 0, 0
 
-        def add_features(self, request_id: str, features: Sequence[Features]) -> None:
-            self.repeated += features[0].begin != self._entries[request_id].next_state
-            super().add_features(request_id, features)
+        def add_features(self, slot: int, features: Sequence[Features]) -> None:
+            self.repeated += features[0].begin != self._received[slot]
+            super().add_features(slot, features)
 
-        def extend(self) -> list[str]:
-            for entry in self._entries.values():
+        def extend(self) -> np.ndarray:
+            for slot in self.request_ids:
                 self.steps += 1
-                self.behind += entry.first > 0 or entry.next_state != entry.known - 1
+                self.behind += self._first[slot] > 0 or self._received[slot] != self.mirrors.known[slot] - 1
             return super().extend()
 
     head, batch = eagle(Reader), requests(10, 1.0)
@@ -447,7 +447,7 @@ def test_weights_that_come_in_the_middle_of_outputs_change_no_token(inline: bool
 
         def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
             super().load_weights(version, state_dict)
-            self.taught += len(self._entries) > 0
+            self.taught += len(self.request_ids) > 0
 
     heads = {f"eagle-{number}": eagle(Pupil) for number in range(2)}
     bench = Bench(heads, inline, draft_wait_s=0.05)

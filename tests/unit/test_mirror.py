@@ -1,59 +1,95 @@
-"""The drafter's mirror of one request."""
+"""The drafter's mirrors of its requests."""
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.drafters.mirror import CommitOutcome, RequestMirror, common_prefix
+from specactor_ray.drafters.base import packed
+from specactor_ray.drafters.mirror import MirrorTable, common_prefix
 from specactor_ray.messages import SamplingParams
 
 TRUTH = [5, 3, 5, 5, 2, 3, 5, 1, 5, 3, 2, 2, 5, 4, 1, 3]
+PROMPT = (9, 9)
 
 
-def mirror(committed: int = 0, tail: list[int] | None = None, window: int = 4) -> RequestMirror:
-    made = RequestMirror((9, 9), TRUTH[:committed], SamplingParams(), window)
-    made.tail.extend(tail or [])
-    return made
+def mirror(committed: int = 0, tail: list[int] | None = None, window: int = 4) -> MirrorTable:
+    """A table with one request in slot 2."""
+    table = MirrorTable()
+    table.open(2, PROMPT, TRUTH[:committed], SamplingParams(), window)
+    table.lengthen(2, tail or [])
+    return table
+
+
+def commit(table: MirrorTable, start: int, tokens: list[int]) -> tuple[int, int]:
+    """Up to which output token the line is what it was (below 0: the commit does not fit), and new tokens."""
+    same, fresh = table.commit(*packed([(2, start, tokens)]))
+    return int(same[0]) - len(PROMPT), int(fresh[0])
+
+
+def tail(table: MirrorTable) -> tuple[int, list[int]]:
+    ((base, tokens),) = table.tails(np.array([2])).rows()
+    assert table.ends[2] == len(PROMPT) + base + len(tokens)
+    return base, tokens
 
 
 def test_a_commit_that_agrees_shortens_the_tail() -> None:
     m = mirror(2, TRUTH[2:6])
-    assert m.room == 0
-    assert m.commit(2, TRUTH[2:4]) == CommitOutcome(True, advanced=2, matched=2, survived=2)
-    assert (m.base_len, m.tail, m.room) == (4, TRUTH[4:6], 2)
+    assert commit(m, 2, TRUTH[2:4]) == (6, 2)
+    assert tail(m) == (4, TRUTH[4:6])
 
 
 def test_a_commit_past_a_right_tail_is_no_rollback() -> None:
-    m = mirror(0, TRUTH[:2])
-    assert m.commit(0, TRUTH[:4]) == CommitOutcome(True, advanced=4, matched=2, survived=0)
+    assert commit(mirror(0, TRUTH[:2]), 0, TRUTH[:4]) == (2, 4)
 
 
 def test_a_wrong_tail_goes_as_a_whole() -> None:
     m = mirror(0, [TRUTH[0], 99, TRUTH[2]])
-    assert m.commit(0, TRUTH[:2]) == CommitOutcome(True, advanced=2, matched=1, survived=0)
-    assert m.tail == []
+    assert commit(m, 0, TRUTH[:2]) == (1, 2)
+    assert tail(m) == (2, [])
 
 
 def test_a_gap_changes_nothing() -> None:
     m = mirror(2, [7])
-    assert m.commit(3, TRUTH[3:5]) == CommitOutcome(False, survived=1)
-    assert (m.base_len, m.tail) == (2, [7])
-    assert not m.commit(-1, [1]).ok
+    assert commit(m, 3, TRUTH[3:5]) == (-3, 0)
+    assert tail(m) == (2, [7])
+    assert commit(m, -1, [1])[0] < 0
 
 
 def test_repeated_late_and_overlapping_commits_are_harmless() -> None:
     m = mirror(6, [7, 8])
-    assert m.commit(0, TRUTH[:3]) == CommitOutcome(True, survived=2)
-    assert m.commit(4, TRUTH[4:6]) == CommitOutcome(True, survived=2)
-    assert m.commit(4, TRUTH[4:8]).advanced == 2
-    assert m.committed == TRUTH[:8]
+    assert commit(m, 0, TRUTH[:3]) == (8, 0)
+    assert commit(m, 4, TRUTH[4:6]) == (8, 0)
+    assert commit(m, 4, TRUTH[4:8])[1] == 2
+    assert m.committed(2).tolist() == TRUTH[:8]
 
 
 def test_a_contradiction_is_a_gap() -> None:
     m = mirror(4)
-    assert not m.commit(2, [TRUTH[2], 99, 1]).ok
-    assert m.committed == TRUTH[:4]
+    assert commit(m, 2, [TRUTH[2], 99, 1])[0] < 0
+    assert m.committed(2).tolist() == TRUTH[:4]
+
+
+def test_a_slot_that_is_not_open_takes_nothing() -> None:
+    m = mirror(4)
+    same, fresh = m.commit(*packed([(slot, 0, [1]) for slot in (0, 1, 3, 10**6, -1)]))
+    assert same.tolist() == [-1] * 5 and not fresh.any()
+    m.close(2)
+    assert commit(m, 4, [1])[0] < 0 and not m.is_open(2) and not m.is_open(10**6)
+
+
+def test_a_commit_far_beyond_takes_no_memory() -> None:
+    m = mirror()
+    assert commit(m, 2**31 - 2, [1])[0] < 0
+    assert m.lines.size < 100
+
+
+def test_several_commits_of_one_slot_are_taken_in_turn() -> None:
+    m = mirror()
+    same, fresh = m.commit(*packed([(2, 0, TRUTH[:2]), (2, 2, TRUTH[2:4]), (2, 5, [1])]))
+    assert fresh.tolist() == [2, 2, 0] and same.tolist() == [2, 4, -1]
+    assert m.committed(2).tolist() == TRUTH[:4]
 
 
 def test_common_prefix() -> None:
@@ -65,18 +101,20 @@ pieces = st.lists(st.tuples(st.integers(0, 16), st.integers(0, 16), st.lists(st.
 
 @given(pieces)
 def test_any_order_of_pieces_of_the_truth_keeps_a_prefix_of_it(sequence: list[tuple[int, int, list[int]]]) -> None:
-    m = mirror()
+    m = mirror(window=6)
     for start, end, guess in sequence:
-        m.tail[:] = guess
-        before = m.base_len
-        outcome = m.commit(start, TRUTH[start:end])
+        m.ends[2] = m.known[2]
+        m.lengthen(2, guess)
+        before, _ = tail(m)
+        same, advanced = commit(m, start, TRUTH[start:end])
         reach = max(before, min(max(start, end), len(TRUTH)))
-        assert outcome.ok == (start <= before)
-        assert m.base_len == (reach if outcome.ok else before)
-        assert m.committed == TRUTH[: m.base_len]
-        fresh = TRUTH[before : m.base_len]
-        assert outcome.advanced == len(fresh)
-        assert outcome.matched == common_prefix(guess, fresh)
-        expected = guess[len(fresh) :] if guess[: len(fresh)] == fresh[: len(guess)] else []
-        assert m.tail == expected
-        assert outcome.survived == len(expected)
+        assert (same >= 0) == (start <= before)
+        base, left = tail(m)
+        assert base == (reach if same >= 0 else before)
+        assert m.prompt(2).tolist() == list(PROMPT) and m.committed(2).tolist() == TRUTH[:base]
+        fresh = TRUTH[before:base]
+        assert advanced == len(fresh)
+        agrees = guess[: len(fresh)] == fresh[: len(guess)]
+        assert left == (guess[len(fresh) :] if agrees else [])
+        if same >= 0:
+            assert same == before + (len(guess) if agrees else common_prefix(guess, fresh))

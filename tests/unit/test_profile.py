@@ -17,13 +17,16 @@ from specactor_ray.benchmarks.profile import default_devices, parse_axes, run_pr
 from specactor_ray.benchmarks.profile_process import measure_verify, record_outputs
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
+from specactor_ray.drafters.base import Traits
 from specactor_ray.drafters.registry import build_proposer
+from specactor_ray.drafters.slots import RowProposer
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.console import make_console
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.targets.base import Drafts, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from tests import tiny
+from tests.by_name import ByName
 
 REPOSITORY = Path(__file__).parents[2]
 WINDOW = 4
@@ -60,21 +63,21 @@ class TestAcceptance:
         model = str(tiny_draft_model_dir) if method == "draft_model" else None
         drafter = DrafterConfig(method, model=model, kv_cache_gb=0.05, history_tokens=0)
         steps = accepted = 0
-        proposer = build_proposer(drafter, TargetConfig(), "cpu")
+        proposer = ByName(build_proposer(drafter, TargetConfig(), "cpu"))
         for number, one in enumerate(recorded):
             name = str(number)
-            engine.add(TargetRequest(name, one.prompt, one.sampling))
-            while name not in engine.decoding():
-                first = engine.step({}).outputs
-            output = list(first[0].token_ids)
+            engine.add(number, TargetRequest(name, one.prompt, one.sampling))
+            while not len(engine.decoding()):
+                first = engine.step()
+            output = first.tokens.tolist()
             proposer.open(name, one.prompt, output, one.sampling, WINDOW)
             while engine.has_work():
                 while proposer.extend():
                     pass
-                row = engine.step({name: proposer.tail(name)[1]}).outputs[0]
-                proposer.commit(name, len(output), row.token_ids)
-                output += row.token_ids
-                steps, accepted = steps + 1, accepted + row.num_accepted
+                result = engine.step(Drafts.of({number: proposer.tail(name)[1]}))
+                proposer.commit(name, len(output), result.tokens.tolist())
+                output += result.tokens.tolist()
+                steps, accepted = steps + 1, accepted + int(result.accepted[0])
             assert tuple(output) == one.output, "the recorded output is what the target says"
             proposer.close(name)
         found = measure_acceptance(build_proposer(drafter, TargetConfig(), "cpu"), recorded, WINDOW, batch=4)
@@ -105,44 +108,30 @@ class TestAcceptance:
         assert measure_acceptance(oracle, [short, long], 8, batch=1).survival == (0.5, 0.5)
 
 
-class Oracle:
+class Oracle(RowProposer):
     """A proposer that looks the answer up by prompt and seed."""
 
     method, vocab_size = "oracle", None
+    traits = Traits(looks_up=True, reads_features=True)
 
     def __init__(self, answers: dict[tuple[int, ...], Any]) -> None:
+        super().__init__()
         self._answers = answers
-        self.open_requests: dict[str, list[Any]] = {}
         self.finished = 0
         self.features: list[Any] = []
 
-    def open(self, request_id: str, prompt: Any, committed: Any, sampling: SamplingParams, window: int) -> None:
-        self.open_requests[request_id] = [self._answers[(*prompt, sampling.seed)], len(committed), window, False]
+    @property
+    def open_requests(self) -> list[str]:
+        return list(self.request_ids.values())
 
-    def commit(self, request_id: str, start: int, tokens: Any) -> bool:
-        request = self.open_requests[request_id]
-        assert start == request[1]
-        request[1], request[3] = start + len(tokens), False
-        return True
+    def add_features(self, slot: int, features: Any) -> None:
+        self.features += [(self.request_ids[slot], span.begin, span.states[:, 0].tolist()) for span in features]
 
-    def add_features(self, request_id: str, features: Any) -> None:
-        self.features += [(request_id, span.begin, span.states[:, 0].tolist()) for span in features]
+    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Any:
+        return self._answers[(*prompt.tolist(), self.samplings[slot].seed)][len(output) :]
 
-    def extend(self) -> list[str]:
-        fresh = [name for name, request in self.open_requests.items() if not request[3]]
-        for name in fresh:
-            self.open_requests[name][3] = True
-        return fresh
-
-    def pending(self, request_id: str) -> bool:
-        return not self.open_requests[request_id][3]
-
-    def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
-        answer, base, window, _ = self.open_requests[request_id]
-        return base, tuple(answer[base : base + window])
-
-    def close(self, request_id: str, finished: bool = True) -> None:
-        del self.open_requests[request_id]
+    def close(self, slot: int, finished: bool) -> None:
+        super().close(slot, finished)
         self.finished += finished
 
 
@@ -162,7 +151,7 @@ class TestCosts:
         assert len(points) == axes.verify_points()
         assert places == {(w, c, b) for w in (0, 1, 2) for c in (16, 64) for b in (1, 4)}
         assert all(point.seconds > 0.0 for point in points)
-        assert not engine.has_work() and not engine.decoding()
+        assert not engine.has_work() and not len(engine.decoding())
 
     def test_exported_features_reach_the_proposer_with_their_tokens(self, recorded: list[Recorded]) -> None:
         """Each position's state once, in order, up to the one that predicted the newest committed token."""

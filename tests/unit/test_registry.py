@@ -15,7 +15,7 @@ from specactor_ray.errors import ConfigError
         ("magic", "unknown method 'magic'; known: ngram"),
         ("no.such.module:Drafter", "cannot be imported"),
         ("tests.misbehaving:NoSuchDrafter", "cannot be imported"),
-        ("collections:OrderedDict", "lacks open, commit_batch, extend.*derive it from .*RowProposer"),
+        ("collections:OrderedDict", "lacks open, commit, extend.*derive it from .*RowProposer"),
     ],
 )
 def test_no_proposer(method: str, message: str) -> None:

@@ -21,14 +21,13 @@ from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling import (
     SamplingError,
-    Verified,
     derive_seed,
     gumbel_noise,
     sample_rows,
     torch_kernels,
-    verify_tails,
 )
 from specactor_ray.sampling import numba_kernels as kernels
+from tests.tails import Verified, verify_tails
 
 REPO = Path(__file__).parents[2]
 ALPHA = 1e-4  # seeds are fixed: a p-value under this is a wrong distribution, not bad luck
@@ -135,7 +134,7 @@ def test_own_logarithm_is_accurate_and_the_same_in_torch():
 def test_noise_bits_are_the_same_in_torch():
     seeds = [0, 1, 2**32, 2**63, 2**64 - 1, derive_seed(3, 4, 5)]
     positions = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 12]
-    rows = torch_kernels.gumbel_rows(seeds, positions, 5000, torch.device("cpu")).numpy()
+    rows = torch_kernels.gumbel_rows(np.array(seeds, np.uint64), np.array(positions), 5000, torch.device("cpu")).numpy()
     for row, seed, position in zip(rows, seeds, positions, strict=True):
         assert row.tobytes() == gumbel_noise(seed, position, 5000).tobytes()
 
@@ -463,9 +462,9 @@ def test_bad_logits_are_named(backend, values, problem, temperature):
     good = sample_rows(logits[2:3], params[:1], [5], backend=backend).token_ids
     with pytest.raises(SamplingError, match=f"row 1: .*{problem}.*row 0 of 1.*row 2: .*row 1 of 2") as caught:
         verify_tails(logits, [0, 1, 2], [(), (), good], params, [0, 0, 5], backend=backend)
-    assert caught.value.rows == (1, 2)
+    assert list(caught.value.problems) == [1, 2]
     again = pickle.loads(pickle.dumps(caught.value))
-    assert (again.rows, str(again)) == (caught.value.rows, str(caught.value))
+    assert (again.problems, str(again)) == (caught.value.problems, str(caught.value))
 
 
 def test_negative_nan_bits_are_seen():
@@ -481,7 +480,7 @@ def test_negative_nan_bits_are_seen():
     ({"logits": torch.zeros(5, 0)}, "logits must be"),
     ({"row_offsets": [0, 4]}, "outside"),
     ({"row_offsets": [-1, 2]}, "outside"),
-    ({"row_offsets": [0]}, "2 params for 1 row offsets"),
+    ({"row_offsets": [0]}, "1 row offsets for 2 tails"),
     ({"tails": [(1,)]}, "1 tails"),
     ({"positions": [0, -1]}, "positions"),
     ({"positions": [0, 2**32 - 1]}, "positions"),

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -255,7 +256,7 @@ def test_a_draft_loop_has_a_heartbeat_too() -> None:
     clock, seen = HandClock(), list[float]()
 
     class Slow(NgramProposer):
-        def extend(self) -> list[str]:
+        def extend(self) -> np.ndarray:
             clock.seconds += 45.0
             seen.append(loop.snapshot()["busy_s"])
             return super().extend()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 
@@ -19,9 +20,11 @@ def test_the_installed_version_is_a_tested_one() -> None:
 def test_the_engine_core_and_its_scheduler() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
     from vllm.v1.outputs import DraftTokenIds
-    from vllm.v1.request import Request, RequestStatus
+    from vllm.v1.request import Request
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     assert "weights_path" in inspect.signature(GPUModelRunner.reload_weights).parameters
     for name in ("preprocess_add_request", "add_request", "abort_requests", "step", "post_step", "collective_rpc"):
@@ -30,11 +33,16 @@ def test_the_engine_core_and_its_scheduler() -> None:
     assert "reset_running_requests" in inspect.signature(EngineCore.reset_prefix_cache).parameters
     assert list(inspect.signature(Scheduler.update_draft_token_ids).parameters) == ["self", "draft_token_ids"]
     assert list(inspect.signature(DraftTokenIds).parameters) == ["req_ids", "draft_token_ids"]
+    assert "self.running: list[Request]" in inspect.getsource(Scheduler.__init__)
     assert "num_tokens" in dir(Request) and "self.num_computed_tokens = 0" in inspect.getsource(Request.__init__)
-    assert RequestStatus.RUNNING is not None
+    assert "self.driver_worker = WorkerWrapperBase(" in inspect.getsource(UniProcExecutor._init_executor)
+    assert "self.worker" in inspect.getsource(WorkerWrapperBase.init_worker)
+    assert "self.model_executor" in inspect.getsource(EngineCore.__init__)
 
 
 def test_the_model_runner_calls_its_samplers_as_we_are_called() -> None:
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+    from vllm.v1.worker.gpu_input_batch import InputBatch
     from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
     source = " ".join(inspect.getsource(GPUModelRunner._sample).split())
@@ -42,6 +50,10 @@ def test_the_model_runner_calls_its_samplers_as_we_are_called() -> None:
     call = "self.rejection_sampler( spec_decode_metadata, draft_probs, logits, sampling_metadata, )"
     assert call in source
     assert {"scheduler_output", "hidden_states", "aux_hidden_states"} <= set(ExecuteModelState._fields)
+    assert {"draft_token_ids", "num_draft_tokens"} <= set(SpecDecodeMetadata.__annotations__)
+    assert {"req_ids", "num_computed_tokens_cpu"} <= set(dir(InputBatch)) | set(
+        re.findall(r"self\.(\w+)", inspect.getsource(InputBatch.__init__))
+    )
     made = inspect.getsource(GPUModelRunner.__init__)
     for name in ("input_batch", "requests", "discard_request_mask", "use_aux_hidden_state_outputs"):
         assert f"self.{name}" in made, name

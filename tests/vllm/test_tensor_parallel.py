@@ -17,15 +17,13 @@ import torch
 
 from specactor_ray.config import Config
 from specactor_ray.modeling.ragged_model import HEAD_INPUT
-from specactor_ray.modeling.wire import from_wire
 from specactor_ray.rollout.rollout import Rollout
-from specactor_ray.targets.vllm import VllmEngine
 from tests.tiny import tiny_vllm_target
-from tests.unit.engine_conformance import Collected, noisy_oracle, requests
+from tests.unit.engine_conformance import Driver, noisy_oracle, requests
 from tests.unit.test_hf_engine import load
 from tests.unit.test_hf_engine import make as make_hf
 from tests.vllm import needs_vllm
-from tests.vllm.test_vllm_engine import answers_of, make
+from tests.vllm.test_vllm_engine import answers_of, make, states_of
 from tests.vllm.test_vllm_rollout import NGRAM, config, tokens_of
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
@@ -41,13 +39,9 @@ def ranks_of(process: psutil.Process) -> list[psutil.Process]:
     return [child for child in children if any(sign in " ".join(child.cmdline()) for sign in signs)]
 
 
-def states_of(collected: Collected, request_id: str) -> torch.Tensor:
-    return torch.cat([from_wire(o.hidden_states) for o in collected.outputs if o.request_id == request_id])
-
-
 class TestInThisProcess:
     @pytest.fixture(scope="class")
-    def engine(self) -> Iterator[VllmEngine]:
+    def engine(self) -> Iterator[Driver]:
         engine = make(tensor_parallel=2, cores=2, hidden_layers=LAYERS)
         ranks = ranks_of(psutil.Process())
         assert len(ranks) == 2
@@ -57,7 +51,7 @@ class TestInThisProcess:
 
     @pytest.mark.parametrize(("temperature", "filters"), [(0.0, {}), (1.0, {}), (0.7, {"top_k": 30, "top_p": 0.9})])
     def test_ranks_verify_the_same_drafts_and_choose_the_tokens_of_hf(
-        self, engine: VllmEngine, temperature: float, filters: dict[str, Any]
+        self, engine: Driver, temperature: float, filters: dict[str, Any]
     ) -> None:
         batch, reference = requests(8, temperature, **filters), make_hf(load(tiny_vllm_target()), hidden_layers=LAYERS)
         truth, plain = answers_of(reference, batch), answers_of(engine, batch)
@@ -68,7 +62,7 @@ class TestInThisProcess:
             assert drafted.logprobs[request_id] == pytest.approx(expected, abs=1e-3)
             assert torch.allclose(states_of(drafted, request_id), states_of(truth, request_id), atol=1e-3)
 
-    def test_every_rank_takes_its_part_of_new_weights(self, engine: VllmEngine) -> None:
+    def test_every_rank_takes_its_part_of_new_weights(self, engine: Driver) -> None:
         original = load(tiny_vllm_target()).state_dict()
         model = load(tiny_vllm_target())
         model.load_state_dict({name: tensor * 1.3 for name, tensor in original.items()})

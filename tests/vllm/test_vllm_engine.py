@@ -17,12 +17,11 @@ from specactor_ray.modeling.loading import load_eos_token_ids
 from specactor_ray.modeling.ragged_model import HEAD_INPUT
 from specactor_ray.modeling.wire import from_wire
 from specactor_ray.targets.base import TargetEngine, TargetRequest
-from specactor_ray.targets.hf import HfEngine
 from specactor_ray.targets.vllm import VllmEngine
 from specactor_ray.targets.vllm_bridge import CoreSettings
 from tests.exact_distribution import assert_sampled_from
 from tests.tiny import tiny_prompt_ids, tiny_vllm_target
-from tests.unit.engine_conformance import Collected, Drafts, EngineConformance, noisy_oracle, requests, run
+from tests.unit.engine_conformance import Collected, Driver, Guess, ModelConformance, noisy_oracle, requests, run
 from tests.unit.test_hf_engine import load
 from tests.unit.test_hf_engine import make as make_hf
 from tests.vllm import needs_vllm
@@ -32,7 +31,7 @@ pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
 _engines: list[VllmEngine] = []
 
 
-def make(**limits: Any) -> VllmEngine:
+def raw(**limits: Any) -> VllmEngine:
     settings: dict[str, Any] = {
         "model": str(tiny_vllm_target()),
         "dtype": "float32",
@@ -49,6 +48,10 @@ def make(**limits: Any) -> VllmEngine:
     return engine
 
 
+def make(**limits: Any) -> Driver:
+    return Driver(raw(**limits))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def end_engines() -> Iterator[None]:
     yield
@@ -56,13 +59,13 @@ def end_engines() -> Iterator[None]:
         engine.close()
 
 
-class TestConformance(EngineConformance):
+class TestConformance(ModelConformance):
     @classmethod
     def make_engine(cls, **limits: Any) -> TargetEngine:
-        return make(**limits)
+        return raw(**limits)
 
 
-def hf(**limits: Any) -> HfEngine:
+def hf(**limits: Any) -> Driver:
     """The other engine with the same weights."""
     return make_hf(load(tiny_vllm_target()), **limits)
 
@@ -73,7 +76,7 @@ def hf(**limits: Any) -> HfEngine:
 )
 def test_tokens_are_those_of_hf(temperature: float, filters: dict[str, Any], compiled: bool) -> None:
     batch = requests(12, temperature, **filters)
-    engines: list[TargetEngine] = [make(compiled=compiled), hf()]
+    engines = [make(compiled=compiled), hf()]
     for request in batch:
         for engine in engines:
             engine.add(request)
@@ -93,7 +96,7 @@ def test_tokens_come_from_the_targets_distribution(filters: dict[str, Any], qual
     engine = _distribution_engine()
     truth = answers_of(engine, batch).tokens
     rng = random.Random(9)
-    drafts: dict[str, Drafts] = {
+    drafts: dict[str, Guess] = {
         "oracle": lambda rid, done: truth[rid][done : done + 4],
         "random": lambda rid, done: [rng.randrange(engine.vocab_size) for _ in range(4)],
         "mixed": noisy_oracle(truth, 9, engine.vocab_size),
@@ -106,11 +109,11 @@ def test_tokens_come_from_the_targets_distribution(filters: dict[str, Any], qual
 
 
 @functools.cache
-def _distribution_engine() -> VllmEngine:
+def _distribution_engine() -> Driver:
     return make()
 
 
-def answers_of(engine: TargetEngine, batch: Sequence[TargetRequest], drafts: Drafts | None = None) -> Collected:
+def answers_of(engine: Driver, batch: Sequence[TargetRequest], drafts: Guess | None = None) -> Collected:
     for request in batch:
         engine.add(request)
     return run(engine, drafts)
@@ -130,13 +133,14 @@ def test_hidden_states_are_those_of_hf() -> None:
     theirs, ours = collected
     assert ours.tokens == theirs.tokens
     for request_id in ours.tokens:
-        states = []
-        for outputs in (ours.outputs, theirs.outputs):
-            mine = [output for output in outputs if output.request_id == request_id]
-            ends = [output.hidden_start + len(output.hidden_states) for output in mine]
-            assert [output.hidden_start for output in mine] == [0, *ends[:-1]]
-            states.append(torch.cat([from_wire(output.hidden_states) for output in mine]))
-        assert torch.allclose(*states, atol=1e-3)
+        for spans in (ours.states[request_id], theirs.states[request_id]):
+            ends = [start + len(states) for start, states in spans]
+            assert [start for start, _ in spans] == [0, *ends[:-1]]
+        assert torch.allclose(states_of(ours, request_id), states_of(theirs, request_id), atol=1e-3)
+
+
+def states_of(collected: Collected, request_id: str) -> torch.Tensor:
+    return torch.cat([from_wire(states) for _, states in collected.states[request_id]])
 
 
 def test_weights_are_replaced_and_restored_and_bad_ones_change_nothing() -> None:
@@ -215,8 +219,7 @@ def test_memory_pressure_preempts_without_changing_tokens() -> None:
             decoding = set(engine.decoding())
             preempted.append((cache_bytes, decoded - decoding - set(collected.reasons)))
             decoded |= decoding
-            for output in engine.step({}).outputs:
-                collected.take(output)
+            collected.step(engine)
         results.append(collected.tokens)
     assert results[0] == results[1]
     assert {size for size, requests_ in preempted if requests_} == {400 << 10}, "only the small cache is short of room"

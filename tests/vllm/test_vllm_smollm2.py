@@ -10,10 +10,10 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.loading import load_tokenizer
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
-from specactor_ray.targets.base import TargetEngine, TargetRequest
+from specactor_ray.targets.base import TargetRequest
 from specactor_ray.targets.hf import HfEngine
 from specactor_ray.targets.vllm import VllmEngine
-from tests.unit.engine_conformance import Collected, noisy_oracle, run
+from tests.unit.engine_conformance import Collected, Driver, noisy_oracle, run
 from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -32,7 +32,7 @@ def batch() -> list[TargetRequest]:
     return [TargetRequest(f"p{i}", ids, s) for i, (ids, s) in enumerate(zip(encoded, sampling, strict=True))]
 
 
-def collect(engine: TargetEngine, requests: list[TargetRequest], drafted: Collected | None = None) -> Collected:
+def collect(engine: Driver, requests: list[TargetRequest], drafted: Collected | None = None) -> Collected:
     for request in requests:
         engine.add(request)
     return run(engine, noisy_oracle(drafted.tokens, 1, engine.vocab_size) if drafted else None)
@@ -41,10 +41,10 @@ def collect(engine: TargetEngine, requests: list[TargetRequest], drafted: Collec
 def test_32_prompts_are_answered_alike() -> None:
     requests = batch()
     assert len(requests) == 32
-    hf = HfEngine.from_config(TARGET)
+    hf = Driver(HfEngine.from_config(TARGET))
     theirs = collect(hf, requests)
     hf.close()
-    vllm = VllmEngine.from_config(TARGET, max_drafts=8)
+    vllm = Driver(VllmEngine.from_config(TARGET, max_drafts=8))
     plain = collect(vllm, requests)
     drafted = collect(vllm, requests, plain)
     vllm.close()

@@ -115,8 +115,8 @@ def run_mode(
             _, events = verifier.poll(0, 0.0)
             counters = verifier.snapshot()
     finally:
-        for request in requests:
-            engine.remove(request.request_id)
+        for row in range(len(drafting.table.requests)):
+            engine.remove(row)
     failed = [event.error for event in events if isinstance(event, Finished) and event.finish_reason == "error"]
     if failed:
         raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")

@@ -19,7 +19,7 @@ from specactor_ray.benchmarks.gpu_check.settings import EngineGrid, ModelShape
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.ragged_model import RaggedModel
-from specactor_ray.targets.base import StepResult, TargetRequest
+from specactor_ray.targets.base import Drafts, StepResult, TargetRequest
 from specactor_ray.targets.hf import HfEngine
 
 _PREFILL_TOKENS = 4096
@@ -71,21 +71,21 @@ def _steps(engine: HfEngine, rows: int, shape: ModelShape, stage: Stage) -> dict
     grid, rng = stage.settings.engine, random.Random(0)
     for i in range(rows):
         prompt = tuple(rng.randrange(shape.vocab) for _ in range(grid.prompt))
-        engine.add(TargetRequest(str(i), prompt, SamplingParams(max_tokens=_tokens(grid), seed=i, ignore_eos=True)))
+        engine.add(i, TargetRequest(str(i), prompt, SamplingParams(max_tokens=_tokens(grid), seed=i, ignore_eos=True)))
     while len(engine.decoding()) < rows:
         stage.check(f"{shape.name}: the prompts of {rows} rows")
-        engine.step({})
+        engine.step()
     timed: dict[int, list[tuple[float, StepResult]]] = {drafts: [] for drafts in grid.drafts}
     for step in range((grid.steps + _UNTIMED_STEPS) * len(grid.drafts)):
         stage.check(f"{shape.name}: steps of {rows} rows")
         drafts = grid.drafts[step % len(grid.drafts)]
-        tails = dict.fromkeys(engine.decoding(), [1] * drafts) if drafts else {}
+        wrong = Drafts.of(dict.fromkeys(range(rows), [1] * drafts))
         begin = time.perf_counter()
-        result = engine.step(tails)
+        result = engine.step(wrong)
         if step >= _UNTIMED_STEPS * len(grid.drafts):
             timed[drafts].append((time.perf_counter() - begin, result))
     for i in range(rows):
-        engine.remove(str(i))
+        engine.remove(i)
     return timed
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from specactor_ray.benchmarks.gpu_check.settings import ROPE_BASE, ModelShape
 from specactor_ray.benchmarks.gpu_check.spreading import spread_head
 from specactor_ray.benchmarks.gpu_check.timing import synchronize
-from specactor_ray.modeling.ragged_model import RaggedModel, RaggedOutput, RowChunk
+from specactor_ray.modeling.ragged_model import RaggedModel, RaggedOutput
 from specactor_ray.signals import signals_deferred
 
 
@@ -48,7 +47,7 @@ def random_model(shape: ModelShape, dtype: str, device: str, seed: int = 0) -> A
 class SynchronizedModel(RaggedModel):
     """Waits for the device at the end of a forward, so that its time is not counted as the sampler's."""
 
-    def forward(self, chunks: Sequence[RowChunk]) -> RaggedOutput:
-        output = super().forward(chunks)
+    def forward_packed(self, *args: Any) -> RaggedOutput:
+        output = super().forward_packed(*args)
         synchronize(self.device)
         return output

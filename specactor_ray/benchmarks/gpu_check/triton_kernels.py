@@ -12,6 +12,7 @@ from specactor_ray.benchmarks.gpu_check.sampler import cost_of
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling import sample_rows
+from specactor_ray.sampling.rules import Rules
 
 _RULES = {"T=1": SamplingParams(), "T=0": SamplingParams(0.0), "top-p 0.95": SamplingParams(top_p=0.95)}
 
@@ -23,7 +24,7 @@ def measure_triton(stage: Stage) -> None:
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         stage.note("left out: Triton's kernels need a GPU")
         return
-    from specactor_ray.sampling.fused import Rules, difference, verify
+    from specactor_ray.sampling.fused import difference, verify
 
     stage.figures |= {"different": {}, "points": []}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

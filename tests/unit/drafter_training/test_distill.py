@@ -19,6 +19,7 @@ from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.errors import InputError
 from specactor_ray.modeling.loading import load_model
 from specactor_ray.modeling.ragged_model import RaggedModel
+from tests.by_name import ByName
 from tests.tiny import tiny_target
 from tests.unit.drafter_training.recorded import recorded
 
@@ -124,7 +125,7 @@ class TestLoss:
         records = records[:8]
         sums = student.held_out(load_batch(records, store.states))
         # With a window of 1 each step drafts one token after a prefix that is the target's own.
-        proposer = DraftModelProposer(RaggedModel(student.model, 64 << 20))
+        proposer = ByName(DraftModelProposer(RaggedModel(student.model, 64 << 20)))
         hits = 0
         for record in records:
             sampling = record.sampling

@@ -26,6 +26,7 @@ from specactor_ray.messages import Features
 from specactor_ray.modeling.eagle_runner import EagleRunner
 from specactor_ray.modeling.loading import load_model
 from specactor_ray.modeling.ragged_model import HEAD_INPUT
+from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_prompts, tiny_target
 from tests.unit.drafter_training.recorded import make_engine, requests
 
@@ -80,7 +81,7 @@ def test_matches_are_what_the_proposer_hits_after_the_recorded_prefix(corpus: Re
     student = prepared(corpus)
     records = corpus.records()[:4]
     sums = student.held_out(load_batch(records, corpus.states))
-    proposer, hits, tried = EagleProposer(EagleRunner(student.module, 4 << 20)), 0, 0
+    proposer, hits, tried = ByName(EagleProposer(EagleRunner(student.module, 4 << 20))), 0, 0
     for record in records:
         states = corpus.states(record.index)[:, :-64].float().numpy()
         for position in range(1, len(record.output_token_ids)):

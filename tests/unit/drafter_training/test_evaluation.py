@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,8 +18,10 @@ from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.messages import SamplingParams
 from specactor_ray.modeling.loading import load_model
 from specactor_ray.modeling.ragged_model import RaggedModel
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.targets.base import Drafts, TargetRequest
 from specactor_ray.targets.hf import HfEngine
+from tests import own_proposers as own
+from tests.by_name import ByName
 from tests.tiny import tiny_draft
 from tests.unit.drafter_training.recorded import make_engine, recorded
 
@@ -36,33 +40,34 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
 }
 
 
-def coupled(engine: HfEngine, proposer: Proposer, record: Record, window: int) -> tuple[list[int], AcceptanceCounts]:
+def coupled(engine: HfEngine, proposer: ByName, record: Record, window: int) -> tuple[list[int], AcceptanceCounts]:
     """Real coupled decoding of one request: draft from the newest commit, verify all of it, commit."""
     counts, request_id = AcceptanceCounts(window), "real"
     tokens: list[int] = []
-    engine.add(TargetRequest(request_id, record.prompt_token_ids, record.sampling))
+    engine.add(0, TargetRequest(request_id, record.prompt_token_ids, record.sampling))
     proposer.open(request_id, record.prompt_token_ids, (), record.sampling, window)
     while engine.has_work():
-        tails: dict[str, tuple[int, ...]] = {}
-        for decoding in engine.decoding():
-            while proposer.pending(request_id):
-                proposer.extend()
+        tails: dict[int, tuple[int, ...]] = {}
+        for decoding in engine.decoding().tolist():
+            while proposer.extend():
+                pass
             tails[decoding] = proposer.tail(request_id)[1]
-        for output in engine.step(tails).outputs:
-            assert proposer.commit(request_id, output.start, output.token_ids)
-            tokens += output.token_ids
+        result = engine.step(Drafts.of(tails))
+        for _, fresh, _ in result.outputs():
+            start, drafted, accepted = len(tokens), int(result.drafted[0]), int(result.accepted[0])
+            assert proposer.commit(request_id, start, fresh)
+            tokens += fresh
             if tails:
                 counts.steps += 1
-                room = record.sampling.max_tokens - output.start - 1
-                for position in range(min(window, room, len(record.output_token_ids) - output.start)):
+                room = record.sampling.max_tokens - start - 1
+                for position in range(min(window, room, len(record.output_token_ids) - start)):
                     counts.possible[position] += 1
-                counts.committed += len(output.token_ids)
-                counts.drafted += output.num_drafted
-                counts.accepted += output.num_accepted
-                verified = min(output.num_accepted + 1, output.num_drafted, len(output.token_ids))
-                for position in range(verified):
+                counts.committed += len(fresh)
+                counts.drafted += drafted
+                counts.accepted += accepted
+                for position in range(min(accepted + 1, drafted, len(fresh))):
                     counts.reached[position] += 1
-                    counts.right[position] += position < output.num_accepted
+                    counts.right[position] += position < accepted
     proposer.close(request_id)
     return tokens, counts
 
@@ -76,7 +81,7 @@ def engine() -> HfEngine:
 @pytest.mark.parametrize("method", PROPOSERS)
 def test_replay_counts_what_coupled_decoding_does(engine: HfEngine, method: str, part: str) -> None:
     for record in recorded(part)[0][:4]:
-        tokens, expected = coupled(engine, PROPOSERS[method](), record, window=4)
+        tokens, expected = coupled(engine, ByName(PROPOSERS[method]()), record, window=4)
         assert tuple(tokens) == record.output_token_ids
         assert replay(PROPOSERS[method](), [record], window=4) == expected
 
@@ -119,13 +124,12 @@ def test_a_step_by_the_definition(tail: list[int], truth: list[int]) -> None:
 
 
 def test_a_perfect_drafter_and_none_at_all() -> None:
-    class Oracle(NgramProposer):
-        def tail(self, request_id: str) -> tuple[int, tuple[int, ...]]:
-            base = super().tail(request_id)[0]
-            return base, tuple(range(base, base + 4))
+    class Oracle(own.Lookup):
+        def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> range:
+            return range(len(output), len(output) + room)
 
     record = Record(0, (100, 101), tuple(range(21)), SamplingParams(max_tokens=21), "length")
-    perfect = replay(Oracle(), [record], 4)
+    perfect = replay(Oracle(SimpleNamespace(window=4)), [record], 4)
     assert (perfect.steps, perfect.committed, perfect.by_position) == (4, 20, [1.0] * 4)
     nothing = replay(NgramProposer(), [record], 4)
     assert (nothing.steps, nothing.acceptance_length, nothing.by_position) == (20, 1.0, [None] * 4)

@@ -28,9 +28,10 @@ from specactor_ray.modeling.eagle_runner import EagleRunner
 from specactor_ray.modeling.loading import load_model
 from specactor_ray.modeling.ragged_model import HEAD_INPUT
 from specactor_ray.modeling.wire import from_wire, to_wire
+from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.drafter_training.recorded import make_engine
-from tests.unit.engine_conformance import requests, run
+from tests.unit.engine_conformance import Driver, requests, run
 
 SMALL = OnlineConfig(learning_rate=2e-3, batch_tokens=256, passes=3, steps_per_version=4, depths=2)
 
@@ -43,17 +44,14 @@ def some_head() -> EagleHead:
 @pytest.fixture(scope="module")
 def rollouts() -> list[EagleExample]:
     """Rollouts of the tiny target; `final` is there to make a head with."""
-    engine, batch = make_engine(hidden_layers=(0, 1, 2, HEAD_INPUT), max_batch=16), requests(48, 1.0, max_tokens=40)
+    engine = Driver(make_engine(hidden_layers=(0, 1, 2, HEAD_INPUT), max_batch=16))
+    batch = requests(48, 1.0, max_tokens=40)
     for request in batch:
         engine.add(request)
-    tokens, states = dict[str, list[int]](), dict[str, list[torch.Tensor]]()
-    for output in run(engine).outputs:
-        tokens.setdefault(output.request_id, []).extend(output.token_ids)
-        states.setdefault(output.request_id, []).append(from_wire(output.hidden_states))
-    examples = []
+    collected, examples = run(engine), []
     for request in batch:
-        ids = (*request.prompt_token_ids, *tokens[request.request_id])
-        known = torch.cat(states[request.request_id])
+        ids = (*request.prompt_token_ids, *collected.tokens[request.request_id])
+        known = torch.cat([from_wire(states) for _, states in collected.states[request.request_id]])
         assert len(known) == len(ids) - 1
         examples.append(EagleExample(ids, len(request.prompt_token_ids), known[:, :192], known[:, 192:]))
     return examples
@@ -169,16 +167,16 @@ def test_samples_are_chosen_up_to_the_room_there_is(lengths: list[int], room: in
     assert all(total + length > room for length in left), "whatever fits is taken"
 
 
-def tails_of(proposer: Proposer, rollouts: Sequence[EagleExample]) -> list[list[int]]:
+def tails_of(proposer: Proposer, rollouts: Sequence[EagleExample]) -> list[tuple[int, ...]]:
     """What is drafted behind some rollouts."""
-    tails = []
+    tails, proposer = [], ByName(proposer)
     for one in rollouts[:12]:
         proposer.open("r", one.token_ids, (), SamplingParams(temperature=0.0), 4)
         assert proposer.traits.reads_features
         proposer.add_features("r", [Features(0, to_wire(one.states))])
         while proposer.extend():
             pass
-        tails.append(proposer.tails(["r"]).tokens.tolist())
+        tails.append(proposer.tail("r")[1])
         proposer.close("r", finished=False)
     return tails
 

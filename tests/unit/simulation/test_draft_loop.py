@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.proposers import SimulatedProposer
@@ -14,11 +16,11 @@ from tests.batches import news, opening
 class Broken(SimulatedProposer):
     """As after an error of the device: no draft step works any more."""
 
-    def extend(self) -> list[str]:
+    def extend(self) -> np.ndarray:
         self._clock.work(0.1)
-        if self._slots:
+        if self._guesses:
             raise RuntimeError("CUDA error")
-        return []
+        return np.zeros(0, np.int32)
 
 
 def virtual_loop(proposer: type[SimulatedProposer]) -> tuple[Kernel, VirtualClock, DraftLoop]:

@@ -24,7 +24,8 @@ from specactor_ray.simulation.scenario import SkillConfig, WorkloadConfig
 from specactor_ray.simulation.text import NO_GUESS, GeneratedText, RecordedText, Skill
 from specactor_ray.simulation.workload import draw_lengths, load_recording
 from specactor_ray.simulation.world import DraftTime, LinearTime, MeasuredPython, PythonTime, World
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.targets.base import NO_DRAFTS, Drafts, StepResult, TargetRequest
+from tests.unit.engine_conformance import Driver, EngineConformance
 
 LENGTH, REQUESTS = 640, 200
 
@@ -95,7 +96,7 @@ class Engine:
         actor = VirtualActor("verifier-0", Node("n", 1.0), self.process)
         world = World(GeneratedText(lengths, {}), LinearTime(1.0, 0.001), python=settings.pop("python", PythonTime()))
         limits = {"max_batch": 8, "max_step_tokens": 1000, "cache_tokens": float("inf"), **settings}
-        self.engine = SimulatedEngine(actor, self.clock, network, world, **limits)
+        self.engine = Driver(SimulatedEngine(actor, self.clock, network, world, **limits))
 
     def add(self, seed: int, prompt: int = 10, most: int = 1000) -> None:
         sampling = SamplingParams(max_tokens=most, seed=seed)
@@ -111,20 +112,42 @@ class Engine:
         return self.engine._world.text.output(SamplingParams(max_tokens=1000, seed=seed), 0)
 
 
+class OnKernel:
+    """A simulated engine whose steps are made from outside of its virtual time."""
+
+    def __init__(self, one: Engine) -> None:
+        self._one = one
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._one.engine.engine, name)
+
+    def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
+        results: list[StepResult] = []
+        self._one.run(lambda: results.append(self._one.engine.engine.step(drafts)))
+        return results[0]
+
+
+class TestConformance(EngineConformance):
+    @classmethod
+    def make_engine(cls, **limits: Any) -> Any:
+        return OnKernel(Engine({1000 + i: 60 - 4 * i for i in range(12)}, **limits))
+
+
 class TestEngine:
     def test_steps_take_what_the_cost_model_and_python_say_on_a_node_of_this_speed(self) -> None:
         one = Engine({1: 5}, slowness=2.0, python=PythonTime(verify_row_s=0.1))
         one.add(1)
-        one.engine.speculates = lambda: True
+        one.engine.engine.speculates = lambda: True
         found = []
 
         def script() -> None:
-            found.append(one.engine.step({}))  # prefills, and gives the first token
+            found.append(one.engine.step())  # prefills, and gives the first token
             found.append(one.engine.step({"1": list(one.tokens(1)[1:3])}))
 
         assert one.run(script) == pytest.approx(2.0 * (1.010 + 1.003 + 0.1))
-        assert [(r.num_prefill_tokens, r.num_tokens) for r in found] == [(10, 10), (0, 3)]
-        assert [r.forward_s for r in found] == pytest.approx([2.02, 2.006])
+        results = [step.result for step in found]
+        assert [(r.num_prefill_tokens, r.num_tokens) for r in results] == [(10, 10), (0, 3)]
+        assert [r.forward_s for r in results] == pytest.approx([2.02, 2.006])
         assert [output.num_accepted for output in found[1].outputs] == [2]
 
     def test_outputs_are_the_texts_whatever_was_drafted(self) -> None:
@@ -152,10 +175,10 @@ class TestEngine:
         chunks = []
 
         def script() -> None:
-            one.engine.step({})
+            one.engine.step()
             one.add(2, prompt=40)
             while len(one.engine.decoding()) < 2:
-                chunks.append(one.engine.step({}).num_prefill_tokens)
+                chunks.append(one.engine.step().result.num_prefill_tokens)
 
         one.run(script)
         assert chunks == [15, 15, 10]
@@ -168,10 +191,11 @@ class TestEngine:
 
         def script() -> None:
             while one.engine.has_work():
-                result = one.engine.step({})
+                stepped = one.engine.step()
+                result = stepped.result
                 rows.append((result.num_tokens - result.num_prefill_tokens, result.num_prefill_tokens))
                 assert one.engine.cached_tokens <= 100 + 2
-                ended.extend(output.request_id for output in result.outputs if output.finish_reason)
+                ended.extend(output.request_id for output in stepped.outputs if output.finish_reason)
 
         one.run(script)
         assert ended == ["1", "2"]
@@ -192,7 +216,7 @@ class TestDrafters:
         def script() -> None:
             for _ in range(rounds):
                 proposer.extend()
-                bases, _, tokens = proposer.tails(["1"])
+                bases, _, tokens = proposer.tails(np.zeros(1, np.int32))
                 tails.append((int(bases[0]), tuple(tokens.tolist())))
 
         clock.spawn(script, "script")
@@ -207,7 +231,7 @@ class TestDrafters:
         for method, seconds, lengths in (("model", 2.0, [1, 2, 3, 4]), ("lookup", 0.75, [4, 4, 4, 4])):
             clock = VirtualClock(Kernel(0), Process("d"))
             proposer = SimulatedProposer("d", method, clock, World(text, drafting=times), lambda: 0.0)
-            proposer.open("1", (1, 2), (), SamplingParams(seed=1), window=4)
+            proposer.open(0, "1", (1, 2), (), SamplingParams(seed=1), window=4)
             took, tails = self.draft(proposer, clock, 4)
             assert (took, [len(tail) for _, tail in tails]) == (seconds, lengths)
             assert tails[-1] == (0, tokens[:4])
@@ -217,7 +241,7 @@ class TestDrafters:
         times = {"ngram": DraftTime(LinearTime(0.5, 0.125), is_lookup=True)}
         world = World(RecordedText({1: (7, 8, 9)}, {}, 10), drafting=times)
         proposer = TimedProposer(NgramProposer(), clock, world, "d")
-        proposer.open("1", (1, 2, 3, 4, 1, 2), (), SamplingParams(seed=1), 3)
+        proposer.open(0, "1", (1, 2, 3, 4, 1, 2), (), SamplingParams(seed=1), 3)
         took, tails = self.draft(proposer, clock, 1)
         assert tails == [(0, (3, 4, 1))] and took == 0.5 + 3 * 0.125
 

@@ -1,0 +1,66 @@
+"""The kernels behind `mirror.py`: commits of many slots in one call, compiled by numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specactor_ray.jit import kernel
+
+_jit: Any = kernel()
+
+
+@_jit
+def reach(prompts: Any, known: Any, windows: Any, slots: Any, starts: Any, lengths: Any, total: Any) -> Any:
+    """The width that lines must have for these commits, one slot's in turn, of `total` tokens."""
+    width = 0
+    for i in range(len(slots)):
+        slot = slots[i]
+        if 0 <= slot < len(known) and starts[i] <= known[slot] - prompts[slot] + total:
+            width = max(width, prompts[slot] + starts[i] + lengths[i] + windows[slot])
+    return width
+
+
+@_jit
+def commit(
+    lines: Any, prompts: Any, known: Any, ends: Any, windows: Any,
+    slots: Any, starts: Any, lengths: Any, tokens: Any, same: Any, fresh: Any,
+) -> None:  # fmt: skip
+    end = 0
+    for i in range(len(slots)):
+        slot, begin, end = slots[i], end, end + lengths[i]
+        same[i] = -1
+        if 0 <= slot < len(known) and starts[i] >= 0 and known[slot] >= 0:
+            start, before = prompts[slot] + starts[i], known[slot]
+            if start <= before and start + lengths[i] + windows[slot] <= lines.shape[1]:
+                same[i], known[slot], ends[slot] = _settle(lines[slot], before, ends[slot], start, tokens[begin:end])
+                fresh[i] = known[slot] - before
+
+
+@_jit
+def _settle(line: Any, known: Any, end: Any, start: Any, tokens: Any) -> Any:
+    """(up to where the line is what it was, tokens known, end of the tail) when `tokens` are final from `start` on.
+
+    A contradiction to committed tokens cannot come from one truth (a request has moved, or a message was garbled): it
+    is treated as a gap, so that opening afresh repairs it.
+    """
+    stop = start + len(tokens)
+    for at in range(start, min(known, stop)):
+        if line[at] != tokens[at - start]:
+            return -1, known, end
+    if stop <= known:
+        return end, known, end
+    agreed = known
+    while agreed < min(end, stop) and line[agreed] == tokens[agreed - start]:
+        agreed += 1
+    if agreed == stop:
+        return end, stop, end
+    line[agreed:stop] = tokens[agreed - start :]
+    return agreed, stop, stop
+
+
+@_jit
+def gather(lines: Any, slots: Any, begins: Any, lengths: Any, tokens: Any) -> None:
+    end = 0
+    for i in range(len(slots)):
+        begin, end = end, end + lengths[i]
+        tokens[begin:end] = lines[slots[i], begins[i] : begins[i] + lengths[i]]

@@ -1,0 +1,76 @@
+"""How the requests of an engine are sampled: one line of numbers per row, written when a request begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from specactor_ray.messages import SamplingParams
+from specactor_ray.ragged import enlarged
+from specactor_ray.sampling.numba_kernels import GREEDY_BELOW
+
+if TYPE_CHECKING:  # lookups draw noise without torch
+    import torch
+
+_RULE = np.dtype([("seed", "u8"), ("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("base", "i8")])
+"""Five words of 8 bytes, in the order of `triton_kernels.RULE_FIELDS`."""
+
+
+class Rules:
+    """Seed, temperature, top_k, top_p and position base of an engine's rows, by slot.
+
+    The output position of a row is its base plus the position that a call passes, so an engine may pass positions in
+    the sequence and set the base to minus the length of the prompt.
+
+    Args:
+        slots: Rows to begin with; `write` makes room for more.
+        device: Where `words` are.
+    """
+
+    def __init__(self, slots: int, device: torch.device | None = None) -> None:
+        self.table = np.zeros(slots, _RULE)
+        """Structured array `(slots,)`: seed, temperature, top_k, top_p, base."""
+        self.any_filtered = False
+        """Whether top-k or top-p may leave out tokens of some slot; then a call on the device takes one kernel more."""
+        self._device = device
+        self._words: torch.Tensor | None = None
+
+    def write(self, slots: Sequence[int], params: Sequence[SamplingParams], bases: Sequence[int]) -> None:
+        """Set the rules of `slots`."""
+        most = 1 + max(slots, default=-1)
+        if most > len(self.table):
+            self.table = enlarged(self.table, 0, max(2 * len(self.table), most))
+        for slot, one, base in zip(slots, params, bases, strict=True):
+            self.table[slot] = (one.seed, one.temperature, one.top_k, one.top_p, base)
+        self.any_filtered, self._words = bool(filtered(self.table).any()), None
+
+    @property
+    def words(self) -> torch.Tensor:
+        """int64 `(slots, 5)` on the device; copied there after rules were written."""
+        if self._words is None:
+            import torch
+
+            self._words = torch.from_numpy(self.table.view(np.int64).reshape(-1, 5)).to(self._device, copy=True)
+        return self._words
+
+
+class Batch(NamedTuple):
+    """The arguments of `sampling.verify_arrays`, which documents them; `width`: most drafts of a request and one."""
+
+    logits: torch.Tensor
+    offsets: np.ndarray
+    tail_offsets: np.ndarray
+    drafts: np.ndarray | torch.Tensor
+    width: int
+    positions: np.ndarray
+    slots: np.ndarray
+    rules: Rules
+    record_margins: bool
+
+
+def filtered(rules: np.ndarray) -> np.ndarray:
+    """bool `(n,)`: which rules of a table may leave out tokens."""
+    found: np.ndarray = ((rules["top_k"] > 0) | (rules["top_p"] < 1.0)) & (rules["temperature"] >= GREEDY_BELOW)
+    return found

@@ -1,0 +1,49 @@
+"""Drives a proposer by request ids, one request at a time, as tests are easiest to write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specactor_ray.drafters.base import Proposer, packed
+from specactor_ray.messages import SamplingParams
+
+_NEVER_OPEN = 10**6
+
+
+class ByName:
+    """A proposer and the slots of its requests; everything else is the proposer's own."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer = proposer
+        self.slots: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.proposer, name)
+
+    def open(
+        self, name: str, prompt: Sequence[int], committed: Sequence[int], sampling: SamplingParams, window: int
+    ) -> None:
+        free = (slot for slot in range(len(self.slots) + 1) if slot not in self.slots.values())
+        self.slots.setdefault(name, next(free))
+        self.proposer.open(self.slots[name], name, prompt, committed, sampling, window)
+
+    def commit(self, name: str, start: int, tokens: Sequence[int]) -> bool:
+        (taken,) = self.proposer.commit(*packed([(self.slots.get(name, _NEVER_OPEN), start, tokens)]))
+        return bool(taken)
+
+    def extend(self) -> list[str]:
+        names = {slot: name for name, slot in self.slots.items()}
+        return [names[slot] for slot in self.proposer.extend().tolist()]
+
+    def tail(self, name: str) -> tuple[int, tuple[int, ...]]:
+        ((base, tokens),) = self.proposer.tails(np.array([self.slots[name]], np.int32)).rows()
+        return base, tuple(tokens)
+
+    def add_features(self, name: str, features: Sequence[Any]) -> None:
+        self.proposer.add_features(self.slots[name], features)
+
+    def close(self, name: str, finished: bool = True) -> None:
+        self.proposer.close(self.slots.pop(name, _NEVER_OPEN), finished)
