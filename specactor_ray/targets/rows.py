@@ -115,9 +115,7 @@ class EngineRows:
             found: What was sampled, in the order of the rows.
             record_margins: Whether it has margins.
         """
-        counts, tokens, failed = found.counts, found.tokens, found.statuses != 0
-        errors = found.problems(drafted) if failed.any() else {}
-        column = np.arange(found.width)
+        counts, tokens, column = found.counts, found.tokens, np.arange(found.width)
         ends = (tokens[:, :, None] == self._eos).any(axis=2) & self._minds_eos[rows, None]
         if self._stops:
             for i, row in enumerate(rows.tolist()):
@@ -125,8 +123,10 @@ class EngineRows:
                     ends[i] |= np.isin(tokens[i], self._stops[row])
         ends &= column < counts[:, None]
         stopped = ends.any(axis=1)
+        failed = (found.statuses != 0) & ~stopped  # what a draft behind an end leads to does not count
+        errors = found.problems(drafted) if failed.any() else {}
         lengths = np.where(failed, 0, np.where(stopped, ends.argmax(axis=1) + 1, counts))
-        accepted = np.where(failed, 0, counts - 1)
+        accepted = np.where(failed, 0, counts - (found.statuses == 0))
         # What was drafted behind the end is neither right nor wrong.
         drafted = np.where(failed | (accepted >= lengths), np.minimum(accepted, lengths), drafted)
         before = self.length[rows]
@@ -143,7 +143,7 @@ class EngineRows:
             drafted.astype(np.int32),
             np.minimum(accepted, lengths).astype(np.int32),
             np.where(failed, Finish.ERROR, finish).astype(np.uint8),
-            {int(rows[i]): text for i, text in errors.items()},
+            {int(rows[i]): text for i, text in errors.items() if failed[i]},
         )
 
     def export(self, states: np.ndarray, rows: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> States:

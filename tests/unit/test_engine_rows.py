@@ -64,15 +64,15 @@ def test_only_what_is_accepted_counts_and_a_broken_row_fails_alone(seed: int) ->
     drafted = np.array(list(map(len, tails)))
     offsets = begins(1 + drafted)[:-1]
     logits = torch.randn(int((1 + drafted).sum()), VOCAB)
-    expected, broken = [], set()
+    expected, broken = [], dict[int, int]()
     for i, tail in enumerate(tails):
         begin, end = int(offsets[i]), int(offsets[i]) + 1 + len(tail)
         expected.append(descend(logits[begin:end], tail, samplings[i], committed[i]))
         looked_at = range(len(expected[i][0]))
         logits[begin + len(looked_at) : end] = float("nan")
         if rng.random() < 0.3:
-            logits[begin + rng.choice(looked_at)] = float("inf")
-            broken.add(i)
+            broken[i] = rng.choice(looked_at)
+            logits[begin + broken[i]] = float("inf")
     rows, tokens = ints(*range(1, 2 * count, 2)), ints(*(token for tail in tails for token in tail))
     places = engine.length[rows].astype(np.int64)
     found = verify_arrays(logits, offsets, begins(drafted), tokens, places, rows, engine.rules, record_margins=True)
@@ -82,18 +82,29 @@ def test_only_what_is_accepted_counts_and_a_broken_row_fails_alone(seed: int) ->
     outputs, ends = list(result.outputs()), begins(result.lengths)
     for i, (want, logprobs, margins) in enumerate(expected):
         _, got, finish = outputs[i]
-        if i in broken:
-            assert "logits contain +inf" in result.errors[int(rows[i])] and not got and finish is Finish.ERROR
-            continue
         ended = 4 in want and not samplings[i].ignore_eos
         size = want.index(4) + 1 if ended else len(want)
+        if broken.get(i, size) < size:  # what a draft behind the end leads to does not count
+            assert "logits contain +inf" in result.errors[int(rows[i])] and not got and finish is Finish.ERROR
+            continue
+        assert int(rows[i]) not in result.errors
         assert (got, finish) == (want[:size], Finish.STOP if ended else Finish.RUNNING)
         assert np.allclose(result.logprobs[ends[i] : ends[i + 1]], logprobs[:size])
         assert np.allclose(result.margins[ends[i] : ends[i + 1]], margins[:size])
         accepted = min(len(want) - 1, size)
         assert result.accepted[i] == accepted
         assert result.drafted[i] == (accepted if accepted == size else len(tails[i])), "what lies behind an end"
-    assert set(result.errors) == {int(rows[i]) for i in broken}
+
+
+def test_bad_logits_behind_an_end_that_was_drafted_do_not_count() -> None:
+    engine, rows, drafted = engine_rows([SamplingParams(0.0)]), ints(1), np.array([1])
+    logits = torch.zeros(2, VOCAB)
+    logits[0, 4], logits[1] = 1.0, float("nan")
+    places, offsets = engine.length[rows].astype(np.int64), np.array([0, 1])
+    found = verify_arrays(logits, offsets[:1], offsets, ints(4), places, rows, engine.rules)
+    result = engine.commit(rows, drafted, found, record_margins=False)
+    assert list(result.outputs()) == [(1, [4], Finish.STOP)] and not result.errors
+    assert (result.drafted.tolist(), result.accepted.tolist()) == ([1], [1])
 
 
 def cut(drafts: dict[int, list[int]], rows: list[int], most: int = 9, budget: int = 99, **sampling: int) -> list[int]:
