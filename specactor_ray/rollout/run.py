@@ -115,9 +115,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
         if config.data.output is not None:  # whoever continues the run may be in another folder
             config.data.output = str(Path(config.data.output).absolute())
         folder = unfinished or claim_run_folder(config)
-        mode, name = config.mode.value, config.run.name
-        say(console, f"run {name}: checking, then starting {mode} actors; results go to {folder}")
-        heartbeat = Heartbeat(functools.partial(say, console), f"run {name}: starting")
+        heartbeat = Heartbeat(functools.partial(say, console), f"run {config.run.name}: checking and starting")
         try:
             output = config.data.output or folder / TRAJECTORIES_FILE
             with heartbeat, TrajectoryWriter(output, resume=unfinished is not None) as writer:
@@ -195,6 +193,7 @@ def _run(
         from specactor_ray.rollout.rollout import Rollout  # takes seconds, so only after the checks
 
     begin = time.monotonic()
+    say(console, f"run {config.run.name}: starting {config.mode.value} actors; results go to {folder}")
     if there:
         total = len(prompts) * config.data.n
         say(console, f"run {config.run.name}: resumed, {len(there)} of {total} trajectories are there")

@@ -50,9 +50,9 @@ def specactor(folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "
 
 
 def error_line(done: Any) -> str:
-    """The one line on standard error of a command that a user's mistake ended."""
+    """The one line on standard error of a command that a user's mistake ended; a slow start shows others."""
     assert done.returncode == 2, done.stderr
-    lines = done.stderr.strip().splitlines()
+    lines = [line for line in done.stderr.strip().splitlines() if "checking and starting, " not in line]
     assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
     return lines[0]
 
