@@ -62,6 +62,7 @@ def _start(work: PeerWork) -> Any:
             generation_config="vllm",
             disable_log_stats=False,
             use_tqdm_on_load=False,
+            **target.engine_arguments,
         )
     _repair_expand_kernel()
     return llm

@@ -133,6 +133,9 @@ class TargetConfig:
     compiled: bool = True
     """For `vllm`: compile the model at every start. false starts in seconds instead of a minute (SmolLM2 on two cores),
     and steps are 5 to 25% slower."""
+    engine_arguments: dict[str, Any] = field(default_factory=dict)
+    """For `vllm`: further arguments of its engine (`EngineArgs`), such as {kv_cache_dtype: fp8}. Those that other keys
+    set, and those that keyed sampling cannot keep, are refused with the reason."""
     record_margins: bool = False
     """Record how far the second-best token was behind, to tell near-ties from errors."""
     hidden_layers: list[int] = field(default_factory=list)

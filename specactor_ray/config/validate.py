@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from specactor_ray.config.engine_arguments import reject_engine_arguments
 from specactor_ray.config.named import is_named
 from specactor_ray.config.online import (
     OnlineWhere,
@@ -40,8 +41,8 @@ SMALLEST_SHARE = 0.01
 
 LARGEST = 1.0e9
 """Of numbers that need not be whole: seconds, gigabytes, weights."""
-_FREE_NUMBERS = ("sampling.", "data.options.")
-"""Keys with other bounds: those of `SamplingParams`, and of the libraries that read `data.options`."""
+_FREE_NUMBERS = ("sampling.", "data.options.", "target.engine_arguments.")
+"""Keys with other bounds: those of `SamplingParams`, and of the libraries that read the others."""
 
 # Dotted key → smallest allowed integer; None (not set) is always allowed where the type allows it.
 SMALLEST = {
@@ -349,6 +350,7 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_speculation_without_drafters,
     reject_half_precision_of_drafters_on_a_cpu,
     reject_compiled_off_for_others,
+    reject_engine_arguments,
     reject_method_twice,
     reject_plan_without_profile,
 )

@@ -29,7 +29,7 @@ from specactor_ray.modeling.loading import (
 from specactor_ray.rollout.memory import require_caches
 from specactor_ray.rollout.planning import require_devices, resolve
 from specactor_ray.speculation.profile import load_profile
-from specactor_ray.targets.vllm_version import require_vllm
+from specactor_ray.targets.vllm_version import require_engine_arguments, require_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ def require_parts(config: Config) -> None:
     """
     if config.target.backend == "vllm":
         require_vllm()
+        require_engine_arguments(config.target.engine_arguments)
     drafter_specs(config)
     if is_connected():
         return

@@ -67,6 +67,7 @@ class VllmEngine:
             config.compiled,
             config.tensor_parallel,
             config.cores,
+            config.engine_arguments,
         )
         return cls(settings, load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code))
 

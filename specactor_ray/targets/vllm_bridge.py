@@ -67,6 +67,8 @@ class CoreSettings:
     """Ranks. One lives in this process, more in processes of their own."""
     cores: int = 1
     """CPU cores of all ranks together; of no consequence for one rank, which has the cores of this process."""
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of vLLM's `EngineArgs`, beside those that follow from the other fields."""
 
 
 @dataclass(slots=True)
@@ -321,7 +323,7 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
             "model": proposer,
             "num_speculative_tokens": settings.max_drafts,
         }
-    return arguments
+    return {**arguments, **settings.engine_arguments}
 
 
 @contextlib.contextmanager

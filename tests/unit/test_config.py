@@ -35,6 +35,7 @@ REPOSITORY = Path(__file__).parents[2]
 NGRAM = "drafters=[{method: ngram}]"
 EAGLE = "drafters=[{method: eagle, model: m, online: {where: trainer}}]"
 SUFFIX = "drafters=[{method: suffix}]"
+VLLM = ("target.backend=vllm",)
 SPLIT = ("target.backend=vllm", "target.tensor_parallel=2", "target.gpus=2")
 SECTIONS = (
     Config,
@@ -282,6 +283,9 @@ class TestRangesAndContradictions:
             ),
             (["target.backend=tgi"], "target.backend", "hf, vllm"),
             (["target.compiled=false"], "target.compiled", "target.backend=vllm"),
+            (["target.engine_arguments={block_size: 32}"], "target.engine_arguments", "target.backend=vllm"),
+            ([*VLLM, "target.engine_arguments={max_num_seqs: 3}"], "target.engine_arguments.max_num_seqs", "max_batch"),
+            ([*VLLM, "target.engine_arguments={worker_cls: x}"], "target.engine_arguments.worker_cls", "leave it out"),
             (["target.model="], "target.model", "a text"),
             (["target.model=' '"], "target.model", "name it"),
             (["target.hidden_layers=[1,1]"], "target.hidden_layers", ""),

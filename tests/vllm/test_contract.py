@@ -7,7 +7,11 @@ import re
 
 import pytest
 
-from specactor_ray.targets.vllm_version import TESTED_VERSIONS, require_vllm
+from specactor_ray.config.engine_arguments import REFUSED, SET_BY_KEYS
+from specactor_ray.errors import ConfigError
+from specactor_ray.targets.vllm_bridge import CoreSettings, _engine_arguments
+from specactor_ray.targets.vllm_version import TESTED_VERSIONS, require_engine_arguments, require_vllm
+from tests.tiny import tiny_vllm_target
 from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
@@ -38,6 +42,27 @@ def test_the_engine_core_and_its_scheduler() -> None:
     assert "self.driver_worker = WorkerWrapperBase(" in inspect.getsource(UniProcExecutor._init_executor)
     assert "self.worker" in inspect.getsource(WorkerWrapperBase.init_worker)
     assert "self.model_executor" in inspect.getsource(EngineCore.__init__)
+
+
+def test_engine_arguments_are_known_without_importing_vllm() -> None:
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in fields(EngineArgs)}
+    assert not {*SET_BY_KEYS, *REFUSED} - known
+    require_engine_arguments(known)
+    with pytest.raises(ConfigError, match=r"target.engine_arguments.block_sise: .* Did you mean block_size\?"):
+        require_engine_arguments(["quantization", "block_sise"])
+
+
+def test_engine_arguments_reach_the_engine() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = {"block_size": 32}
+    settings = CoreSettings(str(tiny_vllm_target()), "float32", 128, 4, 64, 1 << 24, 3, engine_arguments=arguments)
+    config = EngineArgs(**_engine_arguments(settings)).create_engine_config()
+    assert config.cache_config.block_size == 32 and config.scheduler_config.max_num_seqs == 4
 
 
 def test_the_model_runner_calls_its_samplers_as_we_are_called() -> None:
