@@ -68,7 +68,8 @@ def make_config(verifiers: int = 1, ngram: int = 1, **cluster: Any) -> Config:
     )
     for name, value in cluster.items():
         setattr(quick, name, value)
-    drafters = [DrafterConfig(method="ngram", replicas=ngram), DrafterConfig(method="draft_model", replicas=0)]
+    ngrams = DrafterConfig(method="ngram", replicas=ngram)
+    drafters = [ngrams, DrafterConfig(method="draft_model", model="small", replicas=0)]
     return Config(mode=ModeName.decoupled, cluster=quick, target=TargetConfig(replicas=verifiers), drafters=drafters)
 
 
@@ -314,8 +315,8 @@ def test_runs_are_found_by_name(run: Callable[..., Any]) -> None:
 def test_node_loss_is_made_good_elsewhere(cluster: Cluster, run: Callable[..., Any]) -> None:
     """Actors of a lost node come back on another; draft actors on a GPU node get GPUs of their own."""
     node = cluster.add_node(num_cpus=4, num_gpus=2)
-    config = make_config(verifiers=1, ngram=1)
-    config.target.gpus = config.drafters[0].gpus = 1
+    config = make_config(verifiers=1, ngram=0)
+    config.target.gpus = config.drafters[1].gpus = config.drafters[1].replicas = 1
     handle = run(config)
     before = rows(handle)
     assert {row["node_id"] for row in before} == {node.node_id}

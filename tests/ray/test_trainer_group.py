@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -39,8 +40,13 @@ def weights_of(group: TrainerGroup) -> dict[str, torch.Tensor]:
 
 
 def ranks_of() -> list[int]:
-    """Processes of trainer ranks on this machine."""
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if "ray::TrainerActor" in " ".join(p.info["cmdline"] or [])]
+    """Processes of trainer ranks of this cluster; another one may run beside it."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "ray::TrainerActor" in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
