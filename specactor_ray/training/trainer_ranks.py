@@ -117,11 +117,20 @@ class TrainerRanks:
         try:
             self._wait(method, calls)
         except SpecActorError as error:
-            others = [call for call in calls if not call.done]
-            if isinstance(error, ActorLostError) or not self._answered(others, _GRACE_S):
-                self._broken = str(error)
-            raise
+            cause = self._cause(error, method, calls)
+            if isinstance(cause, ActorLostError) or not all(call.done for call in calls):
+                self._broken = str(cause)
+            raise cause from (None if cause is error else error)
         return [call.result() for call in calls]
+
+    def _cause(self, error: SpecActorError, method: str, calls: Sequence[Call]) -> SpecActorError:
+        """The loss of a rank makes the others fail in their collective, and their errors may be here first."""
+        if not isinstance(error, ActorLostError):
+            self._answered(calls, _GRACE_S)
+            for rank, call in enumerate(calls):
+                if call.done and isinstance(call.error, ActorLostError):
+                    return _explained(call.error, rank, method)
+        return error
 
     def _wait(self, method: str, calls: Sequence[Call]) -> None:
         """Until all ranks have answered.

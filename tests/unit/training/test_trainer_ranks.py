@@ -53,6 +53,17 @@ def test_a_rank_that_failed_is_not_waited_for_by_the_driver() -> None:
     assert "stop" not in [method for method, _ in first.called], "it would wait behind what hangs"
 
 
+def test_a_lost_rank_is_named_though_the_error_of_another_comes_first() -> None:
+    """What a survivor's collective raises is known before the death of its peer."""
+    clock = JumpingClock()
+    survivor = FakeRank(clock, update=(1.0, RemoteError("connection reset by peer")))
+    ranks = together(survivor, FakeRank(clock, update=(3.0, ActorLostError("its process ended"))))
+    with pytest.raises(ActorLostError, match=r"trainer rank 1, update: its process ended"):
+        ranks.update([], 0, 0)
+    with pytest.raises(ActorLostError, match=r"cannot be used any more: trainer rank 1"):
+        ranks.update([], 1, 0)
+
+
 def test_after_an_error_that_leaves_all_ranks_in_step_the_group_is_used_further() -> None:
     clock = JumpingClock()
     first, second = (
