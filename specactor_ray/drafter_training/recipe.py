@@ -14,7 +14,7 @@ from specactor_ray.errors import InputError
 
 DEVICES = ("cpu", "cuda")
 LEARNING_RATES = {"draft_model": 1e-3, "eagle": 3e-3}
-"""Of the methods that can be trained. A head is one layer, most of it new, and takes larger steps."""
+"""Trainable method → learning rate. A head is one layer, most of it untrained, and takes larger steps."""
 METHODS = tuple(LEARNING_RATES)
 
 

@@ -39,7 +39,7 @@ def _place(position: Any, capacity: Any) -> Any:
 
 @_jit
 def _bucket(tokens: Any, end: Any, low: Any, owner: Any, buckets: Any) -> Any:
-    """Of the `low` tokens before position `end`."""
+    """The bucket of the `low` tokens before position `end`."""
     h = np.uint64(owner + 2)
     for position in range(end - low, end):
         h = np.uint64(np.uint64(h + np.uint64(tokens[_place(position, len(tokens))] + 2)) * _FACTOR)
@@ -100,7 +100,7 @@ def _find(
 
 @_jit
 def _elect(tokens: Any, found: Any, count: Any) -> Any:
-    """Of the positions the latest at which the token stands that stands at most of them; of equals the latest."""
+    """The latest position that holds the most frequent token; among equally frequent tokens the latest position."""
     winner, most = found[0], 0
     for i in range(count):
         votes = 0
@@ -122,7 +122,7 @@ def fill(
     Args:
         lines: `(slots, width)` int32; `known`, `ends` and `limits` `(slots,)` int32: see `MirrorTable`.
         links: `(slots, width)` int32, as `heads`: the chains of each request's own text.
-        indexed: `(slots,)` int64: tokens of each line that are in its chains; 0 begins anew.
+        indexed: `(slots,)` int64: tokens of each line that are in its chains; 0 rebuilds them.
         tokens: As `owners`, `history_links`, `history_heads` and `floor`: the ring of `History`.
         prompts: `(slots,)` int64: owner of each request's outputs in it, `OWN` without a history.
         slots: int64.

@@ -63,11 +63,11 @@ class DraftModelProposer(CachedProposer):
         np.minimum.at(self._cached, slots, same)
 
     def _extendable(self) -> np.ndarray:
-        """bool `(slots,)`: requests whose tails may be lengthened."""
+        """bool `(slots,)`: requests whose tails have room."""
         return self._placed & (self.mirrors.ends < np.minimum(self.mirrors.limits, self.max_len))
 
     def _forward(self, slots: np.ndarray) -> np.ndarray:
-        """One forward, requests that lack least first. Returns the slots whose next token it yielded."""
+        """Run one forward, shortest backlogs first. Returns the slots that got a token."""
         mirrors = self.mirrors
         slots = slots[np.argsort(mirrors.ends[slots] - self._cached[slots], kind="stable")]
         slots, ends, rows = self._reserve(slots, mirrors.ends[slots])

@@ -39,7 +39,7 @@ class History:
         self.max_tokens, self._min, self._max = max_tokens, min_match, max_match
         capacity = max(max_tokens, 1)
         self.tokens, self.owners = np.zeros(capacity, np.int32), np.zeros(capacity, np.int64)
-        """Of the token at position `p` since the beginning, in place `p % capacity`: its id and its prompt's number."""
+        """Token id and prompt number of position `p`, counted from the first output, at `p % capacity`."""
         self.links = np.zeros(capacity, np.int64)
         self.heads = np.zeros(1 << (capacity - 1).bit_length(), np.int64)
         """See `_ngram_numba.py`."""

@@ -104,13 +104,13 @@ class MirrorTable:
         return Tails(known - self.prompts[slots], lengths, self.tokens(slots, known, lengths))
 
     def tokens(self, slots: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """int32: so many tokens of each line, those of all lines one after the other."""
+        """int32: `lengths[i]` tokens of each line from `begins[i]` on, concatenated."""
         tokens = np.empty(lengths.sum(), np.int32)
         kernels.gather(self.lines, np.array(slots, np.int32), begins, lengths, tokens)
         return tokens
 
     def _fit(self, slots: int, width: int) -> None:
-        """Make room for so many slots and tokens, by doubling."""
+        """Grow to at least `slots` lines of `width` tokens, by doubling."""
         have, wide = self.lines.shape
         if slots <= have and width <= wide:
             return
