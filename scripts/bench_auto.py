@@ -33,12 +33,12 @@ from specactor_ray.benchmarks.by_turns import TurnTaker
 from specactor_ray.benchmarks.comparison import ratio_with_error
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.loading import load_tokenizer
+from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.observability.console import make_console
 from specactor_ray.observability.phase_progress import PhaseProgress
 from specactor_ray.rollout.planning import DEFAULT_METHOD
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.target.base import TargetRequest
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = ("arithmetic", "editing", "chat")

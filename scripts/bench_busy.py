@@ -53,8 +53,8 @@ TIMED = """
 import sys, time, torch
 from specactor_ray.cluster.cores import bind_to_cores
 bind_to_cores([int(core) for core in sys.argv[1].split(",")])
-from specactor_ray.modeling.loading import load_model
-from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.ragged_model import RaggedModel, RowChunk
 MODEL = {model!r}
 {setup}
 work()
@@ -86,10 +86,10 @@ def verifier_speeds(prompts_file: Path, batch: int, tokens: int, cores: int, sli
     from specactor_ray.benchmarks.by_turns import TurnTaker
     from specactor_ray.config.schema import DrafterConfig, TargetConfig
     from specactor_ray.messages import SamplingParams
-    from specactor_ray.modeling.loading import load_tokenizer
+    from specactor_ray.models.loading import load_tokenizer
     from specactor_ray.rollout.planning import DEFAULT_METHOD
     from specactor_ray.rollout.prompts import encode_prompt, read_prompts
-    from specactor_ray.targets.base import TargetRequest
+    from specactor_ray.target.base import TargetRequest
 
     tokenizer, target = load_tokenizer(MODEL), TargetConfig(max_batch=batch, cores=cores, kv_cache_gb=0.5)
     prompts = read_prompts(prompts_file, batch)

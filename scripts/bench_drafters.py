@@ -33,10 +33,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specactor_ray.drafters.base import packed
-from specactor_ray.drafters.mirror import common_prefix
-from specactor_ray.drafters.ngram import NgramProposer
-from specactor_ray.drafters.suffix import SuffixProposer
+from specactor_ray.draft.lookup.mirror import common_prefix
+from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.lookup.suffix import SuffixProposer
+from specactor_ray.draft.proposer import packed
 from specactor_ray.messages import SamplingParams
 
 HistoryProposer = NgramProposer | SuffixProposer
@@ -170,11 +170,11 @@ def record(args: argparse.Namespace, console: Console) -> list[Recorded]:
     import torch
 
     from specactor_ray.config.schema import TargetConfig
-    from specactor_ray.modeling.loading import load_tokenizer
+    from specactor_ray.models.loading import load_tokenizer
     from specactor_ray.rollout.prompts import encode_prompt, read_prompts
-    from specactor_ray.sampling import derive_seed
-    from specactor_ray.targets.base import TargetRequest
-    from specactor_ray.targets.hf import HfEngine
+    from specactor_ray.sampling.keyed import derive_seed
+    from specactor_ray.target.base import TargetRequest
+    from specactor_ray.target.hf import HfEngine
 
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(args.model)

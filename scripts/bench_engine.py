@@ -25,10 +25,10 @@ from rich.progress import track
 from rich.table import Table
 
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.loading import load_model
-from specactor_ray.modeling.ragged_model import RaggedModel
-from specactor_ray.targets.base import Drafts, TargetRequest
-from specactor_ray.targets.hf import HfEngine
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.target.base import Drafts, TargetRequest
+from specactor_ray.target.hf import HfEngine
 
 
 def make_prompts(count: int, length: int, vocab_size: int) -> list[tuple[int, ...]]:

@@ -40,16 +40,16 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.controller.state import ClusterView
+from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.drafters.draft_model import DraftModelProposer
-from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.messages import CommitBatch, DraftOpen, Progress, SamplingParams, TailBatch, ToRollout
-from specactor_ray.modeling.ragged_cache import CacheRow, LayerShape, RaggedCache
-from specactor_ray.modeling.ragged_model import RaggedOutput
+from specactor_ray.models.ragged_cache import CacheRow, LayerShape, RaggedCache
+from specactor_ray.models.ragged_model import RaggedOutput
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.rollout.dispatch import Dispatcher
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.targets.base import Drafts, StepResult, TargetRequest
+from specactor_ray.target.base import Drafts, StepResult, TargetRequest
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.seat import DrafterLink
@@ -203,7 +203,7 @@ class StubbedCore:
     """vLLM around our engine and sampler, in no time: every draft is right, and every step schedules all rows."""
 
     def __init__(self, rows: int, drafts: int) -> None:
-        from specactor_ray.targets.vllm_worker import KeyedSampler
+        from specactor_ray.target.vllm_worker import KeyedSampler
 
         self.drafts, self.seconds = drafts, 0.0
         self.requests: dict[str, Any] = {}
@@ -257,7 +257,7 @@ class StubbedCore:
 
 def vllm_ms(rows: int, drafts: int) -> float:
     """Milliseconds of one step of `VllmEngine` and `KeyedSampler`, without vLLM's own and without the sampling."""
-    from specactor_ray.targets import vllm, vllm_bridge
+    from specactor_ray.target import vllm, vllm_bridge
 
     core = StubbedCore(rows, drafts)
     handle = vllm_bridge.EngineCoreHandle.__new__(vllm_bridge.EngineCoreHandle)
@@ -266,7 +266,7 @@ def vllm_ms(rows: int, drafts: int) -> float:
     settings = vllm_bridge.CoreSettings("", "", None, rows, rows * (1 + drafts), 0, 64)
     with (
         mock.patch.object(vllm, "EngineCoreHandle", return_value=handle),
-        mock.patch("specactor_ray.sampling._run_numba", return_value=core.packed),
+        mock.patch("specactor_ray.sampling.keyed._run_numba", return_value=core.packed),
     ):
         engine = vllm.VllmEngine(settings, [2])
         for row in range(rows):

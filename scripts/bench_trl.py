@@ -32,7 +32,7 @@ with warnings.catch_warnings(action="ignore"):  # about the version of vLLM, whi
 from specactor_ray import Rollout
 from specactor_ray.config.load import from_mapping
 from specactor_ray.integrations.trl import attach
-from specactor_ray.modeling.loading import load_model, load_tokenizer
+from specactor_ray.models.loading import load_model, load_tokenizer
 from specactor_ray.rollout.prompts import read_prompts
 
 VARIANTS = ("trl", "plain", "coupled")

@@ -2,7 +2,7 @@
 
 Drafts are claims about absolute output positions. Output position 0 is the first generated token of a
 request; "committed length" counts output tokens, never prompt tokens. Every message may be lost, repeated,
-reordered or late; the receiver checks it against what it knows (`spec/table.py`, `drafters/mirror.py`).
+reordered or late; the receiver checks it against what it knows (`spec/table.py`, `draft/lookup/mirror.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NUMBERS: Mapping[str, tuple[type, type, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of a request are chosen (`specactor_ray.sampling` has the exact rule).
+    """How the tokens of a request are chosen (`specactor_ray.sampling.keyed` has the exact rule).
 
     The configuration, the API and messages share this class and its bounds.
 
@@ -105,7 +105,7 @@ class Features:
     begin: int
     """Sequence position of the first one; 0 is the first token of the prompt."""
     states: Any
-    """numpy `(n, layers * hidden)`: float32 or float16; bfloat16 travels as int16 (`modeling/wire.py`)."""
+    """numpy `(n, layers * hidden)`: float32 or float16; bfloat16 travels as int16 (`models/wire.py`)."""
 
     @property
     def end(self) -> int:

@@ -19,7 +19,7 @@ from specactor_ray.benchmarks.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Ben
 from specactor_ray.benchmarks.variants import Variant, draft_cores
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import validate
-from specactor_ray.drafters.registry import traits
+from specactor_ray.draft.registry import traits
 from specactor_ray.observability.console import say
 from specactor_ray.rollout.preflight import check_target, require_named
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
@@ -234,7 +234,7 @@ def accuracy_of(config: Config, metrics: Mapping[str, Any]) -> dict[str, float]:
 def _recording(
     config: Config, workload: Workload, outputs: Mapping[Place, Output], accuracy: Mapping[str, float]
 ) -> Recording:
-    from specactor_ray.modeling.loading import load_tokenizer
+    from specactor_ray.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
     requests = []

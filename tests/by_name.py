@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.drafters.base import Proposer, packed
+from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.messages import SamplingParams
 
 _NEVER_OPEN = 10**6

@@ -19,7 +19,7 @@ from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.kernel import Kernel
 from specactor_ray.simulation.network import Network, Reference, VirtualActor
 from specactor_ray.simulation.text import true_output, true_token
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.target.base import TargetRequest
 from tests.virtual import Bench
 
 STEP_S = 0.05

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.drafters.base import Proposer, Tails
+from specactor_ray.draft.proposer import Proposer, Tails
 
 
 class Liar(Proposer):

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.drafters.base import Traits
-from specactor_ray.drafters.draft_model import DraftModelProposer
-from specactor_ray.drafters.slots import RowProposer
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.proposer import Traits
+from specactor_ray.draft.slots import RowProposer
 from specactor_ray.messages import Features
 
 

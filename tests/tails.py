@@ -12,7 +12,7 @@ import torch
 
 from specactor_ray.messages import SamplingParams
 from specactor_ray.ragged import begins
-from specactor_ray.sampling import SamplingError, verify_arrays
+from specactor_ray.sampling.keyed import SamplingError, verify_arrays
 from specactor_ray.sampling.rules import Rules
 
 

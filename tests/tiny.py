@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specactor_ray.modeling.builtin import quiet_transformers
-from specactor_ray.modeling.cache import cache_dir, cached_dir
+from specactor_ray.models.builtin import quiet_transformers
+from specactor_ray.models.cache import cache_dir, cached_dir
 
 VOCAB_SIZE = 512
 CONTEXT = 512
@@ -214,10 +214,10 @@ def _rows(tokenizer: Any, length: int) -> list[list[int]]:
 def _build_eagle(folder: Path) -> None:
     import torch
 
+    from specactor_ray.draft.eagle.checkpoint import save_head
     from specactor_ray.drafter_training.eagle import batches_by_length, expected_counts, make_batch, new_head
     from specactor_ray.drafter_training.eagle_unroll import unroll_loss
-    from specactor_ray.modeling.eagle_checkpoint import save_head
-    from specactor_ray.modeling.loading import load_model
+    from specactor_ray.models.loading import load_model
 
     target = load_model(str(tiny_target()))
     with torch.random.fork_rng(devices=[]):
@@ -242,11 +242,11 @@ def _eagle_examples() -> list[Any]:
 
     from specactor_ray.drafter_training.eagle import EagleExample
     from specactor_ray.messages import SamplingParams
-    from specactor_ray.modeling.loading import load_model
-    from specactor_ray.modeling.ragged_model import HEAD_INPUT, RaggedModel
-    from specactor_ray.modeling.wire import from_wire
-    from specactor_ray.targets.base import TargetRequest
-    from specactor_ray.targets.hf import HfEngine
+    from specactor_ray.models.loading import load_model
+    from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
+    from specactor_ray.models.wire import from_wire
+    from specactor_ray.target.base import TargetRequest
+    from specactor_ray.target.hf import HfEngine
 
     model = load_model(str(tiny_target()))
     eos = model.generation_config.eos_token_id

@@ -13,12 +13,12 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import bind_to_cores, limit_spins
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.controller.state import VerifierSpec
-from specactor_ray.drafters.base import Proposer
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.messages import Mode, WeightSet
-from specactor_ray.targets.base import TargetEngine
+from specactor_ray.target.base import TargetEngine
 
 if TYPE_CHECKING:
-    from specactor_ray.modeling.weight_buckets import WeightBucket
+    from specactor_ray.models.weight_buckets import WeightBucket
     from specactor_ray.verify.drafting import Drafting
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class ActorHost:
 
     def build_engine(self, spec: VerifierSpec) -> TargetEngine:
         """The target engine of a verifier; loads the model."""
-        from specactor_ray.targets.registry import build_engine
+        from specactor_ray.target.registry import build_engine
 
         return build_engine(spec.target, "cuda" if spec.target.gpus else "cpu", spec.max_drafts)
 
@@ -79,7 +79,7 @@ class ActorHost:
 
     def build_proposer(self, drafter: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
         """The proposer of a draft method; loads its model if it has one."""
-        from specactor_ray.drafters.registry import build_proposer
+        from specactor_ray.draft.registry import build_proposer
 
         return build_proposer(drafter, target, device)
 
@@ -89,7 +89,7 @@ class ActorHost:
         Raises:
             CallError: They cannot be had.
         """
-        from specactor_ray.modeling.weight_buckets import unpack
+        from specactor_ray.models.weight_buckets import unpack
 
         buckets = self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)
         return {name: tensor for bucket in buckets for name, tensor in unpack(bucket)}

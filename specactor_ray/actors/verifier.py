@@ -13,7 +13,7 @@ from specactor_ray.controller.state import VERIFIER, DraftEndpoint, VerifierSpec
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import TailBatch, ToRollout, WeightSet
 from specactor_ray.queues.link import Link, direct_sender
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.target.base import TargetRequest
 from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 

@@ -197,7 +197,7 @@ class _Display(TrainingDisplay):
 
 def training_config(demo: Demo, tasks: Path) -> Config:
     """The GRPO run: `mode: auto`, outputs of one line."""
-    from specactor_ray.modeling.loading import load_tokenizer
+    from specactor_ray.models.loading import load_tokenizer
 
     newline = load_tokenizer(demo.model)("\n", add_special_tokens=False)["input_ids"]
     cores = len(_cores())

@@ -68,7 +68,7 @@ def run_profile(
     require_named(config)
     check_target(config)
     config = export_what_drafters_read(config)
-    from specactor_ray.modeling.identity import method_identity
+    from specactor_ray.models.identity import method_identity
 
     facts, identities = _facts(config, device), {one.method: method_identity(one) for one in config.drafters}
     begin = time.monotonic()
@@ -99,7 +99,7 @@ def _write(output: Path, data: Mapping[str, Any]) -> None:
 
 def _facts(config: Config, device: str) -> dict[str, Any]:
     """What the figures hold for."""
-    from specactor_ray.modeling.identity import gpu_name, model_identity
+    from specactor_ray.models.identity import gpu_name, model_identity
 
     target = config.target
     return {

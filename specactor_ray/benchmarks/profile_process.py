@@ -23,7 +23,7 @@ from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.speculation.costs import CostPoint
-from specactor_ray.targets.base import Drafts, TargetEngine, TargetRequest
+from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest
 
 MAX_RECORDED_TOKENS = 128
 """Longest output recorded for measuring acceptance."""
@@ -98,7 +98,7 @@ class Measured:
 
 def measure_share(share: Share, report: Report) -> Measured:
     """Record outputs if asked to, then measure verifying, drafting and acceptance; `report` once per figure."""
-    from specactor_ray.targets.registry import build_engine
+    from specactor_ray.target.registry import build_engine
 
     if share.cores:
         bind_to_cores(share.cores)
@@ -188,7 +188,7 @@ def measure_verify(
 
 def measure_method(drafter: DrafterConfig, share: Share, text: TextStream, measured: Measured, report: Report) -> None:
     """D of a draft method over the axes, and how often it is right on what was recorded; added to `measured`."""
-    from specactor_ray.drafters.registry import build_proposer
+    from specactor_ray.draft.registry import build_proposer
 
     axes, device = share.axes, "cuda" if drafter.gpus else "cpu"
     proposer = build_proposer(drafter, share.config.target, device)
@@ -208,9 +208,9 @@ def measure_method(drafter: DrafterConfig, share: Share, text: TextStream, measu
 
 
 def _requests(config: Config, prompts: Sequence[Any], max_requests: int) -> list[TargetRequest]:
-    from specactor_ray.modeling.loading import load_tokenizer
+    from specactor_ray.models.loading import load_tokenizer
     from specactor_ray.rollout.prompts import encode_prompt
-    from specactor_ray.sampling import derive_seed
+    from specactor_ray.sampling.keyed import derive_seed
 
     tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
     places = itertools.islice(itertools.product(range(len(prompts)), range(config.data.n)), max_requests)

@@ -44,7 +44,7 @@ class ProfileSession(Child):
 
 
 def _measure_on_demand(share: Share, channel: Connection) -> None:
-    from specactor_ray.targets.registry import build_engine
+    from specactor_ray.target.registry import build_engine
 
     if share.cores:
         bind_to_cores(share.cores)

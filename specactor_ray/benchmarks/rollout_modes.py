@@ -34,7 +34,7 @@ from specactor_ray.rollout.planning import require_gpus
 from specactor_ray.rollout.preflight import check_target, require_named, start_note
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
 from specactor_ray.signals import signals_deferred, sigterm_interrupts
-from specactor_ray.targets.vllm_version import require_vllm
+from specactor_ray.target.vllm_version import require_vllm
 
 if TYPE_CHECKING:
     from specactor_ray.rollout.rollout import Rollout
@@ -240,7 +240,7 @@ class Bench:
     def measure_peers(self, config: Config, batches: Sequence[int]) -> None:
         """vLLM alone, on the same workloads."""
         from specactor_ray.benchmarks.peers import measure_peers
-        from specactor_ray.modeling.loading import load_tokenizer
+        from specactor_ray.models.loading import load_tokenizer
 
         tokenizer = load_tokenizer(config.target.model, trust_remote_code=config.target.trust_remote_code)
         encoded = [

@@ -14,7 +14,7 @@ from specactor_ray.config.schema import DrafterConfig, TargetConfig
 
 if TYPE_CHECKING:
     from specactor_ray.benchmarks.by_turns import TurnTaker
-    from specactor_ray.targets.base import TargetRequest
+    from specactor_ray.target.base import TargetRequest
 
 PROMPTS_PER_ROUND = 3
 """One of each kind of `demo_tasks.edit_prompts`, so that rounds are alike."""
@@ -72,7 +72,7 @@ def measure_side_by_side(work: SideBySide, report: Report) -> None:
     report("loading torch")
     from specactor_ray.benchmarks.by_turns import TurnTaker
     from specactor_ray.benchmarks.demo_tasks import edit_prompts
-    from specactor_ray.modeling.loading import load_tokenizer
+    from specactor_ray.models.loading import load_tokenizer
 
     report(f"loading the tokenizer of {work.target.model} (the first time, the built-in model is converted)")
     tokenizer = load_tokenizer(work.target.model, trust_remote_code=work.target.trust_remote_code)
@@ -126,7 +126,7 @@ def play_round(
 def _requests(tokenizer: Any, prompts: Sequence[str], work: SideBySide, name: str) -> list[TargetRequest]:
     from specactor_ray.messages import SamplingParams
     from specactor_ray.rollout.prompts import encode_prompt
-    from specactor_ray.targets.base import TargetRequest
+    from specactor_ray.target.base import TargetRequest
 
     sampling = SamplingParams(temperature=0.0, max_tokens=work.max_tokens, seed=work.seed)
     return [

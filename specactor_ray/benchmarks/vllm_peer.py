@@ -42,8 +42,8 @@ def measure_peer(work: PeerWork, report: Report) -> list[PeerMeasured]:
 def _start(work: PeerWork) -> Any:
     from vllm import LLM
 
-    from specactor_ray.modeling.loading import locate_model
-    from specactor_ray.targets.vllm_bridge import kernel_scan_without_llvmlite
+    from specactor_ray.models.loading import locate_model
+    from specactor_ray.target.vllm_bridge import kernel_scan_without_llvmlite
 
     target = work.config.target
     source, revision = locate_model(target.model)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.config.validate import reject_keys_against_traits
-from specactor_ray.drafters import registry
-from specactor_ray.drafters.base import Proposer, Traits
+from specactor_ray.draft import registry
+from specactor_ray.draft.proposer import Proposer, Traits
 
 
 @dataclass

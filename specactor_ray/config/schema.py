@@ -150,7 +150,7 @@ class DrafterConfig:
     """`ngram` (copies what followed the last tokens in prompt, output and earlier outputs of the prompt), `suffix`
     (counts it, also in the samples under way and in other prompts' outputs), `draft_model` (a smaller model), `eagle`
     (a head on the target's hidden states), or a proposer of your own as `package.module:Class`, derived from
-    `specactor_ray.drafters.slots.RowProposer` and made with this section as its only argument (`docs/api.md`). In mode
+    `specactor_ray.draft.slots.RowProposer` and made with this section as its only argument (`docs/api.md`). In mode
     `coupled` one that hangs holds its verifier up until `cluster.stall_timeout_s` replaces that."""
     replicas: int = 1
     """`decoupled`: number of draft actors of this method; `specactor scale` changes it during the run. `coupled`: every

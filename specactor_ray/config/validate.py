@@ -28,8 +28,8 @@ from specactor_ray.config.tensor_parallel import (
     reject_devices_that_do_not_fit_the_ranks,
     reject_ranks_the_backend_has_not,
 )
-from specactor_ray.drafters.base import Checkpoint, Traits
-from specactor_ray.drafters.registry import BUILT_IN
+from specactor_ray.draft.proposer import Checkpoint, Traits
+from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.errors import ConfigError, clipped, did_you_mean
 
 BACKENDS = ("hf", "vllm")

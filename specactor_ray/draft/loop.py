@@ -17,7 +17,7 @@ import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.draft.mirrors import Mirrors
-from specactor_ray.drafters.base import Proposer
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.queues import inbox

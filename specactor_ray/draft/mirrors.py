@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specactor_ray.drafters.base import Proposer
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.messages import CommitBatch, DraftOpen, TailBatch
 from specactor_ray.queues.link import Link
 

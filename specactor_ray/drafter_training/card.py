@@ -11,7 +11,7 @@ from typing import Any
 from specactor_ray.errors import InputError
 from specactor_ray.files import write_json
 from specactor_ray.json_text import parse_json, read_foreign
-from specactor_ray.modeling.loading import load_model_config
+from specactor_ray.models.loading import load_model_config
 
 CARD_FILE = "drafter.json"
 FORMAT = 1

@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 
 from specactor_ray.config.schema import DrafterConfig
+from specactor_ray.draft.proposer import Checkpoint
+from specactor_ray.draft.registry import traits
 from specactor_ray.drafter_training.card import (
     TargetIdentity,
     check_vocabulary,
@@ -44,12 +46,10 @@ from specactor_ray.drafter_training.rollouts import (
     target_config,
 )
 from specactor_ray.drafter_training.student import Student, student_of
-from specactor_ray.drafters.base import Checkpoint
-from specactor_ray.drafters.registry import traits
 from specactor_ray.errors import InputError
 from specactor_ray.files import write_json
 from specactor_ray.json_text import read_foreign
-from specactor_ray.modeling.loading import load_model_config, load_tokenizer
+from specactor_ray.models.loading import load_model_config, load_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.drafter_report import plot_training
 from specactor_ray.observability.environment import hardware, versions

@@ -20,8 +20,8 @@ from specactor_ray.errors import InputError
 from specactor_ray.files import flush_entry, replacing, write_json
 from specactor_ray.json_text import read_foreign
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.wire import from_wire
-from specactor_ray.targets.base import Finish, StepResult, TargetEngine, TargetRequest
+from specactor_ray.models.wire import from_wire
+from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from specactor_ray.drafter_training.pruning import num_layers, prune_layers
 from specactor_ray.drafter_training.recipe import TrainRecipe, choose_layers, parse_layers
 from specactor_ray.drafter_training.student import Batch
 from specactor_ray.learner.engines.torch_engine import autocast
-from specactor_ray.modeling.builtin import quiet_transformers
-from specactor_ray.modeling.loading import load_model
-from specactor_ray.modeling.ragged_model import HEAD_INPUT
-from specactor_ray.sampling import sample_rows
+from specactor_ray.models.builtin import quiet_transformers
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.ragged_model import HEAD_INPUT
+from specactor_ray.sampling.keyed import sample_rows
 
 _CHUNK = 256
 """Positions whose logits exist at once: with a vocabulary of 50k one copy of them is 50 MB."""

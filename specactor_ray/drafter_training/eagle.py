@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig, default_aux_layers, most_frequent_ids
 from specactor_ray.drafter_training.eagle_unroll import EagleBatch
-from specactor_ray.modeling.eagle_head import EagleHead, EagleHeadConfig, default_aux_layers, most_frequent_ids
 
 INIT_SCALE = 0.05
 """Scale of what is not copied from the target: small, so that the head starts close to the target's own last layer."""

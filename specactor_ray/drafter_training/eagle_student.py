@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from specactor_ray.draft.eagle.checkpoint import save_head, trained_weights
+from specactor_ray.draft.eagle.head import EagleHead, default_aux_layers
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch, new_head
 from specactor_ray.drafter_training.eagle_unroll import EagleBatch, unroll, unroll_loss
@@ -22,11 +24,9 @@ from specactor_ray.drafter_training.recipe import TrainRecipe
 from specactor_ray.drafter_training.student import Batch
 from specactor_ray.errors import InputError
 from specactor_ray.learner.engines.torch_engine import autocast
-from specactor_ray.modeling.eagle_checkpoint import save_head, trained_weights
-from specactor_ray.modeling.eagle_head import EagleHead, default_aux_layers
-from specactor_ray.modeling.loading import load_model
-from specactor_ray.modeling.ragged_model import HEAD_INPUT
-from specactor_ray.sampling import sample_rows
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.ragged_model import HEAD_INPUT
+from specactor_ray.sampling.keyed import sample_rows
 
 _COUNTED_ROLLOUTS = 128
 """Rollouts whose distributions choose the draft vocabulary."""

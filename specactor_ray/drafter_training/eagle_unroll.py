@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specactor_ray.modeling.eagle_head import EagleHead
+from specactor_ray.draft.eagle.head import EagleHead
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,16 @@ from rich.console import Console
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.config.validate import DRAFTER_CHECKS
+from specactor_ray.draft.registry import build_proposer, reads_head, traits
 from specactor_ray.drafter_training.card import read_card
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.evaluation import replay
 from specactor_ray.drafter_training.rollouts import Corpus
-from specactor_ray.drafters.registry import build_proposer, reads_head, traits
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.observability.phase_progress import PhaseProgress, show_tokens
 
 if TYPE_CHECKING:
-    from specactor_ray.modeling.eagle_head import EagleHeadConfig
+    from specactor_ray.draft.eagle.head import EagleHeadConfig
 
 _REPLAY_BATCH = 16
 
@@ -61,7 +61,7 @@ def head_config(drafter: DrafterConfig, target: str) -> EagleHeadConfig | None:
     """
     if not reads_head(drafter.method) or drafter.model is None:
         return None
-    from specactor_ray.modeling.eagle_checkpoint import read_head_config
+    from specactor_ray.draft.eagle.checkpoint import read_head_config
 
     return read_head_config(drafter.model, target, trust_remote_code=drafter.trust_remote_code)
 

@@ -16,10 +16,10 @@ import torch
 
 from specactor_ray.config.online import OnlineConfig
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
+from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.drafter_training.eagle import EagleExample, make_batch
 from specactor_ray.drafter_training.eagle_unroll import unroll_loss
-from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
-from specactor_ray.modeling.eagle_head import EagleHead
 
 _MAX_GRAD_NORM = 1.0
 _FROZEN = ("embed_tokens.weight", "lm_head.weight")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specactor_ray.errors import ModelLoadError
-from specactor_ray.modeling.builtin import quiet_transformers
+from specactor_ray.models.builtin import quiet_transformers
 
 
 def num_layers(model: Any) -> int:

@@ -18,7 +18,7 @@ from specactor_ray.drafter_training.recipe import CorpusRecipe
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.phase_progress import PhaseProgress, show_tokens
-from specactor_ray.sampling import derive_seed
+from specactor_ray.sampling.keyed import derive_seed
 
 TokenIds = tuple[int, ...]
 TRAIN, HELD_OUT, GREEDY = "train", "heldout", "heldout-greedy"
@@ -157,7 +157,7 @@ class Corpus:
         return {part: self.records[part] for part in (HELD_OUT, GREEDY) if part in self.records}
 
     def _make_engine(self, hidden_layers: Sequence[int]) -> Any:
-        from specactor_ray.targets.hf import HfEngine
+        from specactor_ray.target.hf import HfEngine
 
         engine = HfEngine.from_config(target_config(self._recipe, self.limits, hidden_layers), self.limits.device)
         longest = max(map(len, (*self._prompts.train, *self._prompts.held_out))) + self._recipe.max_tokens

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.loading import load_model_config, load_tokenizer
-from specactor_ray.sampling import derive_seed
+from specactor_ray.models.loading import load_model_config, load_tokenizer
+from specactor_ray.sampling.keyed import derive_seed
 
 if TYPE_CHECKING:
     import torch

@@ -20,9 +20,9 @@ from specactor_ray.learner.progress import Progress
 from specactor_ray.learner.recipe import make_recipe
 from specactor_ray.learner.saving import PartWriter, SavedPart
 from specactor_ray.learner.update import PolicyUpdater
-from specactor_ray.modeling.builtin import quiet_transformers
-from specactor_ray.modeling.loading import load_model, load_tokenizer, parse_dtype
-from specactor_ray.modeling.weight_buckets import WeightBucket, pack, plan_buckets
+from specactor_ray.models.builtin import quiet_transformers
+from specactor_ray.models.loading import load_model, load_tokenizer, parse_dtype
+from specactor_ray.models.weight_buckets import WeightBucket, pack, plan_buckets
 
 WEIGHTS, ENGINE = "weights", "engine"
 """Folders of a checkpoint: the model as transformers reads it, and what the engine needs to go on."""

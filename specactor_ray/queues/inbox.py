@@ -41,7 +41,7 @@ _MAX_WINDOW = 65_536
 _MAX_NUMBER = 1 << 31
 _MAX_TOKEN_S = 1.0e6
 _STATES = (np.float32, np.float16, np.int16)
-"""Types of hidden states, see `modeling/wire.py`."""
+"""Types of hidden states, see `models/wire.py`."""
 _ANY_TOKEN = 1 << 31
 """Where the vocabulary is not known."""
 

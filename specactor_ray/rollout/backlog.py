@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from specactor_ray.rollout.journal import Journal
 from specactor_ray.rollout.quarantine import Quarantine
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.target.base import TargetRequest
 
 Batches = dict[str, list[TargetRequest]]
 """Verifier → what to submit to it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specactor_ray.messages import Finished, Progress, SamplingParams
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.target.base import TargetRequest
 
 RECORD = np.dtype([("token", np.int32), ("logprob", np.float32)])
 """What the journal keeps of a token: 8 bytes."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig
-from specactor_ray.drafters.registry import reads_head
+from specactor_ray.draft.registry import reads_head
 from specactor_ray.errors import ConfigError
-from specactor_ray.modeling.loading import load_empty_model, parse_dtype
+from specactor_ray.models.loading import load_empty_model, parse_dtype
 
 PROCESS_BYTES = 0.35 * 2**30
 """Python, torch and Ray of one process."""
@@ -69,8 +69,8 @@ def empty_head(drafter: DrafterConfig, target: TargetConfig) -> Any:
     """The drafter's EAGLE head without its weights."""
     import torch
 
-    from specactor_ray.modeling.eagle_checkpoint import read_head_config
-    from specactor_ray.modeling.eagle_head import EagleHead
+    from specactor_ray.draft.eagle.checkpoint import read_head_config
+    from specactor_ray.draft.eagle.head import EagleHead
 
     assert drafter.model is not None  # validated
     config = read_head_config(drafter.model, target.model, trust_remote_code=target.trust_remote_code)

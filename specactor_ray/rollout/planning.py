@@ -17,7 +17,7 @@ from specactor_ray.cluster.discovery import is_connected
 from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.config.validate import MAX_WINDOW, validate
-from specactor_ray.drafters.registry import traits
+from specactor_ray.draft.registry import traits
 from specactor_ray.errors import ConfigError
 from specactor_ray.observability.environment import count_gpus, hardware, versions
 from specactor_ray.spec.tgs import geometric, share_right
@@ -266,7 +266,7 @@ def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
         InputError: The file is missing, damaged or of another schema.
         ConfigError: It is of another model; or of other hardware or another torch, and not forced.
     """
-    from specactor_ray.modeling.identity import gpu_name, model_identity
+    from specactor_ray.models.identity import gpu_name, model_identity
 
     if config.profile is None:
         raise ConfigError("profile", "is not set.", "name the file: profile=profile.json")
@@ -434,7 +434,7 @@ def _require_cores(config: Config, trains: bool) -> None:
 
 def _methods(config: Config, profile: Profile) -> tuple[dict[str, Method], list[str]]:
     """Configured methods the profile speaks of, and the others with the reason."""
-    from specactor_ray.modeling.identity import method_identity, same_method
+    from specactor_ray.models.identity import method_identity, same_method
 
     usable: dict[str, Method] = {}
     unusable: list[str] = []

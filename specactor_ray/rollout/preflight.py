@@ -15,10 +15,10 @@ from typing import Any
 from specactor_ray.cluster.discovery import is_connected, require_listener, resolve_address
 from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.drafters.base import Checkpoint
-from specactor_ray.drafters.registry import reads_head
+from specactor_ray.draft.proposer import Checkpoint
+from specactor_ray.draft.registry import reads_head
 from specactor_ray.errors import ConfigError, ModelLoadError
-from specactor_ray.modeling.loading import (
+from specactor_ray.models.loading import (
     load_model_config,
     load_tokenizer,
     parse_dtype,
@@ -29,7 +29,7 @@ from specactor_ray.modeling.loading import (
 from specactor_ray.rollout.memory import require_caches
 from specactor_ray.rollout.planning import require_devices, resolve
 from specactor_ray.speculation.profile import load_profile
-from specactor_ray.targets.vllm_version import require_engine_arguments, require_vllm
+from specactor_ray.target.vllm_version import require_engine_arguments, require_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ def export_what_drafters_read(config: Config) -> Config:
         raise ConfigError("target.hidden_layers", problem, "list the decoder layers it reads, such as [2, 15, 28].")
     if not heads:
         return config
-    from specactor_ray.modeling.eagle_checkpoint import read_head_config
+    from specactor_ray.draft.eagle.checkpoint import read_head_config
 
     index, head = heads[0]
     trust = config.target.trust_remote_code

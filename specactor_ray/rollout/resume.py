@@ -79,7 +79,9 @@ def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: C
             named.
     """
     with signals_deferred():
-        from specactor_ray.sampling import derive_seed  # takes seconds, so only where there is something to continue
+        from specactor_ray.sampling.keyed import (
+            derive_seed,  # takes seconds, so only where there is something to continue
+        )
 
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for number, line in enumerate(writer.kept.split(b"\n")[:-1], start=1):

@@ -19,9 +19,9 @@ from specactor_ray.config import Config, load_config
 from specactor_ray.controller.start import start_controller
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
-from specactor_ray.modeling.loading import locate_model, parse_dtype, weight_shapes
-from specactor_ray.modeling.policy_weights import Weights, fitting_weights
-from specactor_ray.modeling.weight_buckets import WeightBucket, pack_as_they_come
+from specactor_ray.models.loading import locate_model, parse_dtype, weight_shapes
+from specactor_ray.models.policy_weights import Weights, fitting_weights
+from specactor_ray.models.weight_buckets import WeightBucket, pack_as_they_come
 from specactor_ray.observability.console import log_by_default
 from specactor_ray.observability.heartbeat import Heartbeat
 from specactor_ray.rollout.journal import JournalEntry
@@ -38,7 +38,7 @@ from specactor_ray.rollout.preflight import (
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.rollout.trajectory import Trajectory
-from specactor_ray.sampling import derive_seed
+from specactor_ray.sampling.keyed import derive_seed
 from specactor_ray.signals import interruption
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from specactor_ray.config.drafting import draft_actors
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError, ModelLoadError
 from specactor_ray.files import write_json
-from specactor_ray.modeling.loading import load_tokenizer, require_tokenizer
+from specactor_ray.models.loading import load_tokenizer, require_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.heartbeat import Heartbeat

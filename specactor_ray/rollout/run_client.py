@@ -17,7 +17,7 @@ from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
 
 if TYPE_CHECKING:
-    from specactor_ray.modeling.weight_buckets import WeightBucket
+    from specactor_ray.models.weight_buckets import WeightBucket
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.controller.state import ClusterView, Departure
 from specactor_ray.errors import ActorLostError, SpecActorError
 from specactor_ray.messages import ToRollout
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.target.base import TargetRequest
 
 logger = logging.getLogger(__name__)
 

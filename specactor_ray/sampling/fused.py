@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling import Backend, Found, verify_arrays
-from specactor_ray.sampling import triton_kernels as kernels
+from specactor_ray.sampling import triton as kernels
+from specactor_ray.sampling.keyed import Backend, Found, verify_arrays
 from specactor_ray.sampling.rules import Batch, Rules
 
 _FEWEST_CHUNKS = 64

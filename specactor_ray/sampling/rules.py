@@ -9,13 +9,13 @@ import numpy as np
 
 from specactor_ray.messages import SamplingParams
 from specactor_ray.ragged import enlarged
-from specactor_ray.sampling.numba_kernels import GREEDY_BELOW
+from specactor_ray.sampling.numba import GREEDY_BELOW
 
 if TYPE_CHECKING:  # lookups draw noise without torch
     import torch
 
 _RULE = np.dtype([("seed", "u8"), ("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("base", "i8")])
-"""Five words of 8 bytes, in the order of `triton_kernels.RULE_FIELDS`."""
+"""Five words of 8 bytes, in the order of `sampling.triton.RULE_FIELDS`."""
 
 
 class Rules:

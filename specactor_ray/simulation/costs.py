@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from specactor_ray.config.schema import DrafterConfig, ModeName
-from specactor_ray.drafters.registry import traits
+from specactor_ray.draft.registry import traits
 from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.hardware import Hardware, ProfiledHardware, RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import find_model, load_models

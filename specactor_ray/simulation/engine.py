@@ -13,7 +13,7 @@ from specactor_ray.ragged import begins, enlarged, places
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import Network, VirtualActor
 from specactor_ray.simulation.world import World
-from specactor_ray.targets.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
+from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
 
 
 class SimulatedEngine:

@@ -9,8 +9,8 @@ from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.controller.state import VerifierSpec
-from specactor_ray.drafters.base import Proposer
-from specactor_ray.drafters.registry import build_proposer, traits
+from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.registry import build_proposer, traits
 from specactor_ray.messages import WeightSet
 from specactor_ray.simulation.clairvoyant import ClairvoyantDrafting
 from specactor_ray.simulation.engine import SimulatedEngine

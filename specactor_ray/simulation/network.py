@@ -29,7 +29,7 @@ from specactor_ray.errors import (
 )
 from specactor_ray.messages import CommitBatch, DraftOpen, Features, TailBatch
 from specactor_ray.simulation.kernel import Kernel, Process, Task, VirtualClock
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.target.base import TargetRequest
 
 _CONCURRENCY = 8
 _DETECTION_S = (0.01, 1.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.drafters.base import Proposer, Tails, Traits
+from specactor_ray.draft.proposer import Proposer, Tails, Traits
 from specactor_ray.messages import SamplingParams
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.text import NO_GUESS

@@ -14,7 +14,7 @@ from typing import Any
 from specactor_ray.config.load import load_as
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import validate
-from specactor_ray.drafters.registry import BUILT_IN
+from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.errors import ConfigError
 from specactor_ray.rollout.planning import Devices, resolve_mode
 

@@ -15,7 +15,7 @@ from specactor_ray.spec._kernels import Committed
 from specactor_ray.spec.acceptance import Acceptance, bucket_of
 
 if TYPE_CHECKING:
-    from specactor_ray.targets.base import TargetRequest
+    from specactor_ray.target.base import TargetRequest
 
 _FIRST_ROWS, _FIRST_SEATS, _FIRST_TOKENS = 32, 2, 256
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
-from specactor_ray.modeling.loading import parse_dtype
+from specactor_ray.models.loading import parse_dtype
 from specactor_ray.rollout.memory import PROCESS_BYTES, MemoryItem, count_parameters, empty_head, plan_rollout_memory
 
 _FLOAT32 = 4

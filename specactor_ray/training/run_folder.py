@@ -16,7 +16,7 @@ from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.files import remove_if_empty, write_text
 from specactor_ray.json_text import parse_json, read_foreign
-from specactor_ray.modeling.loading import load_model_config
+from specactor_ray.models.loading import load_model_config
 from specactor_ray.rollout.output import SUMMARY_FILE, claim_run_folder
 from specactor_ray.training.checkpoint import CheckpointStore, TrainState, open_checkpoint
 from specactor_ray.training.run_lease import RunInUseError, RunLease

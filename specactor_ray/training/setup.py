@@ -10,7 +10,7 @@ from specactor_ray.config import Config
 from specactor_ray.config.training_schema import RewardFunctionConfig
 from specactor_ray.config.validate_training import validate_training
 from specactor_ray.errors import ConfigError, InputError
-from specactor_ray.modeling.loading import load_tokenizer
+from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.rollout.memory import MemoryItem, available_bytes, check_memory, gib, memory_lines
 from specactor_ray.rollout.preflight import max_prompt_tokens, start_note

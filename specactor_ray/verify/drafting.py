@@ -24,7 +24,7 @@ from specactor_ray.spec.assign import Assigner
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.policy import Drafter, Policy
 from specactor_ray.spec.table import RequestTable
-from specactor_ray.targets.base import NO_DRAFTS, Drafts, States, TargetRequest
+from specactor_ray.target.base import NO_DRAFTS, Drafts, States, TargetRequest
 from specactor_ray.verify.seat import DrafterLink, FeatureLog, Seat
 
 

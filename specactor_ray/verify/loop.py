@@ -20,7 +20,7 @@ from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import TailBatch, ToRollout
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec.policy import Seconds
-from specactor_ray.targets.base import TargetEngine, TargetRequest
+from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
 from specactor_ray.verify.requests import Requests

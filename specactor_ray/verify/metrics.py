@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.spec.policy import Seconds
-from specactor_ray.targets.base import StepResult
+from specactor_ray.target.base import StepResult
 
 
 @dataclass

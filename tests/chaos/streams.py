@@ -23,8 +23,8 @@ from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import SpecActorError
 from specactor_ray.messages import WeightSet
-from specactor_ray.modeling.loading import load_model
-from specactor_ray.modeling.weight_buckets import pack
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.weight_buckets import pack
 from specactor_ray.observability.phase_progress import PhaseProgress
 from specactor_ray.rollout.trajectory import Trajectory
 from tests.chaos.faults import Injector, Schedule

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specactor_ray.modeling import loading
+from specactor_ray.models import loading
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 REPOSITORY = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
 
 
 class TestRealConversion:
-    CONVERT = "from specactor_ray.modeling.loading import resolve_model; resolve_model('smollm2-135m')"
+    CONVERT = "from specactor_ray.models.loading import resolve_model; resolve_model('smollm2-135m')"
 
     def test_killed_in_the_middle_then_whole(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from specactor_ray import sampling
 from specactor_ray.benchmarks.gpu_check.settings import ON_GPU
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.ragged_model import RaggedModel
-from specactor_ray.sampling import sample_rows
-from specactor_ray.targets.base import TargetEngine
-from specactor_ray.targets.hf import HfEngine
+from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.sampling import keyed as sampling
+from specactor_ray.sampling.keyed import sample_rows
+from specactor_ray.target.base import TargetEngine
+from specactor_ray.target.hf import HfEngine
 from tests.tiny import tiny_target
 from tests.unit.engine_conformance import ModelConformance
 

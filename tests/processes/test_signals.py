@@ -138,7 +138,7 @@ class Sender:
             os.kill(os.getpid(), signal.SIGTERM)
 
 sys.meta_path.insert(0, Sender())
-from specactor_ray.modeling import loading
+from specactor_ray.models import loading
 from specactor_ray.signals import Terminated, sigterm_interrupts
 
 with sigterm_interrupts():

@@ -8,7 +8,7 @@ import sys
 
 COMPARE = """
 import torch
-from specactor_ray.modeling.ragged_attention import _Attend
+from specactor_ray.models.ragged_attention import _Attend
 torch.manual_seed(0)
 attend = _Attend(None, None, None, None)
 differ = []

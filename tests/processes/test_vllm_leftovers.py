@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from specactor_ray.leftovers import SHARED_MEMORY
-from specactor_ray.targets import vllm_bridge
+from specactor_ray.target import vllm_bridge
 
 ROOT = Path(__file__).parents[2]
 
 VERIFIER = """
 import subprocess, sys, torch
 from multiprocessing import shared_memory
-from specactor_ray.targets import vllm_bridge
+from specactor_ray.target import vllm_bridge
 segment = lambda: shared_memory.SharedMemory(create=True, size=4096)
 foreign = segment()
 others = vllm_bridge._shared_memory()

@@ -22,9 +22,9 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.config import Config
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import RaceName
+from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.errors import ConfigError, InputError, ModelLoadError
-from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
-from specactor_ray.modeling.weight_buckets import pack
+from specactor_ray.models.weight_buckets import pack
 from specactor_ray.rollout.trajectory import Trajectory, drafted_by_method
 from tests.tiny import tiny_draft, tiny_eagle, tiny_prompt_ids, tiny_prompts, tiny_target
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling import derive_seed
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.sampling.keyed import derive_seed
+from specactor_ray.target.base import TargetRequest
 from tests.tiny import tiny_prompts, tiny_target
 from tests.unit.engine_conformance import run
 from tests.unit.test_hf_engine import load, make

@@ -17,7 +17,7 @@ import torch
 
 from specactor_ray.actors.trainer import HEARTBEAT, TrainerActor
 from specactor_ray.errors import ActorLostError
-from specactor_ray.modeling.weight_buckets import unpack
+from specactor_ray.models.weight_buckets import unpack
 from specactor_ray.training.trainer_group import TrainerGroup
 from tests.forked_ranks import ForkedRanks
 from tests.processes.test_ranks import assert_close, settings

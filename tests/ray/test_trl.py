@@ -14,7 +14,7 @@ from specactor_ray import Rollout
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import InputError
 from specactor_ray.integrations.trl import attach
-from specactor_ray.modeling.loading import load_model, load_tokenizer
+from specactor_ray.models.loading import load_model, load_tokenizer
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

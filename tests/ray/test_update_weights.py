@@ -13,7 +13,7 @@ import torch
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import InputError
-from specactor_ray.modeling.loading import load_model, load_tokenizer
+from specactor_ray.models.loading import load_model, load_tokenizer
 from tests.tiny import tiny_draft, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specactor_ray.drafters.token_log import Noise
-from specactor_ray.sampling import gumbel_noise
+from specactor_ray.draft.lookup.token_log import Noise
+from specactor_ray.sampling.keyed import gumbel_noise
 
 DOUBT = 0.5
 VOCABULARY = 8

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
-from specactor_ray.targets.base import Drafts, Finish, StepResult, TargetEngine, TargetRequest
+from specactor_ray.target.base import Drafts, Finish, StepResult, TargetEngine, TargetRequest
 from tests.tiny import tiny_prompt_ids
 
 Tail = Sequence[int]

@@ -19,7 +19,9 @@ from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling import SamplingError, fused, sample_rows, triton_kernels
+from specactor_ray.sampling import fused
+from specactor_ray.sampling import triton as triton_kernels
+from specactor_ray.sampling.keyed import SamplingError, sample_rows
 from specactor_ray.sampling.rules import Rules
 from tests.tails import verify_tails
 

@@ -20,7 +20,7 @@ from specactor_ray.config.schema import DrafterConfig, SpeculationConfig, Target
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.demo_report import DEMO_COLUMNS, demo_table, verdict_lines, write_demo_plot
 from specactor_ray.observability.training_display import TrainingDisplay
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.target.base import TargetRequest
 from specactor_ray.training.rewards import RewardSample
 from tests.tiny import tiny_prompt_ids
 

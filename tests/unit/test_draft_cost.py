@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.drafters.base import Proposer
-from specactor_ray.drafters.draft_model import DraftModelProposer
-from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.messages import TailBatch
-from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.queues.link import Link, direct_sender
 from tests.batches import news, opening
 from tests.clocks import HandClock

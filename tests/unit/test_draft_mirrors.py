@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.drafters.base import Proposer, Traits
-from specactor_ray.drafters.draft_model import DraftModelProposer
-from specactor_ray.drafters.ngram import NgramProposer
-from specactor_ray.drafters.slots import RowProposer
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.proposer import Proposer, Traits
+from specactor_ray.draft.slots import RowProposer
 from specactor_ray.messages import Features, SamplingParams, TailBatch
 from specactor_ray.queues.inbox import MOST_MALFORMED
 from specactor_ray.queues.link import Link, direct_sender

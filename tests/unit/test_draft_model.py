@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from specactor_ray.drafters.draft_model import DraftModelProposer
+from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.ragged_cache import CacheRow
-from specactor_ray.modeling.ragged_model import RaggedModel, RaggedOutput, RowChunk
-from specactor_ray.sampling import own_noise, sample_rows
+from specactor_ray.models.ragged_cache import CacheRow
+from specactor_ray.models.ragged_model import RaggedModel, RaggedOutput, RowChunk
+from specactor_ray.sampling.keyed import own_noise, sample_rows
 from tests.by_name import ByName
 from tests.tiny import tiny_draft, tiny_prompt_ids
 

@@ -13,15 +13,15 @@ from specactor_ray.actors.process import ActorHost
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, TargetConfig
 from specactor_ray.controller.state import Mode, VerifierSpec
+from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.mirrors import Mirrors
-from specactor_ray.drafters.base import Traits
-from specactor_ray.drafters.ngram import NgramProposer
-from specactor_ray.drafters.registry import traits
+from specactor_ray.draft.proposer import Traits
+from specactor_ray.draft.registry import traits
 from specactor_ray.messages import CommitBatch, SamplingParams, TailBatch
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec._kernels import Committed
-from specactor_ray.targets.base import States, TargetRequest
+from specactor_ray.target.base import States, TargetRequest
 from specactor_ray.verify import seat
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter

@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specactor_ray.draft.eagle.checkpoint import load_head, read_head_config, save_head, trained_weights
+from specactor_ray.draft.eagle.head import EagleHead, most_frequent_ids
+from specactor_ray.draft.eagle.proposer import EagleProposer
+from specactor_ray.draft.eagle.runner import EagleRunner
 from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch
 from specactor_ray.drafter_training.eagle_unroll import EagleBatch, unroll
-from specactor_ray.drafters.eagle import EagleProposer
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.messages import Features, SamplingParams
-from specactor_ray.modeling.eagle_checkpoint import load_head, read_head_config, save_head, trained_weights
-from specactor_ray.modeling.eagle_head import EagleHead, most_frequent_ids
-from specactor_ray.modeling.eagle_runner import EagleRunner
-from specactor_ray.modeling.ragged_cache import CacheRow
-from specactor_ray.sampling import own_noise, sample_rows
+from specactor_ray.models.ragged_cache import CacheRow
+from specactor_ray.sampling.keyed import own_noise, sample_rows
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
 

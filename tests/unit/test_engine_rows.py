@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from specactor_ray.messages import SamplingParams
 from specactor_ray.ragged import begins
-from specactor_ray.sampling import sample_rows, verify_arrays
-from specactor_ray.targets.base import Drafts, Finish, TargetRequest
-from specactor_ray.targets.rows import EngineRows
+from specactor_ray.sampling.keyed import sample_rows, verify_arrays
+from specactor_ray.target.base import Drafts, Finish, TargetRequest
+from specactor_ray.target.rows import EngineRows
 
 VOCAB, PROMPT = 5, 3
 

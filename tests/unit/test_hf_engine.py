@@ -12,10 +12,10 @@ import torch
 
 from specactor_ray.errors import InputError, ModelLoadError
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.ragged_model import HEAD_INPUT, RaggedModel
-from specactor_ray.modeling.wire import from_wire
-from specactor_ray.targets.base import TargetEngine, TargetRequest
-from specactor_ray.targets.hf import HfEngine
+from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
+from specactor_ray.models.wire import from_wire
+from specactor_ray.target.base import TargetEngine, TargetRequest
+from specactor_ray.target.hf import HfEngine
 from tests.tiny import tiny_target
 from tests.unit.engine_conformance import Driver, ModelConformance, noisy_oracle, noisy_tails, requests, run
 

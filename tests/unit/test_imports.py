@@ -23,22 +23,23 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("signals",),
     ("messages",),
     ("config.named",),
-    ("drafters.base",),
-    ("drafters.registry",),
+    ("draft.proposer",),
+    ("draft.registry",),
     ("config",),
     ("sampling",),
     ("spec",),
     ("speculation",),
     ("observability",),
-    ("modeling",),
-    ("drafters", "targets", "learner"),
+    ("models",),
+    ("draft", "target", "learner"),
     ("drafter_training",),
     ("queues",),
     ("cluster",),
     ("controller.state",),
     ("controller.decide",),
     ("loops",),
-    ("draft",),
+    ("draft.mirrors",),
+    ("draft.loop",),
     ("verify",),
     ("actors",),
     ("controller",),
@@ -67,17 +68,17 @@ MAY_IMPORT = {
         "submission.py",
     ),
     "greenlet": ("simulation/kernel.py",),
-    "vllm": ("targets/vllm_bridge.py", "targets/vllm_worker.py", "benchmarks/vllm_peer.py"),
+    "vllm": ("target/vllm_bridge.py", "target/vllm_worker.py", "benchmarks/vllm_peer.py"),
     "trl": ("integrations/trl.py",),
-    "triton": ("sampling/triton_kernels.py",),
+    "triton": ("sampling/triton.py",),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
-    "transformers": ("modeling/", "training/", "drafter_training/", "benchmarks/gpu_check/"),
+    "transformers": ("models/", "training/", "drafter_training/", "benchmarks/gpu_check/"),
     "torch": (
         "sampling/",
-        "modeling/",
-        "drafters/",
+        "models/",
+        "draft/",
         "drafter_training/",
-        "targets/",
+        "target/",
         "learner/",
         "drafter_training/",
         "actors/",
@@ -90,7 +91,7 @@ MAY_IMPORT = {
 }
 # These take seconds to import: only inside the function that needs them.
 ONLY_INSIDE_FUNCTIONS = ("vllm", "deepspeed", "transformers", "trl", "triton")
-LEAVES = ("targets/vllm_worker.py", "sampling/triton_kernels.py", "sampling/fused.py")
+LEAVES = ("target/vllm_worker.py", "sampling/triton.py", "sampling/fused.py")
 """Import such a package when they are themselves imported: vLLM loads its worker by name, functions the others."""
 LEAF_MODULES = tuple(f"specactor_ray.{name[:-3].replace('/', '.')}" for name in LEAVES)
 
@@ -121,7 +122,7 @@ def _is_for_type_checkers(node: ast.AST) -> bool:
 
 
 def part_of(module: str) -> str:
-    """`modeling` for `modeling.loading`, `controller.state` for itself: the longest part that has a layer."""
+    """`models` for `models.loading`, `controller.state` for itself: the longest part that has a layer."""
     first, _, rest = module.partition(".")
     two = f"{first}.{rest.partition('.')[0]}"
     return two if two in LAYER_OF else first
@@ -235,7 +236,7 @@ def test_nothing_heavy_is_loaded(code: str) -> None:
 
 
 def test_lookups_and_seeds_load_no_torch() -> None:
-    assert loaded_by("import specactor_ray.sampling, specactor_ray.drafters.suffix") == "numba"
+    assert loaded_by("import specactor_ray.sampling.keyed, specactor_ray.draft.lookup.suffix") == "numba"
 
 
 def test_the_check_sees_a_heavy_import() -> None:

@@ -17,8 +17,8 @@ import torch
 
 from specactor_ray import json_text
 from specactor_ray.errors import ModelLoadError
-from specactor_ray.modeling import builtin, loading
-from specactor_ray.modeling.cache import cache_dir, cached_dir
+from specactor_ray.models import builtin, loading
+from specactor_ray.models.cache import cache_dir, cached_dir
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -177,7 +177,7 @@ class TestHub:
         (snapshots.parent / "refs").mkdir()
         (snapshots.parent / "refs" / "main").write_text("a" * 40)
         program = (
-            "from specactor_ray.modeling.loading import load_model_config, load_model, load_tokenizer, require_model\n"
+            "from specactor_ray.models.loading import load_model_config, load_model, load_tokenizer, require_model\n"
             f"for name in 'someone/pinned', 'someone/pinned@{'b' * 40}':\n"
             "    for config in load_model_config(name), load_model(name).config:\n"
             "        print(config.max_position_embeddings)\n"
@@ -241,7 +241,7 @@ class TestCachedDir:
     BUILD = """
 import sys, time
 from pathlib import Path
-from specactor_ray.modeling.cache import cached_dir
+from specactor_ray.models.cache import cached_dir
 def build(folder):
     (folder / "half").write_text("x")
     (Path(sys.argv[1]).parent / f"built-{time.time_ns()}").touch()

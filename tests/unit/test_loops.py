@@ -18,23 +18,23 @@ import torch
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
+from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
+from specactor_ray.draft.eagle.proposer import EagleProposer
+from specactor_ray.draft.eagle.runner import EagleRunner
+from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.lookup.suffix import SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.drafters.base import Proposer
-from specactor_ray.drafters.draft_model import DraftModelProposer
-from specactor_ray.drafters.eagle import EagleProposer
-from specactor_ray.drafters.ngram import NgramProposer
-from specactor_ray.drafters.suffix import SuffixProposer
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.messages import Features, Finished, Progress, SamplingParams
-from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
-from specactor_ray.modeling.eagle_runner import EagleRunner
-from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.queues import inbox
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec import assign
 from specactor_ray.spec.policy import Policy
 from specactor_ray.spec.suspension import Suspension
-from specactor_ray.targets.base import TargetRequest
-from specactor_ray.targets.hf import HfEngine
+from specactor_ray.target.base import TargetRequest
+from specactor_ray.target.hf import HfEngine
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter

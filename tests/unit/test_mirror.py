@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.drafters.base import packed
-from specactor_ray.drafters.mirror import MirrorTable, common_prefix
+from specactor_ray.draft.lookup.mirror import MirrorTable, common_prefix
+from specactor_ray.draft.proposer import packed
 from specactor_ray.messages import SamplingParams
 
 TRUTH = [5, 3, 5, 5, 2, 3, 5, 1, 5, 3, 2, 2, 5, 4, 1, 3]

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.drafters import ngram as module
-from specactor_ray.drafters.base import Proposer
-from specactor_ray.drafters.history import History
-from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.draft.lookup import ngram as module
+from specactor_ray.draft.lookup.history import History
+from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.messages import SamplingParams
 from tests.by_name import ByName
 

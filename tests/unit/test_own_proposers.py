@@ -12,15 +12,15 @@ from rich.console import Console
 from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, SpeculationConfig, VerifyPolicy
+from specactor_ray.draft.eagle.proposer import EagleProposer
+from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.lookup.suffix import SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.registry import build_proposer, traits
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.measuring import measure
-from specactor_ray.drafters.base import Proposer
-from specactor_ray.drafters.draft_model import DraftModelProposer
-from specactor_ray.drafters.eagle import EagleProposer
-from specactor_ray.drafters.ngram import NgramProposer
-from specactor_ray.drafters.registry import build_proposer, traits
-from specactor_ray.drafters.suffix import SuffixProposer
 from specactor_ray.errors import ConfigError
 from specactor_ray.messages import Finished, Progress
 from specactor_ray.queues.link import Link, direct_sender

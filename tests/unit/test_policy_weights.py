@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from specactor_ray.errors import InputError, ModelLoadError
-from specactor_ray.modeling.loading import load_model, weight_shapes
-from specactor_ray.modeling.policy_weights import fitting_weights
-from specactor_ray.modeling.weight_buckets import pack_as_they_come, unpack
+from specactor_ray.models.loading import load_model, weight_shapes
+from specactor_ray.models.policy_weights import fitting_weights
+from specactor_ray.models.weight_buckets import pack_as_they_come, unpack
 from tests.tiny import tiny_draft, tiny_target
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -12,7 +12,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import ConfigError, ModelLoadError
 from specactor_ray.rollout import memory, preflight
 from specactor_ray.rollout.rollout import Rollout
-from specactor_ray.targets import vllm_version
+from specactor_ray.target import vllm_version
 from tests.tiny import tiny_target
 
 LLAMA = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4}

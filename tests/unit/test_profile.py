@@ -17,14 +17,14 @@ from specactor_ray.benchmarks.profile import default_devices, parse_axes, run_pr
 from specactor_ray.benchmarks.profile_process import measure_verify, record_outputs
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
-from specactor_ray.drafters.base import Traits
-from specactor_ray.drafters.registry import build_proposer
-from specactor_ray.drafters.slots import RowProposer
+from specactor_ray.draft.proposer import Traits
+from specactor_ray.draft.registry import build_proposer
+from specactor_ray.draft.slots import RowProposer
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.console import make_console
-from specactor_ray.targets.base import Drafts, TargetRequest
-from specactor_ray.targets.hf import HfEngine
+from specactor_ray.target.base import Drafts, TargetRequest
+from specactor_ray.target.hf import HfEngine
 from tests import tiny
 from tests.by_name import ByName
 

@@ -18,7 +18,7 @@ from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPol
 from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.files import write_json
-from specactor_ray.modeling.identity import method_identity, model_identity
+from specactor_ray.models.identity import method_identity, model_identity
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.rollout.planning import _devices_of, apply_plan, as_decoupled, make_plan, requests_of, resolve_plan
 from specactor_ray.speculation.costs import CostPoint

@@ -14,7 +14,7 @@ from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.prompts import encode_prompt, encode_prompts, read_prompts
 from specactor_ray.rollout.rollout import samples_of
-from specactor_ray.sampling import derive_seed
+from specactor_ray.sampling.keyed import derive_seed
 
 REPOSITORY = Path(__file__).parents[2]
 PROMPT_FILES = sorted((REPOSITORY / "conf" / "prompts").glob("*.jsonl"))
@@ -125,7 +125,7 @@ class TestErrors:
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model_dir: Path) -> Any:
-    from specactor_ray.modeling.loading import load_tokenizer
+    from specactor_ray.models.loading import load_tokenizer
 
     return load_tokenizer(str(tiny_model_dir))
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from specactor_ray.benchmarks.gpu_check.oracle import OracleProposer
-from specactor_ray.drafters.base import Proposer, packed
-from specactor_ray.drafters.cached import CachedProposer
-from specactor_ray.drafters.draft_model import DraftModelProposer
-from specactor_ray.drafters.ngram import NgramProposer
-from specactor_ray.drafters.slots import RowProposer, SlotProposer
-from specactor_ray.drafters.suffix import SuffixProposer
+from specactor_ray.draft.cached import CachedProposer
+from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.lookup.suffix import SuffixProposer
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.proposer import Proposer, packed
+from specactor_ray.draft.slots import RowProposer, SlotProposer
 from specactor_ray.messages import Features, SamplingParams
 from specactor_ray.simulation.kernel import Kernel, Process, VirtualClock
 from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer

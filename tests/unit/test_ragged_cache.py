@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.modeling.packed_linear import PackedLinear, cheapest_row_counts
-from specactor_ray.modeling.ragged_cache import RegionAllocator
-from specactor_ray.modeling.ragged_model import RaggedModel, RowChunk
+from specactor_ray.models.packed_linear import PackedLinear, cheapest_row_counts
+from specactor_ray.models.ragged_cache import RegionAllocator
+from specactor_ray.models.ragged_model import RaggedModel, RowChunk
 from tests.tiny import tiny_target
 
 

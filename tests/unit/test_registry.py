@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.drafters.registry import build_proposer
+from specactor_ray.draft.registry import build_proposer
 from specactor_ray.errors import ConfigError
 
 

@@ -19,14 +19,14 @@ from scipy import stats
 
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling import (
+from specactor_ray.sampling import numba as kernels
+from specactor_ray.sampling import torch as torch_kernels
+from specactor_ray.sampling.keyed import (
     SamplingError,
     derive_seed,
     gumbel_noise,
     sample_rows,
-    torch_kernels,
 )
-from specactor_ray.sampling import numba_kernels as kernels
 from tests.tails import Verified, verify_tails
 
 REPO = Path(__file__).parents[2]
@@ -238,7 +238,7 @@ def test_shared_noise_makes_drafter_and_target_agree(noise_of_drafter):
 PROBE = """
 import hashlib, torch
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling import derive_seed, gumbel_noise, sample_rows
+from specactor_ray.sampling.keyed import derive_seed, gumbel_noise, sample_rows
 logits = torch.linspace(-3, 3, 3000).sin().mul(4).expand(64, -1)
 params = [SamplingParams(seed=derive_seed(7, i, 1), top_p=0.9 if i % 2 else 1.0) for i in range(64)]
 tokens = sample_rows(logits, params, range(64)).token_ids

@@ -11,7 +11,7 @@ import torch
 
 from specactor_ray.errors import InputError, RangeError, clipped
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling import sample_rows
+from specactor_ray.sampling.keyed import sample_rows
 
 NUMBER, WHOLE = "a number from 0 to 1e30", "a whole number from"
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.spec.policy import Seconds
-from specactor_ray.targets.base import StepResult
+from specactor_ray.target.base import StepResult
 from specactor_ray.verify.metrics import StepMetrics
 
 

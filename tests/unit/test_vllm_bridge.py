@@ -10,7 +10,7 @@ import pytest
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import ConfigError
 from specactor_ray.rollout.preflight import require_parts
-from specactor_ray.targets import vllm_version
+from specactor_ray.target import vllm_version
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from specactor_ray.config.engine_arguments import REFUSED, SET_BY_KEYS
 from specactor_ray.errors import ConfigError
-from specactor_ray.targets.vllm_bridge import CoreSettings, _engine_arguments
-from specactor_ray.targets.vllm_version import TESTED_VERSIONS, require_engine_arguments, require_vllm
+from specactor_ray.target.vllm_bridge import CoreSettings, _engine_arguments
+from specactor_ray.target.vllm_version import TESTED_VERSIONS, require_engine_arguments, require_vllm
 from tests.tiny import tiny_vllm_target
 from tests.vllm import needs_vllm
 
@@ -87,7 +87,7 @@ def test_the_model_runner_calls_its_samplers_as_we_are_called() -> None:
 def test_workers_can_be_replaced_and_load_before_they_compile() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from specactor_ray.targets.vllm_worker import KeyedWorker
+    from specactor_ray.target.vllm_worker import KeyedWorker
 
     assert issubclass(KeyedWorker, WorkerBase)
     assert "self.rank = rank" in inspect.getsource(WorkerBase.__init__)

@@ -16,7 +16,7 @@ import ray
 import torch
 
 from specactor_ray.config import Config
-from specactor_ray.modeling.ragged_model import HEAD_INPUT
+from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.rollout.rollout import Rollout
 from tests.tiny import tiny_vllm_target
 from tests.unit.engine_conformance import Driver, noisy_oracle, requests

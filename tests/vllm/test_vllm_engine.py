@@ -13,12 +13,12 @@ import torch
 
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.loading import load_eos_token_ids
-from specactor_ray.modeling.ragged_model import HEAD_INPUT
-from specactor_ray.modeling.wire import from_wire
-from specactor_ray.targets.base import TargetEngine, TargetRequest
-from specactor_ray.targets.vllm import VllmEngine
-from specactor_ray.targets.vllm_bridge import CoreSettings
+from specactor_ray.models.loading import load_eos_token_ids
+from specactor_ray.models.ragged_model import HEAD_INPUT
+from specactor_ray.models.wire import from_wire
+from specactor_ray.target.base import TargetEngine, TargetRequest
+from specactor_ray.target.vllm import VllmEngine
+from specactor_ray.target.vllm_bridge import CoreSettings
 from tests.exact_distribution import assert_sampled_from
 from tests.tiny import tiny_prompt_ids, tiny_vllm_target
 from tests.unit.engine_conformance import Collected, Driver, Guess, ModelConformance, noisy_oracle, requests, run

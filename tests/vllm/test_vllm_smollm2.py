@@ -8,11 +8,11 @@ import pytest
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.loading import load_tokenizer
+from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.rollout.prompts import encode_prompt, read_prompts
-from specactor_ray.targets.base import TargetRequest
-from specactor_ray.targets.hf import HfEngine
-from specactor_ray.targets.vllm import VllmEngine
+from specactor_ray.target.base import TargetRequest
+from specactor_ray.target.hf import HfEngine
+from specactor_ray.target.vllm import VllmEngine
 from tests.unit.engine_conformance import Collected, Driver, noisy_oracle, run
 from tests.vllm import needs_vllm
 

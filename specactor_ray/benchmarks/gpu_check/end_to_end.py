@@ -26,10 +26,10 @@ from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import CommitBatch, Finished, Mode, Progress, SamplingParams
-from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.queues.link import Link, direct_sender
-from specactor_ray.targets.base import TargetRequest
-from specactor_ray.targets.hf import HfEngine
+from specactor_ray.target.base import TargetRequest
+from specactor_ray.target.hf import HfEngine
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter

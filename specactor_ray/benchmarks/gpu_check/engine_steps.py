@@ -18,9 +18,9 @@ from specactor_ray.benchmarks.gpu_check.models import SynchronizedModel, random_
 from specactor_ray.benchmarks.gpu_check.settings import EngineGrid, ModelShape
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.ragged_model import RaggedModel
-from specactor_ray.targets.base import Drafts, StepResult, TargetRequest
-from specactor_ray.targets.hf import HfEngine
+from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.target.base import Drafts, StepResult, TargetRequest
+from specactor_ray.target.hf import HfEngine
 
 _PREFILL_TOKENS = 4096
 _UNTIMED_STEPS = 2

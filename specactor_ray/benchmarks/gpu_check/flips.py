@@ -17,7 +17,7 @@ from specactor_ray.benchmarks.gpu_check.spreading import spread_head
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.benchmarks.gpu_check.static_model import KVCache, StaticModel
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling import sample_rows
+from specactor_ray.sampling.keyed import sample_rows
 
 _SAMPLED_AT_ONCE = 512
 _PREFILLED_AT_ONCE = 8

@@ -9,7 +9,7 @@ import torch
 from specactor_ray.benchmarks.gpu_check.settings import ROPE_BASE, ModelShape
 from specactor_ray.benchmarks.gpu_check.spreading import spread_head
 from specactor_ray.benchmarks.gpu_check.timing import synchronize
-from specactor_ray.modeling.ragged_model import RaggedModel, RaggedOutput
+from specactor_ray.models.ragged_model import RaggedModel, RaggedOutput
 from specactor_ray.signals import signals_deferred
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from specactor_ray.drafters.base import Traits
-from specactor_ray.drafters.slots import RowProposer
+from specactor_ray.draft.proposer import Traits
+from specactor_ray.draft.slots import RowProposer
 
 _MAX_BATCH = 1 << 20
 

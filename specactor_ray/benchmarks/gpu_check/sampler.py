@@ -10,7 +10,7 @@ import torch
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.benchmarks.gpu_check.timing import median_s, synchronize
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling import sample_rows, warm_up
+from specactor_ray.sampling.keyed import sample_rows, warm_up
 
 
 def measure_sampler(stage: Stage) -> None:

@@ -11,7 +11,7 @@ import torch
 from specactor_ray.benchmarks.gpu_check.sampler import cost_of
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling import sample_rows
+from specactor_ray.sampling.keyed import sample_rows
 from specactor_ray.sampling.rules import Rules
 
 _RULES = {"T=1": SamplingParams(), "T=0": SamplingParams(0.0), "top-p 0.95": SamplingParams(top_p=0.95)}

@@ -11,9 +11,9 @@ from typing import Any
 
 from specactor_ray.drafter_training.corpus import Record, RecordStore, RolloutRequest, collect
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.loading import load_model
-from specactor_ray.modeling.ragged_model import HEAD_INPUT, RaggedModel
-from specactor_ray.targets.hf import HfEngine
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
+from specactor_ray.target.hf import HfEngine
 from tests.tiny import tiny_prompt_ids, tiny_target
 
 EOS = 1

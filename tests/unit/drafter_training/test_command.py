@@ -17,14 +17,14 @@ from rich.console import Console
 
 from specactor_ray import cli
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.registry import build_proposer
 from specactor_ray.drafter_training.command import TrainPaths, train_drafter
 from specactor_ray.drafter_training.measuring import drafter_of
 from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe
 from specactor_ray.drafter_training.rollouts import EngineLimits, split_prompts
-from specactor_ray.drafters.draft_model import DraftModelProposer
-from specactor_ray.drafters.registry import build_proposer
 from specactor_ray.errors import InputError
-from specactor_ray.modeling.loading import load_model, load_tokenizer
+from specactor_ray.models.loading import load_model, load_tokenizer
 from tests.tiny import tiny_draft, tiny_prompts, tiny_target
 
 RECIPE = TrainRecipe(

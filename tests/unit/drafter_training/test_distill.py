@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.drafter_training.distill import DraftModelStudent, head_of
 from specactor_ray.drafter_training.evaluation import replay
 from specactor_ray.drafter_training.loop import CHECKPOINT_FILE, LoopProgress, TrainLoop, learning_rate
 from specactor_ray.drafter_training.pruning import prune_layers
 from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe
 from specactor_ray.drafter_training.student import load_batch
-from specactor_ray.drafters.draft_model import DraftModelProposer
 from specactor_ray.errors import InputError
-from specactor_ray.modeling.loading import load_model
-from specactor_ray.modeling.ragged_model import RaggedModel
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.ragged_model import RaggedModel
 from tests.by_name import ByName
 from tests.tiny import tiny_target
 from tests.unit.drafter_training.recorded import recorded

@@ -11,6 +11,9 @@ import torch
 from rich.console import Console
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.draft.eagle.proposer import EagleProposer
+from specactor_ray.draft.eagle.runner import EagleRunner
+from specactor_ray.draft.registry import build_proposer
 from specactor_ray.drafter_training.command import TrainPaths, train_drafter
 from specactor_ray.drafter_training.corpus import RecordStore, collect
 from specactor_ray.drafter_training.eagle_student import EagleStudent, reject_foreign_layers
@@ -19,13 +22,10 @@ from specactor_ray.drafter_training.measuring import head_config
 from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe
 from specactor_ray.drafter_training.rollouts import EngineLimits
 from specactor_ray.drafter_training.student import load_batch
-from specactor_ray.drafters.eagle import EagleProposer
-from specactor_ray.drafters.registry import build_proposer
 from specactor_ray.errors import InputError
 from specactor_ray.messages import Features
-from specactor_ray.modeling.eagle_runner import EagleRunner
-from specactor_ray.modeling.loading import load_model
-from specactor_ray.modeling.ragged_model import HEAD_INPUT
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.ragged_model import HEAD_INPUT
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_prompts, tiny_target
 from tests.unit.drafter_training.recorded import make_engine, requests

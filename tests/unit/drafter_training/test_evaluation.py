@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.evaluation import AcceptanceCounts, replay
-from specactor_ray.drafters.base import Proposer
-from specactor_ray.drafters.draft_model import DraftModelProposer
-from specactor_ray.drafters.ngram import NgramProposer
 from specactor_ray.messages import SamplingParams
-from specactor_ray.modeling.loading import load_model
-from specactor_ray.modeling.ragged_model import RaggedModel
-from specactor_ray.targets.base import Drafts, TargetRequest
-from specactor_ray.targets.hf import HfEngine
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.target.base import Drafts, TargetRequest
+from specactor_ray.target.hf import HfEngine
 from tests import own_proposers as own
 from tests.by_name import ByName
 from tests.tiny import tiny_draft

@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.online import OnlineConfig
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
+from specactor_ray.draft.eagle.head import EagleHead
+from specactor_ray.draft.eagle.proposer import EagleProposer
+from specactor_ray.draft.eagle.runner import EagleRunner
+from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.registry import build_proposer
 from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch, new_head
 from specactor_ray.drafter_training.eagle_unroll import unroll_loss
 from specactor_ray.drafter_training.online import EagleLearner, choose_samples, load_learner
-from specactor_ray.drafters.base import Proposer
-from specactor_ray.drafters.eagle import EagleProposer
-from specactor_ray.drafters.registry import build_proposer
 from specactor_ray.messages import Features, SamplingParams
-from specactor_ray.modeling.eagle_checkpoint import load_head, trained_weights
-from specactor_ray.modeling.eagle_head import EagleHead
-from specactor_ray.modeling.eagle_runner import EagleRunner
-from specactor_ray.modeling.loading import load_model
-from specactor_ray.modeling.ragged_model import HEAD_INPUT
-from specactor_ray.modeling.wire import from_wire, to_wire
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.ragged_model import HEAD_INPUT
+from specactor_ray.models.wire import from_wire, to_wire
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.drafter_training.recorded import make_engine

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.drafters.ngram import NgramProposer
+from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams, TailBatch
 from specactor_ray.simulation.engine import SimulatedEngine
@@ -24,7 +24,7 @@ from specactor_ray.simulation.scenario import SkillConfig, WorkloadConfig
 from specactor_ray.simulation.text import NO_GUESS, GeneratedText, RecordedText, Skill
 from specactor_ray.simulation.workload import draw_lengths, load_recording
 from specactor_ray.simulation.world import DraftTime, LinearTime, MeasuredPython, PythonTime, World
-from specactor_ray.targets.base import NO_DRAFTS, Drafts, StepResult, TargetRequest
+from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult, TargetRequest
 from tests.unit.engine_conformance import Driver, EngineConformance
 
 LENGTH, REQUESTS = 640, 200

@@ -11,7 +11,7 @@ from specactor_ray.messages import SamplingParams, TailBatch
 from specactor_ray.spec._kernels import Committed
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.table import RequestTable
-from specactor_ray.targets.base import TargetRequest
+from specactor_ray.target.base import TargetRequest
 
 
 class Claim(NamedTuple):

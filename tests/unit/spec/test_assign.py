@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.drafters.registry import traits
+from specactor_ray.draft.registry import traits
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.assign import REVISE_EVERY, SWITCH_SHARE, Assigner, Places, draft_ladder
 from specactor_ray.spec.cost import StepCost

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
-from specactor_ray.drafters.registry import traits
+from specactor_ray.draft.registry import traits
 from specactor_ray.spec import _kernels
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost

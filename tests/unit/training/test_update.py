@@ -19,7 +19,7 @@ from specactor_ray.learner.hidden_states import hidden_states
 from specactor_ray.learner.policy import Policy
 from specactor_ray.learner.recipe import make_recipe
 from specactor_ray.learner.update import PolicyUpdater, learning_rate
-from specactor_ray.modeling.loading import load_model
+from specactor_ray.models.loading import load_model
 from tests.tiny import tiny_target
 
 torch.set_num_threads(1)

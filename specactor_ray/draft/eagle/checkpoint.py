@@ -1,0 +1,301 @@
+"""EAGLE-3 heads on disk, in the formats others use.
+
+Written is the `speculators` format: `config.json` with `speculators_model_type: eagle3` beside `model.safetensors`;
+vLLM loads it as it is. Read are that one and the format of the EAGLE authors (a Llama `config.json` with
+`draft_vocab_size`, weights under `midlayer.`). Embeddings that a checkpoint leaves out are the target's.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specactor_ray.draft.eagle.head import EagleHead, EagleHeadConfig, default_aux_layers
+from specactor_ray.errors import ModelLoadError
+from specactor_ray.json_text import parse_json, read_foreign
+from specactor_ray.models.loading import (
+    load_model,
+    load_model_config,
+    parse_dtype,
+    require_head,
+    resolve_model,
+    wrong_value_errors,
+)
+
+_OWN_KEY = "specactor_ray"
+"""Facts of ours in `config.json` that the format has no place for."""
+_EMBEDDING = "embed_tokens.weight"
+_EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+_FROZEN = (_EMBEDDING, "d2t", "t2d")
+
+
+def read_head_config(name: str, target: str, *, trust_remote_code: bool = False) -> EagleHeadConfig:
+    """The shape of the head in a directory, checked against the target it shall draft for.
+
+    Args:
+        name: Directory of the head.
+        target: Directory, id or built-in name of the target.
+
+    Raises:
+        ModelLoadError: There is no head, it is of another kind, or it was made for another target; both are named.
+    """
+    folder = Path(name).expanduser()
+    facts = _read_json(folder)
+    model = load_model_config(target, trust_remote_code=trust_remote_code).get_text_config()
+    layers = int(model.num_hidden_layers)
+    config = _parse(folder, facts, layers, int(model.hidden_size))
+    _reject_other_target(config, name, target, model)
+    return config
+
+
+def load_head(
+    name: str, target: str, *, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False
+) -> EagleHead:
+    """The head with its weights; its embedding is the target's where the checkpoint has none.
+
+    Raises:
+        ModelLoadError: As `read_head_config`; or weights are missing, unknown or of another shape.
+    """
+    config = read_head_config(name, target, trust_remote_code=trust_remote_code)
+    weights = {_our_name(key): tensor for key, tensor in _read_weights(Path(name).expanduser()).items()}
+    weights.pop("t2d", None)
+    if _EMBEDDING not in weights:
+        weights[_EMBEDDING] = target_embedding(target, trust_remote_code=trust_remote_code)
+    if "d2t" not in weights and config.draft_vocab_size == config.vocab_size:
+        weights["d2t"] = torch.zeros(config.vocab_size, dtype=torch.long)
+    try:
+        head = EagleHead(config)
+    except wrong_value_errors() as error:
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(f"{name}/config.json does not describe a layer that can be made: {reason}.") from error
+    _reject_misfits(head, weights, name)
+    head.load_state_dict(weights)
+    _reject_bad_mapping(head, name)
+    return head.to(device, parse_dtype(dtype)).eval().requires_grad_(False)
+
+
+def save_head(head: EagleHead, folder: Path) -> None:
+    """Write `config.json` and `model.safetensors` into an existing folder. The embedding is left out: it is the
+    target's."""
+    from safetensors.torch import save_file
+
+    config = head.config
+    facts = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.1.0",
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
+        "transformer_layer_config": {"model_type": "llama", **_LAYER_DEFAULTS, **config.layer, "num_hidden_layers": 1},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.window}],
+            "verifier": {"name_or_path": config.verifier, "architectures": []},
+        },
+        _OWN_KEY: {"verifier_layers": config.verifier_layers, **config.extra},
+    }
+    target_has_draft = torch.zeros(config.vocab_size, dtype=torch.bool)
+    target_has_draft[head.draft_token_ids().cpu()] = True
+    weights = {**trained_weights(head), "d2t": head.d2t, "t2d": target_has_draft}
+    save_file(
+        {key: tensor.detach().cpu().contiguous() for key, tensor in weights.items()}, folder / "model.safetensors"
+    )
+    (folder / "config.json").write_text(json.dumps(facts, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def trained_weights(head: EagleHead) -> dict[str, torch.Tensor]:
+    """Name → tensor of everything that training changes: what an update of a running head carries."""
+    return {key: tensor for key, tensor in head.state_dict().items() if key not in _FROZEN}
+
+
+def target_embedding(target: str, *, trust_remote_code: bool = False) -> torch.Tensor:
+    """`(vocab, hidden)`: the target's input embedding, read alone where its files allow that."""
+    from safetensors import safe_open
+
+    source = resolve_model(target)
+    for path in sorted(source.glob("*.safetensors")) if isinstance(source, Path) else ():
+        with safe_open(path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a mapping
+                if key.endswith(_EMBEDDING_NAMES):
+                    return file.get_tensor(key)
+    model: Any = load_model(target, trust_remote_code=trust_remote_code)
+    return model.get_input_embeddings().weight.detach()
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    require_head(folder)
+    path = folder / "config.json"
+    try:
+        facts = parse_json(read_foreign(path))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}. Fix: copy the head again.") from error
+    return facts if isinstance(facts, dict) else {}
+
+
+def _whole(folder: Path, facts: Mapping[str, Any], key: str, default: int | None) -> int | None:
+    """The whole number of 1 or more at a key; the default where there is none.
+
+    Raises:
+        ModelLoadError: Something else stands there.
+    """
+    value = facts.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        raise ModelLoadError(f"{folder}/config.json: {key} is {value!r:.80}, not a whole number of 1 or more.")
+    return value
+
+
+def _section(folder: Path, facts: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The section at a key, empty where there is none; raises as `_whole`."""
+    value = facts.get(key) or {}
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{folder}/config.json: {key} is {value!r:.80}, not a section of keys and values.")
+    return value
+
+
+def _aux_layers(folder: Path, facts: Mapping[str, Any], target_layers: int) -> tuple[int, ...]:
+    key = "eagle_aux_hidden_state_layer_ids"
+    aux = facts.get(key) or _section(folder, facts, "eagle_config").get(key) or default_aux_layers(target_layers)
+    if not isinstance(aux, list | tuple) or not all(type(index) is int and 0 < index < 2**16 for index in aux):
+        raise ModelLoadError(f"{folder}/config.json: {key} is {aux!r:.80}, not a list of layers from 1 on.")
+    return tuple(aux)
+
+
+def _window(folder: Path, about: Mapping[str, Any]) -> int:
+    methods = about.get("proposal_methods") or [{}]
+    if not isinstance(methods, list) or not isinstance(methods[0], dict):
+        raise ModelLoadError(f"{folder}/config.json: proposal_methods is {methods!r:.80}, not a list of sections.")
+    return _whole(folder, methods[0], "speculative_tokens", None) or 5
+
+
+def _parse(folder: Path, facts: Mapping[str, Any], target_layers: int, target_hidden: int) -> EagleHeadConfig:
+    kind = facts.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise ModelLoadError(f"{folder} holds a {kind!r} head. Fix: use one of the kind eagle3.")
+    layer = _section(folder, facts, "transformer_layer_config") or dict(facts)
+    draft_vocab_size = _whole(folder, facts, "draft_vocab_size", None)
+    sizes = {key: _whole(folder, layer, key, None) for key in _LAYER_SIZES}
+    if draft_vocab_size is None or None in (sizes["hidden_size"], sizes["vocab_size"]):
+        raise ModelLoadError(f"{folder}/config.json does not describe an EAGLE-3 head (no draft_vocab_size).")
+    if _whole(folder, layer, "num_hidden_layers", 1) != 1:
+        raise ModelLoadError(f"{folder} has {layer['num_hidden_layers']} layers; heads of one layer are supported.")
+    own = dict(_section(folder, facts, _OWN_KEY))
+    verifier_layers = _whole(folder, own, "verifier_layers", None)
+    own.pop("verifier_layers", None)
+    about = _section(folder, facts, "speculators_config")
+    hidden = _whole(folder, layer, "target_hidden_size", target_hidden)
+    return EagleHeadConfig(
+        layer={
+            key: value
+            for key, value in layer.items()
+            if key in _LAYER_KEYS and value is not None and value != _LAYER_DEFAULTS.get(key)
+        },
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=_whole(folder, facts, "target_hidden_size", hidden) or target_hidden,
+        aux_layers=_aux_layers(folder, facts, target_layers),
+        norm_before_residual=bool(facts.get("norm_before_residual", False)),
+        verifier=str(_section(folder, about, "verifier").get("name_or_path") or ""),
+        verifier_layers=verifier_layers,
+        window=_window(folder, about),
+        extra=own,
+    )
+
+
+_LAYER_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_LAYER_KEYS = (
+    *_LAYER_SIZES,
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "attention_bias",
+    "mlp_bias",
+)
+
+
+_LAYER_DEFAULTS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+"""Of Llama; written out, since vLLM takes the layer's configuration as it is."""
+
+
+def _reject_other_target(config: EagleHeadConfig, name: str, target: str, model: Any) -> None:
+    """Names what the head was made for and what the target is."""
+    made_for = f" (made for {config.verifier})" if config.verifier else ""
+    layers = config.verifier_layers if config.verifier_layers is not None else int(model.num_hidden_layers)
+    if max(config.aux_layers) > int(model.num_hidden_layers):
+        layers = max(config.aux_layers)  # more than there are, whatever the checkpoint says
+    for what, wanted, is_ in (
+        ("a vocabulary of {} tokens", config.vocab_size, int(model.vocab_size)),
+        ("hidden states of {} numbers", config.target_hidden_size, int(model.hidden_size)),
+        ("{} decoder layers", layers, int(model.num_hidden_layers)),
+    ):
+        if wanted != is_:
+            raise ModelLoadError(
+                f"The EAGLE head {name!r}{made_for} wants a target with {what.format(wanted)}; the target {target!r} "
+                f"has {is_}. Fix: use a head trained for this target (specactor drafter train --method eagle)."
+            )
+
+
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    try:
+        if files:
+            return {key: tensor for file in files for key, tensor in load_file(file).items()}
+        path = folder / "pytorch_model.bin"
+        if path.is_file():
+            weights = torch.load(path, map_location="cpu", weights_only=True)
+            if isinstance(weights, dict) and all(isinstance(value, torch.Tensor) for value in weights.values()):
+                return weights
+            raise ValueError(f"{path.name} holds something else than names and tensors")
+    except (OSError, SafetensorError, RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
+        raise ModelLoadError(f"The weights of the EAGLE head {str(folder)!r} cannot be read: {error}.") from error
+    raise ModelLoadError(f"The EAGLE head {str(folder)!r} has no weights (model.safetensors).")
+
+
+def _our_name(key: str) -> str:
+    """`midlayer.` is the one layer; some checkpoints put `model.` or `draft_model.` in front."""
+    for prefix in ("model.", "draft_model."):
+        key = key.removeprefix(prefix)
+    return f"layers.0.{key.removeprefix('midlayer.')}" if key.startswith("midlayer.") else key
+
+
+def _reject_misfits(head: EagleHead, weights: Mapping[str, torch.Tensor], name: str) -> None:
+    wanted = {key: tuple(tensor.shape) for key, tensor in head.state_dict().items()}
+    missing, unknown = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    if missing or unknown:
+        raise ModelLoadError(
+            f"The weights of the EAGLE head {name!r} do not fit its configuration: {len(missing)} missing (first: "
+            f"{missing[:3]}), {len(unknown)} unknown (first: {unknown[:3]})."
+        )
+    for key, shape in wanted.items():
+        if tuple(weights[key].shape) != shape:
+            raise ModelLoadError(
+                f"Weight {key} of the EAGLE head {name!r} has the shape {tuple(weights[key].shape)}; its "
+                f"configuration says {shape}."
+            )
+
+
+def _reject_bad_mapping(head: EagleHead, name: str) -> None:
+    ids = head.draft_token_ids()
+    if ids.min() < 0 or ids.max() >= head.config.vocab_size or len(ids.unique()) < len(ids):
+        raise ModelLoadError(f"The mapping d2t of the EAGLE head {name!r} does not fit the target's vocabulary.")

@@ -1,0 +1,191 @@
+"""The EAGLE head: one decoder layer that predicts the target's next tokens from the target's own hidden states.
+
+EAGLE-3 (arXiv 2503.01840). At sequence position `i` the head sees the target's hidden states of position `i` (of a
+low, a middle and a high layer, fused by `fc` into one *feature*) and the token of position `i + 1`, and predicts the
+token of position `i + 2`. Further tokens are predicted from the head's own output in place of the feature, so it can
+run ahead without the target. Its vocabulary is reduced to the target's most frequent ids; `d2t` maps back.
+
+    feature      h_i = fc([low_i, middle_i, high_i])          (from the target) or g_{i-1} (own, running ahead)
+    layer        a = h_i + attention([norm_e(embed(x_{i+1})), norm_h(h_i)]);  g_i = a + mlp(norm_a(a))
+    logits       lm_head(norm(g_i)) over the draft vocabulary
+
+Weights are stored under the names of the `speculators` format, which vLLM loads (`draft/eagle/checkpoint.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(attention module, query `(B, heads, N, dim)`, key and value `(B, kv_heads, N, dim)`) → `(B, N, heads * dim)`."""
+
+
+@dataclass(frozen=True)
+class EagleHeadConfig:
+    """Shape of a head. `layer` holds the keys of a transformers Llama configuration of one layer."""
+
+    layer: dict[str, Any]
+    """Llama keys: hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim, rms_norm_eps,
+    vocab_size (the target's), rope parameters, max_position_embeddings."""
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_layers: tuple[int, ...]
+    """vLLM's numbering: `i` is what *enters* decoder layer `i`, the output of layer `i - 1`."""
+    norm_before_residual: bool = False
+    """The residual stream starts from the normalised feature."""
+    verifier: str = ""
+    """Name of the target the head was trained for."""
+    verifier_layers: int | None = None
+    """Decoder layers of that target; None where the checkpoint does not say."""
+    window: int = 5
+    """Draft tokens per step that the checkpoint recommends."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further facts of the checkpoint, kept as they are."""
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.layer["hidden_size"])
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target."""
+        return int(self.layer["vocab_size"])
+
+    @property
+    def feature_size(self) -> int:
+        """Width of the target's hidden states as they are streamed: all auxiliary layers side by side."""
+        return len(self.aux_layers) * self.target_hidden_size
+
+    @property
+    def exported_layers(self) -> tuple[int, ...]:
+        """The same layers as indices of decoder layers whose *outputs* are exported (`target.hidden_layers`)."""
+        return tuple(layer - 1 for layer in self.aux_layers)
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """A low, a middle and a high layer in vLLM's numbering: those of the published EAGLE-3 heads, where there are so
+    many layers."""
+    if num_layers < 8:
+        return (1, max(num_layers // 2, 1), max(num_layers - 1, 1))
+    return (2, num_layers // 2, num_layers - 3)
+
+
+class EagleAttention(nn.Module):
+    """Grouped-query attention over `[embedding, feature]`, twice the hidden size wide."""
+
+    layer_idx = 0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        width, bias = 2 * config.hidden_size, bool(config.attention_bias)
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
+
+    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        batch, count, _ = x.shape
+        q = self.q_proj(x).view(batch, count, self.heads, self.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(batch, count, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(batch, count, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k = apply_rotary_pos_emb(q, k, *rope)
+        return self.o_proj(attend(self, q, k, v))
+
+
+class EagleLayer(nn.Module):
+    """The decoder layer."""
+
+    def __init__(self, config: Any, norm_before_residual: bool) -> None:
+        from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm, self.hidden_norm = LlamaRMSNorm(size, eps), LlamaRMSNorm(size, eps)
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
+        self.self_attn, self.mlp = EagleAttention(config), LlamaMLP(config)
+
+    def forward(
+        self, embeds: torch.Tensor, features: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend
+    ) -> torch.Tensor:
+        normed = self.hidden_norm(features)
+        residual = normed if self.norm_before_residual else features
+        attended = residual + self.self_attn(torch.cat([self.input_layernorm(embeds), normed], dim=-1), rope, attend)
+        return attended + self.mlp(self.post_attention_layernorm(attended))
+
+
+class EagleHead(nn.Module):
+    """The head with its embedding (the target's, frozen) and reduced output layer.
+
+    Args:
+        config: Its shape.
+    """
+
+    d2t: torch.Tensor
+    """`(draft_vocab,)` int64: the target's id of draft token `j` is `j + d2t[j]`."""
+
+    def __init__(self, config: EagleHeadConfig) -> None:
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+        super().__init__()
+        self.config = config
+        llama = LlamaConfig(**{**config.layer, "num_hidden_layers": 1})
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([EagleLayer(llama, config.norm_before_residual)])
+        self.norm = LlamaRMSNorm(config.hidden_size, llama.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(llama)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+
+    def draft_token_ids(self) -> torch.Tensor:
+        """`(draft_vocab,)` int64: the target's id of each draft token."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """Features `(..., hidden)` of the target's auxiliary hidden states `(..., aux layers * target hidden)`."""
+        return self.fc(states)
+
+    def forward(
+        self, features: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """One pass of the layer.
+
+        Args:
+            features: `(B, N, hidden)`: fused features, or the head's own outputs.
+            token_ids: `(B, N)`: the token after each position.
+            positions: `(B, N)`: sequence positions.
+            attend: The attention; it owns keys and values.
+
+        Returns:
+            `(B, N, hidden)`: what takes the place of the next position's feature, and, through `logits`, predicts.
+        """
+        rope = self.rotary(features, positions)
+        return self.layers[0](self.embed_tokens(token_ids), features, rope, attend)
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """`(..., draft_vocab)` of outputs `(..., hidden)`."""
+        return self.lm_head(self.norm(outputs))
+
+
+def most_frequent_ids(counts: torch.Tensor, size: int, always: Sequence[int] = ()) -> torch.Tensor:
+    """The draft vocabulary: `size` ids with the largest `counts` `(vocab,)`, ascending; `always` are among them."""
+    ranked = counts.to(torch.float64).clone()
+    ranked[list(always)] = float("inf")
+    size = min(size, len(ranked))
+    # Of equal counts the lower id, so that the choice is reproducible.
+    order = torch.argsort(ranked, descending=True, stable=True)
+    return order[:size].sort().values

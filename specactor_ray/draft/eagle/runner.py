@@ -1,0 +1,103 @@
+"""Packed forwards of an EAGLE head over a ragged cache: the drafter's side of `eagle_head.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from specactor_ray.draft.eagle.head import EagleHead
+from specactor_ray.errors import ModelLoadError
+from specactor_ray.models.packed_linear import assign_weights, can_pack, pack_linears
+from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
+from specactor_ray.models.ragged_cache import CacheRow, LayerShape, RaggedCache
+
+
+class EagleRunner:
+    """Runs a head. Not thread-safe.
+
+    Args:
+        head: Owned by the runner from now on; its linears may be packed.
+        cache_bytes: Memory budget of keys and values.
+
+    Raises:
+        ModelLoadError: The budget holds not even one block.
+    """
+
+    def __init__(self, head: EagleHead, cache_bytes: int) -> None:
+        self.head = head.eval().requires_grad_(False)
+        self.config = head.config
+        weight = head.fc.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.token_ids = head.draft_token_ids()
+        attention: Any = head.layers[0].self_attn
+        shape = LayerShape(attention.kv_heads, attention.head_dim, attention.head_dim)
+        if can_pack(self.device, self.dtype):
+            pack_linears(head)
+        self.cache = RaggedCache([shape], cache_bytes, self.dtype, self.device)
+        if self.cache.slots == 0:
+            raise ModelLoadError(f"a key/value cache of {cache_bytes} bytes holds no block; give more (kv_cache_gb)")
+
+    @torch.inference_mode()
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """Features of the target's hidden states `(n, feature_size)`."""
+        return self.head.fuse(states.to(self.device, self.dtype))
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        rows: Sequence[CacheRow],
+        positions: np.ndarray,
+        counts: np.ndarray,
+        token_ids: np.ndarray,
+        features: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append positions to rows, which must have room; the last one of each predicts.
+
+        Args:
+            rows: `n` rows.
+            positions: `(sum(counts),)` sequence positions of all rows one after the other; rows may begin anywhere.
+            counts: `(n,)` positions of each row.
+            token_ids: `(sum(counts),)`: the token after each position.
+            features: `(sum(counts), hidden)`: fused, or the head's own outputs.
+
+        Returns:
+            `(outputs, logits)` of the last position of each row: `(n, hidden)` and `(n, vocab)`. Logits
+            are over the *target's* vocabulary, -inf where the draft vocabulary has no such token.
+        """
+        batch = RaggedBatch(self.cache, rows, counts.tolist(), 0, self.device, self._batched)
+
+        def attend(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return ragged_attention(module, q, k, v, None, ragged_batch=batch)[0].flatten(2)
+
+        outputs = self.head(
+            features.unsqueeze(0),
+            torch.from_numpy(token_ids).to(self.device, torch.long)[None],
+            torch.from_numpy(positions).to(self.device, torch.long)[None],
+            attend,
+        )[0]
+        for row, count in zip(rows, batch.counts, strict=True):
+            row.length += count
+        last = outputs[np.cumsum(counts) - 1]
+        return last, self._over_target_vocabulary(self.head.logits(last))
+
+    def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Replace the trained weights (`eagle_checkpoint.trained_weights`); embedding and vocabulary stay.
+
+        Raises:
+            InputError: A name or shape does not fit; nothing was changed.
+        """
+        kept = {"embed_tokens.weight": self.head.embed_tokens.weight}
+        assign_weights(self.head, {**kept, **state_dict}, {})
+
+    @property
+    def _batched(self) -> bool:
+        return self.device.type != "cpu"
+
+    def _over_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        full = logits.new_full((len(logits), self.config.vocab_size), float("-inf"))
+        full[:, self.token_ids] = logits
+        return full

@@ -1,0 +1,147 @@
+"""A drafter's picture of its requests: what is committed, and the guess after it.
+
+Commits may come twice, late or overlapping; what matters is only which output positions they fill.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from specactor_ray.draft.lookup import _mirror_numba as kernels
+from specactor_ray.draft.proposer import Tails
+from specactor_ray.messages import SamplingParams
+from specactor_ray.ragged import enlarged
+
+_MOST = 2**31 - 1
+
+
+class MirrorTable:
+    """Prompt, committed output and tail of each request stand one after the other in the line of its slot."""
+
+    def __init__(self) -> None:
+        self.lines = np.zeros((0, 0), np.int32)
+        """`(slots, width)` tokens; each open line has room for its committed tokens and a whole tail."""
+        self.prompts = np.zeros(0, np.int32)
+        """`(slots,)` tokens of the prompt, as `known`, `ends`, `windows` and `lasts`."""
+        self.known = np.zeros(0, np.int32)
+        """Tokens of prompt and committed output; -1: the slot is not open."""
+        self.ends = np.zeros(0, np.int32)
+        """Tokens of prompt, committed output and tail."""
+        self.windows = np.zeros(0, np.int32)
+        """Most tokens of the tail."""
+        self.lasts = np.zeros(0, np.int32)
+        """Tokens of prompt and output at which `max_tokens` ends the output."""
+
+    def is_open(self, slot: int) -> bool:
+        return slot < len(self.known) and bool(self.known[slot] >= 0)
+
+    @property
+    def limits(self) -> np.ndarray:
+        """`(slots,)`: where tails have to end, by window and by the length of the output; -1 where nothing is open."""
+        limits: np.ndarray = np.minimum(self.known + self.windows, self.lasts)
+        return limits
+
+    def prompt(self, slot: int) -> np.ndarray:
+        """A view."""
+        return self.lines[slot, : self.prompts[slot]]
+
+    def committed(self, slot: int) -> np.ndarray:
+        """A view of the output's final tokens."""
+        return self.lines[slot, self.prompts[slot] : self.known[slot]]
+
+    def open(
+        self, slot: int, prompt: Sequence[int], committed: Sequence[int], sampling: SamplingParams, window: int
+    ) -> None:
+        tokens = np.array([*prompt, *committed], np.int32)  # raises before anything is changed
+        begin, known = len(prompt), len(tokens)
+        self._fit(slot + 1, known + window)
+        self.lines[slot, :known] = tokens
+        self.prompts[slot], self.windows[slot] = begin, window
+        self.lasts[slot] = min(begin + sampling.max_tokens, _MOST)
+        self.known[slot] = self.ends[slot] = known
+
+    def close(self, slot: int) -> None:
+        self.prompts[slot] = self.windows[slot] = 0
+        self.known[slot] = self.ends[slot] = self.lasts[slot] = -1
+
+    def commit(
+        self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Output tokens are final, as in `Proposer.commit`; of a tail that disagrees nothing is left.
+
+        Returns:
+            int32 `(n,)`: up to which token the line, tail included, is what it was (-1: the commit does not fit, and
+            changed nothing), and how many output tokens are new.
+        """
+        # Copies: kernels are compiled for arrays of their own, not for those of a message, which may be read-only.
+        slots, starts, lengths, tokens = (np.array(array, np.int32) for array in (slots, starts, lengths, tokens))
+        self._fit(0, kernels.reach(self.prompts, self.known, self.windows, slots, starts, lengths, len(tokens)))
+        same, fresh = np.empty(len(slots), np.int32), np.zeros(len(slots), np.int32)
+        kernels.commit(
+            self.lines, self.prompts, self.known, self.ends, self.windows, slots, starts, lengths, tokens, same, fresh
+        )
+        return same, fresh
+
+    def append(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Lengthen tails by a token each."""
+        ends = self.ends[slots]
+        self.lines[slots, ends] = tokens
+        self.ends[slots] = ends + 1
+
+    def lengthen(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
+        """Lengthen a tail, as far as its limit."""
+        begin = int(self.ends[slot])
+        tokens = tokens[: max(int(self.limits[slot]) - begin, 0)]
+        self.lines[slot, begin : begin + len(tokens)] = tokens
+        self.ends[slot] = begin + len(tokens)
+
+    def tails(self, slots: np.ndarray) -> Tails:
+        known = self.known[slots]
+        lengths = self.ends[slots] - known
+        return Tails(known - self.prompts[slots], lengths, self.tokens(slots, known, lengths))
+
+    def tokens(self, slots: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """int32: `lengths[i]` tokens of each line from `begins[i]` on, concatenated."""
+        tokens = np.empty(lengths.sum(), np.int32)
+        kernels.gather(self.lines, np.array(slots, np.int32), begins, lengths, tokens)
+        return tokens
+
+    def _fit(self, slots: int, width: int) -> None:
+        """Grow to at least `slots` lines of `width` tokens, by doubling."""
+        have, wide = self.lines.shape
+        if slots <= have and width <= wide:
+            return
+        slots, width = _doubled(have, slots), _doubled(wide, width)
+        old, self.lines = self.lines, np.zeros((slots, width), np.int32)
+        for slot, end in enumerate(self.ends.tolist()):  # pages behind the ends stay untouched
+            if end > 0:
+                self.lines[slot, :end] = old[slot, :end]
+        for name, closed in (("prompts", 0), ("known", -1), ("ends", -1), ("windows", 0), ("lasts", -1)):
+            setattr(self, name, enlarged(getattr(self, name), 0, slots))
+            getattr(self, name)[have:] = closed
+
+
+def _doubled(have: int, wanted: int) -> int:
+    return have if wanted <= have else 1 << (wanted - 1).bit_length()
+
+
+@functools.cache
+def warm_up() -> None:
+    """Compile or load the kernels now, not while a verifier waits."""
+    table, zero = MirrorTable(), np.zeros(1, np.int32)
+    table.open(0, (1,), (), SamplingParams(), 1)
+    table.commit(zero, zero, zero, zero[:0])
+    table.tails(zero)
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    length = 0
+    for mine, theirs in zip(left, right, strict=False):
+        if mine != theirs:
+            break
+        length += 1
+    return length

@@ -1,0 +1,89 @@
+"""Draft methods by name, and what each of them is. Imports a proposer only when it is asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from specactor_ray.config.named import import_named, is_named
+from specactor_ray.draft.proposer import Checkpoint, Proposer, Traits
+from specactor_ray.errors import ConfigError, clipped, clipped_text
+
+if TYPE_CHECKING:
+    from specactor_ray.config.schema import DrafterConfig, TargetConfig
+
+
+class BuiltIn(NamedTuple):
+    """A method that comes with the package, described without importing it: its module loads torch or numba."""
+
+    place: str
+    """`module:Class` below `specactor_ray.draft`."""
+    traits: Traits
+    keys: tuple[str, ...] = ()
+    """Keys of its section that no other built-in method uses."""
+
+
+BUILT_IN = {
+    "ngram": BuiltIn("lookup.ngram:NgramProposer", Traits(looks_up=True, keeps_history=True)),
+    "suffix": BuiltIn(
+        "lookup.suffix:SuffixProposer",
+        Traits(looks_up=True, keeps_history=True, draws_noise=True),
+        ("length_factor", "min_probability"),
+    ),
+    "draft_model": BuiltIn("model:DraftModelProposer", Traits(draws_noise=True, checkpoint=Checkpoint.MODEL)),
+    "eagle": BuiltIn(
+        "eagle.proposer:EagleProposer", Traits(reads_features=True, draws_noise=True, checkpoint=Checkpoint.HEAD)
+    ),
+}
+
+
+def traits(method: str, key: str = "drafters.N.method") -> Traits:
+    """What a method's proposers are. That of a user's own class is found by importing it.
+
+    Raises:
+        ConfigError: There is no such method; `key` is named.
+    """
+    built_in = BUILT_IN.get(method)
+    return built_in.traits if built_in is not None else _class_of(method, key).traits
+
+
+def reads_head(method: str) -> bool:
+    """Whether `drafters.N.model` of the method names an EAGLE head, not a model."""
+    return traits(method).checkpoint is Checkpoint.HEAD
+
+
+def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
+    """Make the configured proposer for this target on `device` (`cpu` or `cuda`).
+
+    Raises:
+        ConfigError: There is no such method.
+        ModelLoadError: Its model cannot be loaded or served.
+    """
+    return _class_of(config.method, "drafters.N.method").from_config(config, target, device)
+
+
+def _class_of(method: str, key: str) -> type[Proposer]:
+    """Import the class of a method: built in, or a user's own as `package.module:Class`."""
+    if method not in BUILT_IN and not is_named(method):
+        raise ConfigError(key, f"unknown method {method!r}; known: {', '.join(BUILT_IN)}.")
+    found = import_named(f"{__package__}.{BUILT_IN[method].place}" if method in BUILT_IN else method, key)
+    _check(found, clipped_text(method), key)
+    proposer_class: type[Proposer] = found
+    return proposer_class
+
+
+def _check(found: Any, method: str, key: str) -> None:
+    """Refuse what is no complete proposer, and traits that contradict its methods."""
+    missing = [name for name, value in vars(Proposer).items() if callable(value) and not hasattr(found, name)]
+    missing += sorted(getattr(found, "__abstractmethods__", ()))
+    if missing or not (isinstance(found, type) and issubclass(found, Proposer)):
+        lacks = f"it lacks {', '.join(missing)}" if missing else f"{clipped(found)} is not derived from it"
+        fix = "derive it from specactor_ray.draft.slots.RowProposer."
+        raise ConfigError(key, f"{method} is no proposer: {lacks}.", fix)
+    if not isinstance(found.traits, Traits):
+        problem = f"{method}.traits is {clipped(found.traits)}."
+        raise ConfigError(key, problem, "use an instance of specactor_ray.draft.proposer.Traits.")
+    for trait, name in (("reads_features", "add_features"), ("keeps_history", "forget_history")):
+        has = getattr(found, name) is not getattr(Proposer, name)
+        if has != getattr(found.traits, trait):
+            problem = f"{method} {'has' if has else 'lacks'} {name}, but its traits say {trait}={not has}."
+            raise ConfigError(key, problem, f"set {trait}={has} in its traits, or {'drop' if has else 'add'} {name}.")

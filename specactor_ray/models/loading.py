@@ -1,0 +1,445 @@
+"""Models and tokenizers by name: a local directory, a Hugging Face id, or a built-in name.
+
+Every failure is a `ModelLoadError` that says what is missing and what would mend it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import pickle
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specactor_ray.errors import ModelLoadError
+from specactor_ray.json_text import MOST_BYTES, parse_json, read_foreign
+from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers, require_builtin
+from specactor_ray.signals import signals_deferred
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+HUB_TIMEOUT_S = 4.0
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(@[\w][\w./-]*)?")
+"""What follows the `@` is a commit, a tag or a branch."""
+_PARTS = re.compile(r"(layers?|blocks|experts)$")
+"""Keys of `config.json` that count what is built one by one."""
+_MOST_PARTS = 1 << 12
+
+
+def resolve_model(name: str) -> Path | str:
+    """Where a model is: a directory (converted first, for a built-in name), or the Hugging Face id as it is, with its
+    `@revision` if it has one.
+
+    Raises:
+        ModelLoadError: The directory lacks its configuration or weights, there is no such path, or the built-in
+            model cannot be made.
+    """
+    return builtin_dir(name) if _is_builtin(name) else _find_model(name)
+
+
+def require_model(name: str) -> Path | None:
+    """Refuse a model that is not there. Takes no second where it is a path: nothing is loaded, converted or downloaded.
+
+    Returns:
+        The folder with its `config.json`; None where it must be converted or downloaded first.
+
+    Raises:
+        ModelLoadError: As `resolve_model`; or there is no such id in the local cache, and the Hub cannot be reached.
+    """
+    if _is_builtin(name):
+        return require_builtin(name)
+    source = _find_model(name)
+    if isinstance(source, Path):
+        return source
+    from huggingface_hub import try_to_load_from_cache
+
+    repo, _, revision = source.partition("@")
+    cached = try_to_load_from_cache(repo, "config.json", revision=revision or None)
+    if isinstance(cached, str):
+        return Path(cached).parent
+    if not hub_reachable():
+        raise ModelLoadError(_unreachable(name))
+    return None
+
+
+def require_head(folder: Path) -> Path:
+    """The folder, which must hold an EAGLE head.
+
+    Raises:
+        ModelLoadError: It has no configuration.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"There is no EAGLE head at {str(folder)!r} (no config.json). Fix: name its directory.")
+    return folder
+
+
+def _is_builtin(name: str) -> bool:
+    return name in BUILTIN_MODELS and not Path(name).exists()
+
+
+def _find_model(name: str) -> Path | str:
+    """`resolve_model` for all but built-in names."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        check_model_dir(path)
+        return path
+    if path.exists():
+        raise ModelLoadError(f"{name!r} is a file. Fix: name the directory that holds config.json and the weights.")
+    if not _HUB_ID.fullmatch(name):
+        raise ModelLoadError(f"There is no directory {name!r}. Fix: check the path, or give {_NAMES_IN_WORDS}.")
+    return name
+
+
+def locate_model(name: str) -> tuple[Path | str, str | None]:
+    """As `resolve_model`, with the revision apart: `("org/model", "9f2c1a7")` of `org/model@9f2c1a7`, None for none."""
+    source = resolve_model(name)
+    if isinstance(source, Path):
+        return source, None
+    plain, _, revision = source.partition("@")
+    return plain, revision or None
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """A decoder-only model, ready for inference: evaluation mode, no gradients.
+
+    Args:
+        dtype: `float32`, `bfloat16` or `float16`.
+        trust_remote_code: Run model code that the checkpoint brings along.
+        attn_implementation: A name that transformers' attention registry knows; None takes its choice.
+
+    Raises:
+        ModelLoadError: The model is not there, incomplete, damaged, or of a kind that cannot be loaded.
+    """
+    _import_compiled_modules()
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM  # its stated return type does not know output_loading_info
+    options: dict[str, Any] = {"dtype": parse_dtype(dtype), "output_loading_info": True}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    with _open(name, trust_remote_code) as (source, access):
+        model, info = auto.from_pretrained(source, **access, **options)
+    _reject_incomplete_weights(name, info)
+    model.to(device).eval().requires_grad_(False)
+    return model
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer that belongs to a model.
+
+    Raises:
+        ModelLoadError: The tokenizer's files are not there or cannot be read.
+    """
+    require_tokenizer(name)
+    _import_compiled_modules()
+    from transformers import AutoTokenizer
+
+    with _open(name, trust_remote_code) as (source, access):
+        return AutoTokenizer.from_pretrained(source, **access)
+
+
+def load_model_config(name: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The model's configuration alone (vocabulary size, context, layers); reads no weights.
+
+    Raises:
+        ModelLoadError: As for `load_model`.
+    """
+    _import_compiled_modules()
+    with _open(name, trust_remote_code) as (source, access):
+        return _read_model_config(source, access)
+
+
+def _read_model_config(source: Path | str, access: dict[str, Any]) -> PretrainedConfig:
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(source, str):  # of a directory it was checked when it was found
+        _reject_endless_parts(source, PretrainedConfig.get_config_dict(source, **access)[0])
+    return AutoConfig.from_pretrained(source, **access)
+
+
+def _import_compiled_modules() -> None:
+    """What transformers may import in the course of a load, and what it must not be interrupted in. In other threads,
+    such as those of actors, no signal raises anything: what is needed is imported when it is needed."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    with signals_deferred():
+        import torch._dynamo  # noqa: F401
+        import transformers.generation
+        import transformers.modeling_utils  # noqa: F401
+
+
+def load_empty_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model on the `meta` device: its shape and no weights.
+
+    Raises:
+        ModelLoadError: As for `load_model`.
+    """
+    _import_compiled_modules()
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with _open(name, trust_remote_code) as (source, access), torch.device("meta"):
+        config = _read_model_config(source, access)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return model
+
+
+def weight_shapes(name: str, *, trust_remote_code: bool = False) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Hugging Face names of all weights and their shapes, and which names share their values (each → its source).
+    Reads no weights.
+
+    Raises:
+        ModelLoadError: As for `load_model`.
+    """
+    model = load_empty_model(name, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    sources = {
+        name: own[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if own[id(parameter)] != name
+    }
+    return shapes, sources
+
+
+def load_eos_token_ids(name: str, *, trust_remote_code: bool = False) -> tuple[int, ...]:
+    """End-of-sequence ids of a model whose weights are not loaded here.
+
+    Raises:
+        ModelLoadError: As for `load_model`.
+    """
+    from transformers import GenerationConfig
+
+    config = load_model_config(name, trust_remote_code=trust_remote_code)
+    with _open(name, trust_remote_code) as (source, access):
+        try:
+            generation = GenerationConfig.from_pretrained(source, **access)
+        except OSError:  # many models have none
+            generation = None
+    return eos_token_ids(generation, config)
+
+
+def eos_token_ids(generation: GenerationConfig | None, config: PretrainedConfig) -> tuple[int, ...]:
+    """End-of-sequence ids of the generation configuration, else of the model's."""
+    for source in (generation, config.get_text_config()):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """`torch.float32` for `float32` and so on.
+
+    Raises:
+        ModelLoadError: The name is none of `DTYPE_NAMES`.
+    """
+    import torch
+
+    if name not in DTYPE_NAMES:
+        raise ModelLoadError(f"{name!r} is no data type for weights. Fix: use one of {', '.join(DTYPE_NAMES)}.")
+    return getattr(torch, name)
+
+
+def check_model_dir(path: Path) -> list[Path]:
+    """The weight files of a directory that has a configuration, all of them, and no file without an end.
+
+    Raises:
+        ModelLoadError: Something is missing or is no such file; the message names it.
+    """
+    fix = _COPY_AGAIN
+    _reject_endless_files(path)
+    read_config(path)
+    shards = {shard for index in _INDEX_FILES for shard in _shards_of(path / index)}
+    missing = sorted(shard for shard in shards if not (path / shard).is_file())
+    if missing:
+        raise ModelLoadError(f"The model directory {path} lacks the weight files {', '.join(missing)}. {fix}")
+    files = [path / shard for shard in sorted(shards)]
+    files = files or sorted(found for pattern in _WEIGHT_FILES for found in path.glob(pattern))
+    if not files:
+        raise ModelLoadError(f"The model directory {path} has no weights (model.safetensors). {fix}")
+    return files
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What `config.json` in a directory says.
+
+    Raises:
+        ModelLoadError: There is none, or it cannot be read.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelLoadError(f"The model directory {path} has no config.json. {_COPY_AGAIN}")
+    try:
+        facts = parse_json(read_foreign(file))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file} is not valid JSON: {error}. {_COPY_AGAIN}") from error
+    if not isinstance(facts, dict):
+        raise ModelLoadError(f"{file} is not valid: it holds no keys. {_COPY_AGAIN}")
+    _reject_endless_parts(path, facts)
+    return facts
+
+
+def _reject_endless_files(path: Path) -> None:
+    """transformers reads whatever has the right name: a FIFO or a device would never end."""
+    for file in path.iterdir():
+        if file.is_fifo() or file.is_char_device() or file.is_block_device() or file.is_socket():
+            raise ModelLoadError(f"{file} is not a regular file. {_COPY_AGAIN}")
+        if file.suffix == ".json" and file.is_file() and file.stat().st_size > MOST_BYTES:
+            raise ModelLoadError(f"{file} is larger than {MOST_BYTES >> 20} MiB. {_COPY_AGAIN}")
+
+
+def _reject_endless_parts(where: Path | str, facts: Any) -> None:
+    """Layers are built one by one before anything is known of their size."""
+    if not isinstance(facts, dict):
+        return
+    for key, value in facts.items():
+        if isinstance(value, int) and value > _MOST_PARTS and _PARTS.search(str(key)):
+            raise ModelLoadError(
+                f"{where}: {key} is {value!s:.20} in config.json, and at most {_MOST_PARTS} are built. {_COPY_AGAIN}"
+            )
+        _reject_endless_parts(where, value)
+
+
+_COPY_AGAIN = "Fix: name the directory that `save_pretrained` wrote, or copy the missing files into it."
+
+
+def _shards_of(index: Path) -> set[str]:
+    if not index.is_file():
+        return set()
+    try:
+        return set(parse_json(read_foreign(index))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index} is not an index of weight files: {error!r}. Fix: copy it again.") from error
+
+
+def require_tokenizer(name: str) -> None:
+    """Refuse a directory without a tokenizer, by the names of its files.
+
+    Raises:
+        ModelLoadError: It has none.
+    """
+    path = Path(name).expanduser()
+    wanted = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if path.is_dir() and not any((path / file).is_file() for file in wanted):
+        raise ModelLoadError(
+            f"The model directory {name} has no tokenizer (tokenizer.json). Fix: save the tokenizer into it with "
+            "`tokenizer.save_pretrained`."
+        )
+
+
+def _reject_incomplete_weights(name: str, info: dict[str, Any]) -> None:
+    """transformers fills missing weights with random numbers and only warns; such a model would talk nonsense."""
+    missing = sorted(info.get("missing_keys") or ())
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ModelLoadError(f"The weights of {name!r} lack {shown}. Fix: get the complete model.")
+
+
+_NAMES_IN_WORDS = (
+    f"a local directory, a Hugging Face id (org/name or org/name@commit), or the built-in {', '.join(BUILTIN_MODELS)}"
+)
+
+
+@contextlib.contextmanager
+def _open(name: str, trust_remote_code: bool) -> Iterator[tuple[Path | str, dict[str, Any]]]:
+    """Where to load `name` from and with which access options; turns what goes wrong inside into a ModelLoadError."""
+    from safetensors import SafetensorError
+
+    known: tuple[type[Exception], ...] = (
+        *_LOOKUP_ERRORS,
+        *wrong_value_errors(),
+        SafetensorError,
+        pickle.UnpicklingError,
+    )
+    source, revision = locate_model(name)
+    offline = isinstance(source, str) and not hub_reachable()
+    access: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    access |= {"local_files_only": offline or isinstance(source, Path), "revision": revision}
+    try:
+        with quiet_transformers():
+            yield source, access
+    except ModelLoadError:
+        raise
+    except known as error:
+        raise ModelLoadError(_explain(name, source, offline, error)) from error
+
+
+_LOOKUP_ERRORS = (OSError, ImportError)
+
+
+def wrong_value_errors() -> tuple[type[Exception], ...]:
+    """What transformers raises for a configuration whose values are of the wrong kind."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    builtin = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError)
+    return *builtin, StrictDataclassError
+
+
+def _explain(name: str, source: Path | str, offline: bool, error: Exception) -> str:
+    reason = " ".join(str(error).split())
+    if "trust_remote_code" in reason:
+        return (
+            f"The model {name!r} brings its own code, which is not run unless asked. Fix: read that code, then set "
+            "trust_remote_code=true beside the model's name."
+        )
+    if offline:
+        return _unreachable(name)
+    where = (
+        "Fix: check the id, and log in if it is private or gated" if isinstance(source, str) else "Fix: copy it again"
+    )
+    return f"The model {name!r} cannot be loaded: {reason[:400]} {where}, or give {_NAMES_IN_WORDS}."
+
+
+def _unreachable(name: str) -> str:
+    close = difflib.get_close_matches(name, BUILTIN_MODELS, n=1)
+    hint = f" Did you mean the built-in {close[0]!r}?" if close else ""
+    return (
+        f"The model {name!r} is neither a local directory nor in the local Hugging Face cache, and the Hugging "
+        f"Face Hub cannot be reached.{hint} Fix: connect this machine to the network, or name a local directory."
+    )
+
+
+def hub_reachable(timeout_s: float = HUB_TIMEOUT_S) -> bool:
+    """Whether the Hugging Face Hub answers at all within the time. Its own client would retry for minutes."""
+    if any(os.environ.get(name, "").upper() in ("1", "TRUE", "YES", "ON") for name in _OFFLINE_SWITCHES):
+        return False
+    answered = threading.Event()
+    # A thread, because looking up a host name has no time limit of its own.
+    threading.Thread(target=_ask_hub, args=(answered, timeout_s), daemon=True, name="ask-hub").start()
+    return answered.wait(timeout_s)
+
+
+_OFFLINE_SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def _ask_hub(answered: threading.Event, timeout_s: float) -> None:
+    from huggingface_hub import constants
+
+    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s):
+            answered.set()
+    except urllib.error.HTTPError:  # an answer is an answer
+        answered.set()
+    except (OSError, ValueError):
+        return

@@ -1,0 +1,106 @@
+"""Weights of the policy as any trainer holds them, checked against the target tensor by tensor."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specactor_ray.errors import InputError, did_you_mean
+from specactor_ray.models.loading import check_model_dir, load_model
+
+Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | Path
+"""A state dict, pairs of name and tensor, or the directory of a Hugging Face checkpoint; names are Hugging Face's."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def fitting_weights(
+    weights: Weights, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of a complete set of weights, on the CPU and in the target's dtype.
+
+    Each tensor is copied before the next one is requested: trainers that gather shards free them then.
+
+    Args:
+        weights: What the trainer has.
+        shapes: Name → shape of every weight of the target.
+        tied: Name → name of the weight that it shares its values with. One of the two is enough; if both come, they
+            must be equal.
+        dtype: Of the target.
+
+    Raises:
+        InputError: A tensor is unknown, missing, repeated, not a whole floating-point tensor or of another shape, or
+            tied weights differ.
+    """
+    shared = set(tied.values())
+    taken: dict[str, tuple[str, int]] = {}
+    for name, tensor in _named_tensors(weights, shapes):
+        _require_fit(name, tensor, shapes)
+        owner, copy = tied.get(name, name), tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        checksum = zlib.crc32(copy.reshape(-1).view(torch.uint8).numpy().data) if owner in shared else 0
+        if owner not in taken:
+            taken[owner] = (name, checksum)
+            yield owner, copy
+        elif taken[owner][0] == name:
+            raise InputError(f"weights: {name} comes twice")
+        elif taken[owner][1] != checksum:
+            raise InputError(
+                f"weights: {name} differs from {taken[owner][0]}, and the target ties the two. Fix: tie them in "
+                "training, or serve a target whose config.json has tie_word_embeddings=false"
+            )
+    missing = [name for name in shapes if tied.get(name, name) not in taken]
+    if missing:
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise InputError(f"weights: {missing[0]}{more} missing. Fix: give every weight of the target, in one call")
+
+
+def _named_tensors(weights: Any, known: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(weights, str | Path):
+        yield from _checkpoint_tensors(Path(weights).expanduser(), known)
+        return
+    pairs = weights.items() if isinstance(weights, Mapping) else weights
+    if not isinstance(pairs, Iterable):
+        raise InputError(
+            f"weights are a state dict, pairs of name and tensor, or a directory; this is {type(weights).__name__}. "
+            "Fix: of a module give model.state_dict() or model.named_parameters()"
+        )
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise InputError(f"weights are pairs of name and tensor; one item is {type(pair).__name__}")
+        yield pair[0], pair[1]
+
+
+def _checkpoint_tensors(folder: Path, known: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of a checkpoint, one file after the other; through transformers where it names them differently."""
+    from safetensors import SafetensorError, safe_open
+
+    if not folder.is_dir():
+        raise InputError(f"weights: there is no directory {folder}. Fix: name one that `save_pretrained` wrote")
+    files = check_model_dir(folder)
+    try:
+        with_names = [(file, safe_open(file, "pt")) for file in files if file.suffix == ".safetensors"]
+        if with_names and all(name in known for _, tensors in with_names for name in tensors.keys()):  # noqa: SIM118
+            for _, tensors in with_names:
+                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                    yield name, tensors.get_tensor(name)
+            return
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"weights: {folder} cannot be read ({error}). Fix: copy it again") from error
+    yield from load_model(str(folder)).named_parameters()
+
+
+def _require_fit(name: str, tensor: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if name not in shapes:
+        hint = did_you_mean(name, shapes)
+        raise InputError(f"weights: the target has no {name}.{hint} Fix: give Hugging Face's names, without prefixes")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta:
+        kind = "on the meta device" if isinstance(tensor, torch.Tensor) and tensor.is_meta else type(tensor).__name__
+        raise InputError(f"weights: {name} is {kind}; give whole tensors (of a DTensor its full_tensor())")
+    if tensor.dtype not in _DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise InputError(f"weights: {name} is {str(tensor.dtype).removeprefix('torch.')}; allowed are {allowed}")
+    if tuple(tensor.shape) != tuple(shapes[name]):
+        raise InputError(f"weights: {name} has shape {tuple(tensor.shape)}; the target's has {tuple(shapes[name])}")

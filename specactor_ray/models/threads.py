@@ -1,0 +1,99 @@
+"""How many threads a forward uses on a CPU: as many as there are cores that no other process occupies.
+
+A forward ends when its slowest thread does. On a core that another process uses for a share f of the time, a thread
+takes 1 / (1 - f) as long, and so does the whole forward; worse, threads that spin between operations and the other
+process take the core from each other. Results do not depend on the number of threads (see `models/__init__.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Collection
+
+import torch
+
+_PERIOD_S = 0.5
+"""Time over which the use of the cores is averaged; the kernel counts it in ticks of 10 ms."""
+_FADE = 0.8
+"""Share of a load that is expected to be there a period later: a thread too many costs more than one too few."""
+
+
+def threads_that_pay(cores: int, foreign: float) -> int:
+    """Threads that finish a forward first, when other processes occupy `foreign` cores' worth of `cores` cores.
+
+    Other processes are taken to fill whole cores, and the rest to lie on one core, which is used if it brings more
+    than it delays the others.
+    """
+    free = min(max(cores - foreign, 0.0), float(cores))
+    whole = math.floor(free)
+    shared = free - whole
+    return max(whole + 1 if (whole + 1) * shared > whole else whole, 1)
+
+
+class ThreadCount:
+    """Sets the number of torch threads of the calling thread before each forward.
+
+    Args:
+        cores: Core ids that this process may use, one thread each.
+        busy_s: Seconds that all processes together have spent on these cores so far.
+        own_s: Seconds that this process has spent so far.
+        now: Seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        cores: Collection[int],
+        busy_s: Callable[[Collection[int]], float],
+        own_s: Callable[[], float] = time.process_time,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cores, self._busy_s, self._own_s, self._now = frozenset(cores), busy_s, own_s, now
+        self.threads = len(self._cores)
+        self._last = (now(), busy_s(self._cores), own_s())
+        self._foreign = 0.0
+        """Cores' worth of other processes."""
+
+    def apply(self) -> None:
+        """Use as many threads as paid over the last period."""
+        begin, busy, own = self._last
+        now = self._now()
+        if now - begin >= _PERIOD_S:
+            self._last = (now, self._busy_s(self._cores), self._own_s())
+            foreign = (self._last[1] - busy - (self._last[2] - own)) / (now - begin)
+            self._foreign = max(foreign, _FADE * self._foreign)
+            self.threads = threads_that_pay(len(self._cores), self._foreign)
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+
+
+@functools.cache
+def thread_count() -> ThreadCount | None:
+    """That of this process; None where it has one thread, no core for each, or the kernel hides their use."""
+    cores = os.sched_getaffinity(0)
+    if not 1 < torch.get_num_threads() == len(cores):
+        return None
+    try:
+        return ThreadCount(cores, read_busy_s)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def read_busy_s(cores: Collection[int]) -> float:
+    """Seconds that processes, interrupts and the kernel have spent on these cores (Linux).
+
+    Niced processes count only where this one is niced, too, as workers of Ray are by default: else they yield the core.
+
+    Raises:
+        OSError, ValueError, IndexError: `/proc/stat` cannot be read, or is of another form.
+    """
+    ticks, niced = 0, os.getpriority(os.PRIO_PROCESS, 0) > 0
+    with open("/proc/stat", encoding="ascii") as file:
+        for line in file:
+            name, *columns = line.split()
+            if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cores:
+                user, nice, system, _, _, interrupts, soft_interrupts = map(int, columns[:7])
+                ticks += user + niced * nice + system + interrupts + soft_interrupts
+    return ticks / os.sysconf("SC_CLK_TCK")

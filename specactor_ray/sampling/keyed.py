@@ -1,0 +1,326 @@
+"""Keyed sampling: the token at an output position is a pure function of (logits, seed, position).
+
+The token at output position `t` of a request with seed `s` is the argmax over v of
+
+    logits[v] / T + g(s, t, v)
+
+among the tokens that top-k and top-p leave; temperature 0 is the plain argmax. Ties go to the lowest id. `g` is
+standard Gumbel noise, so this draws from the softmax (the Gumbel-max trick); it comes from a counter-based
+generator keyed on (s, t, v), so every process, thread and device draws the same. Hence verification is token
+comparison, the output does not depend on who drafted, and a drafter that samples with the same seed and position
+agrees with the target with probability at least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh, arXiv 2408.07978).
+`docs/design/keyed-sampling.md` gives the construction and the reasons.
+
+Filters, in the order Hugging Face and vLLM apply them: temperature; top-k; top-p over the renormalised top-k set.
+Tokens are ordered by (probability descending, id ascending); top-k keeps the first k, top-p the shortest prefix
+that holds at least `top_p` of the mass. Exactly k tokens stay even when the k-th is tied.
+
+Log-probabilities are those of softmax(logits / T) over the whole vocabulary, before top-k and top-p and without
+noise (T = 1 at temperature 0): the distribution the policy defines, and the one a trainer recomputes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from specactor_ray.errors import InputError, SpecActorError
+from specactor_ray.messages import SamplingParams
+from specactor_ray.ragged import places
+from specactor_ray.sampling import numba as kernels
+from specactor_ray.sampling.rules import Batch, Rules
+
+if TYPE_CHECKING:  # lookups draw noise without torch
+    import torch
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["auto", "numba", "torch", "triton"]
+
+_PROBLEMS = {
+    kernels.ERR_NAN: "logits contain NaN",
+    kernels.ERR_POS_INF: "logits contain +inf",
+    kernels.ERR_ALL_NEG_INF: "all logits are -inf",
+    kernels.ERR_TOO_LARGE: f"a logit is above {kernels.MAX_LOGIT:g}",
+}
+_MAX_POSITION = 2**32 - 1
+_DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
+
+
+class SamplingError(SpecActorError):
+    """Some rows have logits no token can be drawn from. No results are returned; the other rows are sound.
+
+    Sampling has no state: drop these rows and call again.
+
+    Attributes:
+        problems: Row → what is wrong with its logits.
+    """
+
+    def __init__(self, problems: dict[int, str]) -> None:
+        self.problems = dict(problems)
+        super().__init__("cannot sample: " + "; ".join(f"row {i}: {text}" for i, text in self.problems.items()))
+
+    def __reduce__(self) -> tuple[type[SamplingError], tuple[dict[int, str]]]:
+        return type(self), (self.problems,)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token per row."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Of softmax(logits / T), before top-k/top-p and noise."""
+    margins: list[float] | None = None
+    """Best minus second-best perturbed score among the allowed tokens (inf if only one is); at temperature 0 the
+    gap of the two largest logits. None unless asked for."""
+
+
+class Found:
+    """What `n` requests may commit, in one buffer, as a device sends it.
+
+    Args:
+        packed: int64 `(n, 2 + 3 * width)`. Per request: the count of tokens, the status of the row after them (not OK:
+            that row cannot be sampled), then `width` columns of tokens (-1 past the count), of log-probabilities and of
+            margins (bits of float64; undefined past the count, and margins unless they are recorded).
+    """
+
+    __slots__ = ("counts", "logprobs", "margins", "packed", "statuses", "tokens", "width")
+
+    def __init__(self, packed: np.ndarray) -> None:
+        self.packed, self.width = packed, (packed.shape[1] - 2) // 3
+        floats, width = packed.view(np.float64), self.width
+        self.counts, self.statuses, self.tokens = packed[:, 0], packed[:, 1], packed[:, 2 : 2 + width]
+        self.logprobs, self.margins = floats[:, 2 + width : 2 + 2 * width], floats[:, 2 + 2 * width :]
+
+    def __reduce__(self) -> tuple[type[Found], tuple[np.ndarray]]:
+        return type(self), (self.packed,)
+
+    def problems(self, lengths: np.ndarray) -> dict[int, str]:
+        """Request → what is wrong with its logits; `lengths`: draft tokens of each request."""
+        return {
+            i: f"{_PROBLEMS[int(self.statuses[i])]} (at its logits row {self.counts[i]} of {lengths[i] + 1})"
+            for i in np.flatnonzero(self.statuses).tolist()
+        }
+
+
+def derive_seed(run_seed: int, prompt_index: int, sample_index: int) -> int:
+    """Seed of one sample of one prompt: the first 8 bytes, little-endian, of keyless BLAKE2b.
+
+    The hashed message is the three numbers as little-endian unsigned 64-bit words, under the personalisation
+    `specactor-seed`. Stable across processes, machines and versions. A prompt that comes back in a later epoch
+    needs another `run_seed` or `prompt_index`, or it is answered the same way again.
+
+    Returns:
+        An unsigned 64-bit number.
+
+    Raises:
+        InputError: A number is not in [0, 2**64).
+    """
+    numbers = {"run_seed": run_seed, "prompt_index": prompt_index, "sample_index": sample_index}
+    for name, value in numbers.items():
+        if not 0 <= value < 2**64:
+            raise InputError(f"{name} is {value!r}; it must be between 0 and 2**64 - 1")
+    message = struct.pack("<QQQ", *numbers.values())
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8, person=b"specactor-seed").digest(), "little")
+
+
+def own_noise(sampling: SamplingParams) -> SamplingParams:
+    """The same request with noise of the drafter's own: another seed, derived from the request's (BLAKE2b under the
+    personalisation `specactor-draft`), so that draws are independent of the target's and still the same every time."""
+    digest = hashlib.blake2b(struct.pack("<Q", sampling.seed), digest_size=8, person=b"specactor-draft").digest()
+    return replace(sampling, seed=int.from_bytes(digest, "little"))
+
+
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
+    """The noise g(seed, position, v) of all v: (vocab_size,) float32. `sample_rows` does not need it.
+
+    Args:
+        seed: In [0, 2**64).
+        position: Output position, in [0, 2**32).
+    """
+    out = np.empty(vocab_size, np.float32)
+    kernels.fill_gumbel((np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32), np.uint32(position)), out)
+    return out
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    *,
+    record_margins: bool = False,
+    backend: Backend = "auto",
+) -> Sampled:
+    """Sample one token per row.
+
+    Args:
+        logits: (N, V) float32, bfloat16 or float16.
+        params: N; seed, temperature, top_k and top_p are used.
+        positions: N output positions the tokens are for.
+        record_margins: Also return the perturbed top-2 margins.
+        backend: "auto" takes numba for CPU tensors, triton on CUDA, torch elsewhere; all give the same tokens.
+
+    Raises:
+        SamplingError: Logits of a row hold NaN or +inf, or are all -inf.
+        ValueError: Shapes, dtype or positions do not fit.
+    """
+    n = len(params)
+    if logits.ndim == 2 and len(logits) != n:
+        raise ValueError(f"{len(logits)} rows of logits for {n} params")
+    rules = Rules(n, logits.device)
+    rules.write(range(n), params, [0] * n)
+    rows, none = np.arange(n), np.zeros(n + 1, np.int64)
+    options: dict[str, Any] = {"record_margins": record_margins, "backend": backend}
+    drafts, at = np.zeros(0, np.int32), np.asarray(positions, np.int64)
+    found = verify_arrays(logits, rows, none, drafts, at, rows, rules, **options)
+    if problems := found.problems(none):
+        raise SamplingError(problems)
+    tokens, logprobs, margins = (one[:, 0].tolist() for one in (found.tokens, found.logprobs, found.margins))
+    return Sampled(tokens, logprobs, margins if record_margins else None)
+
+
+def verify_arrays(
+    logits: torch.Tensor,
+    offsets: np.ndarray,
+    tail_offsets: np.ndarray,
+    drafts: np.ndarray | torch.Tensor,
+    positions: np.ndarray,
+    slots: np.ndarray,
+    rules: Rules,
+    *,
+    record_margins: bool = False,
+    backend: Backend = "auto",
+) -> Found:
+    """Accept per request the longest draft prefix the target samples itself, and add the target's next token.
+
+    Request i owns the logits rows from `offsets[i]` on, one for each of its drafts and one more; the j-th is the
+    target's prediction for output position `positions[i] + j`. Rows past the first mismatch are not looked at; logits
+    that cannot be sampled from become a status of their request.
+
+    Args:
+        logits: (M, V) float32, bfloat16 or float16.
+        offsets: int64 (n,): first logits row of each request.
+        tail_offsets: int64 (n + 1,): request i drafts `drafts[tail_offsets[i]:tail_offsets[i + 1]]`.
+        drafts: int32, draft tokens of all requests; on the host, or on the device of the logits.
+        positions: int64 (n,): position of each request's first row; the base of its rule is added.
+        slots: int64 (n,): the request's slot in `rules`.
+        rules: How the slots are sampled.
+        record_margins: Also compute the perturbed top-2 margins.
+        backend: "auto" takes numba for CPU tensors, triton on CUDA, torch elsewhere; all give the same tokens.
+
+    Raises:
+        ValueError: Shapes, dtype or positions do not fit.
+    """
+    lengths = np.diff(tail_offsets)
+    _check(logits, offsets, lengths, positions + rules.table["base"][slots])
+    if not len(slots):
+        return Found(np.empty((0, 5), np.int64))
+    width, logits = 1 + int(lengths.max()), logits.detach()
+    batch = Batch(logits, offsets, tail_offsets, drafts, width, positions, slots, rules, record_margins)
+    name = _fitting(logits, record_margins) if backend == "auto" else backend
+    if name == "triton":
+        from specactor_ray.sampling import fused
+
+        return Found(fused.verify_on_host(batch))
+    return Found(_run_numba(batch) if name == "numba" else _run_torch(batch))
+
+
+def warm_up(
+    device: torch.device | None = None, dtype: torch.dtype | None = None, *, record_margins: bool = False
+) -> None:
+    """Compile or load the kernels now (some seconds on the first run of a machine), not in the first step.
+
+    Args:
+        device: Where logits will be; without it, on the CPU.
+        dtype: Of these logits.
+        record_margins: Whether margins will be asked for.
+    """
+    import torch
+
+    params = [SamplingParams(seed=0, top_k=2, top_p=0.5)] * 2
+    sample_rows(torch.zeros(2, 8), params, [0, 1], backend="numba")
+    if device is not None:
+        _fitting(torch.empty(0, dtype=dtype, device=device), record_margins)
+
+
+def _check(logits: torch.Tensor, offsets: np.ndarray, lengths: np.ndarray, first: np.ndarray) -> None:
+    if logits.ndim != 2 or str(logits.dtype) not in _DTYPES or logits.shape[1] == 0:
+        raise ValueError(f"logits must be (rows, vocabulary) in float32, bfloat16 or float16, got {tuple(logits.shape)}"
+                         f" {logits.dtype}")  # fmt: skip
+    if not len(offsets) == len(lengths) == len(first):
+        raise ValueError(f"{len(offsets)} row offsets for {len(lengths)} tails and {len(first)} positions")
+    if len(first) and (offsets.min() < 0 or (offsets + lengths).max() >= logits.shape[0]):
+        raise ValueError(f"row offsets and tails reach outside of the {logits.shape[0]} rows of logits")
+    if len(first) and (first.min() < 0 or (first + lengths).max() > _MAX_POSITION):
+        raise ValueError(f"positions must be between 0 and {_MAX_POSITION}")
+
+
+def _run_numba(batch: Batch) -> np.ndarray:
+    x, rules = batch.logits.cpu().float().contiguous().numpy(), batch.rules.table[batch.slots]
+    columns = tuple(np.ascontiguousarray(rules[name]) for name in ("seed", "temperature", "top_k", "top_p"))
+    first, packed = batch.positions + rules["base"], _unfilled(batch)
+    tails = (batch.offsets, batch.tail_offsets, np.asarray(batch.drafts, np.int32))
+    out = (packed, packed.view(np.float64))
+    kernels.verify_batch(x, x.view(np.int32), *tails, first, columns, batch.record_margins, out)
+    return packed
+
+
+def _run_torch(batch: Batch) -> np.ndarray:
+    """Every row is sampled at once, then compared with the tails on the host."""
+    import torch
+
+    from specactor_ray.sampling import torch as torch_kernels
+
+    logits, drafts, lengths = batch.logits, batch.drafts, np.diff(batch.tail_offsets)
+    rules, packed = batch.rules.table[batch.slots], _unfilled(batch)
+    rows = torch.from_numpy(places(batch.offsets, 1 + lengths)).to(logits.device)
+    positions = places(batch.positions + rules["base"], 1 + lengths)
+    sampled = torch_kernels.sample_batch(logits[rows], np.repeat(rules, 1 + lengths), positions, batch.record_margins)
+    column, found = np.arange(batch.width), Found(packed)
+    first = batch.tail_offsets[:-1] + np.arange(len(lengths))
+    at = first[:, None] + np.minimum(column, lengths[:, None])
+    tokens, logprobs, margins, statuses = (values[at] for values in sampled)
+    tails = np.full(at.shape, -1)
+    tails[column < lengths[:, None]] = drafts.cpu().numpy() if isinstance(drafts, torch.Tensor) else drafts
+    right = np.logical_and.accumulate((statuses == kernels.OK) & (tails == tokens), axis=1).sum(axis=1)
+    packed[:, 1] = np.take_along_axis(statuses, right[:, None], axis=1)[:, 0]
+    packed[:, 0] = right + (packed[:, 1] == kernels.OK)
+    counted = column < packed[:, :1]
+    for columns, values in ((found.tokens, tokens), (found.logprobs, logprobs), (found.margins, margins)):
+        columns[counted] = values[counted]
+    return packed
+
+
+def _unfilled(batch: Batch) -> np.ndarray:
+    return np.full((len(batch.slots), 2 + 3 * batch.width), -1, np.int64)
+
+
+def _fitting(logits: torch.Tensor, record_margins: bool) -> str:
+    """The form that "auto" takes."""
+    if logits.device.type == "cpu":
+        return "numba"
+    return "triton" if _fused_is_exact(logits.device, logits.dtype, record_margins) else "torch"
+
+
+@functools.cache
+def _fused_is_exact(device: torch.device, dtype: torch.dtype, record_margins: bool) -> bool:
+    """Whether the Triton kernels run on the device and give the tokens of the numba form."""
+    if device.type != "cuda":
+        return False
+    try:
+        from specactor_ray.sampling.fused import difference
+
+        problem = difference(device, dtype, record_margins)
+    except Exception as error:  # noqa: BLE001 - whatever is missing (triton, a compiler, a driver), torch samples alike
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    if problem:
+        logger.warning("Sampling on %s uses torch operations, many times slower than Triton's: %s", device, problem)
+    return not problem

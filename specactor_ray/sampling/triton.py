@@ -1,0 +1,433 @@
+"""The fused form of keyed sampling in Triton: one pass over the logits, drafts compared on the device.
+
+`scan` reads a chunk of a row per program. Nearly every draw is ruled out by a bound that needs no logarithm; the exact
+score, in float64, is computed only for tokens that can still win. `filter_rows` applies top-k and top-p, in rows that
+have them. `commit` merges the chunks of a request's rows, compares the winners with its drafts up to the first
+difference, and writes what the host reads into one buffer. `docs/design/keyed-sampling.md` shows why the tokens are
+those of `sampling.numba`, bit for bit. It needs every float64 operation rounded by itself: `enable_fp_fusion=False`.
+
+Importing this module imports triton. With TRITON_INTERPRET=1 the kernels run on tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from specactor_ray.sampling import numba as kernels
+
+RULE_FIELDS = 5
+"""int64 words of a rule: seed, temperature (float64 bits), top_k, top_p (float64 bits), base of the output position."""
+SCAN: dict[str, Any] = {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": False}
+FILTER: dict[str, Any] = {"BLOCK": 1024, "num_warps": 8, "enable_fp_fusion": False}
+COMMIT: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
+"""Block sizes and options of the kernels' launches."""
+
+_FIELDS = tl.constexpr(RULE_FIELDS)
+_GREEDY_BELOW = tl.constexpr(kernels.GREEDY_BELOW)
+_MAX_LOGIT = tl.constexpr(kernels.MAX_LOGIT)
+_OK, _NAN, _POS_INF = tl.constexpr(kernels.OK), tl.constexpr(kernels.ERR_NAN), tl.constexpr(kernels.ERR_POS_INF)
+_ALL_NEG_INF, _TOO_LARGE = tl.constexpr(kernels.ERR_ALL_NEG_INF), tl.constexpr(kernels.ERR_TOO_LARGE)
+_MASS_UNIT = tl.constexpr(kernels.MASS_UNIT)
+_LN2, _SQRT2, _LOG2E = tl.constexpr(kernels._LN2), tl.constexpr(kernels._SQRT2), tl.constexpr(1.4426950408889634)
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+_SLACK_BITS = tl.constexpr(1e-3)  # of the bound, absolute: its roundings near the winner add up to less than 4e-5
+_SLACK_OF_DISTANCE = tl.constexpr(2.0**-20)  # and relative to the distance from the pivot: float32 has 24 bits
+_SLACK_OF_LEVEL = tl.constexpr(2.0**-50)  # and relative to pivot / T: the roundings of the float64 scores
+
+
+# --- noise: the formulas of `sampling.numba` ------------------------------------------------------------------
+
+
+@triton.jit
+def _four_rounds(x0, x1, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr):
+    x0 = x0 + x1
+    x1 = ((x1 << R0) | (x1 >> (32 - R0))) ^ x0
+    x0 = x0 + x1
+    x1 = ((x1 << R1) | (x1 >> (32 - R1))) ^ x0
+    x0 = x0 + x1
+    x1 = ((x1 << R2) | (x1 >> (32 - R2))) ^ x0
+    x0 = x0 + x1
+    x1 = ((x1 << R3) | (x1 >> (32 - R3))) ^ x0
+    return x0, x1
+
+
+@triton.jit
+def _threefry2x32(k0, k1, c0, c1):
+    k2 = k0 ^ k1 ^ 0x1BD11BDA
+    x0, x1 = _four_rounds(c0 + k0, c1 + k1, 13, 15, 26, 6)
+    x0, x1 = _four_rounds(x0 + k1, x1 + k2 + 1, 17, 29, 16, 24)
+    x0, x1 = _four_rounds(x0 + k2, x1 + k0 + 2, 13, 15, 26, 6)
+    x0, x1 = _four_rounds(x0 + k0, x1 + k1 + 3, 17, 29, 16, 24)
+    x0, x1 = _four_rounds(x0 + k1, x1 + k2 + 4, 13, 15, 26, 6)
+    return x0 + k2, x1 + k0 + 5
+
+
+@triton.jit
+def _log_f64(x):
+    bits = x.to(tl.int64, bitcast=True)
+    k = ((bits >> 52) - 1023).to(tl.float64)
+    m = ((bits & 0x000FFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
+    high = m > _SQRT2
+    m = tl.where(high, m * 0.5, m)
+    k = tl.where(high, k + 1.0, k)
+    f = m - 1.0
+    s = f / (f + 2.0)
+    z = s * s
+    p = z * (1.0 / 21.0) + 1.0 / 19.0
+    p = p * z + 1.0 / 17.0
+    p = p * z + 1.0 / 15.0
+    p = p * z + 1.0 / 13.0
+    p = p * z + 1.0 / 11.0
+    p = p * z + 1.0 / 9.0
+    p = p * z + 1.0 / 7.0
+    p = p * z + 1.0 / 5.0
+    p = p * z + 1.0 / 3.0
+    p = p * z + 1.0
+    return k * _LN2 + 2.0 * s * p
+
+
+@triton.jit
+def _exp_f64(y):
+    y = tl.where(y > -700.0, y, -700.0)
+    k = tl.floor(y * 1.4426950408889634 + 0.5)
+    r = (y - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
+    p = r * (1.0 / 6227020800.0) + 1.0 / 479001600.0
+    p = p * r + 1.0 / 39916800.0
+    p = p * r + 1.0 / 3628800.0
+    p = p * r + 1.0 / 362880.0
+    p = p * r + 1.0 / 40320.0
+    p = p * r + 1.0 / 5040.0
+    p = p * r + 1.0 / 720.0
+    p = p * r + 1.0 / 120.0
+    p = p * r + 1.0 / 24.0
+    p = p * r + 1.0 / 6.0
+    p = p * r + 0.5
+    p = p * r + 1.0
+    p = p * r + 1.0
+    return p * ((k.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _score(logit, v, k0, k1, position, temperature):
+    """logit / T + g(s, t, v) in float64, g rounded to float32."""
+    x0, x1 = _threefry2x32(k0, k1, v.to(tl.uint32), position)
+    h = (x0.to(tl.int64) << 20) | (x1 >> 12).to(tl.int64)
+    u = (h.to(tl.float64) + 0.5) * 2.220446049250313e-16
+    g = (-_log_f64(-_log_f64(u))).to(tl.float32)
+    return logit.to(tl.float64) / temperature + g.to(tl.float64)
+
+
+# --- the draw among the tokens of a block --------------------------------------------------------------------
+
+
+@triton.jit
+def _bits_per_logit(temperature):
+    """1 / (T log 2), float32: logits become powers of two."""
+    return (1.0 / temperature * _LOG2E).to(tl.float32)
+
+
+@triton.jit
+def _bound(y, v, k0, k1, position):
+    """What (score - pivot / T) / log 2 of a token cannot exceed, where y is its part without noise.
+
+    With w = 1 - u, g <= -log(w), and ~x0 <= 2^32 w. The bits of a float, read as a fixed-point number, are a lower
+    bound of its logarithm to base 2, at most 0.0861 below it.
+    """
+    x0, _ = _threefry2x32(k0, k1, v.to(tl.uint32), position)
+    bits = (~x0).to(tl.float32).to(tl.int32, bitcast=True)
+    return y + (159.0 - bits.to(tl.float32) * 1.1920928955078125e-07)
+
+
+@triton.jit
+def _bar(rival, level):
+    """The bound of a token that can reach the score `rival` is at least this."""
+    distance = (rival - level) * _LOG2E
+    slack = tl.abs(distance) * _SLACK_OF_DISTANCE + tl.abs(level) * (_SLACK_OF_LEVEL * _LOG2E) + _SLACK_BITS
+    return tl.where(rival == -float("inf"), -float("inf"), distance - slack).to(tl.float32)
+
+
+@triton.jit
+def _draw(row, v, bound, k0, k1, position, temperature, level, best, second, token, MARGIN: tl.constexpr):
+    """(best, second, token) after the tokens of a block, taken by descending bound for as long as one can still win."""
+    bar = _bar(second if MARGIN else best, level)
+    peak = tl.max(bound)
+    while (peak >= bar) & (peak > -float("inf")):
+        at = tl.min(tl.where(bound == peak, v, _NO_TOKEN))
+        score = _score(tl.load(row + at).to(tl.float32), at, k0, k1, position, temperature)
+        wins = (score > best) | ((score == best) & (at < token))
+        second = tl.where(wins, best, tl.maximum(second, score))
+        best = tl.where(wins, score, best)
+        token = tl.where(wins, at, token)
+        bar = _bar(second if MARGIN else best, level)
+        bound = tl.where(v == at, -float("inf"), bound)
+        peak = tl.max(bound)
+    return best, second, token
+
+
+# --- rows ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rule(rules, slots, positions, request, j):
+    """(seed's low word, its high word, output position, T, top_k, top_p) of a request's row j."""
+    rule = rules + tl.load(slots + request).to(tl.int64) * _FIELDS
+    seed = tl.load(rule)
+    temperature = tl.load(rule + 1).to(tl.float64, bitcast=True)
+    top_p = tl.load(rule + 3).to(tl.float64, bitcast=True)
+    position = tl.load(rule + 4) + tl.load(positions + request).to(tl.int64) + j
+    return seed.to(tl.uint32), (seed >> 32).to(tl.uint32), position.to(tl.uint32), temperature, tl.load(rule + 2), top_p
+
+
+@triton.jit(do_not_specialize=["width", "chunks"])
+def scan(
+    logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, width, chunks,
+    BLOCK: tl.constexpr, MARGIN: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests * width, chunks). Per row and chunk, each as (row, 2, chunk):
+
+    scores: best and second-best score (float64; the logits themselves of a greedy row).
+    sums: the largest logit, and the sum of exp((x - it) / T).
+    ids: the winner, and whether there is a NaN.
+    """
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    request, j = row // width, row % width
+    if j <= tl.load(tail_offsets + request + 1) - tl.load(tail_offsets + request):
+        k0, k1, position, temperature, _, _ = _rule(rules, slots, positions, request, j)
+        greedy = temperature < _GREEDY_BELOW
+        temperature = tl.where(greedy, 1.0, temperature)
+        x_row = logits + (tl.load(offsets + request).to(tl.int64) + j) * stride
+        v = chunk * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_row + v, mask=v < vocab, other=-float("inf")).to(tl.float32)
+        nan = tl.max((x != x).to(tl.int32))
+        x = tl.where(x != x, -float("inf"), x)
+        top = tl.max(x)
+        sound = (top > -float("inf")) & (top <= _MAX_LOGIT)
+        pivot = tl.where(sound, top, 0.0)
+        y = (x - pivot) * _bits_per_logit(temperature)
+        total = tl.sum(tl.exp2(y))
+        best = top.to(tl.float64)
+        second = tl.full((), -float("inf"), tl.float64)
+        token = tl.full((), _NO_TOKEN, tl.int32)
+        if greedy:
+            token = tl.min(tl.where(x == top, v, _NO_TOKEN))
+            if MARGIN:
+                second = tl.max(tl.where(v == token, -float("inf"), x)).to(tl.float64)
+        else:
+            level = pivot.to(tl.float64) / temperature
+            bound = tl.where(sound, _bound(y, v, k0, k1, position), -float("inf"))
+            best, second, token = _draw(
+                x_row, v, bound, k0, k1, position, temperature, level, second, second, token, MARGIN
+            )
+        at = row.to(tl.int64) * 2 * chunks + chunk
+        tl.store(scores + at, best)
+        tl.store(scores + at + chunks, second)
+        tl.store(sums + at, top)
+        tl.store(sums + at + chunks, total)
+        tl.store(ids + at, token)
+        tl.store(ids + at + chunks, nan)
+
+
+@triton.jit
+def _winner(scores, ids, row, chunks, CHUNKS: tl.constexpr):
+    """(token, best score, second-best score) of all chunks of a row."""
+    c = tl.arange(0, CHUNKS)
+    at = row.to(tl.int64) * 2 * chunks + c
+    best = tl.load(scores + at, mask=c < chunks, other=-float("inf"))
+    second = tl.load(scores + at + chunks, mask=c < chunks, other=-float("inf"))
+    tokens = tl.load(ids + at, mask=c < chunks, other=_NO_TOKEN)
+    peak = tl.max(best)
+    token = tl.min(tl.where(best == peak, tokens, _NO_TOKEN))
+    return token, peak, tl.maximum(tl.max(second), tl.max(tl.where(tokens == token, -float("inf"), best)))
+
+
+@triton.jit
+def _top(sums, ids, row, chunks, temperature, CHUNKS: tl.constexpr):
+    """(status, largest logit, sum of exp((x - it) / T)) of all chunks of a row."""
+    c = tl.arange(0, CHUNKS)
+    at = row.to(tl.int64) * 2 * chunks + c
+    tops = tl.load(sums + at, mask=c < chunks, other=-float("inf"))
+    totals = tl.load(sums + at + chunks, mask=c < chunks, other=0.0)
+    top = tl.max(tops)
+    status = tl.where(top > _MAX_LOGIT, _TOO_LARGE, _OK)
+    status = tl.where(top == -float("inf"), _ALL_NEG_INF, status)
+    status = tl.where(top == float("inf"), _POS_INF, status)
+    status = tl.where(tl.max(tl.load(ids + at + chunks, mask=c < chunks, other=0)) > 0, _NAN, status)
+    parts = totals * tl.exp2((tops - top) * _bits_per_logit(temperature))
+    return status, top, tl.sum(parts.to(tl.float64))
+
+
+# --- top-k and top-p -----------------------------------------------------------------------------------------
+#
+# The kept set is a prefix of the order (logit descending, id ascending). So a winner that is not kept, and all that
+# come after it, are no candidates any more: draw again among the tokens before it, until the winner is kept.
+
+
+@triton.jit
+def _key(x):
+    """int32 that sorts as the floats do; minus zero ties with zero."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _mass(x, top, temperature):
+    """exp((x - top) / T) in units of 1 / `MASS_UNIT`: sums of whole numbers do not depend on their order."""
+    e = _exp_f64((x.to(tl.float64) - top.to(tl.float64)) / temperature)
+    return (e * _MASS_UNIT + 0.5).to(tl.int64)
+
+
+@triton.jit
+def _block(row, start, vocab, BLOCK: tl.constexpr):
+    v = start + tl.arange(0, BLOCK)
+    return v, tl.load(row + v, mask=v < vocab, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _count(row, vocab, key, BLOCK: tl.constexpr):
+    """How many tokens have at least this key."""
+    counts = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, vocab, BLOCK):
+        v, x = _block(row, start, vocab, BLOCK)
+        counts += ((_key(x) >= key) & (v < vocab)).to(tl.int32)
+    return tl.sum(counts)
+
+
+@triton.jit
+def _before(row, vocab, value, token, top, temperature, with_mass, BLOCK: tl.constexpr):
+    """(number, mass) of the tokens before (value, token) in the order."""
+    counts, masses = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, vocab, BLOCK):
+        v, x = _block(row, start, vocab, BLOCK)
+        ahead = ((x > value) | ((x == value) & (v < token))) & (v < vocab)
+        counts += ahead.to(tl.int32)
+        if with_mass:
+            masses += tl.where(ahead, _mass(x, top, temperature), 0)
+    return tl.sum(counts), tl.sum(masses)
+
+
+@triton.jit
+def _whole_mass(row, vocab, top_k, top, temperature, BLOCK: tl.constexpr):
+    """The mass of the tokens that top-k leaves."""
+    low, high = tl.full((), -0x80000000, tl.int64), _key(top).to(tl.int64)
+    if (top_k <= 0) | (top_k >= vocab):
+        high = low
+    while low < high:  # the largest key that k tokens have at least
+        middle = (low + high + 1) >> 1
+        enough = _count(row, vocab, middle.to(tl.int32), BLOCK) >= top_k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    bits = low.to(tl.int32)
+    value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    if low == -0x80000000:  # no float has this key: all tokens count
+        value = tl.full((), -float("inf"), tl.float32)
+    count, mass = _before(row, vocab, value, -1, top, temperature, True, BLOCK)
+    return mass + tl.maximum(top_k - count, 0) * _mass(value, top, temperature)
+
+
+@triton.jit
+def _is_kept(row, vocab, value, token, top, temperature, top_k, target, BLOCK: tl.constexpr):
+    count, mass = _before(row, vocab, value, token, top, temperature, target < float("inf"), BLOCK)
+    return ((top_k <= 0) | (count < top_k)) & (mass.to(tl.float64) < target)
+
+
+@triton.jit
+def _best_before(row, vocab, cut_value, cut_token, skip, top, k0, k1, position, temperature, BLOCK: tl.constexpr):
+    """(score, token) of the best token before the cut, `skip` left out."""
+    level = top.to(tl.float64) / temperature
+    best, second = tl.full((), -float("inf"), tl.float64), tl.full((), -float("inf"), tl.float64)
+    token = tl.full((), _NO_TOKEN, tl.int32)
+    for start in range(0, vocab, BLOCK):
+        v, x = _block(row, start, vocab, BLOCK)
+        allowed = ((x > cut_value) | ((x == cut_value) & (v < cut_token))) & (v != skip)
+        y = (x - top) * _bits_per_logit(temperature)
+        bound = tl.where(allowed, _bound(y, v, k0, k1, position), -float("inf"))
+        best, second, token = _draw(row, v, bound, k0, k1, position, temperature, level, best, second, token, False)
+    return best, token
+
+
+@triton.jit(do_not_specialize=["width", "chunks"])
+def filter_rows(
+    logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, width, chunks,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, MARGIN: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests * width,). Replaces the winners of rows with top-k or top-p by those among the kept tokens."""
+    row = tl.program_id(0)
+    request, j = row // width, row % width
+    k0, k1, position, temperature, top_k, top_p = _rule(rules, slots, positions, request, j)
+    wanted = ((top_k > 0) | (top_p < 1.0)) & (temperature >= _GREEDY_BELOW)
+    if wanted & (j <= tl.load(tail_offsets + request + 1) - tl.load(tail_offsets + request)):
+        status, top, _ = _top(sums, ids, row, chunks, temperature, CHUNKS)
+        if status == _OK:
+            x_row = logits + (tl.load(offsets + request).to(tl.int64) + j) * stride
+            target = tl.full((), float("inf"), tl.float64)
+            if top_p < 1.0:
+                target = top_p * _whole_mass(x_row, vocab, top_k, top, temperature, BLOCK).to(tl.float64)
+            cut_value, cut_token = tl.full((), -float("inf"), tl.float32), vocab + 0
+            token, second = tl.full((), -1, tl.int32), tl.full((), -float("inf"), tl.float64)
+            candidate, score, _ = _winner(scores, ids, row, chunks, CHUNKS)
+            best, go_on = score, score == score
+            while go_on:  # until the winner is kept, and with margins the second as well
+                value = tl.load(x_row + candidate).to(tl.float32)
+                kept = _is_kept(x_row, vocab, value, candidate, top, temperature, top_k, target, BLOCK)
+                is_second = kept & (token >= 0)
+                is_winner = kept & (token < 0)
+                second = tl.where(is_second, score, second)
+                best = tl.where(is_winner, score, best)
+                token = tl.where(is_winner, candidate, token)
+                cut_value = tl.where(kept, cut_value, value)
+                cut_token = tl.where(kept, cut_token, candidate)
+                go_on = (kept == 0) | (is_winner & MARGIN)
+                if go_on:
+                    score, candidate = _best_before(
+                        x_row, vocab, cut_value, cut_token, token, top, k0, k1, position, temperature, BLOCK
+                    )
+                    go_on = candidate != _NO_TOKEN  # else the winner alone is kept
+            c = tl.arange(0, CHUNKS)
+            at = row.to(tl.int64) * 2 * chunks + c
+            tl.store(scores + at, tl.where(c == 0, best, -float("inf")), mask=c < chunks)
+            tl.store(scores + at + chunks, tl.where(c == 0, second, -float("inf")), mask=c < chunks)
+            tl.store(ids + at, tl.where(c == 0, token, _NO_TOKEN), mask=c < chunks)
+
+
+# --- requests ------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["width", "chunks"])
+def commit(
+    logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, tails, out, width, chunks,
+    CHUNKS: tl.constexpr, MARGIN: tl.constexpr,
+):  # fmt: skip
+    """Grid (requests,). Row of `out`, int64: count, status, then `width` tokens (-1 past the count), log-probabilities
+    and margins (float64 bits)."""
+    request = tl.program_id(0)
+    first = tl.load(tail_offsets + request).to(tl.int64)
+    length = tl.load(tail_offsets + request + 1).to(tl.int64) - first
+    line = out + request.to(tl.int64) * (2 + 3 * width)
+    offset = tl.load(offsets + request).to(tl.int64)
+    _, _, _, temperature, _, _ = _rule(rules, slots, positions, request, 0)
+    temperature = tl.where(temperature < _GREEDY_BELOW, 1.0, temperature)
+    count, go_on = tl.full((), 0, tl.int64), tl.full((), 1, tl.int32)
+    status = tl.full((), _OK, tl.int32)
+    while go_on == 1:
+        row = request * width + count
+        status, top, total = _top(sums, ids, row, chunks, temperature, CHUNKS)
+        go_on = tl.full((), 0, tl.int32)
+        if status == _OK:
+            token, best, second = _winner(scores, ids, row, chunks, CHUNKS)
+            x = tl.load(logits + (offset + count) * stride + token).to(tl.float32)
+            logprob = (x.to(tl.float64) - top.to(tl.float64)) / temperature - _log_f64(total)
+            tl.store(line + 2 + count, token.to(tl.int64))
+            tl.store(line + 2 + width + count, logprob.to(tl.int64, bitcast=True))
+            if MARGIN:
+                tl.store(line + 2 + 2 * width + count, (best - second).to(tl.int64, bitcast=True))
+            if count < length:
+                go_on = (tl.load(tails + first + count).to(tl.int64) == token).to(tl.int32)
+            count += 1
+    tl.store(line, count)
+    tl.store(line + 1, status.to(tl.int64))
+    while count < width:
+        tl.store(line + 2 + count, tl.full((), -1, tl.int64))
+        count += 1

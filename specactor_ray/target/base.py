@@ -1,0 +1,192 @@
+"""The target engine: owns the truth of the requests it runs.
+
+One `step` runs one forward over prefill chunks and over the draft tails of all running rows, and commits per
+row the longest draft prefix that equals what the target samples plus one token of its own. An engine knows no
+Ray and no drafters: drafts are handed to `step`. A request has a row from `add` to its end or `remove`; drafts and
+results are arrays that name rows. Every engine passes `tests/unit/engine_conformance.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from specactor_ray.messages import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRequest:
+    """A request as the engine takes it. `committed_token_ids` are output tokens an earlier engine committed."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    committed_token_ids: tuple[int, ...] = ()
+    attempt: int = 0
+    """Grows whenever the request is handed out again; a verifier begins each attempt at most once."""
+    weight_version: int = 0
+    """Version of the weights that its tokens must come from."""
+
+
+class Drafts(NamedTuple):
+    """Draft tokens of `n` rows, for their output positions from the committed length on."""
+
+    rows: np.ndarray
+    """int32 `(n,)`, each once."""
+    lengths: np.ndarray
+    """int32 `(n,)`: draft tokens of each row."""
+    tokens: np.ndarray
+    """int32 `(sum(lengths),)`: those of all rows one after the other."""
+
+    @classmethod
+    def of(cls, tails: Mapping[int, Sequence[int]]) -> Drafts:
+        """The drafts of a mapping row → tokens."""
+        lengths = np.fromiter(map(len, tails.values()), np.int32, len(tails))
+        tokens = np.array([token for tail in tails.values() for token in tail], np.int32)
+        return cls(np.fromiter(tails, np.int32, len(tails)), lengths, tokens)
+
+
+NO_DRAFTS = Drafts.of({})
+
+
+class Finish(IntEnum):
+    """How the output of a row ended."""
+
+    RUNNING = 0
+    STOP = 1
+    """An end-of-sequence or stop id."""
+    LENGTH = 2
+    """max_tokens, or the context is full."""
+    ERROR = 3
+    """Its logits cannot be sampled from."""
+
+    @property
+    def reason(self) -> str:
+        """`stop`, `length` or `error`."""
+        return self.name.lower()
+
+
+class States(NamedTuple):
+    """Hidden states of consecutive sequence positions of `n` rows, those of all rows one after the other."""
+
+    rows: np.ndarray
+    """int32 `(n,)`, each once."""
+    starts: np.ndarray
+    """int32 `(n,)`: sequence position of each row's first state; 0 is the first token of the prompt."""
+    lengths: np.ndarray
+    """int32 `(n,)`, at least 1."""
+    states: np.ndarray
+    """`(sum(lengths), layers * hidden)`: float32 or float16; bfloat16 travels as int16 (`models/wire.py`)."""
+
+    def split(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """Row, first position and a copy of the states, one row after the other."""
+        parts = np.split(self.states, np.cumsum(self.lengths)[:-1])
+        for row, start, states in zip(self.rows.tolist(), self.starts.tolist(), parts, strict=False):
+            yield row, start, states.copy()
+
+
+def _no_integers() -> np.ndarray:
+    return np.zeros(0, np.int32)
+
+
+def _no_floats() -> np.ndarray:
+    return np.zeros(0, np.float32)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one engine step committed for `n` rows, and what it cost. Rows that only prefilled are not among them."""
+
+    rows: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(n,)`, each once."""
+    starts: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(n,)`: output position of each row's first token."""
+    lengths: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(n,)`: tokens committed; 0 for a row that ends with an error."""
+    tokens: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(sum(lengths),)`: per row accepted draft tokens, then one recovered (first mismatch) or bonus (all
+    matched) token; cut at a stop."""
+    logprobs: np.ndarray = field(default_factory=_no_floats)
+    """float32, as `tokens`: of softmax(logits / T), before top-k/top-p (T = 1 when temperature is 0)."""
+    margins: np.ndarray | None = None
+    """float32, as `tokens`: perturbed top-2 margins, when the engine was asked to record them."""
+    drafted: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(n,)`: draft tokens verified, up to an accepted one that ends the output."""
+    accepted: np.ndarray = field(default_factory=_no_integers)
+    """int32 `(n,)`: draft tokens that equalled what the target sampled."""
+    finish: np.ndarray = field(default_factory=_no_integers)
+    """uint8 `(n,)`: `Finish` of each row. What is not running has left the engine."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Row that ends with an error → why."""
+    states: States | None = None
+    """If exported: the target's states of positions that became final. Every position of a request comes once, in
+    order, up to the one that predicted its newest token; also from rows that only prefilled."""
+    forward_s: float = 0.0
+    sampling_s: float = 0.0
+    num_tokens: int = 0
+    """Positions in the forward (prefill and verify)."""
+    num_prefill_tokens: int = 0
+
+    def outputs(self) -> Iterator[tuple[int, list[int], Finish]]:
+        """Row, tokens and how it ended, one row after the other."""
+        parts = np.split(self.tokens, np.cumsum(self.lengths)[:-1])
+        for row, tokens, finish in zip(self.rows.tolist(), parts, self.finish.tolist(), strict=False):
+            yield row, tokens.tolist(), Finish(finish)
+
+
+class TargetEngine(Protocol):
+    """What a target backend implements. Not thread-safe: one thread drives it."""
+
+    vocab_size: int
+    max_model_len: int
+    """Most prompt + output tokens of one request."""
+    weight_version: int
+
+    def add(self, row: int, request: TargetRequest) -> None:
+        """Queue a request for admission.
+
+        Args:
+            row: Names it from now on: a small number that no other request of the engine has; it may be used again
+                when the request has ended.
+            request: The request.
+
+        Raises:
+            InputError: It can never run (token id out of range, prompt longer than the context, more cache
+                than the memory budget). Nothing was queued; other requests are unaffected.
+        """
+
+    def remove(self, row: int) -> None:
+        """Drop a request, running or waiting, and free its cache. Rows without one are ignored."""
+
+    def decoding(self) -> np.ndarray:
+        """int32 `(n,)` rows of the admitted requests whose next step will sample: the ones worth a tail."""
+
+    def has_work(self) -> bool:
+        """True while any request is running or waiting."""
+
+    def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
+        """One forward. Drafts may have any length, including 0; those of rows that are not decoding are ignored."""
+
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+        """Replace the weights (Hugging Face names → tensors) and forget caches of the old ones.
+
+        Raises:
+            InputError: A name or shape does not fit; nothing was changed.
+        """
+
+    def sleep(self) -> None:
+        """Give up the cache's memory until `wake`; for trainers that share the device.
+
+        Raises:
+            InputError: Requests are running.
+        """
+
+    def wake(self) -> None:
+        """Take the memory back; harmless when awake."""
+
+    def close(self) -> None:
+        """Free memory and end helpers. The engine cannot be used afterwards."""

@@ -1,0 +1,260 @@
+"""Target engine over a transformers model: continuous batching, chunked prefill, packed verification.
+
+A step is `admit → plan → forward → verify → commit`. The plan gives every admitted request its pending tokens
+(the part of prompt and output that is not in the cache yet; one token while decoding) and, once those fit, its
+draft tail. All of it goes through the model as one packed sequence.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specactor_ray.config.schema import TargetConfig
+from specactor_ray.errors import InputError
+from specactor_ray.models.ragged_cache import CacheRow
+from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.models.wire import to_wire
+from specactor_ray.ragged import begins, enlarged, places
+from specactor_ray.sampling.keyed import Found, verify_arrays, warm_up
+from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
+from specactor_ray.target.rows import EngineRows
+
+_FIRST_RESERVATION = 128
+"""Output tokens for which cache is reserved when a request is admitted; it grows from there."""
+
+
+class _Plan(NamedTuple):
+    """What `n` rows feed into this step's forward: context tokens, then draft tokens. Decoding rows come first."""
+
+    rows: np.ndarray
+    """int32 `(n,)`."""
+    cached: np.ndarray
+    """`(n,)` context tokens that are in the cache."""
+    context: np.ndarray
+    """`(n,)` context tokens of this forward."""
+    samples: np.ndarray
+    """bool `(n,)`: all pending tokens are in, so this step samples for the row."""
+    drafted: np.ndarray
+    """`(n,)` draft tokens; 0 where the row does not sample."""
+    firsts: np.ndarray
+    """`(n,)` where they begin in the tokens of the drafts."""
+
+
+class HfEngine:
+    """`TargetEngine` over a `RaggedModel`.
+
+    Args:
+        model: The model with its cache; the engine owns it from now on.
+        eos_token_ids: Ids that end an output unless the request ignores them.
+        max_model_len: Most prompt + output tokens of a request; None takes the model's own limit.
+        max_batch: Most requests admitted at once.
+        max_step_tokens: Most positions in one forward, at least `max_batch`.
+        record_margins: Record perturbed top-2 margins.
+    """
+
+    def __init__(
+        self,
+        model: RaggedModel,
+        eos_token_ids: Sequence[int] = (),
+        max_model_len: int | None = None,
+        max_batch: int = 16,
+        max_step_tokens: int = 512,
+        record_margins: bool = False,
+    ) -> None:
+        self._model = model
+        self.vocab_size = model.vocab_size
+        self.max_model_len = min(max_model_len or model.max_positions, model.max_positions, model.cache.slots)
+        self.max_batch, self.max_step_tokens = max_batch, max(max_step_tokens, max_batch)
+        self.record_margins = record_margins
+        self.weight_version = 0
+        self.preemptions = 0
+        self._asleep = False
+        self._rows = EngineRows(self.vocab_size, self.max_model_len, eos_token_ids, model.device)
+        self._context = np.zeros((0, 0), np.int32)
+        """int32 `(rows, tokens)`: prompt and output of each row."""
+        self._caches: dict[int, CacheRow] = {}
+        """Admitted rows, in the order of their admission."""
+        self._waiting: deque[int] = deque()
+        warm_up(model.device, model.dtype, record_margins=record_margins)
+
+    @classmethod
+    def from_config(cls, config: TargetConfig, device: str = "cpu") -> HfEngine:
+        """Load the configured model. Raises ModelLoadError."""
+        from specactor_ray.models.loading import eos_token_ids, load_model
+
+        loaded = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
+        eos = eos_token_ids(loaded.generation_config, loaded.config)
+        ragged = RaggedModel(loaded, int(config.kv_cache_gb * 2**30), config.hidden_layers)
+        return cls(ragged, eos, config.max_model_len, config.max_batch, config.max_step_tokens, config.record_margins)
+
+    # ---- requests ----
+
+    def add(self, row: int, request: TargetRequest) -> None:
+        self._rows.open(row, request)
+        tokens = [*request.prompt_token_ids, *request.committed_token_ids]
+        self._fit(row, len(tokens))
+        self._context[row, : len(tokens)] = tokens
+        self._waiting.append(row)
+
+    def remove(self, row: int) -> None:
+        if not self._rows.close(row):
+            return
+        cache = self._caches.pop(row, None)
+        if cache is not None:
+            cache.free()
+        else:
+            self._waiting.remove(row)
+
+    def decoding(self) -> np.ndarray:
+        rows, cached = self._admitted()
+        return rows[self._rows.length[rows] - cached == 1]
+
+    def has_work(self) -> bool:
+        return bool(self._rows.requests)
+
+    def close(self) -> None:
+        for row in list(self._rows.requests):
+            self.remove(row)
+        del self._model
+
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+        self._model.load_weights(state_dict)
+        self.weight_version = version
+        for cache in self._caches.values():
+            cache.truncate(0)
+
+    def sleep(self) -> None:
+        if self.has_work():
+            raise InputError("the engine cannot sleep while requests are running")
+        self._asleep = True
+        self._model.sleep()
+
+    def wake(self) -> None:
+        if self._asleep:
+            self._model.wake()
+            self._asleep = False
+
+    # ---- the step ----
+
+    def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
+        self._admit()
+        plan = self._plan(drafts)
+        if not len(plan.rows):
+            return StepResult()
+        begin = time.perf_counter()
+        counts = plan.context + plan.drafted
+        caches = [self._caches[row] for row in plan.rows.tolist()]
+        num_logits = np.where(plan.samples, 1 + plan.drafted, 0)
+        tails = drafts.tokens[places(plan.firsts, plan.drafted)]
+        output = self._model.forward_packed(caches, counts, self._tokens(plan, counts, tails), num_logits)
+        forward_s = time.perf_counter() - begin
+        begin = time.perf_counter()
+        rows, drafted = plan.rows[plan.samples], plan.drafted[plan.samples]
+        found = self._verify(output.logits, rows, drafted, tails)
+        sampling_s = time.perf_counter() - begin
+        result = self._commit(rows, drafted, found)
+        result.forward_s, result.sampling_s, result.num_tokens = forward_s, sampling_s, int(counts.sum())
+        result.num_prefill_tokens = int(plan.context[plan.context > 1].sum())
+        if output.hidden_states is not None:
+            result.states = self._rows.export(to_wire(output.hidden_states), plan.rows, plan.cached, counts)
+        return result
+
+    def _admitted(self) -> tuple[np.ndarray, np.ndarray]:
+        """int32 rows, and how many of their tokens are in the cache."""
+        rows = np.fromiter(self._caches, np.int32, len(self._caches))
+        return rows, np.array([cache.length for cache in self._caches.values()], np.int64)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._caches) < self.max_batch:
+            row = self._waiting[0]
+            length, limit = int(self._rows.length[row]), int(self._rows.limit[row])
+            cache = self._model.cache.open(min(limit, length + _FIRST_RESERVATION))
+            if cache is None:
+                break
+            self._caches[self._waiting.popleft()] = cache
+
+    def _plan(self, drafts: Drafts) -> _Plan:
+        """Decoding rows first, with one token each; then their tails; prefill chunks fill what is left."""
+        rows, cached = self._admitted()
+        pending = self._rows.length[rows] - cached
+        order = np.argsort(pending > 1, kind="stable")
+        rows, cached, pending = rows[order], cached[order], pending[order]
+        decoding = int(np.count_nonzero(pending == 1))
+        budget = self.max_step_tokens - decoding
+        firsts, drafted = np.zeros((2, len(rows)), np.int64)
+        firsts[:decoding], drafted[:decoding] = self._rows.cut(rows[:decoding], drafts, self.max_model_len, budget)
+        budget += decoding - int(drafted.sum())
+        context = np.clip(budget - (np.cumsum(pending) - pending), 0, pending)
+        planned = (context > 0) & self._reserve(rows, (cached + context).tolist(), drafted)
+        plan = _Plan(rows, cached, context, context == pending, drafted, firsts)
+        return _Plan(*(column[planned] for column in plan))
+
+    def _reserve(self, rows: np.ndarray, tokens: Sequence[int], drafted: np.ndarray) -> np.ndarray:
+        """Make room in the cache: drop tails, then preempt the newest requests. Returns bool `(n,)`: who has room.
+
+        Args:
+            rows: Admitted rows.
+            tokens: Of their contexts, in the cache and in this forward.
+            drafted: Draft tokens behind them; set to 0 where they are dropped.
+        """
+        preemptions = self.preemptions
+        for i, (row, needed, more) in enumerate(zip(rows.tolist(), tokens, drafted.tolist(), strict=True)):
+            cache = self._caches.get(row)
+            if cache is None or cache.reserve(needed + more):
+                continue
+            drafted[i] = 0
+            while not cache.reserve(needed) and self._preempt_newest() != row:
+                pass
+        if preemptions == self.preemptions:
+            return np.ones(len(rows), np.bool_)
+        return np.array([row in self._caches for row in rows.tolist()], np.bool_)
+
+    def _preempt_newest(self) -> int:
+        """Send the newest running request back to the queue; its tokens stay, its cache is recomputed.
+
+        Keyed sampling makes the continuation the same. Returns its row.
+        """
+        row, cache = self._caches.popitem()
+        cache.free()
+        self._waiting.appendleft(row)
+        self.preemptions += 1
+        return row
+
+    def _tokens(self, plan: _Plan, counts: np.ndarray, tails: np.ndarray) -> np.ndarray:
+        """int32: what the plan feeds, one row after the other."""
+        tokens, offsets = np.empty(counts.sum(), np.int32), begins(counts)[:-1]
+        context = self._context[np.repeat(plan.rows, plan.context), places(plan.cached, plan.context)]
+        tokens[places(offsets, plan.context)] = context
+        tokens[places(offsets + plan.context, plan.drafted)] = tails
+        return tokens
+
+    def _verify(self, logits: Any, rows: np.ndarray, drafted: np.ndarray, tails: np.ndarray) -> Found:
+        offsets, positions = begins(drafted), self._rows.length[rows].astype(np.int64)
+        firsts = offsets[:-1] + np.arange(len(rows))
+        rules, margins = self._rows.rules, self.record_margins
+        return verify_arrays(logits, firsts, offsets, tails, positions, rows, rules, record_margins=margins)
+
+    def _commit(self, rows: np.ndarray, drafted: np.ndarray, found: Found) -> StepResult:
+        before = self._rows.length[rows]
+        result = self._rows.commit(rows, drafted, found, self.record_margins)
+        if len(rows):
+            self._fit(0, int(self._rows.length[rows].max()))
+        self._context[np.repeat(rows, result.lengths), places(before, result.lengths)] = result.tokens
+        lengths = self._rows.length[rows].tolist()
+        for row, length, finish in zip(rows.tolist(), lengths, result.finish.tolist(), strict=True):
+            if finish == Finish.RUNNING:
+                self._caches[row].truncate(length - 1)
+            else:
+                self.remove(row)
+        return result
+
+    def _fit(self, row: int, tokens: int) -> None:
+        """Room for a row and for so many tokens."""
+        for axis, needed in enumerate((row + 1, tokens)):
+            if self._context.shape[axis] < needed:
+                self._context = enlarged(self._context, axis, max(needed, 2 * self._context.shape[axis], 32))

@@ -1,0 +1,182 @@
+"""What every engine does with requests in the same way: refuse those that can never run, cut drafts to what may be
+verified, end outputs, and hand out hidden states. Structure of arrays, by the row of the request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specactor_ray.errors import InputError
+from specactor_ray.ragged import begins, enlarged, places
+from specactor_ray.sampling.keyed import Found
+from specactor_ray.sampling.rules import Rules
+from specactor_ray.target.base import Drafts, Finish, States, StepResult, TargetRequest
+
+if TYPE_CHECKING:
+    import torch
+
+_FIRST_ROWS = 32
+
+
+class EngineRows:
+    """The requests of an engine. Arrays grow with the largest row.
+
+    Args:
+        vocab_size: Token ids are below it.
+        max_model_len: Most prompt and output tokens of a request.
+        eos_token_ids: Ids that end an output unless the request ignores them.
+        device: Where the rules of sampling are read.
+    """
+
+    def __init__(
+        self, vocab_size: int, max_model_len: int, eos_token_ids: Collection[int], device: torch.device | None = None
+    ) -> None:
+        self._vocab_size, self._max_model_len = vocab_size, max_model_len
+        self._eos = np.array(sorted(eos_token_ids), np.int64)
+        self.requests: dict[int, TargetRequest] = {}
+        """Row → its request, in the order they were added."""
+        self.prompt = np.zeros(_FIRST_ROWS, np.int32)
+        """int32 `(rows,)`: prompt tokens."""
+        self.length = np.zeros(_FIRST_ROWS, np.int32)
+        """int32 `(rows,)`: prompt and output tokens."""
+        self.limit = np.zeros(_FIRST_ROWS, np.int32)
+        """int32 `(rows,)`: most of them, by max_tokens and by the context."""
+        self.exported = np.zeros(_FIRST_ROWS, np.int32)
+        """int32 `(rows,)`: sequence positions whose states were handed out."""
+        self._minds_eos = np.zeros(_FIRST_ROWS, np.bool_)
+        self._stops: dict[int, Sequence[int]] = {}
+        """Row → stop ids of its own, where it has any."""
+        self.rules = Rules(_FIRST_ROWS, device)
+        """By row; positions are those in the sequence."""
+
+    def open(self, row: int, request: TargetRequest) -> None:
+        """A request takes a row.
+
+        Raises:
+            InputError: It can never run, or the row is taken.
+        """
+        if row in self.requests:
+            raise InputError(f"row {row} holds request {self.requests[row].request_id}")
+        refuse_impossible(request, self._vocab_size, self._max_model_len)
+        if row >= len(self.length):
+            for name in ("prompt", "length", "limit", "exported", "_minds_eos"):
+                setattr(self, name, enlarged(getattr(self, name), 0, max(2 * len(self.length), row + 1)))
+        sampling, prompt = request.sampling, len(request.prompt_token_ids)
+        self.requests[row] = request
+        self.prompt[row], self.length[row] = prompt, prompt + len(request.committed_token_ids)
+        self.limit[row] = min(prompt + sampling.max_tokens, self._max_model_len)
+        self.exported[row], self._minds_eos[row] = 0, not sampling.ignore_eos
+        if sampling.stop_token_ids:
+            self._stops[row] = sampling.stop_token_ids
+        self.rules.write([row], [sampling], [-prompt])
+
+    def close(self, row: int) -> bool:
+        """Free a row. Returns whether it held a request."""
+        self._stops.pop(row, None)
+        return self.requests.pop(row, None) is not None
+
+    def cut(self, rows: np.ndarray, drafts: Drafts, most: int, budget: int) -> tuple[np.ndarray, np.ndarray]:
+        """What of the drafts may be verified in these rows: none outside the vocabulary or behind one, and none that
+        leaves no room for the token that the target adds.
+
+        Args:
+            rows: int32 `(n,)` rows that decode.
+            drafts: Of any rows.
+            most: Draft tokens of a row.
+            budget: Draft tokens of all rows; the first ones take them.
+
+        Returns:
+            int64 `(n,)` where the drafts of each row begin in `drafts.tokens`, and how many of them count.
+        """
+        if not len(drafts.tokens) or most <= 0:
+            firsts, lengths = np.zeros((2, len(rows)), np.int64)
+            return firsts, lengths
+        first, length = np.zeros((2, max(len(self.length), int(drafts.rows.max(initial=0)) + 1)), np.int64)
+        first[drafts.rows], length[drafts.rows] = begins(drafts.lengths)[:-1], drafts.lengths
+        room = np.minimum(self.limit[rows] - self.length[rows] - 1, most)
+        firsts, lengths = first[rows], np.minimum(length[rows], np.maximum(room, 0))
+        bad = np.flatnonzero((drafts.tokens < 0) | (drafts.tokens >= self._vocab_size))
+        if len(bad):
+            following = np.append(bad, len(drafts.tokens))[np.searchsorted(bad, firsts)]
+            lengths = np.minimum(lengths, following - firsts)
+        ends = np.cumsum(lengths)
+        if len(ends) and ends[-1] > budget:
+            lengths = np.clip(budget - (ends - lengths), 0, lengths)
+        return firsts, lengths
+
+    def commit(self, rows: np.ndarray, drafted: np.ndarray, found: Found, record_margins: bool) -> StepResult:
+        """Commit what the target sampled for these rows, up to their ends. The caller closes rows that have ended.
+
+        Args:
+            rows: int32 `(n,)`.
+            drafted: `(n,)` draft tokens that were verified.
+            found: What was sampled, in the order of the rows.
+            record_margins: Whether it has margins.
+        """
+        counts, tokens, column = found.counts, found.tokens, np.arange(found.width)
+        ends = (tokens[:, :, None] == self._eos).any(axis=2) & self._minds_eos[rows, None]
+        if self._stops:
+            for i, row in enumerate(rows.tolist()):
+                if row in self._stops:
+                    ends[i] |= np.isin(tokens[i], self._stops[row])
+        ends &= column < counts[:, None]
+        stopped = ends.any(axis=1)
+        failed = (found.statuses != 0) & ~stopped  # what a draft behind an end leads to does not count
+        errors = found.problems(drafted) if failed.any() else {}
+        lengths = np.where(failed, 0, np.where(stopped, ends.argmax(axis=1) + 1, counts))
+        accepted = np.where(failed, 0, counts - (found.statuses == 0))
+        # What was drafted behind the end is neither right nor wrong.
+        drafted = np.where(failed | (accepted >= lengths), np.minimum(accepted, lengths), drafted)
+        before = self.length[rows]
+        self.length[rows] = after = before + lengths
+        finish = np.where(stopped, Finish.STOP, np.where(after >= self.limit[rows], Finish.LENGTH, Finish.RUNNING))
+        kept = column < lengths[:, None]
+        return StepResult(
+            rows,
+            before - self.prompt[rows],
+            lengths.astype(np.int32),
+            tokens[kept].astype(np.int32),
+            found.logprobs[kept].astype(np.float32),
+            found.margins[kept].astype(np.float32) if record_margins else None,
+            drafted.astype(np.int32),
+            np.minimum(accepted, lengths).astype(np.int32),
+            np.where(failed, Finish.ERROR, finish).astype(np.uint8),
+            {int(rows[i]): text for i, text in errors.items() if failed[i]},
+        )
+
+    def export(self, states: np.ndarray, rows: np.ndarray, firsts: np.ndarray, counts: np.ndarray) -> States:
+        """Hand out the states of a forward that are final and were not handed out before, which is what came again
+        after a preemption. Called after `commit`.
+
+        Args:
+            states: `(sum(counts), width)`.
+            rows: int32 `(n,)`.
+            firsts: Sequence position of each row's first state.
+            counts: States of each row.
+        """
+        offsets = begins(counts)[:-1] - firsts
+        known, end = self.exported[rows], np.minimum(firsts + counts, self.length[rows] - 1)
+        lengths = np.maximum(end - known, 0)
+        self.exported[rows] = known + lengths
+        some = lengths > 0
+        rows, known, lengths = rows[some], known[some], lengths[some]
+        return States(rows, known, lengths.astype(np.int32), states[places(offsets[some] + known, lengths)])
+
+
+def refuse_impossible(request: TargetRequest, vocab_size: int, max_model_len: int) -> None:
+    """Raise InputError for a request that can never run."""
+    prompt, committed = request.prompt_token_ids, request.committed_token_ids
+    if not prompt:
+        raise InputError("the prompt has no tokens")
+    for position, token in enumerate((*prompt, *committed)):
+        if not 0 <= token < vocab_size:
+            raise InputError(
+                f"token id {token} at position {position} is outside the vocabulary (0 to {vocab_size - 1})"
+            )
+    if len(prompt) >= max_model_len:
+        raise InputError(
+            f"the prompt has {len(prompt)} tokens; with at least one output token it must stay within "
+            f"{max_model_len} (the smallest of target.max_model_len, the model's context and the cache budget)"
+        )

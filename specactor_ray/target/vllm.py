@@ -1,0 +1,134 @@
+"""Target engine over vLLM: its scheduler, paged attention and kernels, our drafts and keyed sampling.
+
+vLLM plans and computes; what a token is and whether a draft was right is decided by the same code as in the `hf` engine
+(`sampling.verify_arrays`), inside vLLM's worker (`vllm_worker.py`). Stops are ours, too (`rows.py`); vLLM ends
+outputs at their length only.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specactor_ray.config.schema import TargetConfig
+from specactor_ray.errors import InputError
+from specactor_ray.models.loading import load_eos_token_ids, resolve_model, weight_shapes
+from specactor_ray.models.packed_linear import check_names_and_shapes
+from specactor_ray.ragged import places
+from specactor_ray.target.base import NO_DRAFTS, Drafts, Finish, StepResult, TargetRequest
+from specactor_ray.target.rows import EngineRows
+from specactor_ray.target.vllm_bridge import CoreSettings, EngineCoreHandle
+
+
+class VllmEngine:
+    """`TargetEngine` over vLLM's engine core in this process.
+
+    Args:
+        settings: What the core is made with.
+        eos_token_ids: Ids that end an output unless the request ignores them.
+
+    Raises:
+        ConfigError: vLLM is missing or of an untested version.
+        ModelLoadError: vLLM cannot serve the model with these settings.
+    """
+
+    def __init__(self, settings: CoreSettings, eos_token_ids: Sequence[int] = ()) -> None:
+        self._core = EngineCoreHandle(settings)
+        self._settings = settings
+        self.vocab_size, self.max_model_len = self._core.vocab_size, self._core.max_model_len
+        self.weight_version = 0
+        self._rows = EngineRows(self.vocab_size, self.max_model_len, eos_token_ids)
+        self._decoding: np.ndarray | None = None
+        """Rows that decode, until something changes."""
+
+    @classmethod
+    def from_config(cls, config: TargetConfig, max_drafts: int) -> VllmEngine:
+        """Load the configured model.
+
+        Args:
+            config: The target's section.
+            max_drafts: Most draft tokens of a request in one step.
+        """
+        settings = CoreSettings(
+            str(resolve_model(config.model)),
+            config.dtype,
+            config.max_model_len,
+            config.max_batch,
+            config.max_step_tokens,
+            int(config.kv_cache_gb * 2**30),
+            max_drafts,
+            tuple(config.hidden_layers),
+            config.record_margins,
+            config.trust_remote_code,
+            config.compiled,
+            config.tensor_parallel,
+            config.cores,
+            config.engine_arguments,
+        )
+        return cls(settings, load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code))
+
+    def add(self, row: int, request: TargetRequest) -> None:
+        self._rows.open(row, request)
+        sampling, committed = request.sampling, len(request.committed_token_ids)
+        context = [*request.prompt_token_ids, *request.committed_token_ids]
+        self._core.add(row, context, sampling, len(request.prompt_token_ids), sampling.max_tokens - committed)
+
+    def remove(self, row: int) -> None:
+        if self._rows.close(row):
+            self._core.abort(row)
+            self._decoding = None
+
+    def decoding(self) -> np.ndarray:
+        if self._decoding is None:
+            self._decoding = self._core.decoding()
+        return self._decoding
+
+    def has_work(self) -> bool:
+        return bool(self._rows.requests)
+
+    def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
+        begin = time.perf_counter()
+        rows, most = self.decoding(), self._settings.max_drafts
+        firsts, lengths = self._rows.cut(rows, drafts, most, self._settings.max_step_tokens - len(rows))
+        self._decoding = None
+        done = self._core.step(rows, lengths, drafts.tokens[places(firsts, lengths)])
+        forward_s = time.perf_counter() - begin - done.sampling_s
+        margins, sampled = self._settings.record_margins, done.sampled
+        result = self._rows.commit(done.rows[sampled], done.drafted[sampled], done.found, margins)
+        if done.states is not None:
+            result.states = self._rows.export(done.states, done.rows, done.firsts, done.counts)
+        for row in result.rows[result.finish != Finish.RUNNING].tolist():
+            self.remove(row)
+        context = done.counts - done.drafted
+        result.forward_s, result.sampling_s = forward_s, done.sampling_s
+        result.num_tokens, result.num_prefill_tokens = int(done.counts.sum()), int(context[context > 1].sum())
+        return result
+
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+        shapes, tied = self._expected_weights
+        shared = {name: state_dict[source] for name, source in tied.items() if source in state_dict}
+        check_names_and_shapes({**shared, **state_dict}, shapes)
+        self._core.load_weights(state_dict)
+        self.weight_version, self._decoding = version, None
+
+    @functools.cached_property
+    def _expected_weights(self) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+        """Shapes and ties, which no update changes."""
+        return weight_shapes(self._settings.model, trust_remote_code=self._settings.trust_remote_code)
+
+    def sleep(self) -> None:
+        if self.has_work():
+            raise InputError("the engine cannot sleep while requests are running")
+        self._core.sleep()
+
+    def wake(self) -> None:
+        self._core.wake()
+
+    def close(self) -> None:
+        for row in list(self._rows.requests):
+            self.remove(row)
+        self._core.close()

@@ -1,0 +1,353 @@
+"""vLLM's engine core in this process. This module and `vllm_worker.py`, its other half inside vLLM's workers, are the
+only ones that import vLLM and touch what is not public there, in the versions of `vllm_version.TESTED_VERSIONS`:
+
+- `EngineCore`, stepped directly, and its scheduler: `running`, `update_draft_token_ids`; the worker of a single rank;
+- the worker's model runner: see there.
+
+`tests/vllm/test_contract.py` fails loudly when one of them changes.
+
+Why drafts do not come from a proposer: vLLM asks a proposer right after a step, so its drafts are as old as the wait
+for the next one. Here they are handed to the scheduler right before it plans the step. With tensor parallelism the
+plan goes to all ranks, so they verify the same drafts in the same order. And a request near the end of its context
+does not switch off the drafts of the whole batch. A proposer that proposes nothing only makes vLLM reserve the room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from specactor_ray.errors import ModelLoadError
+from specactor_ray.leftovers import make_owned_folder, mapped_segments, note_segments, remove_abandoned
+from specactor_ray.messages import SamplingParams
+from specactor_ray.models.loading import locate_model
+from specactor_ray.ragged import begins
+from specactor_ray.sampling.keyed import Found
+from specactor_ray.target.vllm_version import require_vllm
+
+_IN_MEMORY = "/dev/shm"
+_RECORD, _WEIGHTS = "specactor-ranks-", "specactor-weights-"
+KEY = "specactor"
+"""Where what is ours travels in vLLM's parameters: `extra_args` of a request, `additional_config` of an engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """What the engine core is made with."""
+
+    model: str
+    dtype: str
+    max_model_len: int | None
+    max_batch: int
+    max_step_tokens: int
+    kv_cache_bytes: int
+    max_drafts: int
+    """Most draft tokens of a request in one step; 0 switches speculation off."""
+    hidden_layers: tuple[int, ...] = ()
+    record_margins: bool = False
+    trust_remote_code: bool = False
+    compiled: bool = True
+    """Let vLLM compile the model when it starts."""
+    tensor_parallel: int = 1
+    """Ranks. One lives in this process, more in processes of their own."""
+    cores: int = 1
+    """CPU cores of all ranks together; of no consequence for one rank, which has the cores of this process."""
+    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of vLLM's `EngineArgs`, beside those that follow from the other fields."""
+
+
+@dataclass(slots=True)
+class CoreStep:
+    """What the sampler reports of one step: the `n` rows of its batch, those that only prefilled included."""
+
+    rows: np.ndarray
+    """int32 `(n,)`."""
+    firsts: np.ndarray
+    """int64 `(n,)`: sequence position of the first of each row's positions in the forward."""
+    counts: np.ndarray
+    """int64 `(n,)`: positions of each row in the forward."""
+    drafted: np.ndarray
+    """int64 `(n,)`: draft tokens among them."""
+    sampled: np.ndarray
+    """bool `(n,)`: which rows sampled."""
+    found: Found = field(default_factory=lambda: Found(np.empty((0, 5), np.int64)))
+    """Of the rows that sampled."""
+    states: np.ndarray | None = None
+    """`(sum(counts), layers * hidden)`, if exported."""
+    sampling_s: float = 0.0
+
+
+class EngineCoreHandle:
+    """vLLM's engine core, in this process."""
+
+    def __init__(self, settings: CoreSettings) -> None:
+        require_vllm()
+        _set_environment(settings)
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor.abstract import Executor
+
+        remove_what_killed_ones_left()
+        others = _shared_memory()
+        try:
+            config = EngineArgs(**_engine_arguments(settings)).create_engine_config()
+            with kernel_scan_without_llvmlite():
+                self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        except (ValueError, RuntimeError) as error:  # its checks of the model and its settings raise both
+            hint = ""
+            if "cache" in str(error).lower():
+                hint = (
+                    " Fix: raise target.kv_cache_gb (what vLLM calls its cache memory), or lower target.max_model_len."
+                )
+            raise ModelLoadError(f"vllm cannot serve {settings.model}: {_first_lines(error)}{hint}") from error
+        self._scheduler: Any = self._core.scheduler
+        self._ranks = settings.tensor_parallel
+        self._ids: dict[int, str] = {}
+        """Row → its request's id inside vLLM: never used twice, since vLLM forgets an id one step late."""
+        self._row_of: dict[str, int] = {}
+        self._numbers = itertools.count()
+        self._drafted = False
+        """The last step had drafts."""
+        self._record = record_shared_memory(others) if self._ranks > 1 else None
+        self.vocab_size = int(config.model_config.get_vocab_size())
+        self.max_model_len = int(config.model_config.max_model_len)
+
+    def add(self, row: int, token_ids: Sequence[int], sampling: SamplingParams, prompt: int, max_tokens: int) -> None:
+        """Queue a request.
+
+        Args:
+            row: A free one.
+            token_ids: Prompt and tokens committed earlier.
+            sampling: How its tokens are chosen.
+            prompt: How many of `token_ids` are the prompt.
+            max_tokens: Most tokens it may still make.
+        """
+        from vllm import SamplingParams as VllmSamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        rule = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed]
+        keyed = {"row": row, "prompt": prompt, "rule": rule}
+        params = VllmSamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args={KEY: keyed}
+        )
+        self._ids[row] = core_id = f"{row}#{next(self._numbers)}"
+        self._row_of[core_id] = row
+        request = EngineCoreRequest(
+            request_id=core_id,
+            prompt_token_ids=list(token_ids),
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        queued, wave = self._core.preprocess_add_request(request)
+        self._core.add_request(queued, wave)
+
+    def abort(self, row: int) -> None:
+        """Drop the request of a row."""
+        core_id = self._ids.pop(row)
+        del self._row_of[core_id]
+        self._core.abort_requests([core_id])
+
+    def decoding(self) -> np.ndarray:
+        """int32 rows that run and have all but their newest token in the cache."""
+        row_of, running = self._row_of, self._scheduler.running
+        rows = [row_of[one.request_id] for one in running if one.num_tokens - one.num_computed_tokens == 1]
+        return np.array(rows, np.int32)
+
+    def step(self, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> CoreStep:
+        """One step, with these drafts of all decoding rows and no others: so many tokens of each row."""
+        from vllm.v1.outputs import DraftTokenIds
+
+        if len(tokens) or self._drafted:  # where a request was not scheduled with its last drafts, they go
+            flat, ends = tokens.tolist(), begins(lengths).tolist()
+            ids = [self._ids[row] for row in rows.tolist()]
+            lists = [flat[begin:end] for begin, end in itertools.pairwise(ends)]
+            self._scheduler.update_draft_token_ids(DraftTokenIds(ids, lists))
+        self._drafted = len(tokens) > 0
+        self._core.step_fn()  # without `post_step`, which would ask the proposer
+        step: CoreStep = (
+            self._core.model_executor.driver_worker.worker.specactor_report()
+            if self._ranks == 1
+            else self._core.collective_rpc("specactor_report")[0]
+        )
+        return step
+
+    def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Replace the weights (Hugging Face names), and forget what was computed with the old ones."""
+        if self._ranks == 1:
+            self._core.collective_rpc("reload_weights", kwargs={"weights_iterator": list(state_dict.items())})
+        else:
+            with _folder_of(state_dict) as folder:
+                self._core.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self._core.reset_prefix_cache(reset_running_requests=True)
+
+    def sleep(self) -> None:
+        self._core.sleep(level=1)
+
+    def wake(self) -> None:
+        self._core.wake_up()
+
+    def close(self) -> None:
+        self._core.shutdown()
+        if self._record is not None:
+            shutil.rmtree(self._record, ignore_errors=True)
+
+
+class NothingProposed:
+    """vLLM's speculation is configured with a proposer; see the module's text for why this one is silent."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        del vllm_config
+
+    def load_model(self, *args: Any) -> None:
+        del args
+
+    def propose(self, sampled_token_ids: Sequence[Any], *args: Any, **kwargs: Any) -> list[list[int]]:
+        del args, kwargs
+        return [[] for _ in sampled_token_ids]
+
+
+def remove_what_killed_ones_left() -> None:
+    """Remove the shared memory of ranks, and the weights on their way to ranks, of processes that are gone."""
+    for base in (tempfile.gettempdir(), _IN_MEMORY):
+        remove_abandoned(_RECORD, base)
+        remove_abandoned(_WEIGHTS, base)
+
+
+def record_shared_memory(others: set[str]) -> Path:
+    """Note which shared memory ends with this process and its ranks: all that they use but `others`. vLLM leaves its
+    names to Python, so nothing else tells whose a segment was. Returns the folder with the record."""
+    folder = make_owned_folder(_RECORD, tempfile.gettempdir())
+    note_segments(folder, _shared_memory() - others)
+    return folder
+
+
+def _shared_memory() -> set[str]:
+    """Segments of Python's that this process or one that it started uses."""
+    pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+    return {name for pid in pids for name in mapped_segments(pid) if name.startswith("psm_")}
+
+
+@contextlib.contextmanager
+def _folder_of(state_dict: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """A checkpoint in memory, where there is room, for ranks in other processes: each reads its part of it."""
+    from safetensors.torch import save_file
+
+    size = sum(tensor.nbytes for tensor in state_dict.values())
+    roomy = os.path.isdir(_IN_MEMORY) and shutil.disk_usage(_IN_MEMORY).free > 1.1 * size
+    folder = make_owned_folder(_WEIGHTS, _IN_MEMORY if roomy else tempfile.gettempdir())
+    try:
+        (folder / "model").mkdir()
+        weights = {name: tensor.contiguous() for name, tensor in state_dict.items()}
+        save_file(weights, folder / "model" / "model.safetensors")
+        yield str(folder / "model")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _cores_of_ranks(settings: CoreSettings) -> str:
+    """Core ids of each rank, as vLLM's CPU build reads them: ranks are divided by `|`."""
+    usable = sorted(os.sched_getaffinity(0))[: settings.cores]
+    share = max(1, len(usable) // settings.tensor_parallel)
+    starts = range(0, share * settings.tensor_parallel, share)
+    return "|".join(",".join(str(usable[(start + i) % len(usable)]) for i in range(share)) for start in starts)
+
+
+def _set_environment(core: CoreSettings) -> None:
+    """For this process and its ranks only. A single rank lives here, where the actor has bound its threads already."""
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about what is meant to be so
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if core.tensor_parallel == 1 else _cores_of_ranks(core)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
+    source, revision = locate_model(settings.model)
+    arguments: dict[str, Any] = {
+        "model": str(source),
+        "revision": revision,
+        "code_revision": revision,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_batch,
+        "max_num_batched_tokens": max(settings.max_step_tokens, settings.max_batch),
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+        "trust_remote_code": settings.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "enable_chunked_prefill": True,
+        # The states of positions that were found in the cache are never computed.
+        "enable_prefix_caching": not settings.hidden_layers,
+        "async_scheduling": False,
+        "enforce_eager": not settings.compiled,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
+        "generation_config": "vllm",
+        "use_tqdm_on_load": False,
+        "enable_sleep_mode": torch.cuda.is_available(),  # on CPUs it frees nothing
+        "disable_log_stats": True,
+        "worker_cls": "specactor_ray.target.vllm_worker.KeyedWorker",
+        "additional_config": {
+            KEY: {"hidden_layers": list(settings.hidden_layers), "record_margins": settings.record_margins}
+        },
+    }
+    if settings.max_drafts:
+        proposer = f"{__name__}.{NothingProposed.__name__}"
+        arguments["speculative_config"] = {
+            "method": "custom_class",
+            "model": proposer,
+            "num_speculative_tokens": settings.max_drafts,
+        }
+    return {**arguments, **settings.engine_arguments}
+
+
+@contextlib.contextmanager
+def kernel_scan_without_llvmlite() -> Iterator[None]:
+    """vLLM's CPU build looks through all attributes of all modules for kernels to replace, and falls over an object of
+    llvmlite (numba) whose `__dict__` is none."""
+    from vllm.triton_utils import dispatcher
+
+    def others() -> dict[str, Any]:
+        return {name: module for name, module in sys.modules.items() if name.partition(".")[0] != "llvmlite"}
+
+    class Modules:
+        """Stands for `sys` there."""
+
+        modules = property(lambda self: others())
+
+    real, dispatcher.sys = dispatcher.sys, Modules()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of attributes of torch that it looks at
+            yield
+    finally:
+        dispatcher.sys = real
+
+
+def _first_lines(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400] or type(error).__name__
