@@ -7,22 +7,18 @@ pages or the threads. Threads are those of PyTorch's OpenMP pool: a pool of our 
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import threading
-from collections.abc import Callable
-from pathlib import Path
+import struct
 
 import numpy as np
 import torch
 
 from specactor_ray.errors import InputError
+from specactor_ray.models.openmp import KINDS, padded, run, workspace
 
 _WORK_PER_THREAD = 200_000
 """Multiplications (queries x heads x keys x dim) from which another thread pays: some 10 us."""
 _UNBOUNDED = 1 << 40
-
-_local = threading.local()
+_STORE = struct.Struct("=28q")
 
 
 def attend_pages(
@@ -37,6 +33,7 @@ def attend_pages(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed rows over a paged cache; query j of n sees its row's keys [0, length - n + j].
 
@@ -51,6 +48,7 @@ def attend_pages(
         window: Keys that a query sees, itself included; None takes all.
         softcap: Bound c of scores, c tanh(score / c).
         sinks: `(heads,)`: an extra score per head that has no value.
+        rotary: Cosines and sines `(N, angles)` that rotate the first `angles` numbers of each query.
 
     Returns:
         `(N, heads, value_dim)` in the dtype of `query`; zeros at padding.
@@ -75,35 +73,74 @@ def attend_pages(
     work = used * min(int(lengths.max()), window or _UNBOUNDED) * heads * dim
     threads = max(min(torch.get_num_threads(), 1 + work // _WORK_PER_THREAD), 1)
     scratch_bytes = compiled.scratch_bytes(dim, value_dim, heads // kv_heads)
-    counters, scratch = _workspace(threads * scratch_bytes)
+    counters, scratch = workspace(threads * scratch_bytes)
     size, kind = query.element_size(), keys.element_size()
     call = compiled.PACKED.pack(
         counters, scratch, scratch_bytes,
         query.data_ptr(), *(size * stride for stride in query.stride()[:2]),
         keys.data_ptr(), *(kind * stride for stride in keys.stride()[:3]),
         values.data_ptr(), *(kind * stride for stride in values.stride()[:3]),
-        output.data_ptr(), _KINDS[query.dtype], _KINDS[keys.dtype],
+        output.data_ptr(), KINDS[query.dtype], KINDS[keys.dtype],
         _address(pages), pages.shape[1], page_size, _address(starts), _address(lengths), len(lengths),
-        heads, kv_heads, dim, value_dim, compiled.padded(dim), compiled.padded(value_dim),
+        heads, kv_heads, dim, value_dim, padded(dim), padded(value_dim),
         window or _UNBOUNDED, 0 if sinks is None else sinks.data_ptr(),
+        *angles(rotary),
         dim**-0.5 if scaling is None else scaling, softcap or 0.0,
     )  # fmt: skip
-    team = _openmp() if threads > 1 else None
-    if team is None:
-        compiled.attend.ctypes(call)
-    else:
-        team(compiled.attend.address, call, threads, 0)
+    run(compiled.attend, call, threads)
     return output
 
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+def store_pages(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Write keys and values of new tokens into pages.
+
+    Args:
+        key: `(N, kv_heads, dim)`, the last dimension contiguous; the first `len(slots)` tokens are stored.
+        value: `(N, kv_heads, value_dim)`, likewise.
+        keys: `(num_pages, page_size, kv_heads, dim)`.
+        values: `(num_pages, page_size, kv_heads, value_dim)`.
+        slots: int64 `(tokens,)`: page times page size plus place in the page.
+        rotary: Cosines and sines `(N, angles)` that rotate the first `angles` numbers of each key.
+    """
+    from specactor_ray.models import _cpu_layers_numba as compiled
+
+    heads, dim = key.shape[1:]
+    value_dim = value.shape[2]
+    _, scratch = workspace(4 * (16 + 3 * padded(max(dim, value_dim))))
+    size, kind = key.element_size(), keys.element_size()
+    run(
+        compiled.store_pages,
+        _STORE.pack(
+            scratch, len(slots), slots.data_ptr(), keys.shape[1], heads, dim, value_dim,
+            key.data_ptr(), *(size * stride for stride in key.stride()[:2]),
+            value.data_ptr(), *(size * stride for stride in value.stride()[:2]), KINDS[key.dtype],
+            keys.data_ptr(), *(kind * stride for stride in keys.stride()[:3]),
+            values.data_ptr(), *(kind * stride for stride in values.stride()[:3]), KINDS[keys.dtype],
+            *angles(rotary),
+        ),
+    )  # fmt: skip
+
+
+def angles(rotary: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[int, int, int, int, int]:
+    """Addresses, stride, kind and count of cosines and sines of one layout."""
+    if rotary is None:
+        return 0, 0, 0, 0, 0
+    cos, sin = rotary
+    return cos.data_ptr(), sin.data_ptr(), cos.element_size() * cos.stride(0), KINDS[cos.dtype], cos.shape[1]
 
 
 def _check(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: np.ndarray, starts: np.ndarray,
     lengths: np.ndarray,
 ) -> None:  # fmt: skip
-    if query.dtype not in _KINDS or keys.dtype not in _KINDS or keys.dtype != values.dtype:
+    if query.dtype not in KINDS or keys.dtype not in KINDS or keys.dtype != values.dtype:
         raise InputError(
             f"attention on CPUs takes float32, bfloat16 and float16; query, keys and values are of {query.dtype}, "
             f"{keys.dtype} and {values.dtype}"
@@ -124,24 +161,3 @@ def _check(
 
 def _address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
-
-
-def _workspace(size: int) -> tuple[int, int]:
-    """Addresses of two zeros (int64) and of at least `size` bytes, both of the calling thread."""
-    made: tuple[np.ndarray, torch.Tensor] | None = getattr(_local, "workspace", None)
-    if made is None or made[1].numel() < size:
-        made = _local.workspace = np.zeros(2, np.int64), torch.empty(size, dtype=torch.uint8)
-    made[0].fill(0)
-    return _address(made[0]), made[1].data_ptr()
-
-
-@functools.cache
-def _openmp() -> Callable[[int, bytes, int, int], None] | None:
-    """`GOMP_parallel` of the OpenMP library that PyTorch runs on; None where it is another kind of library."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"))
-        team = library.GOMP_parallel
-    except (OSError, AttributeError):
-        return None
-    team.argtypes, team.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-    return team

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor_ray.errors import InputError
-from specactor_ray.models import cpu_attention
+from specactor_ray.models import cpu_attention, openmp
 from specactor_ray.models.cpu_attention import attend_pages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -144,7 +144,7 @@ def test_bits_depend_on_the_query_and_its_keys_alone(length, random, heads, dim,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu_attention._openmp() is not None, "PyTorch for Linux runs on GNU OpenMP"
+    assert openmp._team() is not None, "PyTorch for Linux runs on GNU OpenMP"
     monkeypatch.setattr(cpu_attention, "_WORK_PER_THREAD", 1)
     parts = [(sequence(seed, 400, 9, 3, 64, 64, dtype), 400 - count, 400) for seed, count in enumerate((1, 5, 200, 1))]
     before, outputs = torch.get_num_threads(), []
