@@ -198,7 +198,7 @@ def why_masked(
 ) -> str:
     """Why `attend_varlen` cannot serve such layers, by trying it; empty where it can. The log has it once."""
     reason = extras or _refusal(device, dtype, page_size, heads, shape)
-    if reason and device.type == "cuda":
+    if reason:
         logger.warning("attention of %d heads of %d with a mask over gathered keys: %s", heads, shape.key_dim, reason)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every shape
     return reason
