@@ -4,8 +4,8 @@ The positions of all rows are concatenated into one sequence `(1, N)`: linear la
 padding. Only attention has to tell rows apart: the model is called with `ragged_batch=RaggedBatch(...)`, which
 transformers hands through to this function in every layer. Nothing here waits for the device.
 
-GPUs run FlashAttention over the pages in place (`torch.nn.attention.varlen`), and what it refuses a masked call over
-gathered keys.
+All rows are one call that reads the pages in place: compiled by us on CPUs, FlashAttention on GPUs
+(`torch.nn.attention.varlen`). What FlashAttention refuses is a masked call over gathered keys.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specactor_ray.errors import ModelLoadError
+from specactor_ray.models.cpu_attention import attend_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.ragged import begins, places
 
@@ -159,9 +160,20 @@ where anything may come out."""
 
 def attention_for(cache: PagedCache, heads: int, shape: LayerShape, rules: Rules) -> Attention:
     """What serves a layer."""
+    if cache.device.type == "cpu":
+        return attend_on_cpu
     extras = "soft-capped scores" if rules.softcap else "attention sinks" if rules.sinks is not None else ""
     refused = why_masked(cache.device, cache.keys[0].dtype, cache.page_size, heads, shape, extras)
     return attend_masked if refused else attend_varlen
+
+
+def attend_on_cpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """An `Attention` of all models on CPUs."""
+    cache = batch.cache
+    return attend_pages(
+        query, cache.keys[layer], cache.values[layer], batch.pages, batch.starts, batch.lengths,
+        scaling=rules.scaling, window=rules.window, softcap=rules.softcap, sinks=rules.sinks,
+    )  # fmt: skip
 
 
 # ---- FlashAttention over pages ----

@@ -19,13 +19,14 @@ from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specactor_ray.models import ragged_attention
+from specactor_ray.models import paged_cache, ragged_attention
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import (
     Attention,
     RaggedBatch,
     Rules,
     attend_masked,
+    attend_on_cpu,
     attend_varlen,
     to_device,
     why_masked,
@@ -229,6 +230,24 @@ def test_a_kernel_that_reads_behind_a_row_is_refused(monkeypatch: pytest.MonkeyP
 def test_arrays_reach_the_device_as_they_are() -> None:
     arrays = (np.arange(5), np.arange(3, dtype=np.int32), np.arange(6, dtype=np.int32).reshape(2, 3), np.arange(2))
     assert [one.tolist() for one in to_device(arrays, CPU)] == [one.tolist() for one in arrays]
+
+
+def test_a_model_on_varlen_attention_computes_what_it_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill chunks, verified drafts and single tokens, packed, in half precision."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(varlen, "varlen_attn", flash_attention)
+    monkeypatch.setattr(paged_cache, "_CPU_PAGE", 256)
+    model = RaggedModel(AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.bfloat16), 32 << 20)
+    rows, tokens = np.array([model.cache.open(700) for _ in range(4)]), np.random.default_rng(0)
+    for counts in ([600, 1, 30, 5], [1, 4, 1, 1], [3, 70, 1, 9]):
+        fed, before = tokens.integers(model.vocab_size, size=sum(counts)), model.cache.lengths[rows]
+        logits = []
+        for attention in (attend_on_cpu, attend_varlen):
+            monkeypatch.setattr(ragged_attention, "attention_for", lambda *_, attention=attention: attention)
+            model.cache.truncate(rows, before)
+            logits.append(model.forward(rows, np.array(counts), fed, np.minimum(counts, 3)).logits.float())
+        assert float((logits[0] - logits[1]).abs().max() / logits[0].abs().max()) < 0.03
 
 
 class Watch(TorchDispatchMode):
