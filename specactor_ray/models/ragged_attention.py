@@ -37,7 +37,7 @@ _LEAST_QUERIES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class AttentionRules:
     """How a layer attends, beside causality."""
 
     scaling: float
@@ -70,6 +70,7 @@ class RaggedBatch:
         self.pages = cache.page_table(rows, self.lengths)
         """int32 `(n, most pages)`."""
         self.num_tokens = int(self.starts[-1])
+        self.most_queries, self.most_keys = int(counts.max()), int(self.lengths.max())
         positions = places(cached, counts)
         slots = self.pages[np.repeat(np.arange(len(rows)), counts), positions // size] * np.int64(size)
         per_row = (self.starts, begins(self.lengths), self.lengths, self.pages)
@@ -80,7 +81,7 @@ class RaggedBatch:
         self.device_starts, self.device_key_starts, self.device_lengths, self.device_pages = on_device[-4:]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
         """Store new keys and values, and attend. Shapes as in `ragged_attention`."""
         cache, used = self.cache, self.num_tokens
@@ -104,7 +105,7 @@ class ShapeProbe:
         self.shapes: dict[int, LayerShape] = {}
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
@@ -149,16 +150,18 @@ def ragged_attention(
         raise ModelLoadError(
             f"{type(module).__name__} does not pass keyword arguments to its attention, so this engine cannot serve it"
         )
-    rules = Rules(1 / math.sqrt(query.shape[3]) if scaling is None else scaling, sliding_window, softcap, s_aux)
+    rules = AttentionRules(
+        1 / math.sqrt(query.shape[3]) if scaling is None else scaling, sliding_window, softcap, s_aux
+    )
     return ragged_batch.attend(int(module.layer_idx), query, key, value, rules), None  # type: ignore[arg-type]
 
 
-Attention = Callable[[RaggedBatch, int, torch.Tensor, Rules], torch.Tensor]
+Attention = Callable[[RaggedBatch, int, torch.Tensor, AttentionRules], torch.Tensor]
 """(batch, layer, queries `(N, heads, dim)`, rules) → `(N, heads, value_dim)`. N counts the padding behind the last row,
 where anything may come out."""
 
 
-def attention_for(cache: PagedCache, heads: int, shape: LayerShape, rules: Rules) -> Attention:
+def attention_for(cache: PagedCache, heads: int, shape: LayerShape, rules: AttentionRules) -> Attention:
     """What serves a layer."""
     if cache.device.type == "cpu":
         return attend_on_cpu
@@ -167,7 +170,7 @@ def attention_for(cache: PagedCache, heads: int, shape: LayerShape, rules: Rules
     return attend_masked if refused else attend_varlen
 
 
-def attend_on_cpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Rules) -> torch.Tensor:
+def attend_on_cpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
     """An `Attention` of all models on CPUs."""
     cache = batch.cache
     return attend_pages(
@@ -179,7 +182,7 @@ def attend_on_cpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Ru
 # ---- FlashAttention over pages ----
 
 
-def attend_varlen(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Rules) -> torch.Tensor:
+def attend_varlen(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
     """An `Attention` of models in half precision. One split of the keys makes a row independent of the others; more
     give wrong results over pages (pytorch issue 194167)."""
     from torch.nn.attention.varlen import varlen_attn
@@ -191,8 +194,8 @@ def attend_varlen(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Ru
         values,
         batch.device_starts,
         batch.device_key_starts,
-        int(batch.counts.max()),
-        int(batch.lengths.max()),
+        batch.most_queries,
+        batch.most_keys,
         scale=rules.scaling,
         window_size=(-1 if rules.window is None else rules.window - 1, 0),
         enable_gqa=query.shape[1] != keys.shape[2],
@@ -227,7 +230,7 @@ def _refusal(device: torch.device, dtype: torch.dtype, page_size: int, heads: in
     batch = RaggedBatch(cache, np.array([row]), np.ones(1, np.int64), ())
     query = torch.zeros(1, heads, shape.key_dim, dtype=dtype, device=device)
     try:
-        result = attend_varlen(batch, 0, query, Rules(1.0, None, None, None))
+        result = attend_varlen(batch, 0, query, AttentionRules(1.0, None, None, None))
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         return str(error).splitlines()[0]
     return "" if bool((result == 1).all()) else "it reads behind the end of a row"
@@ -270,7 +273,7 @@ class _Group:
         return self._masks[window, shared, dtype]
 
 
-def attend_masked(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Rules) -> torch.Tensor:
+def attend_masked(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
     """An `Attention` of all models. Heads that share keys become queries: keys are not repeated for them."""
     keys, values = batch.cache.keys[layer].flatten(0, 1), batch.cache.values[layer].flatten(0, 1)
     heads, kv_heads = query.shape[1], keys.shape[1]
@@ -288,7 +291,9 @@ def attend_masked(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Ru
     return output
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rules: AttentionRules
+) -> torch.Tensor:
     """Queries `(rows, kv_heads, shared * queries, dim)`, keys and values `(rows, kv_heads, keys, dim)`."""
     if rules.softcap is None and rules.sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rules.scaling)
