@@ -58,6 +58,9 @@ class RaggedBatch:
         rows: int `(n,)`, each with room for its new tokens.
         counts: int64 `(n,)` new tokens of each row, at least 1.
         arrays: Whatever else the forward needs on the device.
+
+    Raises:
+        ValueError: A row has no room, so that it would write into pages of others.
     """
 
     def __init__(self, cache: PagedCache, rows: np.ndarray, counts: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
@@ -67,6 +70,8 @@ class RaggedBatch:
         """int64 `(n + 1,)`: where the queries of each row begin."""
         self.lengths = cached + counts
         """int64 `(n,)`: keys of each row."""
+        if (self.lengths > cache.room(rows)).any():
+            raise ValueError("a row has no room for its new tokens; reserve it first")
         self.pages = cache.page_table(rows, self.lengths)
         """int32 `(n, most pages)`."""
         self.num_tokens = int(self.starts[-1])
