@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from specactor_ray.errors import InputError
-from specactor_ray.models.cpu_attention import attend_pages, store_pages
 from specactor_ray.models.openmp import KINDS, run, workspace
 from specactor_ray.models.packed_linear import PackedLinear
-from specactor_ray.models.ragged_attention import RaggedBatch, Rules
+from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch
 
 _NUMBERS_PER_THREAD = 100_000
 """Numbers from which another thread pays: some 10 us."""
@@ -65,9 +64,9 @@ class _Recorder:
 
     def __init__(self, batch: RaggedBatch) -> None:
         self._batch = batch
-        self.rules: Rules | None = None
+        self.rules: AttentionRules | None = None
 
-    def attend(self, layer: int, query: Any, key: Any, value: Any, rules: Rules) -> torch.Tensor:
+    def attend(self, layer: int, query: Any, key: Any, value: Any, rules: AttentionRules) -> torch.Tensor:
         self.rules = rules
         return self._batch.attend(layer, query, key, value, rules)
 
@@ -156,7 +155,7 @@ class _Attention:
         self._projections = [getattr(module, f"{name}_proj").forward for name in "qkv"]
         self._out = module.o_proj.forward
         self._norms = [getattr(module, f"{name}_norm", None) for name in "qk"]
-        self.rules = Rules(1.0, None, None, None)
+        self.rules = AttentionRules(1.0, None, None, None)
 
     def __call__(
         self,
@@ -174,11 +173,6 @@ class _Attention:
         query = query if query_norm is None else query_norm(query)
         key = key if key_norm is None else key_norm(key)
         rotary = position_embeddings[0][0], position_embeddings[1][0]
-        batch, rules = ragged_batch, self.rules
-        keys, values = batch.cache.keys[self._layer], batch.cache.values[self._layer]
-        store_pages(key, value, keys, values, batch.slots, rotary)
-        output = attend_pages(
-            query, keys, values, batch.pages, batch.starts, batch.lengths,
-            scaling=rules.scaling, window=rules.window, softcap=rules.softcap, sinks=rules.sinks, rotary=rotary,
-        )  # fmt: skip
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        output = ragged_batch.attend(self._layer, query, key, value, self.rules, rotary)
         return self._out(output.view(1, tokens, -1)), None
