@@ -21,6 +21,10 @@ from specactor_ray.models.lanes import (
     divide,
     first_lane,
     float32_at,
+    half1,
+    half2,
+    half3,
+    half4,
     int32_at,
     int64_at,
     largest,
@@ -47,6 +51,9 @@ BLOCK = 64
 """Keys between two rescalings of a query's sums."""
 TILE = 32
 """Rows (positions times heads of a group) that share what is loaded of a block."""
+_FEW = 8
+"""Rows up to which values are read from their pages by each strip of rows, instead of once to float32."""
+
 _jit: Any = kernel(sources=[lanes, _lanes_numba])
 
 
@@ -68,8 +75,8 @@ def _add_product(a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride:
 # --- attention --------------------------------------------------------------------------------------------------
 
 _FIELDS = (
-    "next_task", "next_part", "scratch", "scratch_bytes", "query", "query_token", "query_head", "keys", "key_page", "key_slot",
-    "key_head", "values", "value_page", "value_slot", "value_head", "output", "query_kind", "kind", "pages",
+    "next_task", "next_part", "scratch", "scratch_bytes", "query", "query_token", "query_head", "keys", "key_page",
+    "key_slot", "key_head", "values", "value_page", "value_slot", "value_head", "output", "query_kind", "kind", "pages",
     "page_columns", "page_size", "starts", "lengths", "rows", "heads", "kv_heads", "dim", "value_dim", "width",
     "value_width", "window", "sinks", "cos", "sin", "angle_token", "angle_kind", "angles",
 )  # fmt: skip
@@ -169,26 +176,56 @@ def _load_columns(call: Any, row: Any, head: Any, begin: Any, count: Any, rows: 
 
 
 @_jit
-def _add_values(scores: Any, values: Any, sums: Any, width: Any, count: Any, group: Any, position: Any, window: Any,
-                first: Any, end: Any) -> None:  # fmt: skip
+def _add_half_product(a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, rows: Any, columns: Any,
+                      first: Any, end: Any) -> None:  # fmt: skip
+    """`_add_product` with b of bfloat16."""
+    while rows >= 4:
+        half4(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
+        a, c, rows = a + 4 * a_stride, c + 4 * c_stride, rows - 4
+    if rows == 3:
+        half3(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
+    elif rows == 2:
+        half2(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
+    elif rows == 1:
+        half1(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
+
+
+@_jit
+def _add_values(call: Any, row: Any, head: Any, begin: Any, values: Any, scores: Any, sums: Any, rows: Any, first: Any,
+                end: Any) -> None:  # fmt: skip
+    """Add the weighted values of a block's keys [first, end); those in `values`, or those in their pages if it is 0."""
+    width, t = 4 * call.value_width, first
+    while t < end and values == 0:
+        page, slot = _place(call, row, begin + t)
+        n = min(call.page_size - slot, end - t)
+        source = call.values + head * call.value_head + page * call.value_page + (slot - t) * call.value_slot
+        if call.kind == BFLOAT16:
+            _add_half_product(scores, 4 * BLOCK, source, call.value_slot, sums, width, rows, call.value_width, t, t + n)
+        else:
+            _add_product(scores, 4 * BLOCK, source, call.value_slot, sums, width, rows, call.value_width, t, t + n)
+        t += n
+    if t < end:
+        _add_product(scores, 4 * BLOCK, values, width, sums, width, rows, call.value_width, t, end)
+
+
+@_jit
+def _add_all_values(call: Any, row: Any, head: Any, begin: Any, values: Any, scores: Any, sums: Any, count: Any,
+                    position: Any, first: Any, end: Any) -> None:  # fmt: skip
     """Add a block's weighted values: keys [first, end) to all queries at once, each query's others in its order.
 
     `position`: that of the first query, from the block's begin.
     """
+    group = call.heads // call.kv_heads
+    stride, width = 4 * group * BLOCK, 4 * group * call.value_width
     if first >= end:
         first, end = np.int64(BLOCK), np.int64(BLOCK)
     for i in range(count):
-        low, high = max(position + i - window + 1, 0), min(position + i + 1, first)
-        if low < high:
-            _add_product(scores + 4 * i * group * BLOCK, 4 * BLOCK, values, 4 * width, sums + 4 * i * group * width,
-                         4 * width, group, width, low, high)  # fmt: skip
-    if first < end:
-        _add_product(scores, 4 * BLOCK, values, 4 * width, sums, 4 * width, count * group, width, first, end)
+        low, high = max(position + i - call.window + 1, 0), min(position + i + 1, first)
+        _add_values(call, row, head, begin, values, scores + i * stride, sums + i * width, group, low, high)
+    _add_values(call, row, head, begin, values, scores, sums, count * group, first, end)
     for i in range(count):
-        low, high = max(position + i - window + 1, end), min(position + i + 1, BLOCK)
-        if low < high:
-            _add_product(scores + 4 * i * group * BLOCK, 4 * BLOCK, values, 4 * width, sums + 4 * i * group * width,
-                         4 * width, group, width, low, high)  # fmt: skip
+        low, high = max(position + i - call.window + 1, end), min(position + i + 1, BLOCK)
+        _add_values(call, row, head, begin, values, scores + i * stride, sums + i * width, group, low, high)
 
 
 @_jit
@@ -208,6 +245,8 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
     totals = tops + 4 * most
     cos = totals + 4 * most
     sin = cos + 4 * width
+    if rows <= _FEW and call.kind != FLOAT16 and call.value_dim == value_width:
+        values = np.int64(0)
     start = int64_at(call.starts, row)
     for i in range(rows):
         token, which = start + first + i // group, head * group + i % group
@@ -229,8 +268,9 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
     for begin in range(max(position - call.window + 1, 0) // BLOCK * BLOCK, position + count, BLOCK):
         filled = min(BLOCK, position + count - begin)
         _load_columns(call, row, head, begin, filled, key_rows, keys, spare)
-        _load_rows(call, row, begin, filled, call.values + head * call.value_head, call.value_page, call.value_slot,
-                   call.value_dim, values, value_width, spare)  # fmt: skip
+        if values != 0:
+            _load_rows(call, row, begin, filled, call.values + head * call.value_head, call.value_page,
+                       call.value_slot, call.value_dim, values, value_width, spare)  # fmt: skip
         _clear(scores, rows * BLOCK)
         _add_product(query, 4 * width, keys, 4 * BLOCK, scores, 4 * BLOCK, rows,
                      (filled + LANES - 1) // LANES * LANES, 0, call.dim)  # fmt: skip
@@ -249,8 +289,7 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
                 set_float32(float32_at(totals + 4 * m) * fade + weight, totals + 4 * m)
                 if fade != np.float32(1):
                     _scale(sums + 4 * m * value_width, value_width, fade)
-        _add_values(scores, values, sums, value_width, count, group, position - begin, call.window, shared_first,
-                    shared_end)  # fmt: skip
+        _add_all_values(call, row, head, begin, values, scores, sums, count, position - begin, shared_first, shared_end)
     for i in range(rows):
         token, which = start + first + i // group, head * group + i % group
         target = call.output + (token * call.heads + which) * call.value_dim * SIZE[call.query_kind]

@@ -24,7 +24,7 @@ def padded(count: int) -> int:
 
 
 def run(function: CFunction, call: bytes, threads: int = 1) -> None:
-    """Run a `c_function` on the same call in every thread of a team, who count what is taken in the call's own bytes."""
+    """Run a `c_function` on the same call in every thread of a team; what is taken is counted in its bytes."""
     team = _team() if threads > 1 else None
     if team is None:
         function.call(call)
