@@ -18,7 +18,7 @@ from specactor_ray.errors import InputError
 from specactor_ray.models.cpu_attention import attend_pages, store_pages
 from specactor_ray.models.openmp import KINDS, run, workspace
 from specactor_ray.models.packed_linear import PackedLinear
-from specactor_ray.models.ragged_attention import RaggedBatch, Rules
+from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch
 
 _NUMBERS_PER_THREAD = 100_000
 """Numbers from which another thread pays: some 10 us."""
@@ -65,9 +65,9 @@ class _Recorder:
 
     def __init__(self, batch: RaggedBatch) -> None:
         self._batch = batch
-        self.rules: Rules | None = None
+        self.rules: AttentionRules | None = None
 
-    def attend(self, layer: int, query: Any, key: Any, value: Any, rules: Rules) -> torch.Tensor:
+    def attend(self, layer: int, query: Any, key: Any, value: Any, rules: AttentionRules) -> torch.Tensor:
         self.rules = rules
         return self._batch.attend(layer, query, key, value, rules)
 
@@ -156,7 +156,7 @@ class _Attention:
         self._projections = [getattr(module, f"{name}_proj").forward for name in "qkv"]
         self._out = module.o_proj.forward
         self._norms = [getattr(module, f"{name}_norm", None) for name in "qk"]
-        self.rules = Rules(1.0, None, None, None)
+        self.rules = AttentionRules(1.0, None, None, None)
 
     def __call__(
         self,
