@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from specactor_ray.errors import InputError
-from specactor_ray.models.cpu_attention import attend_pages, store_pages
 from specactor_ray.models.openmp import KINDS, run, workspace
 from specactor_ray.models.packed_linear import PackedLinear
 from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch
@@ -174,11 +173,6 @@ class _Attention:
         query = query if query_norm is None else query_norm(query)
         key = key if key_norm is None else key_norm(key)
         rotary = position_embeddings[0][0], position_embeddings[1][0]
-        batch, rules = ragged_batch, self.rules
-        keys, values = batch.cache.keys[self._layer], batch.cache.values[self._layer]
-        store_pages(key, value, keys, values, batch.slots, rotary)
-        output = attend_pages(
-            query, keys, values, batch.pages, batch.starts, batch.lengths,
-            scaling=rules.scaling, window=rules.window, softcap=rules.softcap, sinks=rules.sinks, rotary=rotary,
-        )  # fmt: skip
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        output = ragged_batch.attend(self._layer, query, key, value, self.rules, rotary)
         return self._out(output.view(1, tokens, -1)), None
