@@ -13,10 +13,11 @@ import numpy as np
 
 from specactor_ray.jit import c_function, kernel
 from specactor_ray.models import _lanes_numba, lanes
-from specactor_ray.models._lanes_numba import SIZE, exp, narrow, rotate, tanh, widen
+from specactor_ray.models._lanes_numba import BFLOAT16, FLOAT16, FLOAT32, SIZE, exp, narrow, rotate, tanh, widen
 from specactor_ray.models.lanes import (
     LANES,
     add,
+    address_of,
     divide,
     first_lane,
     float32_at,
@@ -37,6 +38,7 @@ from specactor_ray.models.lanes import (
     take_ticket,
     total,
     transpose,
+    transpose_bfloat16,
     within,
 )
 from specactor_ray.models.openmp import padded
@@ -66,7 +68,7 @@ def _add_product(a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride:
 # --- attention --------------------------------------------------------------------------------------------------
 
 _FIELDS = (
-    "counters", "scratch", "scratch_bytes", "query", "query_token", "query_head", "keys", "key_page", "key_slot",
+    "next_task", "next_part", "scratch", "scratch_bytes", "query", "query_token", "query_head", "keys", "key_page", "key_slot",
     "key_head", "values", "value_page", "value_slot", "value_head", "output", "query_kind", "kind", "pages",
     "page_columns", "page_size", "starts", "lengths", "rows", "heads", "kv_heads", "dim", "value_dim", "width",
     "value_width", "window", "sinks", "cos", "sin", "angle_token", "angle_kind", "angles",
@@ -74,7 +76,7 @@ _FIELDS = (
 CALL = np.dtype([*((name, np.int64) for name in _FIELDS), ("scaling", np.float32), ("softcap", np.float32)])
 """What a call is given: addresses, strides in bytes and sizes; `sinks` and `softcap` are 0 without any.
 
-`counters`: two int64 zeros, the next task and the next part of the scratch. `output` is contiguous. `width` and
+Threads take the next task and part of the scratch from the call itself. `output` is contiguous. `width` and
 `value_width`: `padded` dims. `cos` and `sin`: `angles` numbers for each token that rotate its queries; none at 0.
 """
 PACKED = struct.Struct(f"={len(_FIELDS)}q2f")
@@ -84,7 +86,7 @@ PACKED = struct.Struct(f"={len(_FIELDS)}q2f")
 def scratch_bytes(dim: int, value_dim: int, group: int) -> int:
     """Bytes that a thread works in."""
     rows = max(TILE, group)
-    floats = rows * padded(dim) + 2 * padded(dim) * BLOCK
+    floats = rows * padded(dim) + padded(dim) * (LANES + BLOCK)
     floats += BLOCK * padded(value_dim) + rows * BLOCK + rows * padded(value_dim) + 2 * rows + LANES + 2 * padded(dim)
     return 4 * padded(floats)
 
@@ -123,25 +125,47 @@ def _clear(target: Any, floats: Any) -> None:
 
 
 @_jit
-def _load_block(call: Any, row: Any, head: Any, begin: Any, count: Any, rows: Any, columns: Any, values: Any,
-                spare: Any) -> None:  # fmt: skip
-    """Keys [begin, begin + count) of a row and a head become columns, `(dim, 64)`; their values stay rows."""
-    width, i = call.width, 0
+def _place(call: Any, row: Any, position: Any) -> Any:
+    """(page, slot) of a row's key."""
+    which = position // call.page_size
+    return int32_at(call.pages, row * call.page_columns + which), position - which * call.page_size
+
+
+@_jit
+def _load_rows(call: Any, row: Any, begin: Any, count: Any, source: Any, page_stride: Any, stride: Any, dim: Any,
+               target: Any, width: Any, spare: Any) -> None:  # fmt: skip
+    """Keys or values [begin, begin + count) of a row become rows of float32."""
+    i = 0
     while i < count:
-        which = (begin + i) // call.page_size
-        slot = begin + i - which * call.page_size
-        page, n = int32_at(call.pages, row * call.page_columns + which), min(call.page_size - slot, count - i)
-        key = call.keys + page * call.key_page + slot * call.key_slot + head * call.key_head
-        widen(key, call.key_slot, call.kind, n, call.dim, rows + 4 * i * width, width, spare)
-        value = call.values + page * call.value_page + slot * call.value_slot + head * call.value_head
-        target = values + 4 * i * call.value_width
-        widen(value, call.value_slot, call.kind, n, call.value_dim, target, call.value_width, spare)
+        page, slot = _place(call, row, begin + i)
+        n = min(call.page_size - slot, count - i)
+        widen(source + page * page_stride + slot * stride, stride, call.kind, n, dim, target + 4 * i * width, width,
+              spare)  # fmt: skip
         i += n
-    whole = (count + LANES - 1) // LANES * LANES
-    _clear(rows + 4 * count * width, (whole - count) * width)
-    for i in range(0, whole, LANES):
-        for d in range(0, width, LANES):
-            transpose(rows + 4 * (i * width + d), 4 * width, columns + 4 * (d * BLOCK + i), 4 * BLOCK)
+
+
+@_jit
+def _load_columns(call: Any, row: Any, head: Any, begin: Any, count: Any, rows: Any, columns: Any, spare: Any) -> None:
+    """Keys [begin, begin + count) of a row and a head become columns, `(dim, 64)`."""
+    width, source = call.width, call.keys + head * call.key_head
+    in_place = call.page_size % LANES == 0 and call.kind != FLOAT16
+    in_place = in_place and call.dim % (LANES if call.kind == FLOAT32 else 2 * LANES) == 0
+    for i in range(0, count, LANES):
+        n, target = min(count - i, LANES), columns + 4 * i
+        if in_place and n == LANES:
+            page, slot = _place(call, row, begin + i)
+            key = source + page * call.key_page + slot * call.key_slot
+            if call.kind == BFLOAT16:
+                for d in range(0, width, 2 * LANES):
+                    transpose_bfloat16(key + 2 * d, call.key_slot, target + 4 * BLOCK * d, 4 * BLOCK)
+            else:
+                for d in range(0, width, LANES):
+                    transpose(key + 4 * d, call.key_slot, target + 4 * BLOCK * d, 4 * BLOCK)
+        else:
+            _load_rows(call, row, begin + i, n, source, call.key_page, call.key_slot, call.dim, rows, width, spare)
+            _clear(rows + 4 * n * width, (LANES - n) * width)
+            for d in range(0, width, LANES):
+                transpose(rows + 4 * d, 4 * width, target + 4 * BLOCK * d, 4 * BLOCK)
 
 
 @_jit
@@ -176,7 +200,7 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
     spare = scratch
     query = spare + 4 * LANES
     key_rows = query + 4 * most * width
-    keys = key_rows + 4 * BLOCK * width
+    keys = key_rows + 4 * LANES * width
     values = keys + 4 * width * BLOCK
     scores = values + 4 * BLOCK * value_width
     sums = scores + 4 * most * BLOCK
@@ -204,7 +228,9 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
     position = int64_at(call.lengths, row) - (int64_at(call.starts, row + 1) - start) + first
     for begin in range(max(position - call.window + 1, 0) // BLOCK * BLOCK, position + count, BLOCK):
         filled = min(BLOCK, position + count - begin)
-        _load_block(call, row, head, begin, filled, key_rows, keys, values, spare)
+        _load_columns(call, row, head, begin, filled, key_rows, keys, spare)
+        _load_rows(call, row, begin, filled, call.values + head * call.value_head, call.value_page, call.value_slot,
+                   call.value_dim, values, value_width, spare)  # fmt: skip
         _clear(scores, rows * BLOCK)
         _add_product(query, 4 * width, keys, 4 * BLOCK, scores, 4 * BLOCK, rows,
                      (filled + LANES - 1) // LANES * LANES, 0, call.dim)  # fmt: skip
@@ -234,15 +260,15 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
 @c_function(numba.from_dtype(CALL), sources=[lanes, _lanes_numba])
 def attend(address: Any) -> None:
     """Work on a call's tasks until none is left; every thread of a team runs this. The longest tasks come first."""
-    call = numba.carray(address, 1)[0]
-    scratch = call.scratch + take_ticket(call.counters + 8) * call.scratch_bytes
+    call, tickets = numba.carray(address, 1)[0], address_of(address)
+    scratch = call.scratch + take_ticket(tickets + 8) * call.scratch_bytes
     tile = max(TILE * call.kv_heads // call.heads, 1)
-    index, wanted = np.int64(0), take_ticket(call.counters)
+    index, wanted = np.int64(0), take_ticket(tickets)
     for row in range(call.rows - 1, -1, -1):
         count = int64_at(call.starts, row + 1) - int64_at(call.starts, row)
         for first in range((count - 1) // tile * tile, -1, -tile):
             for head in range(call.kv_heads):
                 if index == wanted:
                     _attend(call, scratch, row, head, first, min(tile, count - first))
-                    wanted = take_ticket(call.counters)
+                    wanted = take_ticket(tickets)
                 index += 1

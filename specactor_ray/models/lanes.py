@@ -66,7 +66,7 @@ def _pointer(builder: Any, address: Any, kind: ir.Type) -> Any:
 
 
 def _read(builder: Any, address: Any, kind: ir.Type = _VECTOR) -> Any:
-    return builder.load(_pointer(builder, address, kind), align=2 if kind == ir.VectorType(_I16, LANES) else 4)
+    return builder.load(_pointer(builder, address, kind), align=2 if kind in (_I16, ir.VectorType(_I16, LANES)) else 4)
 
 
 def _write(builder: Any, value: Any, address: Any) -> None:
@@ -218,10 +218,9 @@ def largest(builder: Any, x: Any) -> Any:
     return _folded(builder, x, lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
 
-@_operation(types.void, _i64, _i64, _i64, _i64)
-def transpose(builder: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> None:
-    """16 rows of 16 numbers become columns."""
-    rows = [_read(builder, builder.add(source, builder.mul(source_stride, _I64(i)))) for i in range(LANES)]
+def _transposed(builder: Any, source: Any, stride: Any, kind: ir.Type) -> list[Any]:
+    """The columns of 16 rows of 16 numbers."""
+    rows = [_read(builder, builder.add(source, builder.mul(stride, _I64(i))), kind) for i in range(LANES)]
     for width in (1, 2, 4, 8):
         # Swap the off-diagonal halves of every square of 2 * width; lanes stay in their 128-bit part while width < 4.
         low = [lane if not lane & width else lane - width + LANES for lane in range(LANES)]
@@ -230,8 +229,29 @@ def transpose(builder: Any, source: Any, source_stride: Any, target: Any, target
             if not i & width:
                 a, b = rows[i], rows[i + width]
                 rows[i], rows[i + width] = _pick(builder, a, b, low), _pick(builder, a, b, high)
-    for i, row in enumerate(rows):
-        _write(builder, row, builder.add(target, builder.mul(target_stride, _I64(i))))
+    return rows
+
+
+@_operation(types.void, _i64, _i64, _i64, _i64)
+def transpose(builder: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> None:
+    """16 rows of 16 float32 become columns."""
+    for i, column in enumerate(_transposed(builder, source, source_stride, _VECTOR)):
+        _write(builder, column, builder.add(target, builder.mul(target_stride, _I64(i))))
+
+
+@_operation(types.void, _i64, _i64, _i64, _i64)
+def transpose_bfloat16(builder: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> None:
+    """16 rows of 32 bfloat16 become columns of float32: neighbours travel as one number."""
+    for i, column in enumerate(_transposed(builder, source, source_stride, ir.VectorType(_I32, LANES))):
+        even = builder.shl(column, _constant(_I32, 16))
+        odd = builder.and_(column, _constant(_I32, 0xFFFF0000))
+        for at, half in ((2 * i, even), (2 * i + 1, odd)):
+            _write(builder, builder.bitcast(half, _VECTOR), builder.add(target, builder.mul(target_stride, _I64(at))))
+
+
+@intrinsic
+def address_of(context: Any, pointer: Any) -> Any:
+    return _i64(pointer), lambda context, builder, signature, values: builder.ptrtoint(values[0], _I64)
 
 
 @_operation(_i64, _i64)
