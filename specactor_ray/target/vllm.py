@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -127,6 +128,10 @@ class VllmEngine:
 
     def wake(self) -> None:
         self._core.wake()
+
+    def count_graphs(self, counts: Counter[str]) -> None:
+        """See `EngineCoreHandle.count_graphs`."""
+        self._core.count_graphs(counts)
 
     def close(self) -> None:
         for row in list(self._rows.requests):

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,6 +191,19 @@ class EngineCoreHandle:
             else self._core.collective_rpc("specactor_report")[0]
         )
         return step
+
+    def count_graphs(self, counts: Counter[str]) -> None:
+        """Count the plans of steps from now on by the CUDA graphs that they take: `FULL`, `PIECEWISE` or `NONE`. For a
+        single rank."""
+        dispatcher = self._core.model_executor.driver_worker.worker.model_runner.cudagraph_dispatcher
+        plan = dispatcher.dispatch
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found = plan(*args, **kwargs)
+            counts[found[0].name] += 1
+            return found
+
+        dispatcher.dispatch = counted
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights (Hugging Face names), and forget what was computed with the old ones."""
