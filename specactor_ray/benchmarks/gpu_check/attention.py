@@ -1,26 +1,29 @@
 """Stage `attention`: one layer of the attention that the `hf` engine uses, over a cache with random keys and values.
 
-A kernel that plans by exact shape pays for every new length, and the longest row of an engine has one at every step.
+A kernel that plans by exact shape pays for every new length, and an engine's longest row has one at every step.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
-from specactor_ray.benchmarks.gpu_check.settings import ModelShape
-from specactor_ray.benchmarks.gpu_check.stages import Stage, peak_gb
+from specactor_ray.benchmarks.gpu_check.settings import Settings
+from specactor_ray.benchmarks.gpu_check.stages import Stage, synchronize
+from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
-from specactor_ray.models.ragged_cache import LayerShape, RaggedCache
 
 _KERNELS = {
-    "_flash_attention_forward": "flash",
+    "_flash_attention_forward": "flash over pages",
     "_scaled_dot_product_flash": "flash",
     "_scaled_dot_product_cudnn": "cudnn",
     "_scaled_dot_product_efficient": "efficient",
@@ -30,105 +33,87 @@ _KERNELS = {
 
 
 def measure_attention(stage: Stage) -> None:
-    """Fill a point per rows and new tokens (queries) of each: the kernel that torch took; the first call at each of some
-    new lengths (the longest, ms) and the second (median); one layer once the arrays of the step are made, and GB/s of
-    keys and values there; peak GB; and the largest difference of the outputs from those of a row alone, and of its
-    queries one by one, relative to the largest output (0: bitwise equal)."""
-    grid = stage.settings.attention
-    task = Attention(grid.shape, max(grid.rows), grid.tokens + grid.lengths, max(grid.queries), stage.settings)
+    """Fill a point per number of rows and of queries, the new tokens of each: milliseconds of the first call at each of
+    some new lengths (the longest) and of the second (median); of one layer once a step's arrays are made, and GB/s of
+    keys and values there; the kernel; and the largest difference, relative to the largest output, of a row's outputs
+    from those of the row alone, and of its queries one by one (0: bitwise equal)."""
+    settings, task = stage.settings, Attention(stage.settings)
+    lengths = settings.attention_lengths
 
     def measure(rows: int, queries: int) -> str:
         first, again = [], []
-        for index in range(grid.lengths):
-            length = grid.tokens + index
-            first.append(stage.seconds(lambda n=length: task.attend(task.batch(rows, n, queries), queries)))
-            again.append(
-                stage.step(lambda n=length: task.attend(task.batch(rows, n, queries), queries), index, grid.lengths)
-            )
-        batch = task.batch(rows, grid.tokens, queries)
-        layer_s = stage.median_s(lambda: task.attend(batch, queries))
+        stage.seconds(functools.partial(task.step, rows, lengths[0] - 1, queries))  # loads kernels
+        for index, length in enumerate(lengths):
+            call = functools.partial(task.step, rows, length, queries)
+            first.append(stage.seconds(call))
+            again.append(stage.step(call, index, len(lengths)))
+        layer = functools.partial(task.attend, task.batch(rows, lengths[0], queries), queries)
+        layer_s = stage.median_s(layer)
         point = {
-            "kernel": kernel_of(lambda: task.attend(batch, queries)),
             "new length ms": 1e3 * max(first),
             "again ms": 1e3 * statistics.median(again),
             "layer ms": 1e3 * layer_s,
-            "gb_per_s": 1e-9 * rows * task.row_bytes / layer_s,
-            **peak_gb(lambda: task.attend(batch, queries), stage),
+            "gb_per_s": 1e-9 * rows * lengths[0] * task.cache.bytes_per_token / layer_s,
+            "GB": stage.peak_gb(layer),
             "row alone": task.difference(rows, queries, [queries]),
             "one by one": task.difference(rows, queries, [1] * queries),
+            "kernel": kernel_of(layer, settings.device),
         }
-        stage.point(rows=rows, queries=queries, **point)
-        return ", ".join(
-            f"{name} {value if isinstance(value, str) else f'{value:.3g}'}" for name, value in point.items()
-        )
+        stage.point({"rows": rows, "queries": queries}, **point)
+        return f"a new length {1e3 * max(first):.3g} ms, again {point['again ms']:.3g} ms, {point['kernel']}"
 
-    stage.each(itertools.product(grid.rows, grid.queries), measure)
+    stage.each(itertools.product(settings.attention_rows, settings.attention_queries), measure)
 
 
 class Attention:
-    """The product's attention in one layer.
+    """The product's attention in one layer, with queries, keys and values that are functions of row and position."""
 
-    Args:
-        shape: Heads.
-        rows: Rows in the cache.
-        tokens: Most tokens of a row before its queries.
-        queries: Most queries of a row.
-        settings: Device and dtype.
-    """
-
-    def __init__(self, shape: ModelShape, rows: int, tokens: int, queries: int, settings: Any) -> None:
+    def __init__(self, settings: Settings) -> None:
         device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
-        layer = LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim)
-        self.row_bytes = layer.bytes(dtype.itemsize) * tokens
-        self._tokens = tokens
-        self._cache = RaggedCache(
-            [layer], 2 * rows * layer.bytes(dtype.itemsize) * (tokens + queries + 256), dtype, device
-        )
-        for pool in (*self._cache.keys, *self._cache.values):
+        shape, rows, queries = settings.shapes[0], max(settings.attention_rows), max(settings.attention_queries)
+        self._tokens, longest = settings.attention_lengths[0], settings.attention_lengths[-1] + queries
+        heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+        layer = LayerShape(kv_heads, dim, dim)
+        self.cache = PagedCache([layer], rows * layer.bytes(dtype) * (longest + 256), dtype, device)
+        for pool in (*self.cache.keys, *self.cache.values):
             pool.normal_()
-        self._rows: list[Any] = [self._cache.open(tokens + queries) for _ in range(rows)]
-
-        def normal(heads: int) -> Tensor:
-            return torch.randn(heads, rows, queries, shape.head_dim, device=device, dtype=dtype)
-
-        self._query, self._key, self._value = normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads)
+        self._rows = np.array([self.cache.open(longest) for _ in range(rows)])
+        self._new: list[Tensor] = [
+            torch.randn(count, rows, queries, dim, device=device, dtype=dtype) for count in (heads, kv_heads, kv_heads)
+        ]
 
     def batch(self, rows: int, length: int, queries: int) -> RaggedBatch:
         """The arrays of a step in which the first `rows` rows, of `length` tokens each, take `queries` more."""
-        for row in self._rows[:rows]:
-            row.length = length
-        device = self._query.device
-        return RaggedBatch(self._cache, self._rows[:rows], [queries] * rows, 0, device, device.type != "cpu")
+        self.cache.lengths[self._rows] = length
+        return RaggedBatch(self.cache, self._rows[:rows], np.full(rows, queries, np.int64), ())
 
     def attend(self, batch: RaggedBatch, queries: int, begin: int = 0) -> Tensor:
-        """(rows, queries, heads, D) of queries `begin` to `begin + queries` of its rows."""
-        rows = len(batch.rows)
-        q, k, v = (
-            one[:, :rows, begin : begin + queries].flatten(1, 2)[None] for one in (self._query, self._key, self._value)
-        )
-        out = ragged_attention(SimpleNamespace(layer_idx=0), q, k, v, None, ragged_batch=batch)[0]  # type: ignore[arg-type]
-        return out[0].unflatten(0, (rows, queries))
+        """(rows, queries, heads, D) of queries `begin` to `begin + queries` of the batch's rows."""
+        rows, end = len(batch.counts), begin + queries
+        query, key, value = (one[:, :rows, begin:end].flatten(1, 2)[None] for one in self._new)
+        module: Any = SimpleNamespace(layer_idx=0)
+        return ragged_attention(module, query, key, value, None, ragged_batch=batch)[0][0].unflatten(0, (rows, queries))
+
+    def step(self, rows: int, length: int, queries: int) -> Tensor:
+        """A step's arrays, and one layer."""
+        return self.attend(self.batch(rows, length, queries), queries)
 
     def difference(self, rows: int, queries: int, parts: list[int]) -> float:
         """How far outputs of the first row in a batch are from those of the row alone, its queries in these parts."""
-        together = self.attend(self.batch(rows, self._tokens, queries), queries)[0].clone()
-        begins = [0, *itertools.accumulate(parts)]
-        alone = [
-            self.attend(self.batch(1, self._tokens + begin, count), count, begin)[0].clone()
-            for begin, count in zip(begins, parts, strict=False)
-        ]
+        together, alone, begin = self.step(rows, self._tokens, queries)[0].clone(), [], 0
+        for count in parts:
+            alone.append(self.attend(self.batch(1, self._tokens + begin, count), count, begin)[0].clone())
+            begin += count
         return float((torch.cat(alone) - together).abs().max() / together.abs().max())
 
 
-def kernel_of(call: Any) -> str:
-    """`flash`, `cudnn`, `efficient` or `math` by the operators that ran, else `own`; on a GPU with its longest kernel."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    with profile(activities=activities) as seen:
+def kernel_of(call: Callable[[], object], device: str) -> str:
+    """`flash over pages`, `flash`, `cudnn`, `efficient` or `math`, by the operators that ran, else `own`; on a GPU with
+    the kernel that ran longest."""
+    with profile() as seen:
         call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        synchronize(device)
     events = seen.key_averages()
-    found = dict.fromkeys(kernel for event in events for part, kernel in _KERNELS.items() if part in event.key)
-    longest = max(events, key=lambda event: event.self_device_time_total, default=None)
-    name = f" ({longest.key[:60]})" if longest is not None and longest.self_device_time_total else ""
-    return ("+".join(found) or "own") + name
+    found = dict.fromkeys(kernel for part, kernel in _KERNELS.items() if any(part in event.key for event in events))
+    longest = max(events, key=lambda event: event.self_device_time_total)
+    return ", ".join([*(found or ["own"]), *([longest.key[:60]] if longest.self_device_time_total else [])])

@@ -8,88 +8,83 @@ Each way of computing makes its own keys and values of the compared positions, a
 from __future__ import annotations
 
 import functools
-import statistics
-from typing import Any
+import itertools
 
+import numpy as np
 import torch
 
 from specactor_ray.benchmarks.gpu_check.models import ragged_model
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.messages import SamplingParams
-from specactor_ray.models.ragged_model import RowChunk
 from specactor_ray.sampling.keyed import sample_rows
 
-_PREFILLED_AT_ONCE = 2048
+_PREFILLED_AT_ONCE = 4
 TEMPERATURES = (1.0, 0.0)
-Tokens = dict[tuple[int, int], tuple[int, float]]
-"""(row, position) → token, perturbed top-2 margin in nats."""
+Sampled = dict[float, np.ndarray]
+"""Temperature → float64 `(2, rows, tokens)`: tokens, and their perturbed top-2 margins in nats."""
 
 
 def measure_flips(stage: Stage) -> None:
-    """Fill a point per batch, length and temperature: tokens flipped per 1,000 against batch 1 and length 1, and the
-    reference's margins where it flipped. The first way is the reference once more: its flips are noise of the device."""
-    grid, task = stage.settings.flips, _Task(stage)
-    figures = {"shape": grid.shape.name, "dtype": stage.settings.dtype, "compared": grid.rows * grid.tokens}
-    stage.entry["figures"] |= figures
-    reference: dict[float, Tokens] = {}
+    """Fill a point per batch and length (positions): tokens flipped per 1,000 against batch 1 and length 1, and the
+    largest margin of the reference there. The first way is the reference again: what flips is the device's noise."""
+    settings, task, reference = stage.settings, _Task(stage), Sampled()
 
-    def measure(batch: int, length: int) -> str:
+    def measure(length: int, batch: int) -> str:
         if not reference:
             reference.update(task.sample(1, 1))
         sampled = task.sample(batch, length)
-        found = {t: compare(reference[t], sampled[t]) for t in TEMPERATURES}
-        for t, one in found.items():
-            stage.point(batch=batch, length=length, T=t, **one)
-        return ", ".join(f"{one['per 1,000']:.2f} flips per 1,000 at T={t:g}" for t, one in found.items())
+        for temperature in TEMPERATURES:
+            rate, margin = compare(reference[temperature], sampled[temperature])
+            columns = {f"T={temperature:g} flips": rate, f"T={temperature:g} margin": margin}
+            stage.point({"batch": batch, "length": length}, **columns)
+        return f"{rate:.2f} flips per 1,000 at T=0"
 
-    stage.each([(batch, length) for length in grid.lengths for batch in grid.batches], measure)
+    stage.each(itertools.product(settings.flip_lengths, settings.flip_batches), measure)
 
 
-def compare(reference: Tokens, others: Tokens) -> dict[str, Any]:
-    """Flips per 1,000 tokens, and the largest and all (50 at most) margins of the reference where the tokens differ."""
-    flipped = sorted(margin for place, (token, margin) in reference.items() if token != others[place][0])
-    result: dict[str, Any] = {"per 1,000": 1e3 * len(flipped) / len(reference)}
-    if flipped:
-        result |= {"margin": flipped[-1], "median": statistics.median(flipped), "margins": flipped[-50:]}
-    return result
+def compare(reference: np.ndarray, sampled: np.ndarray) -> tuple[float, float | None]:
+    """Flips per 1,000 tokens, and the largest margin of the reference where the tokens differ."""
+    flipped = reference[1][reference[0] != sampled[0]]
+    return 1e3 * flipped.size / reference[0].size, float(flipped.max()) if flipped.size else None
 
 
 class _Task:
     """Contexts, next tokens and seeds that all ways share."""
 
     def __init__(self, stage: Stage) -> None:
-        self._stage, self._grid = stage, stage.settings.flips
-        grid, rows = self._grid, max(self._grid.rows, *self._grid.batches)
-        longest = grid.context + grid.tokens
-        self._model = ragged_model(grid.shape, stage.settings.dtype, stage.settings.device, 2 * rows * (longest + 256))
-        generator = torch.Generator().manual_seed(1)
-        tokens = torch.randint(grid.shape.vocab, (rows, longest), generator=generator)
-        self._next: list[list[int]] = tokens[:, grid.context :].tolist()
-        self._rows: list[Any] = [self._model.cache.open(longest) for _ in range(rows)]
-        chunks = [RowChunk(*pair, 0) for pair in zip(self._rows, tokens[:, : grid.context].tolist(), strict=True)]
-        at_once = max(1, _PREFILLED_AT_ONCE // grid.context)
-        for begin in range(0, rows, at_once):
-            self._model.forward(chunks[begin : begin + at_once])
+        self._stage, self._settings, s = stage, stage.settings, stage.settings
+        rows, longest = max(s.flip_rows, *s.flip_batches), s.flip_context + s.flip_tokens
+        self._model = ragged_model(s.shapes[-1], s.dtype, s.device, rows * (longest + 256))
+        self._rows = np.array([self._model.cache.open(longest) for _ in range(rows)])
+        self._tokens = np.random.default_rng(1).integers(s.shapes[-1].vocab_size, size=(rows, longest))
+        for begin in range(0, rows, _PREFILLED_AT_ONCE):
+            self._forward(slice(begin, begin + _PREFILLED_AT_ONCE), 0, s.flip_context)
 
-    def sample(self, batch: int, length: int) -> dict[float, Tokens]:
-        """Temperature → tokens of all compared rows and positions."""
-        grid, found, done = self._grid, {t: Tokens() for t in TEMPERATURES}, 0
-        steps = -(-grid.rows // batch) * (grid.tokens // length)
-        for row in range(0, grid.rows, batch):
-            compared, rows = min(batch, grid.rows - row), self._rows[row : row + batch]
-            for one in rows:
-                one.truncate(grid.context)
-            for position in range(0, grid.tokens, length):
-                places = [(row + r, position + p) for r in range(compared) for p in range(length)]
-                tokens = [one[position : position + length] for one in self._next[row : row + batch]]
-                chunks = [RowChunk(*pair, length) for pair in zip(rows, tokens, strict=True)]
-                self._stage.step(functools.partial(self._sample, chunks, places, found), done, steps)
-                done += 1
+    def sample(self, batch: int, length: int) -> Sampled:
+        """Tokens of all compared rows and positions."""
+        s = self._settings
+        found = {temperature: np.zeros((2, s.flip_rows, s.flip_tokens)) for temperature in TEMPERATURES}
+        self._model.cache.truncate(self._rows, s.flip_context)
+        parts = list(itertools.product(range(0, s.flip_rows, batch), range(0, s.flip_tokens, length)))
+        for done, (row, position) in enumerate(parts):
+            rows = slice(row, row + batch)
+            self._stage.step(functools.partial(self._sample, rows, position, length, found), done, len(parts))
         return found
 
-    def _sample(self, chunks: list[RowChunk], places: list[tuple[int, int]], found: dict[float, Tokens]) -> None:
-        logits = self._model.forward(chunks).logits[: len(places)]
-        for temperature, tokens in found.items():
+    def _sample(self, rows: slice, position: int, length: int, found: Sampled) -> None:
+        logits, positions = (
+            self._forward(rows, self._settings.flip_context + position, length),
+            range(position, position + length),
+        )
+        places = list(itertools.product(range(self._settings.flip_rows)[rows], positions))
+        for temperature, out in found.items():
             params = [SamplingParams(temperature, seed=row) for row, _ in places]
-            sampled = sample_rows(logits, params, [position for _, position in places], record_margins=True)
-            tokens.update(zip(places, zip(sampled.token_ids, sampled.margins or [], strict=True), strict=True))
+            at = [place for _, place in places]
+            sampled = sample_rows(logits[: len(places)], params, at, record_margins=True)
+            columns = np.array([sampled.token_ids, sampled.margins]).reshape(2, -1, length)
+            out[:, rows, position : position + length] = columns
+
+    def _forward(self, rows: slice, begin: int, count: int) -> torch.Tensor:
+        tokens, n = self._tokens[rows, begin : begin + count], len(self._rows[rows])
+        counts = np.full(n, count, np.int64)
+        return self._model.forward(self._rows[rows], counts, tokens.ravel(), counts if begin else 0 * counts).logits

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 
@@ -18,13 +16,9 @@ def measure_hardware(stage: Stage) -> None:
     settings, figures = stage.settings, stage.entry["figures"]
     device, dtype, size = settings.device, getattr(torch, settings.dtype), settings.matmul_size
     figures |= {"host": hardware(), "versions": versions()}
-    if find_spec("triton"):
-        import triton
-
-        figures["versions"]["triton"] = triton.__version__
     if device == "cuda":
         found = torch.cuda.get_device_properties(device)
-        figures |= {"memory_gb": found.total_memory / 1e9, "compute_capability": f"{found.major}.{found.minor}"}
+        figures |= {"memory_gb": found.total_memory / 1e9, "capability": f"{found.major}.{found.minor}"}
         figures["versions"]["cuda"] = torch.version.cuda or ""
     source = torch.empty(settings.copy_bytes, dtype=torch.uint8, device=device).random_()
     target, small = torch.empty_like(source), torch.zeros(64, device=device)
@@ -42,8 +36,3 @@ def measure_hardware(stage: Stage) -> None:
         return f"{figures[name]:.4g}"
 
     stage.each([(name,) for name in measured], measure)
-
-
-def device_name(device: str) -> str:
-    """`NVIDIA H200`, or the processor's architecture."""
-    return torch.cuda.get_device_name() if device == "cuda" else f"cpu {platform.machine()}"

@@ -17,17 +17,9 @@ def qwen_config(shape: ModelShape) -> Any:
     with signals_deferred():
         from transformers import Qwen2Config
 
-    return Qwen2Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.built_layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=False,
-        architectures=["Qwen2ForCausalLM"],
-    )
+    sizes = {name: value for name, value in shape._asdict().items() if name != "name"}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    return Qwen2Config(**sizes, rope_parameters=rope, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"])
 
 
 def random_model(shape: ModelShape, dtype: str, device: str) -> Any:
@@ -44,7 +36,7 @@ def random_model(shape: ModelShape, dtype: str, device: str) -> Any:
     finally:
         torch.set_default_dtype(before)
     with torch.inference_mode():
-        tokens = torch.randint(shape.vocab, (4, 16), device=device)
+        tokens = torch.randint(shape.vocab_size, (4, 16), device=device)
         spread_head(model.lm_head.weight, model(input_ids=tokens, use_cache=False).logits)
     return model
 
@@ -52,7 +44,7 @@ def random_model(shape: ModelShape, dtype: str, device: str) -> Any:
 @torch.inference_mode()
 def spread_head(weight: torch.Tensor, logits: torch.Tensor) -> None:
     """Scale an output layer (V, H) in place, by logits (..., V) that it gives for a few contexts: ordinary tokens get a
-    standard deviation of 3, and some hundred candidates one of 9, of which few have nearly all of the mass (an entropy of
+    standard deviation of 3, some hundred candidates one of 9, and few of these nearly all of the mass (an entropy of
     about 1 nat). Gaussian logits alike would need top logits of 45 for that, and rounding errors grow with them."""
     weight.mul_(3.0 / float(logits.float().std()))
     weight[:: max(len(weight) // 512, 8)] *= 3.0
@@ -61,8 +53,8 @@ def spread_head(weight: torch.Tensor, logits: torch.Tensor) -> None:
 class SynchronizedModel(RaggedModel):
     """Waits for the device after a forward, whose time would else be that of its launches, the rest the sampler's."""
 
-    def forward_packed(self, *args: Any) -> RaggedOutput:
-        output = super().forward_packed(*args)
+    def forward(self, *args: Any) -> RaggedOutput:
+        output = super().forward(*args)
         synchronize(self.device.type)
         return output
 

@@ -1,6 +1,6 @@
 """The two files of a check, all figures as JSON and the measured hardware for the simulator as YAML, and its tables.
 
-Both files are replaced as a whole after every measurement, so they are readable at any time.
+Both are replaced as a whole after every measurement, so they are readable at any time.
 """
 
 from __future__ import annotations
@@ -15,57 +15,32 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from specactor_ray.benchmarks.gpu_check.settings import STAGES
 from specactor_ray.errors import InputError
 from specactor_ray.files import write_json, write_text
 
-Entry = Mapping[str, Any]
-
-_TABLES: Mapping[str, tuple[str, Sequence[str], str, Sequence[str]]] = {
-    "triton": ("the keyed sampler", ("rows",), "form", ("ms", "GB")),
-    "forwards": (
-        "a forward, ms: as a CUDA graph where one was captured, else eager",
-        ("shape", "context", "rows"),
-        "positions",
-        ("ms",),
-    ),
-    "flips": ("sampled tokens that differ from batch 1, length 1", ("batch", "length"), "T", ("per 1,000", "margin")),
-}
-"""Stage → title, columns that name a line, the column whose values become columns, and what is shown of each. Other
-stages are shown as they are."""
-_TITLES = {
-    "attention": "one layer of the product's attention, random queries, keys and values",
-    "engine": "steps of the hf engine, oracle drafts",
-    "end_to_end": "rollouts in one process, oracle drafter",
-    "vllm": "steps of the vllm engine, oracle drafts, beside vllm.LLM",
-}
-
 
 class Report:
-    """Figures on their way into the files.
-
-    Args:
-        path: The JSON file; the YAML lies beside it under the same stem.
-        head: What the file says before the stages.
-
-    Raises:
-        InputError: One of the files exists, or the folder cannot be written to.
-    """
+    """Figures on their way into the JSON file `path` and a YAML file beside it; `head` comes before the stages. Raises
+    InputError where one of them exists or cannot be written."""
 
     def __init__(self, path: Path, head: Mapping[str, Any]) -> None:
-        self.path, self.yaml_path = path, path.with_suffix(".yaml")
-        refuse_existing(path)
-        self.stages: dict[str, dict[str, Any]] = {}
+        self.path, self.yaml_path, self.stages = path, path.with_suffix(".yaml"), dict[str, dict[str, Any]]()
+        fix = "Fix: name another file with --output."
+        for file in (path, self.yaml_path):
+            if file.exists():
+                raise InputError(f"{file} exists and is never overwritten. {fix}")
         self.data = {"kind": "specactor gpu check", "version": 2, **head, "status": "running", "stages": self.stages}
         try:
             self.save()
         except OSError as error:
-            raise InputError(f"{path} cannot be written: {error}. Fix: name another file with --output.") from None
+            raise InputError(f"{path} cannot be written: {error}. {fix}") from None
 
     def close(self, interrupted: bool = False) -> None:
         """The run has ended: sum up the stages."""
         statuses = {entry["status"] for entry in self.stages.values()}
-        worst = [status for status in ("failed", "partial") if status in statuses]
-        self.data["status"] = "interrupted" if interrupted else (worst or ["complete"])[0]
+        worst = [status for status in ("failed", "partial", "complete") if status in statuses]
+        self.data["status"] = "interrupted" if interrupted else (worst or ["skipped"])[0]
         self.save()
 
     def save(self) -> None:
@@ -76,30 +51,14 @@ class Report:
             write_text(self.yaml_path, hardware_yaml(self.data, measured), shared=True)
 
 
-def refuse_existing(path: Path) -> None:
-    """Raises InputError when a file of this run exists."""
-    for file in (path, path.with_suffix(".yaml")):
-        if file.exists():
-            fix = "Fix: move it away, or name another file with --output."
-            raise InputError(f"{file} exists and is never overwritten. {fix}")
-
-
-def hardware_yaml(data: Mapping[str, Any], shapes: Mapping[str, Entry]) -> str:
-    """The measured hardware as the simulator reads it.
-
-    Written by hand, since a machine with a GPU may lack PyYAML. Numbers have no exponent: YAML 1.1 would take `4e-05`
-    for text.
-    """
-    scaled = [shape["scaled"] for shape in shapes.values() if shape.get("scaled")]
+def hardware_yaml(data: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
+    """The measured hardware for the simulator; by hand, since a machine with a GPU may lack PyYAML. Numbers have no
+    exponent: YAML 1.1 takes `4e-05` for text."""
     command = "scripts/gpu-check --dry-run" if data["dry_run"] else "scripts/gpu-check"
     source = f"{command}, {data['started'][:10]}, torch {data['torch']}"
-    lines = [
-        "kind: specactor hardware",
-        f"name: {slug(data['device'])}-measured",
-        f"device: {json.dumps(data['device'])}",
-        f"source: {json.dumps('; '.join([source, *scaled]))}",
-        "measured:",
-    ]
+    lines = ["kind: specactor hardware", f"name: {slug(data['device'])}-measured"]
+    lines += [f"{key}: {json.dumps(value)}" for key, value in (("device", data["device"]), ("source", source))]
+    lines += ["measured:"]
     for name, shape in shapes.items():
         lines += [f"  {name}:", "    gpus: 1"]
         for kind in ("graph", "eager"):
@@ -113,50 +72,36 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", device.lower().removeprefix("nvidia ")).strip("-") or "device"
 
 
-def tables(data: Mapping[str, Any]) -> Iterator[Table | str]:
-    """Tables of the stages that have figures, lines about what was not measured, and how each stage ended."""
-    for name, entry in data["stages"].items():
+def tables(stages: Mapping[str, Mapping[str, Any]]) -> Iterator[Table | str]:
+    """Each stage's points, other figures, and what was not measured; then how stages ended."""
+    for name, entry in stages.items():
+        yield f"{name}: {STAGES[name]}"
         if entry["points"]:
-            yield _points_table(name, entry["points"])
-        if name != "forwards" and entry["figures"]:
-            yield "\n".join(f"{name}: {key} {_cell(value)}" for key, value in entry["figures"].items())
-        if entry["not_measured"]:
-            yield "\n".join(f"{name}, not measured: {line}" for line in entry["not_measured"])
-    ended = [
-        {"stage": name, **{key: entry[key] for key in ("status", "seconds", "error")}}
-        for name, entry in data["stages"].items()
-    ]
-    yield _table("stages", ended)
+            yield _table(entry["points"])
+        if name != "forwards":  # all its figures are points, too
+            yield from (f"  {key}: {_cell(value)}" for key, value in entry["figures"].items())
+        yield from (f"  not measured: {line}" for line in entry["not_measured"])
+    ended = ("status", "seconds", "error")
+    yield _table([{"stage": name, **{key: entry[key] for key in ended}} for name, entry in stages.items()])
 
 
-def _points_table(name: str, points: Sequence[Entry]) -> Table:
-    if name not in _TABLES:
-        return _table(_TITLES.get(name, name), points)
-    title, keys, pivot, values = _TABLES[name]
-    lines: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for point in points:
-        line = lines.setdefault(tuple(point[key] for key in keys), {key: point[key] for key in keys})
-        line |= {f"{pivot} {point[pivot]}, {value}": point[value] for value in values if value in point}
-    return _table(title, list(lines.values()))
-
-
-def _table(title: str, lines: Sequence[Entry]) -> Table:
+def _table(lines: Sequence[Mapping[str, Any]]) -> Table:
     """A column for every key."""
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
+    table = Table(box=SIMPLE_HEAD)
     columns = list(dict.fromkeys(key for line in lines for key in line))
     for column in columns:
-        text = any(isinstance(line.get(column), str) for line in lines)
-        table.add_column(column, justify="left" if text else "right")
+        is_text = any(isinstance(line.get(column), str) for line in lines)
+        table.add_column(column, justify="left" if is_text else "right")
     for line in lines:
         table.add_row(*(_cell(line.get(column)) for column in columns))
     return table
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_cell(item)}" for key, item in value.items())
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "-" if value is None else str(value)
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from specactor_ray.benchmarks.gpu_check.stages import Stage, peak_gb
+from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling.keyed import sample_rows, warm_up
 from specactor_ray.sampling.rules import Rules
@@ -19,42 +19,38 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def measure_triton(stage: Stage) -> None:
-    """Fill `different`: per vocabulary, dtype and margins how 64 rows of all temperatures and filters differ from numba's,
-    empty if they do not. Then a point per number of rows and form, in ms, GB/s of logits read and peak GB above the
-    logits: the kernels alone per rule; at T=1 the product's call, with tokens to the host, and the torch form; and a
-    float32 softmax.
-
-    Raises:
-        RuntimeError: A token or a margin differs.
+    """Fill `different`: per vocabulary, dtype and margins how 64 rows of all temperatures and filters differ from
+    numba's, empty if they do not. Then a point per number of rows: ms of the kernels alone by rule, and GB/s of logits
+    that they read; of the product's call at T=1, with tokens to the host; of the torch form; and peak GB above the
+    logits. Raises RuntimeError where a token or a margin differs.
     """
     settings, different, reason = stage.settings, dict[str, str](), _why_not(stage.settings.device)
-    dtype = getattr(torch, settings.dtype)
     warm_up()
 
-    def compare(vocab: int, kind: str, margins: str) -> str:
+    def compare(vocab: int, dtype: str, margins: str) -> str:
         from specactor_ray.sampling.fused import difference
 
-        asked = (torch.device(settings.device), getattr(torch, kind), margins == "margins", vocab)
-        found: list[str] = []
+        asked, found = (torch.device(settings.device), getattr(torch, dtype), margins == "margins", vocab), list[str]()
         stage.seconds(lambda: found.append(difference(*asked)))
-        different[f"{vocab} {kind} {margins}"] = found[0]
+        different[f"{vocab} {dtype} {margins}"] = found[0]
         return found[0] or "equal"
 
     def measure(rows: int, form: str) -> str:
-        logits = (3.0 * torch.randn(rows, settings.sampler_vocab, device=settings.device)).to(dtype)
-        call = _call(logits, form)
+        logits = 3.0 * torch.randn(rows, settings.sampler_vocabs[-1], device=settings.device)
+        call = _call(logits := logits.to(getattr(torch, settings.dtype)), form)
         seconds = stage.median_s(call)
-        stage.point(
-            rows=rows, form=form, ms=1e3 * seconds, gb_per_s=1e-9 * logits.nbytes / seconds, **peak_gb(call, stage)
-        )
+        columns = {f"{form} ms": 1e3 * seconds, f"{form} GB": stage.peak_gb(call)}
+        if form == "T=1":
+            columns["gb_per_s"] = 1e-9 * logits.nbytes / seconds
+        stage.point({"rows": rows}, **{name: one for name, one in columns.items() if one is not None})
         return f"{1e3 * seconds:.3g} ms"
 
     if reason:
         stage.entry["not_measured"].append(f"the kernels: {reason}")
     else:
         stage.entry["figures"]["different"] = different
-        stage.each(itertools.product(settings.compared_vocabs, _DTYPES, ("tokens", "margins")), compare)
-    forms = [*([] if reason else _RULES), "product", "torch", "softmax"]
+        stage.each(itertools.product(settings.sampler_vocabs, _DTYPES, ("tokens", "margins")), compare)
+    forms = [*([] if reason else _RULES), "product", "torch"]
     stage.each(itertools.product(settings.sampler_rows, forms), measure)
     if wrong := [f"{name}: {found}" for name, found in different.items() if found]:
         raise RuntimeError("; ".join(wrong))
@@ -70,8 +66,6 @@ def _why_not(device: str) -> str:
 
 def _call(logits: torch.Tensor, form: str) -> Callable[[], object]:
     n = len(logits)
-    if form == "softmax":
-        return lambda: torch.softmax(logits, -1, dtype=torch.float32)
     if form in ("product", "torch"):
         params = [SamplingParams(seed=row) for row in range(n)]
         return lambda: sample_rows(logits, params, range(n), backend="torch" if form == "torch" else "auto")
