@@ -131,18 +131,19 @@ def run_stages(
     for index, (name, (weight, limit_s, function)) in enumerate(stages.items()):
         share_s = max(end - now(), 0.0) * weight / sum(weights[index:])
         stage = Stage(name, settings, now() + share_s, limit_s, changed, now)
+        stage.entry |= {"status": "interrupted", "seconds": 0.0, "error": ""}  # if that happens right here
         entries[name] = stage.entry
-        stage.entry |= {"status": "running", "seconds": 0.0, "error": ""}
-        changed(f"{name}: at most {share_s:.0f} s")
-        _run_stage(function, stage)
+        _run_stage(function, stage, share_s)
         gc.collect()  # a stage's models are gone before the next one makes its own
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def _run_stage(function: StageFunction, stage: Stage) -> None:
+def _run_stage(function: StageFunction, stage: Stage, share_s: float) -> None:
     begin, entry, status, error = stage.now(), stage.entry, "interrupted", ""
     try:
+        entry["status"] = "running"
+        stage.changed(f"{stage.name}: at most {share_s:.0f} s")
         function(stage)
         status = "complete" if not entry["not_measured"] else "partial" if entry["points"] else "skipped"
     except KeyboardInterrupt as interrupt:
