@@ -55,7 +55,7 @@ def test_cuda_samples_what_the_cpu_samples(temperature: float) -> None:
 
 
 def test_triton_kernels_are_exact_and_timed_on_this_gpu() -> None:
-    stage = Stage("triton", ON_GPU._replace(sampler_rows=(1, 128)), math.inf, math.inf)
+    stage = Stage("triton", ON_GPU._replace(sampler_rows=(1, 128)), math.inf)
     measure_triton(stage)
     different = stage.entry["figures"]["different"]
     assert len(different) == 6 * len(ON_GPU.sampler_vocabs) and not any(different.values())
@@ -65,7 +65,7 @@ def test_triton_kernels_are_exact_and_timed_on_this_gpu() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_on_this_gpu_does_not_depend_on_the_batch(dtype: str) -> None:
     """FlashAttention over pages in bf16; the masked call in float32, which it refuses."""
-    stage = Stage("attention", ON_GPU._replace(dtype=dtype), math.inf, math.inf)
+    stage = Stage("attention", ON_GPU._replace(dtype=dtype), math.inf)
     measure_attention(stage)
     for point in stage.entry["points"]:
         assert dtype == "float32" or point["row alone"] == 0.0, point

@@ -188,7 +188,7 @@ def test_a_bound_that_is_too_tight_is_seen(small_blocks: None, monkeypatch: pyte
 
 def test_the_stage_of_gpu_check_finds_equal_tokens(small_blocks: None) -> None:
     """With it the check that a device passes before it takes the kernels, in all dtypes."""
-    stage = Stage("triton", DRY_RUN._replace(sampler_rows=(2,), sampler_vocabs=(200,)), math.inf, math.inf)
+    stage = Stage("triton", DRY_RUN._replace(limit_s=math.inf, sampler_rows=(2,), sampler_vocabs=(200,)), math.inf)
     measure_triton(stage)
     different = stage.entry["figures"]["different"]
     assert len(different) == 6 and not any(different.values()) and not stage.entry["not_measured"]

@@ -44,13 +44,11 @@ def gpu_check(
     with signals_deferred():
         import torch
 
-        run_stages, functions = _functions()
+        run_stages, functions = _functions(chosen)
     on_gpu = torch.cuda.is_available()
     if not (on_gpu or dry_run):
-        raise InputError(
-            f"torch {torch.__version__} finds no CUDA device here. Fix: run this on a machine with a GPU and a CUDA "
-            "build of torch, or try the command itself with --dry-run (tiny shapes on the CPU)."
-        )
+        fix = "Fix: use a machine with a GPU and a CUDA build of torch, or add --dry-run (tiny shapes on the CPU)."
+        raise InputError(f"torch {torch.__version__} finds no CUDA device here. {fix}")
     if not on_gpu:
         torch.set_num_threads(1)  # tiny shapes gain nothing from threads that fight for cores
     name = torch.cuda.get_device_name() if on_gpu else f"cpu {platform.machine()}"
@@ -65,16 +63,10 @@ def gpu_check(
 
     settings = ON_GPU if not dry_run else DRY_RUN_ON_GPU if on_gpu else DRY_RUN
     try:
-        run_stages(
-            {one: functions[one] for one in STAGES if one in chosen},
-            settings,
-            report.stages,
-            changed,
-            begin + 60.0 * minutes,
-        )
+        run_stages(functions, settings, report.stages, changed, begin + 60.0 * minutes)
     except KeyboardInterrupt:
         report.close(interrupted=True)
-        say(console, f"[gpu-check] interrupted; what was measured is in {report.path}")
+        changed(f"interrupted; what was measured is in {report.path}")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     report.data["seconds"] = time.perf_counter() - begin
     report.close()
@@ -85,20 +77,21 @@ def gpu_check(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _functions() -> tuple[Any, dict[str, Any]]:
-    """What runs stages; and stage → its weight in the sharing of the time, longest step in seconds, function."""
+def _functions(chosen: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """What runs stages; and stage → its weight in the sharing of the time, function."""
     from specactor_ray.benchmarks.gpu_check import attention, flips, forwards, hardware, rollouts, triton_kernels, vllm
     from specactor_ray.benchmarks.gpu_check.stages import run_stages
 
-    return run_stages, {
-        "hardware": (3, 2.0, hardware.measure_hardware),
-        "triton": (10, 2.0, triton_kernels.measure_triton),
-        "attention": (6, 2.0, attention.measure_attention),
-        "forwards": (24, 2.0, forwards.measure_forwards),
-        "flips": (14, 2.0, flips.measure_flips),
-        "engine": (22, 2.0, rollouts.measure_engine),
-        "vllm": (30, 2.0, vllm.measure_vllm),
+    functions = {
+        "hardware": (3, hardware.measure_hardware),
+        "triton": (10, triton_kernels.measure_triton),
+        "attention": (6, attention.measure_attention),
+        "forwards": (24, forwards.measure_forwards),
+        "flips": (14, flips.measure_flips),
+        "engine": (22, rollouts.measure_engine),
+        "vllm": (30, vllm.measure_vllm),
     }
+    return run_stages, {name: function for name, function in functions.items() if name in chosen}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,7 +6,6 @@ Both are replaced as a whole after every measurement, so they are readable at an
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,14 +37,18 @@ class Report:
 
     def close(self, interrupted: bool = False) -> None:
         """The run has ended: sum up the stages."""
-        statuses = {entry["status"] for entry in self.stages.values()}
-        worst = [status for status in ("failed", "partial", "complete") if status in statuses]
-        self.data["status"] = "interrupted" if interrupted else (worst or ["skipped"])[0]
+        found = [entry["status"] for entry in self.stages.values()]
+        order = ("interrupted", "failed", "partial", "complete", "skipped")
+        self.data["status"] = "interrupted" if interrupted else min(found, key=order.index)
         self.save()
 
     def save(self) -> None:
         """Write both files; the YAML once forwards were measured."""
-        write_json(self.path, _plain(self.data), shared=True)
+        text = json.dumps(self.data, default=str)  # six significant digits; null for NaN, which JSON has not
+        plain = json.loads(
+            text, parse_float=lambda number: float(f"{float(number):.6g}"), parse_constant=lambda _: None
+        )
+        write_json(self.path, plain, shared=True)
         shapes = self.stages.get("forwards", {}).get("figures", {})
         if measured := {name: shape for name, shape in shapes.items() if shape["graph"] or shape["eager"]}:
             write_text(self.yaml_path, hardware_yaml(self.data, measured), shared=True)
@@ -103,14 +106,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return "-" if value is None else str(value)
-
-
-def _plain(value: Any) -> Any:
-    """Floats with six significant digits; those that are not finite as null, which JSON can hold."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value

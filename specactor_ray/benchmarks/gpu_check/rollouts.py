@@ -82,7 +82,7 @@ class Batch:
         """Decode the requests and add a point: tokens/s, prompts included, and times plain's; acceptance length (tokens
         a row and step); median ms of a step, means of its forward, sampling and Python; requests whose tokens are not
         plain's. Ways: `plain`; `k=3`, three drafts a row; `auto`, as many as pay, by the product's policy."""
-        self._decode(way, _WARM_UP_TOKENS)
+        self._decode(way, _WARM_UP_TOKENS, warm_up=True)  # compiles and allocates
         outputs, steps, counters = self._decode(way, self._settings.tokens)
         if way == "plain":
             self._plain, self._plain_s = outputs, sum(steps)
@@ -99,7 +99,9 @@ class Batch:
         self._stage.point({**self._key, "way": way}, **point)
         return f"{point['tokens/s']:.0f} tokens/s, {point['step ms']:.2f} ms a step"
 
-    def _decode(self, way: str, tokens: int) -> tuple[dict[str, list[int]], list[float], dict[str, Any]]:
+    def _decode(
+        self, way: str, tokens: int, warm_up: bool = False
+    ) -> tuple[dict[str, list[int]], list[float], dict[str, Any]]:
         """Outputs of this length, seconds of each step, and the loop's counters. Leaves the engine free."""
         fixed, vocab_size, steps = int(way.partition("=")[2] or 0), self._engine.vocab_size, list[float]()
         verify, race = (VerifyPolicy.all, RaceName.always) if fixed else (VerifyPolicy.auto, RaceName.off)
@@ -113,7 +115,9 @@ class Batch:
         verifier.submit([replace(one, sampling=replace(one.sampling, max_tokens=tokens)) for one in self._requests])
         try:
             while working.pop():
-                steps.append(self._stage.step(lambda: working.append(verifier.run_once()), len(steps), 2 * tokens))
+                call = lambda: working.append(verifier.run_once())  # noqa: E731
+                stage = self._stage
+                steps.append(stage.seconds(call) if warm_up else stage.step(call, len(steps), 2 * tokens))
         finally:
             for row in range(len(drafting.table.requests)):
                 self._engine.remove(row)

@@ -60,6 +60,8 @@ class Settings(NamedTuple):
     dtype: str
     copy_bytes: int
     matmul_size: int
+    limit_s: float
+    """Longest step: a measurement with a longer one is abandoned."""
     sampler_rows: tuple[int, ...]
     sampler_vocabs: tuple[int, ...]
     """Tokens are compared in all of them; the last one is timed."""
@@ -71,7 +73,6 @@ class Settings(NamedTuple):
     forward_rows: tuple[int, ...]
     forward_positions: tuple[int, ...]
     forward_contexts: tuple[int, ...]
-    """One after the other: a run that is cut has whole grids of the first ones."""
     flip_rows: int
     """Rows that are compared; larger batches have others beside them."""
     flip_context: int
@@ -96,7 +97,7 @@ LARGE = ModelShape("qwen2.5-7b", 28, 3584, 28, 4, 18_944, 152_064)
 TINY = ModelShape("dry-run", 2, 64, 2, 1, 96, 512)
 
 ON_GPU = Settings(
-    device="cuda", dtype="bfloat16", copy_bytes=4 << 30, matmul_size=8192,
+    device="cuda", dtype="bfloat16", copy_bytes=4 << 30, matmul_size=8192, limit_s=2.0,
     sampler_rows=(1, 128, 512, 1152, 2304), sampler_vocabs=(6016, 50_257, SMALL.vocab_size),
     shapes=(LARGE, SMALL),
     attention_rows=(1, 128), attention_queries=(1, 4), attention_lengths=range(1000, 1008),
@@ -107,7 +108,7 @@ ON_GPU = Settings(
     ways=("plain", "k=3", "k=8", "auto"), accuracy=0.7, prompt=128, tokens=64,
 )  # fmt: skip
 DRY_RUN = Settings(
-    device="cpu", dtype="float32", copy_bytes=1 << 20, matmul_size=64,
+    device="cpu", dtype="float32", copy_bytes=1 << 20, matmul_size=64, limit_s=60.0,
     sampler_rows=(1, 8), sampler_vocabs=(300, TINY.vocab_size),
     shapes=(TINY,),
     attention_rows=(1, 4), attention_queries=(1, 3), attention_lengths=range(20, 23),

@@ -36,8 +36,6 @@ class Stage:
     settings: Settings
     deadline: float
     """On the clock of `now`."""
-    limit_s: float
-    """Longest step; a measurement with a longer one is abandoned."""
     changed: Callable[[str], None] = lambda line: None
     """Called with a line of progress when `entry` has changed."""
     now: Callable[[], float] = time.perf_counter
@@ -47,10 +45,9 @@ class Stage:
     def point(self, key: Mapping[str, Any], **columns: Any) -> None:
         """Add columns to the line of the table that has this key."""
         points = self.entry["points"]
-        line = next((point for point in points if point.items() >= key.items()), None)
-        if line is None:
-            points.append(line := dict(key))
-        line |= columns
+        if not any(point.items() >= key.items() for point in points):
+            points.append(dict(key))
+        next(point for point in points if point.items() >= key.items()).update(columns)
 
     def each(self, points: Iterable[tuple[Any, ...]], measure: Callable[..., str]) -> None:
         """Call `measure` with every point; it returns a line of progress. What goes wrong with one is noted."""
@@ -79,9 +76,9 @@ class Stage:
 
     def step(self, call: Callable[[], object], done: int, of: int) -> float:
         """`seconds` of call number `done` of `of`, from 0. Raises TooSlow above the limit."""
-        seconds = self.seconds(call)
-        if seconds > self.limit_s:
-            took = f"a step took {seconds:.3g} s, slower than its limit of {self.limit_s:g} s"
+        seconds, limit_s = self.seconds(call), self.settings.limit_s
+        if seconds > limit_s:
+            took = f"a step took {seconds:.3g} s, slower than its limit of {limit_s:g} s"
             raise TooSlow(f"{took}: {done} of {of} steps measured")
         return seconds
 
@@ -110,27 +107,20 @@ def synchronize(device: str) -> None:
 
 
 def run_stages(
-    stages: Mapping[str, tuple[float, float, StageFunction]],
+    stages: Mapping[str, tuple[float, StageFunction]],
     settings: Settings,
     entries: dict[str, dict[str, Any]],
     changed: Callable[[str], None],
     end: float,
     now: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Run all stages; what one leaves of its time is shared by those after it.
-
-    Args:
-        stages: Name → weight in the sharing of the time, longest step in seconds, function.
-        settings: What is measured.
-        entries: Takes `Stage.entry` of each stage with its status (`running`, `complete`, `partial`, `skipped`,
-            `failed` or `interrupted`), seconds and error.
-        changed: See `Stage`.
-        end: When all should be done, on the clock of `now`.
-    """
-    weights = [weight for weight, _, _ in stages.values()]
-    for index, (name, (weight, limit_s, function)) in enumerate(stages.items()):
+    """Run stages (name → weight in the sharing of the time, function) up to `end`; what one leaves of its time goes to
+    those after it. `entries` takes their `Stage.entry` with `status` (`running`, `complete`, `partial`, `skipped`,
+    `failed` or `interrupted`), `seconds` and `error`."""
+    weights = [weight for weight, _ in stages.values()]
+    for index, (name, (weight, function)) in enumerate(stages.items()):
         share_s = max(end - now(), 0.0) * weight / sum(weights[index:])
-        stage = Stage(name, settings, now() + share_s, limit_s, changed, now)
+        stage = Stage(name, settings, now() + share_s, changed, now)
         stage.entry |= {"status": "interrupted", "seconds": 0.0, "error": ""}  # if that happens right here
         entries[name] = stage.entry
         _run_stage(function, stage, share_s)

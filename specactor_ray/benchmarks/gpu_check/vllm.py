@@ -42,12 +42,12 @@ def measure_vllm(stage: Stage) -> None:
 
     def measure(cell: Cell, engine: str) -> str:
         begin = stage.now()
-        with tempfile.TemporaryDirectory() as folder:
-            target = _target(stage.settings, cell, folder)
-            try:
-                (_measure_peer if engine == "vllm.LLM" else _measure_ours)(stage, engine, cell, target)
-            except TimeoutError:
-                raise OutOfTime from None
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                run = _measure_peer if engine == "vllm.LLM" else _measure_ours
+                run(stage, engine, cell, _target(stage.settings, cell, folder))
+        except TimeoutError:
+            raise OutOfTime from None
         return f"{stage.now() - begin:.0f} s with its start"
 
     stage.each(itertools.product(stage.settings.vllm_cells, _ENGINES), measure)
@@ -59,16 +59,12 @@ def _target(settings: Settings, cell: Cell, folder: str) -> TargetConfig:
     save_file({"none": torch.zeros(1)}, Path(folder, "model.safetensors"))
     tokens = settings.prompt + settings.tokens + WINDOW + 1
     return TargetConfig(
-        model=folder,
-        dtype=cell.dtype,
-        max_model_len=tokens,
-        max_batch=cell.rows,
+        model=folder, dtype=cell.dtype, compiled=settings.device == "cuda", max_model_len=tokens, max_batch=cell.rows,
         max_step_tokens=max(STEP_TOKENS, cell.rows * (1 + WINDOW)),
         kv_cache_gb=2 * cell.shape.cache_bytes(cell.rows * (tokens + 256), 4) / 2**30,
-        compiled=settings.device == "cuda",
         # The process that asks holds some of the GPU's memory, too.
         engine_arguments={"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.85},
-    )
+    )  # fmt: skip
 
 
 def _measure_peer(stage: Stage, engine: str, cell: Cell, target: TargetConfig) -> None:
@@ -81,18 +77,18 @@ def _measure_peer(stage: Stage, engine: str, cell: Cell, target: TargetConfig) -
 
 
 def _measure_ours(stage: Stage, engine: str, cell: Cell, target: TargetConfig) -> None:
-    work = (engine, cell, target, stage.settings, stage.deadline - stage.now(), stage.limit_s)
+    work = (engine, cell, target, stage.settings, stage.deadline - stage.now())
     entry = run_in_child(_in_child, work, f"vllm {engine}", stage.changed, stage.deadline - stage.now())
     for name in ("points", "not_measured"):
         stage.entry[name] += entry[name]
 
 
-def _in_child(work: tuple[str, Cell, TargetConfig, Settings, float, float], report: Report) -> dict[str, Any]:
-    """The entry of a stage of so many seconds, with this limit of a step."""
+def _in_child(work: tuple[str, Cell, TargetConfig, Settings, float], report: Report) -> dict[str, Any]:
+    """The entry of a stage that has so many seconds."""
     from specactor_ray.target.vllm import VllmEngine
 
-    name, cell, target, settings, seconds, limit_s = work
-    stage, graphs = Stage("vllm", settings, 0.0, limit_s, report), Counter[str]()
+    name, cell, target, settings, seconds = work
+    stage, graphs = Stage("vllm", settings, 0.0, report), Counter[str]()
     stage.deadline = stage.now() + seconds
     engine = VllmEngine.from_config(target, _ENGINES[name])
     engine.count_graphs(graphs)
