@@ -60,6 +60,8 @@ class CachedProposer(SlotProposer):
         slots, ends, rows = slots[:count], ends[:count], self._rows[slots[:count]]
         self._cache.truncate(rows, lengths[:count])
         short = np.flatnonzero(ends > self._cache.room(rows))
+        if not len(short):
+            return slots, ends, rows
         for i in short.tolist():
             if not self._cache.reserve(int(rows[i]), int(ends[i])):
                 self._give_up(int(slots[i]))

@@ -4,8 +4,8 @@ The positions of all rows are concatenated into one sequence `(1, N)`: linear la
 padding. Only attention has to tell rows apart: the model is called with `ragged_batch=RaggedBatch(...)`, which
 transformers hands through to this function in every layer. Nothing here waits for the device.
 
-GPUs run FlashAttention over the pages in place (`torch.nn.attention.varlen`), and what it refuses a masked call over
-gathered keys.
+All rows are one call that reads the pages in place: compiled by us on CPUs, FlashAttention on GPUs
+(`torch.nn.attention.varlen`). What FlashAttention refuses is a masked call over gathered keys.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specactor_ray.errors import ModelLoadError
+from specactor_ray.models.cpu_attention import attend_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.ragged import begins, places
 
@@ -36,7 +37,7 @@ _LEAST_QUERIES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class AttentionRules:
     """How a layer attends, beside causality."""
 
     scaling: float
@@ -57,6 +58,9 @@ class RaggedBatch:
         rows: int `(n,)`, each with room for its new tokens.
         counts: int64 `(n,)` new tokens of each row, at least 1.
         arrays: Whatever else the forward needs on the device.
+
+    Raises:
+        ValueError: A row has no room, so that it would write into pages of others.
     """
 
     def __init__(self, cache: PagedCache, rows: np.ndarray, counts: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
@@ -66,9 +70,12 @@ class RaggedBatch:
         """int64 `(n + 1,)`: where the queries of each row begin."""
         self.lengths = cached + counts
         """int64 `(n,)`: keys of each row."""
+        if (self.lengths > cache.room(rows)).any():
+            raise ValueError("a row has no room for its new tokens; reserve it first")
         self.pages = cache.page_table(rows, self.lengths)
         """int32 `(n, most pages)`."""
         self.num_tokens = int(self.starts[-1])
+        self.most_queries, self.most_keys = int(counts.max()), int(self.lengths.max())
         positions = places(cached, counts)
         slots = self.pages[np.repeat(np.arange(len(rows)), counts), positions // size] * np.int64(size)
         per_row = (self.starts, begins(self.lengths), self.lengths, self.pages)
@@ -79,7 +86,7 @@ class RaggedBatch:
         self.device_starts, self.device_key_starts, self.device_lengths, self.device_pages = on_device[-4:]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
         """Store new keys and values, and attend. Shapes as in `ragged_attention`."""
         cache, used = self.cache, self.num_tokens
@@ -103,7 +110,7 @@ class ShapeProbe:
         self.shapes: dict[int, LayerShape] = {}
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
@@ -148,26 +155,39 @@ def ragged_attention(
         raise ModelLoadError(
             f"{type(module).__name__} does not pass keyword arguments to its attention, so this engine cannot serve it"
         )
-    rules = Rules(1 / math.sqrt(query.shape[3]) if scaling is None else scaling, sliding_window, softcap, s_aux)
+    rules = AttentionRules(
+        1 / math.sqrt(query.shape[3]) if scaling is None else scaling, sliding_window, softcap, s_aux
+    )
     return ragged_batch.attend(int(module.layer_idx), query, key, value, rules), None  # type: ignore[arg-type]
 
 
-Attention = Callable[[RaggedBatch, int, torch.Tensor, Rules], torch.Tensor]
+Attention = Callable[[RaggedBatch, int, torch.Tensor, AttentionRules], torch.Tensor]
 """(batch, layer, queries `(N, heads, dim)`, rules) → `(N, heads, value_dim)`. N counts the padding behind the last row,
 where anything may come out."""
 
 
-def attention_for(cache: PagedCache, heads: int, shape: LayerShape, rules: Rules) -> Attention:
+def attention_for(cache: PagedCache, heads: int, shape: LayerShape, rules: AttentionRules) -> Attention:
     """What serves a layer."""
+    if cache.device.type == "cpu":
+        return attend_on_cpu
     extras = "soft-capped scores" if rules.softcap else "attention sinks" if rules.sinks is not None else ""
     refused = why_masked(cache.device, cache.keys[0].dtype, cache.page_size, heads, shape, extras)
     return attend_masked if refused else attend_varlen
 
 
+def attend_on_cpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
+    """An `Attention` of all models on CPUs."""
+    cache = batch.cache
+    return attend_pages(
+        query, cache.keys[layer], cache.values[layer], batch.pages, batch.starts, batch.lengths,
+        scaling=rules.scaling, window=rules.window, softcap=rules.softcap, sinks=rules.sinks,
+    )  # fmt: skip
+
+
 # ---- FlashAttention over pages ----
 
 
-def attend_varlen(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Rules) -> torch.Tensor:
+def attend_varlen(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
     """An `Attention` of models in half precision. One split of the keys makes a row independent of the others; more
     give wrong results over pages (pytorch issue 194167)."""
     from torch.nn.attention.varlen import varlen_attn
@@ -179,8 +199,8 @@ def attend_varlen(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Ru
         values,
         batch.device_starts,
         batch.device_key_starts,
-        int(batch.counts.max()),
-        int(batch.lengths.max()),
+        batch.most_queries,
+        batch.most_keys,
         scale=rules.scaling,
         window_size=(-1 if rules.window is None else rules.window - 1, 0),
         enable_gqa=query.shape[1] != keys.shape[2],
@@ -198,7 +218,7 @@ def why_masked(
 ) -> str:
     """Why `attend_varlen` cannot serve such layers, by trying it; empty where it can. The log has it once."""
     reason = extras or _refusal(device, dtype, page_size, heads, shape)
-    if reason and device.type == "cuda":
+    if reason:
         logger.warning("attention of %d heads of %d with a mask over gathered keys: %s", heads, shape.key_dim, reason)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every shape
     return reason
@@ -215,7 +235,7 @@ def _refusal(device: torch.device, dtype: torch.dtype, page_size: int, heads: in
     batch = RaggedBatch(cache, np.array([row]), np.ones(1, np.int64), ())
     query = torch.zeros(1, heads, shape.key_dim, dtype=dtype, device=device)
     try:
-        result = attend_varlen(batch, 0, query, Rules(1.0, None, None, None))
+        result = attend_varlen(batch, 0, query, AttentionRules(1.0, None, None, None))
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         return str(error).splitlines()[0]
     return "" if bool((result == 1).all()) else "it reads behind the end of a row"
@@ -258,7 +278,7 @@ class _Group:
         return self._masks[window, shared, dtype]
 
 
-def attend_masked(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Rules) -> torch.Tensor:
+def attend_masked(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
     """An `Attention` of all models. Heads that share keys become queries: keys are not repeated for them."""
     keys, values = batch.cache.keys[layer].flatten(0, 1), batch.cache.values[layer].flatten(0, 1)
     heads, kv_heads = query.shape[1], keys.shape[1]
@@ -276,7 +296,9 @@ def attend_masked(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Ru
     return output
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rules: AttentionRules
+) -> torch.Tensor:
     """Queries `(rows, kv_heads, shared * queries, dim)`, keys and values `(rows, kv_heads, keys, dim)`."""
     if rules.softcap is None and rules.sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rules.scaling)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 from specactor_ray.errors import InputError, ModelLoadError
 from specactor_ray.messages import SamplingParams
+from specactor_ray.models import ragged_attention
+from specactor_ray.models.ragged_attention import Attention, attend_masked, attend_on_cpu
 from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
 from specactor_ray.models.wire import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
@@ -38,6 +41,21 @@ def make(*args: Any, **limits: Any) -> Driver:
 
 
 class TestConformance(ModelConformance):
+    @classmethod
+    def make_engine(cls, **limits: Any) -> TargetEngine:
+        return raw(**limits)
+
+
+class TestConformanceOfMaskedAttention(ModelConformance):
+    """What GPUs use where FlashAttention refuses, on the CPU."""
+
+    @pytest.fixture(autouse=True, scope="class")
+    @staticmethod
+    def masked() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ragged_attention, "attention_for", lambda *_: attend_masked)
+            yield
+
     @classmethod
     def make_engine(cls, **limits: Any) -> TargetEngine:
         return raw(**limits)
@@ -210,6 +228,7 @@ def tiny_random(config_class: str, **overrides: Any) -> Any:
     return model.eval()
 
 
+@pytest.mark.parametrize("attention", [attend_on_cpu, attend_masked])
 @pytest.mark.parametrize(
     ("config_class", "overrides"),
     [
@@ -221,7 +240,9 @@ def tiny_random(config_class: str, **overrides: Any) -> Any:
         ("PhiConfig", {}),
     ],
 )
-def test_other_architectures_match_their_own_forward(config_class: str, overrides: dict[str, Any]) -> None:
+def test_other_architectures_match_their_own_forward(
+    config_class: str, overrides: dict[str, Any], attention: Attention, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy tokens under drafts equal an argmax loop over fresh, uncached forwards of the library's own attention."""
     reference = tiny_random(config_class, **overrides)
     prompts = [tuple(range(3, 3 + n)) for n in (4, 11)]
@@ -232,6 +253,7 @@ def test_other_architectures_match_their_own_forward(config_class: str, override
             with torch.no_grad():
                 context.append(int(reference(torch.tensor([context]), use_cache=False).logits[0, -1].argmax()))
         expected[str(i)] = context[len(prompt) :]
+    monkeypatch.setattr(ragged_attention, "attention_for", lambda *_: attention)
     engine = Driver(HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20)))
     for i, prompt in enumerate(prompts):
         engine.add(TargetRequest(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=16)))

@@ -94,6 +94,9 @@ def test_a_fork_takes_no_page_before_one_of_the_two_writes() -> None:
     before = cache.free_slots
     fork = cache.fork(row)
     assert cache.free_slots == before and cache.room(np.array([row, fork])).tolist() == [0, 0]
+    for shared in (row, fork):
+        with pytest.raises(ValueError, match="no room"):
+            write(cache, shared, [7])
     assert cache.reserve(fork, 7) and cache.free_slots == before - 4, "the page in which it goes on is copied"
     assert cache.reserve(row, 8) and cache.free_slots == before - 4, "it is the row's own again"
     write(cache, fork, [9])
