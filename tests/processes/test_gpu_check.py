@@ -46,7 +46,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     hiding = tmp_path / "hiding"
     hiding.mkdir()
     (hiding / "sitecustomize.py").write_text(HIDE)
-    return {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(hiding)}
+    return {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(hiding), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def numbers(value: Any) -> Iterator[float]:

@@ -23,20 +23,17 @@ from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
 
 _KERNELS = {
-    "_flash_attention_forward": "flash over pages",
-    "_scaled_dot_product_flash": "flash",
-    "_scaled_dot_product_cudnn": "cudnn",
-    "_scaled_dot_product_efficient": "efficient",
-    "_scaled_dot_product_attention_math": "math",
-}
+    "_varlen_attn": "flash over pages", "_scaled_dot_product_flash": "flash", "_scaled_dot_product_cudnn": "cudnn",
+    "_scaled_dot_product_efficient": "efficient", "_scaled_dot_product_attention_math": "math",
+}  # fmt: skip
 """Part of the name of torch's operator → the kernel it stands for."""
 
 
 def measure_attention(stage: Stage) -> None:
-    """Fill a point per number of rows and of queries, the new tokens of each: milliseconds of the first call at each of
-    some new lengths (the longest) and of the second (median); of one layer once a step's arrays are made, and GB/s of
-    keys and values there; the kernel; and the largest difference, relative to the largest output, of a row's outputs
-    from those of the row alone, and of its queries one by one (0: bitwise equal)."""
+    """Fill a point per number of rows and of queries, the new tokens of each: ms of the first call at each of some new
+    lengths (the longest) and of the second (median); of a layer once a step's arrays are made, with GB/s of keys and
+    values; and how far a row's outputs are from those of the row alone, and of its queries one by one, relative to the
+    largest (0: the same bits)."""
     settings, task = stage.settings, Attention(stage.settings)
     lengths = settings.attention_lengths
 

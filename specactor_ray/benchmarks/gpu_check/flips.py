@@ -63,7 +63,7 @@ class _Task:
     def sample(self, batch: int, length: int) -> Sampled:
         """Tokens of all compared rows and positions."""
         s = self._settings
-        found = {temperature: np.zeros((2, s.flip_rows, s.flip_tokens)) for temperature in TEMPERATURES}
+        found = {t: np.zeros((2, s.flip_rows, s.flip_tokens)) for t in TEMPERATURES}
         self._model.cache.truncate(self._rows, s.flip_context)
         parts = list(itertools.product(range(0, s.flip_rows, batch), range(0, s.flip_tokens, length)))
         for done, (row, position) in enumerate(parts):
@@ -72,17 +72,13 @@ class _Task:
         return found
 
     def _sample(self, rows: slice, position: int, length: int, found: Sampled) -> None:
-        logits, positions = (
-            self._forward(rows, self._settings.flip_context + position, length),
-            range(position, position + length),
-        )
-        places = list(itertools.product(range(self._settings.flip_rows)[rows], positions))
+        logits = self._forward(rows, self._settings.flip_context + position, length)
+        span, seeds = slice(position, position + length), range(self._settings.flip_rows)[rows]
+        at = [*range(position, position + length)] * len(seeds)
         for temperature, out in found.items():
-            params = [SamplingParams(temperature, seed=row) for row, _ in places]
-            at = [place for _, place in places]
-            sampled = sample_rows(logits[: len(places)], params, at, record_margins=True)
-            columns = np.array([sampled.token_ids, sampled.margins]).reshape(2, -1, length)
-            out[:, rows, position : position + length] = columns
+            params = [SamplingParams(temperature, seed=row) for row in seeds for _ in range(length)]
+            sampled = sample_rows(logits[: len(at)], params, at, record_margins=True)
+            out[:, rows, span] = np.array([sampled.token_ids, sampled.margins]).reshape(2, -1, length)
 
     def _forward(self, rows: slice, begin: int, count: int) -> torch.Tensor:
         tokens, n = self._tokens[rows, begin : begin + count], len(self._rows[rows])

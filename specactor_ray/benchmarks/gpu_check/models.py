@@ -25,16 +25,12 @@ def qwen_config(shape: ModelShape) -> Any:
 def random_model(shape: ModelShape, dtype: str, device: str) -> Any:
     """A `Qwen2ForCausalLM` with transformers' initial weights, its logits spread like those of a trained model."""
     with signals_deferred():
-        from transformers import Qwen2ForCausalLM
+        from transformers import AutoModelForCausalLM
 
-    before = torch.get_default_dtype()
     torch.manual_seed(0)
-    try:
-        torch.set_default_dtype(getattr(torch, dtype))
-        with torch.device(device):
-            model = Qwen2ForCausalLM(qwen_config(shape)).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(qwen_config(shape), dtype=getattr(torch, dtype))
+    model.eval().requires_grad_(False)
     with torch.inference_mode():
         tokens = torch.randint(shape.vocab_size, (4, 16), device=device)
         spread_head(model.lm_head.weight, model(input_ids=tokens, use_cache=False).logits)

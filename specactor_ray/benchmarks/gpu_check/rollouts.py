@@ -111,13 +111,17 @@ class Batch:
         drafter = DraftLoop("oracle-0", oracle)
         spec = DrafterSpec(oracle.method, window=config.window, traits=oracle.traits)
         hosted = HostedDrafter(spec, Link(direct_sender(drafter.deliver)), drafter)
-        verifier, working = VerifyLoop(self._engine, drafting, [] if way == "plain" else [hosted]), [True]
+        verifier = VerifyLoop(self._engine, drafting, [] if way == "plain" else [hosted])
         verifier.submit([replace(one, sampling=replace(one.sampling, max_tokens=tokens)) for one in self._requests])
+        working, stage = True, self._stage
+
+        def advance() -> None:
+            nonlocal working
+            working = verifier.run_once()
+
         try:
-            while working.pop():
-                call = lambda: working.append(verifier.run_once())  # noqa: E731
-                stage = self._stage
-                steps.append(stage.seconds(call) if warm_up else stage.step(call, len(steps), 2 * tokens))
+            while working:
+                steps.append(stage.seconds(advance) if warm_up else stage.step(advance, len(steps), 2 * tokens))
         finally:
             for row in range(len(drafting.table.requests)):
                 self._engine.remove(row)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from specactor_ray.benchmarks.gpu_check.settings import Settings
-from specactor_ray.signals import interruption
 
 _FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.15
 """Timed calls of a figure: as many as fit into this time, within these bounds."""
@@ -135,10 +134,9 @@ def _run_stage(function: StageFunction, stage: Stage, share_s: float) -> None:
         entry["status"] = "running"
         stage.changed(f"{stage.name}: at most {share_s:.0f} s")
         function(stage)
-        status = "complete" if not entry["not_measured"] else "partial" if entry["points"] else "skipped"
-    except KeyboardInterrupt as interrupt:
-        error = interruption(interrupt)
-        raise
+        status = (
+            "complete" if not entry["not_measured"] else "partial" if entry["points"] or entry["figures"] else "skipped"
+        )
     except Exception as failure:  # noqa: BLE001 - whatever breaks one stage, the others are measured
         lines = f"{type(failure).__name__}: {failure}".strip().splitlines()
         status, error = "failed", " ... ".join(dict.fromkeys((lines[0], lines[-1])))

@@ -22,8 +22,7 @@ def measure_triton(stage: Stage) -> None:
     """Fill `different`: per vocabulary, dtype and margins how 64 rows of all temperatures and filters differ from
     numba's, empty if they do not. Then a point per number of rows: ms of the kernels alone by rule, and GB/s of logits
     that they read; of the product's call at T=1, with tokens to the host; of the torch form; and peak GB above the
-    logits. Raises RuntimeError where a token or a margin differs.
-    """
+    logits. Raises RuntimeError where a token or a margin differs."""
     settings, different, reason = stage.settings, dict[str, str](), _why_not(stage.settings.device)
     warm_up()
 
