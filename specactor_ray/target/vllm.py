@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -129,7 +128,7 @@ class VllmEngine:
     def wake(self) -> None:
         self._core.wake()
 
-    def count_graphs(self, counts: Counter[str]) -> None:
+    def count_graphs(self, counts: dict[str, int]) -> None:
         """See `EngineCoreHandle.count_graphs`."""
         self._core.count_graphs(counts)
 

@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,7 +191,7 @@ class EngineCoreHandle:
         )
         return step
 
-    def count_graphs(self, counts: Counter[str]) -> None:
+    def count_graphs(self, counts: dict[str, int]) -> None:
         """Count the plans of steps from now on by the CUDA graphs that they take: `FULL`, `PIECEWISE` or `NONE`. For a
         single rank."""
         dispatcher = self._core.model_executor.driver_worker.worker.model_runner.cudagraph_dispatcher
@@ -200,7 +199,7 @@ class EngineCoreHandle:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             found = plan(*args, **kwargs)
-            counts[found[0].name] += 1
+            counts[found[0].name] = counts.get(found[0].name, 0) + 1
             return found
 
         dispatcher.dispatch = counted
