@@ -87,7 +87,7 @@ def _in_child(work: tuple[str, Cell, TargetConfig, Settings, float], report: Rep
     from specactor_ray.target.vllm import VllmEngine
 
     name, cell, target, settings, seconds = work
-    stage, graphs = Stage("vllm", settings, 0.0, report), dict[str, int]()
+    stage, graphs = Stage(f"vllm, {name}", settings, 0.0, report), dict[str, int]()
     stage.deadline = stage.now() + seconds
     engine = VllmEngine.from_config(target, _ENGINES[name])
     engine.count_graphs(graphs)
