@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specactor_ray.errors import ModelLoadError
-from specactor_ray.models.cpu_attention import attend_pages
+from specactor_ray.models.cpu_attention import PageRows, Rotary, attend_pages, store_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.ragged import begins, places
 
@@ -86,15 +86,33 @@ class RaggedBatch:
         self.device_starts, self.device_key_starts, self.device_lengths, self.device_pages = on_device[-4:]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rules: AttentionRules,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        """Store new keys and values, and attend. Shapes as in `ragged_attention`."""
+        """Store new keys and values, and attend. Shapes as in `ragged_attention`.
+
+        Args:
+            rotary: Cosines and sines `(N, angles)` by which queries and keys are still to be rotated; on CPUs alone.
+        """
         cache, used = self.cache, self.num_tokens
+        attention = attention_for(cache, query.shape[1], LayerShape(key.shape[1], key.shape[3], value.shape[3]), rules)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        if attention is attend_on_cpu:
+            store_pages(key, value, cache.keys[layer], cache.values[layer], self.slots, rotary)
+            return attend_on_cpu(self, layer, query, rules, rotary)[None]
         for pool, new in ((cache.keys[layer], key), (cache.values[layer], value)):
-            pool.flatten(0, 1).index_copy_(0, self.slots, new[0].transpose(0, 1)[:used])
-        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-        attention = attention_for(cache, query.shape[1], shape, rules)
-        return attention(self, layer, query[0].transpose(0, 1), rules)[None]
+            pool.flatten(0, 1).index_copy_(0, self.slots, new[:used])
+        return attention(self, layer, query, rules)[None]
+
+    @functools.cached_property
+    def page_rows(self) -> PageRows:
+        """What attention on CPUs reads."""
+        return PageRows(self.pages, self.starts, self.lengths)
 
     @functools.cached_property
     def groups(self) -> list[_Group]:
@@ -175,12 +193,14 @@ def attention_for(cache: PagedCache, heads: int, shape: LayerShape, rules: Atten
     return attend_masked if refused else attend_varlen
 
 
-def attend_on_cpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
+def attend_on_cpu(
+    batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules, rotary: Rotary | None = None
+) -> torch.Tensor:
     """An `Attention` of all models on CPUs."""
-    cache = batch.cache
+    keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     return attend_pages(
-        query, cache.keys[layer], cache.values[layer], batch.pages, batch.starts, batch.lengths,
-        scaling=rules.scaling, window=rules.window, softcap=rules.softcap, sinks=rules.sinks,
+        query, keys, values, batch.page_rows,
+        scaling=rules.scaling, window=rules.window, softcap=rules.softcap, sinks=rules.sinks, rotary=rotary,
     )  # fmt: skip
 
 

@@ -168,5 +168,5 @@ def test_packed_linear_equals_linear() -> None:
         for rows in (1, 2, 5, 33):
             x = torch.randn(rows, 48)
             assert torch.allclose(packed(x), linear(x), atol=1e-5)
-    choice = cheapest_row_counts(packed, up_to=6)
+    choice = cheapest_row_counts([packed], up_to=6)
     assert choice[0] == 0 and all(rows <= choice[rows] <= 6 for rows in range(1, 7))
