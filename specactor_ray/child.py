@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -79,7 +80,9 @@ class Child:
         self.channel.close()
 
 
-def run_in_child(measure: Callable[[W, Report], R], work: W, name: str, show: Report) -> R:
+def run_in_child(
+    measure: Callable[[W, Report], R], work: W, name: str, show: Report, seconds: float | None = None
+) -> R:
     """Run a function of a module in a fresh process.
 
     Args:
@@ -87,18 +90,23 @@ def run_in_child(measure: Callable[[W, Report], R], work: W, name: str, show: Re
         work: Its argument; it travels there.
         name: Of the process, for messages.
         show: Takes the reports.
+        seconds: Longest time that the function may take in all. Default: any.
 
     Returns:
         What it returned.
 
     Raises:
         UserError, SpecActorError: See `Child.receive`.
+        TimeoutError: It took longer, and was ended.
     """
+    deadline = None if seconds is None else time.monotonic() + seconds
     with Child(_measure, (measure, work), name) as child:
-        while not isinstance(message := child.receive(), Done):
+        while child.channel.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            if isinstance(message := child.receive(), Done):
+                result: R = message.result
+                return result
             show(message)
-        result: R = message.result
-        return result
+        raise TimeoutError(f"the process {name} took longer than {seconds:g} s")
 
 
 def _measure(task: tuple[Callable[[Any, Report], Any], Any], channel: Connection) -> Any:

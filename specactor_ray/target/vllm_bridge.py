@@ -191,6 +191,19 @@ class EngineCoreHandle:
         )
         return step
 
+    def count_graphs(self, counts: dict[str, int]) -> None:
+        """Count the plans of steps from now on by the CUDA graphs that they take: `FULL`, `PIECEWISE` or `NONE`. For a
+        single rank."""
+        dispatcher = self._core.model_executor.driver_worker.worker.model_runner.cudagraph_dispatcher
+        plan = dispatcher.dispatch
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found = plan(*args, **kwargs)
+            counts[found[0].name] = counts.get(found[0].name, 0) + 1
+            return found
+
+        dispatcher.dispatch = counted
+
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights (Hugging Face names), and forget what was computed with the old ones."""
         if self._ranks == 1:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from specactor_ray.benchmarks.gpu_check.attention import measure_attention
 from specactor_ray.benchmarks.gpu_check.settings import ON_GPU
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
@@ -81,9 +81,21 @@ def test_cuda_samples_what_the_cpu_samples(temperature: float) -> None:
 
 
 def test_triton_kernels_are_exact_and_timed_on_this_gpu() -> None:
-    stage = Stage("triton", replace(ON_GPU, sampler_rows=(1, 128)), math.inf, lambda: None)
+    stage = Stage("triton", ON_GPU._replace(sampler_rows=(1, 128)), math.inf)
     measure_triton(stage)
-    assert len(stage.figures["different"]) == 6 and not any(stage.figures["different"].values())
-    assert all(point[name]["ms"] > 0 for point in stage.figures["points"] for name in ("T=1", "T=0", "top-p 0.95"))
+    different = stage.entry["figures"]["different"]
+    assert len(different) == 6 * len(ON_GPU.sampler_vocabs) and not any(different.values())
+    assert all(point[f"{name} ms"] > 0 for point in stage.entry["points"] for name in ("T=1", "T=0", "top-p 0.95"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_attention_on_this_gpu_does_not_depend_on_the_batch(dtype: str) -> None:
+    """FlashAttention over pages in bf16; the masked call in float32, which it refuses."""
+    stage = Stage("attention", ON_GPU._replace(dtype=dtype), math.inf)
+    measure_attention(stage)
+    for point in stage.entry["points"]:
+        assert dtype == "float32" or point["row alone"] == 0.0, point
+        assert point["one by one"] < (0.02 if dtype == "bfloat16" else 1e-4), point
+        assert ("flash over pages" in point["kernel"]) is (dtype == "bfloat16"), point
     sampling.warm_up(torch.device("cuda", 0), torch.bfloat16)
     assert sampling._fused_is_exact(torch.device("cuda", 0), torch.bfloat16, False), "auto takes them"

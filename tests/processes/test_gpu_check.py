@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,12 +20,24 @@ import torch
 import yaml
 
 from specactor_ray.benchmarks.gpu_check import command
-from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN, TINY, TINY_SAMPLED
+from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN, STAGES, TINY
+from specactor_ray.child import Report, run_in_child
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "gpu-check"
-MISSING = ("ray", "vllm", "deepspeed", "omegaconf", "rich", "typer", "greenlet")
-HIDE = f"import sys\nfor name in {MISSING!r}:\n    sys.modules[name] = None\n"
+MISSING = ("ray", "vllm", "deepspeed", "omegaconf", "greenlet")
+HIDE = f"""
+import sys
+from importlib import metadata
+for name in {MISSING!r}:
+    sys.modules[name] = None
+found = metadata.version
+def version(name):
+    if name.partition("-")[0] in {MISSING!r}:
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.version = version
+"""
 
 
 @pytest.fixture
@@ -32,7 +46,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     hiding = tmp_path / "hiding"
     hiding.mkdir()
     (hiding / "sitecustomize.py").write_text(HIDE)
-    return {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(hiding)}
+    return {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(hiding), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def numbers(value: Any) -> Iterator[float]:
@@ -55,49 +69,48 @@ def test_a_dry_run_completes_every_stage_and_writes_both_files(tmp_path: Path, e
     (path,) = tmp_path.glob("gpu_check_*.json")
     data = json.loads(path.read_text())
     stages = data["stages"]
-    assert {name: stage["status"] for name, stage in stages.items()} == dict.fromkeys(command.STAGES, "complete")
-    assert data["status"] == "complete" and data["dry_run"] is True
-    for title in ("the device", "a forward", "the keyed sampler", "tokens flipped", "the hf engine", "rollouts"):
-        assert title in done.stdout
-    check_figures({name: stage["figures"] for name, stage in stages.items()})
+    expected = dict.fromkeys(STAGES, "complete") | {"triton": "partial", "vllm": "skipped"}
+    assert {name: stage["status"] for name, stage in stages.items()} == expected
+    assert data["status"] == "partial" and data["dry_run"] is True
+    [missing] = stages["vllm"]["not_measured"]
+    assert "vllm is not installed" in missing and missing in " ".join(done.stdout.split())
+    for name, what in STAGES.items():
+        assert f"{name}: {what}" in done.stdout
+    check_figures(stages)
     check_hardware_file(yaml.safe_load(path.with_suffix(".yaml").read_text()))
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")], "temporary files are left"
 
 
-def check_figures(figures: dict[str, Any]) -> None:
-    """Every figure is there, finite and positive; in float32 every mode gives plain's tokens."""
-    assert all(value is not None and math.isfinite(value) for value in numbers(figures))
-    hardware = figures["hardware"]
+def check_figures(stages: dict[str, Any]) -> None:
+    """Every point is there, its figures finite; in float32 every way gives plain's tokens."""
+    points = {name: stage["points"] for name, stage in stages.items()}
+    assert all(math.isfinite(value) for value in numbers(stages))
+    hardware = stages["hardware"]["figures"]
     assert all(hardware[name] > 0 for name in ("copy_gb_per_s", "matmul_tflop_per_s", "launch_us", "to_host_us"))
-    sampler = figures["sampler"]["points"]
-    assert [point["rows"] for point in sampler] == list(DRY_RUN.sampler_rows)
-    assert all(point[name]["ms"] > 0 for point in sampler for name in ("T=1", "T=0", "softmax"))
-    ways = figures["flips"]["ways"]
-    assert len(ways) == len(DRY_RUN.flips.batches) * len(DRY_RUN.flips.lengths)
-    assert all(ways[0][temperature]["flips"] == 0 for temperature in ("1.0", "0.0")), "the reference, once more"
-    steps = figures["engine"]["steps"]
-    assert len(steps) == len(DRY_RUN.engine.rows) * len(DRY_RUN.engine.drafts)
-    assert all(step[name] > 0 for step in steps for name in ("ms", "forward_ms", "sampling_ms", "python_ms"))
-    runs = figures["end_to_end"]["runs"]
-    grid = DRY_RUN.end_to_end
-    assert len(runs) == len(grid.cells) * (1 + 2 * len(grid.accuracies))
-    assert all(run["tokens_per_s"] > 0 and run["acceptance_length"] >= 1.0 for run in runs)
+    assert [point["rows"] for point in points["triton"]] == list(DRY_RUN.sampler_rows)
+    assert all(point["product ms"] > 0 and point["torch ms"] > 0 for point in points["triton"])
+    assert len(points["attention"]) == len(DRY_RUN.attention_rows) * len(DRY_RUN.attention_queries)
+    assert all(point["row alone"] == 0.0 and point["one by one"] < 1e-5 for point in points["attention"])
+    assert len(points["forwards"]) == len(DRY_RUN.forward_contexts) * len(DRY_RUN.forward_rows)
+    assert all(point[f"{count} new"] > 0 for point in points["forwards"] for count in DRY_RUN.forward_positions)
+    assert len(points["flips"]) == len(DRY_RUN.flip_batches) * len(DRY_RUN.flip_lengths)
+    assert points["flips"][0]["T=1 flips"] == points["flips"][0]["T=0 flips"] == 0, "the reference, once more"
+    runs = points["engine"]
+    assert len(runs) == len(DRY_RUN.engine_cells) * len(DRY_RUN.ways)
+    assert all(run["tokens/s"] > 0 and run["acc. length"] >= 1.0 and run["step ms"] > 0 for run in runs)
     exact = [run for run in runs if run["dtype"] == "float32"]
-    assert all(run["different_requests"] == run["different_tokens"] == 0 for run in exact)
-    assert all(run["tokens"] == run["batch"] * grid.tokens for run in runs)
-    assert any(run["accepted_tokens"] > 0 for run in exact), "no draft was ever accepted, so nothing was compared"
+    assert all(run["differ"] == 0 for run in exact) and any(run["acc. length"] > 1.0 for run in exact)
 
 
 def check_hardware_file(hardware: dict[str, Any]) -> None:
     assert hardware["kind"] == "specactor hardware" and hardware["name"].endswith("-measured")
-    assert "--dry-run" in hardware["source"] and "from 1 and 2 layers to 6" in hardware["source"]
-    assert hardware["measured"].keys() == {TINY.name, TINY_SAMPLED.name}
-    grid = DRY_RUN.forwards
-    for shape in hardware["measured"].values():
-        assert shape.keys() == {"gpus", "eager"}, "a CPU has no graphs"
-        measured = {tuple(point[:3]): point[3] for point in shape["eager"]}
-        assert measured.keys() == {(r, p, c) for r in grid.rows for p in grid.positions for c in grid.contexts}
-        assert all(isinstance(seconds, float) and 0.0 < seconds < 60.0 for seconds in measured.values())
+    assert "--dry-run" in hardware["source"] and hardware["measured"].keys() == {TINY.name}
+    shape = hardware["measured"][TINY.name]
+    assert shape.keys() == {"gpus", "eager"}, "a CPU has no graphs"
+    measured = {tuple(point[:3]): point[3] for point in shape["eager"]}
+    axes = (DRY_RUN.forward_rows, DRY_RUN.forward_positions, DRY_RUN.forward_contexts)
+    assert measured.keys() == set(itertools.product(*axes))
+    assert all(isinstance(seconds, float) and 0.0 < seconds < 60.0 for seconds in measured.values())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
@@ -149,7 +162,6 @@ def test_without_a_device_it_says_what_to_do(tmp_path: Path, capsys: pytest.Capt
     ("arguments", "said"),
     [
         (["--stages", "hardware,flip"], "no stage 'flip'"),
-        (["--minutes", "0"], "--minutes"),
         (["--output", "check.txt"], ".json"),
         (["--output", "/nowhere/check.json"], "cannot be written"),
     ],
@@ -158,3 +170,20 @@ def test_mistakes_end_with_2_and_one_line(arguments: list[str], said: str, capsy
     assert command.main(["--dry-run", *arguments]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and message.startswith("error: ") and said in message
+
+
+def test_usage_errors_end_with_2() -> None:
+    assert command.main(["--dry-run", "--minutes", "0"]) == 2
+
+
+def sleeps_for_ever(work: None, report: Report) -> None:
+    report("asleep")
+    time.sleep(1e6)
+
+
+def test_a_child_that_takes_too_long_is_ended() -> None:
+    """So that an engine that does not start costs no more than what is left of the stage's time."""
+    said: list[str] = []
+    with pytest.raises(TimeoutError, match=r"the process engine took longer than 0 s"):
+        run_in_child(sleeps_for_ever, None, "engine", said.append, 0.0)
+    assert not multiprocessing.active_children()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -189,12 +188,13 @@ def test_a_bound_that_is_too_tight_is_seen(small_blocks: None, monkeypatch: pyte
 
 def test_the_stage_of_gpu_check_finds_equal_tokens(small_blocks: None) -> None:
     """With it the check that a device passes before it takes the kernels, in all dtypes."""
-    stage = Stage("triton", replace(DRY_RUN, sampler_rows=(2,), sampler_vocab=200), math.inf, lambda: None)
+    stage = Stage("triton", DRY_RUN._replace(limit_s=math.inf, sampler_rows=(2,), sampler_vocabs=(200,)), math.inf)
     measure_triton(stage)
-    assert len(stage.figures["different"]) == 6 and not any(stage.figures["different"].values())
-    [point] = stage.figures["points"]
-    assert point.keys() == {"rows", "T=1", "T=0", "top-p 0.95", "torch"}
-    assert all(point[name]["ms"] > 0 for name in point if name != "rows")
+    different = stage.entry["figures"]["different"]
+    assert len(different) == 6 and not any(different.values()) and not stage.entry["not_measured"]
+    [point] = stage.entry["points"]
+    assert point.keys() == {"rows", "T=1 ms", "T=0 ms", "top-p 0.95 ms", "product ms", "torch ms", "gb_per_s"}
+    assert all(value > 0 for value in point.values())
 
 
 def test_the_largest_vocabulary() -> None:

@@ -1,126 +1,117 @@
-"""What `scripts/gpu-check` rests on: a forward that is right, a budget that holds, figures that mean what they say."""
+"""What `scripts/gpu-check` rests on: a forward that is right, budgets and limits that hold, figures that mean what they
+say."""
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from specactor_ray.benchmarks.gpu_check import attention, triton_kernels, vllm
 from specactor_ray.benchmarks.gpu_check.flips import compare, measure_flips
-from specactor_ray.benchmarks.gpu_check.forwards import whole_model_s
-from specactor_ray.benchmarks.gpu_check.models import random_model
-from specactor_ray.benchmarks.gpu_check.oracle import OracleProposer
-from specactor_ray.benchmarks.gpu_check.report import Report, hardware_yaml, slug
-from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN, ON_GPU, QWEN_7B, TINY, TINY_SAMPLED
-from specactor_ray.benchmarks.gpu_check.spreading import BULK_STD, ENTROPY_NATS, mean_entropy, spread_head
-from specactor_ray.benchmarks.gpu_check.stages import OutOfTime, Stage, run_stages
-from specactor_ray.benchmarks.gpu_check.static_model import KVCache, LayerWeights, StaticModel
-from specactor_ray.errors import InputError
+from specactor_ray.benchmarks.gpu_check.forwards import StaticForward, measure_forwards
+from specactor_ray.benchmarks.gpu_check.hardware import measure_hardware
+from specactor_ray.benchmarks.gpu_check.models import ragged_model as made_model
+from specactor_ray.benchmarks.gpu_check.models import random_model, spread_head
+from specactor_ray.benchmarks.gpu_check.report import Report, hardware_yaml, slug, tables
+from specactor_ray.benchmarks.gpu_check.rollouts import Batch, OracleProposer, measure_engine
+from specactor_ray.benchmarks.gpu_check.settings import DRY_RUN, LARGE, ON_GPU, SMALL, TINY, Cell
+from specactor_ray.benchmarks.gpu_check.stages import OutOfTime, Stage, StageFunction, TooSlow, run_stages
+from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
+from specactor_ray.models import ragged_attention, ragged_model
+from specactor_ray.observability.console import make_console
+from specactor_ray.target.hf import HfEngine
 from tests.by_name import ByName
 from tests.clocks import HandClock
 
-CPU = torch.device("cpu")
 HEAD = {"dry_run": True, "started": "2026-01-02T03:04:05+00:00", "torch": "2.11.0", "device": "NVIDIA H200"}
 REPOSITORY = Path(__file__).parents[2]
 
 
-def static_of(model: Any) -> StaticModel:
-    """The weights of a `Qwen2ForCausalLM` of shape TINY as a static model."""
+class Passing(HandClock):
+    """Seconds pass when the test says so."""
 
-    def layer(block: Any) -> LayerWeights:
-        attention, ffn = block.self_attn, block.mlp
-        three = (attention.q_proj, attention.k_proj, attention.v_proj)
-        return LayerWeights(
-            input_norm=block.input_layernorm.weight,
-            qkv=torch.cat([linear.weight for linear in three]),
-            qkv_bias=torch.cat([linear.bias for linear in three]),
-            out=attention.o_proj.weight,
-            ffn_norm=block.post_attention_layernorm.weight,
-            gate_up=torch.cat([ffn.gate_proj.weight, ffn.up_proj.weight]),
-            down=ffn.down_proj.weight,
-        )
+    def advance(self, seconds: float) -> None:
+        self.seconds += seconds
 
-    layers = [layer(block) for block in model.model.layers]
-    head = model.lm_head.weight
-    return StaticModel(TINY, layers, model.model.embed_tokens.weight, model.model.norm.weight, head, 64)
+
+def stage_of(clock: HandClock | None = None, settings: Any = DRY_RUN, limit_s: float = math.inf) -> Stage:
+    """A stage for which every look at the clock takes a millisecond, unless another clock is given."""
+    return Stage("stage", settings._replace(limit_s=limit_s), math.inf, now=(clock or HandClock(tick_s=0.001)).now)
 
 
 @pytest.mark.parametrize("parts", [(12,), (8, 1, 3), (1, 1, 10), (5, 7)])
 def test_the_static_forward_computes_what_transformers_computes(parts: tuple[int, ...]) -> None:
-    model = random_model(TINY, "float32", "cpu")
+    shape = TINY._replace(num_attention_heads=4, num_key_value_heads=2)
+    model = random_model(shape, "float32", "cpu")
     with torch.no_grad():
-        for block in model.model.layers:  # transformers begins with biases of 0 and norms of 1
-            for linear in (block.self_attn.q_proj, block.self_attn.k_proj, block.self_attn.v_proj):
-                linear.bias.normal_()
-            block.input_layernorm.weight.uniform_(0.5, 1.5)
-    tokens = torch.randint(TINY.vocab, (3, sum(parts)), generator=torch.Generator().manual_seed(0))
+        for layer in model.model.layers:  # transformers begins with norms of 1
+            layer.input_layernorm.weight.uniform_(0.5, 1.5)
+    tokens = torch.randint(TINY.vocab_size, (3, sum(parts)), generator=torch.Generator().manual_seed(0))
     expected = model(input_ids=tokens, use_cache=False).logits
-    static, cache = static_of(model), KVCache.random(TINY, 3, 16, torch.float32, CPU)
-    hidden, begin = [], 0
+    forward, logits, begin = StaticForward(model, 3, 16), [], 0
     for count in parts:
-        hidden.append(static.hidden(tokens[:, begin : begin + count], cache, begin))
+        logits.append(forward(tokens[:, begin : begin + count], begin))
         begin += count
-    logits = static.logits(torch.cat(hidden, dim=1)).view_as(expected)
-    torch.testing.assert_close(logits.clone(), expected, atol=2e-3, rtol=1e-3)
+    torch.testing.assert_close(torch.cat(logits, dim=1).clone(), expected, atol=2e-3, rtol=1e-3)
 
 
-def test_rows_of_a_cache_are_views_and_fewer_layers_can_be_run() -> None:
-    static = StaticModel.random(TINY, torch.float32, CPU)
-    cache = KVCache.random(TINY, 4, 8, torch.float32, CPU)
-    tokens = torch.randint(TINY.vocab, (4, 3))
-    whole = static.hidden(tokens, cache, 2)
-    for keys in cache.keys:
-        keys[:, :, 2:5] = torch.nan
-    parts = torch.cat([static.hidden(tokens[row : row + 2], cache.rows(row, row + 2), 2) for row in (0, 2)])
-    torch.testing.assert_close(parts.clone(), whole.clone())
-    assert not torch.allclose(static.hidden(tokens, cache, 2, layers=1), whole)
-
-
-def test_bf16_flips_are_counted_with_their_margins(tmp_path: Path) -> None:
-    settings = replace(DRY_RUN, dtype="bfloat16")
-    stage = Stage("flips", settings, 1.0, lambda: None, lambda: 0.0)
+def test_bf16_flips_are_counted_with_their_margins() -> None:
+    stage = stage_of(settings=DRY_RUN._replace(dtype="bfloat16"))
     measure_flips(stage)
-    assert len(stage.figures["ways"]) == 9 and stage.figures["compared"] == 16
-    assert stage.figures["ways"][0]["1.0"] == {"flips": 0, "flips_per_1000": 0.0}
-    assert "1.0" in stage.figures["near_ties"]
-    found = compare([1, 2, 3, 4], [0.5, 0.25, 2.0, 0.125], [1, 9, 3, 9])
-    assert found["flips"] == 2 and found["flips_per_1000"] == 500.0
-    assert (found["margin_max"], found["margins"]) == (0.25, [0.125, 0.25])
+    points = stage.entry["points"]
+    assert [(point["batch"], point["length"]) for point in points] == [(b, n) for n in (1, 2, 4) for b in (1, 2, 8)]
+    assert points[0]["T=1 flips"] == points[0]["T=0 flips"] == 0.0, "the reference, once more"
+    reference = np.array([[[1, 2], [3, 4]], [[0.5, 0.25], [2.0, 0.125]]])
+    assert compare(reference, np.array([[[1, 9], [3, 9]], [[0.5, 1.0], [2.0, 1.0]]])) == (500.0, 0.25)
+    assert compare(reference, reference) == (0.0, None)
+
+
+def test_flips_are_those_of_the_products_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention whose outputs depend on the number of queries."""
+    attend = ragged_attention.attention_for
+
+    def noisy(*args: Any) -> Callable[..., torch.Tensor]:
+        return lambda batch, layer, query, rules: attend(*args)(batch, layer, query, rules) * (1 + 0.2 * len(query))
+
+    monkeypatch.setattr(ragged_attention, "attention_for", noisy)
+    monkeypatch.setattr(ragged_model, "_CHECK_TOLERANCE", math.inf)
+    stage = stage_of()
+    measure_flips(stage)
+    rates = {(point["batch"], point["length"]): point["T=1 flips"] for point in stage.entry["points"]}
+    assert rates.pop((1, 1)) == 0.0
+    assert max(rates.values()) > 0.0
 
 
 def test_logits_are_spread_like_those_of_a_trained_model() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, hidden = torch.randn(20_000, 64, generator=generator), torch.randn(32, 64, generator=generator)
-    told = spread_head(weight, hidden @ weight.T)
+    spread_head(weight, hidden @ weight.T)
     logits = hidden @ weight.T
-    assert mean_entropy(logits) == pytest.approx(told["entropy_nats"], rel=1e-3)
-    assert told["entropy_nats"] == pytest.approx(ENTROPY_NATS, rel=1e-3)
-    assert float(logits.median(dim=-1).values.abs().max()) < 0.5
-    assert float(logits.quantile(0.84, dim=-1).mean()) == pytest.approx(BULK_STD, rel=0.1)
-    assert float(logits.amax(dim=-1).mean()) == pytest.approx(told["top_logit"], rel=1e-3)
-    assert 12 < told["top_logit"] < 40
-
-
-def test_a_whole_model_is_the_slope_over_its_layers() -> None:
-    assert whole_model_s(TINY_SAMPLED, (1, 2), (0.003, 0.005)) == pytest.approx(0.013)
-    assert whole_model_s(TINY_SAMPLED, (1, 2), (0.003, 0.002)) == 0.003, "noise makes no layer cheaper than free"
+    logprobs = logits.log_softmax(-1)
+    assert 0.4 < float(-(logprobs.exp() * logprobs).sum(-1).mean()) < 1.8, "nats"
+    assert float(logits.quantile(0.84, dim=-1).mean()) == pytest.approx(3.0, rel=0.1)
+    assert 12 < float(logits.amax(dim=-1).mean()) < 40
 
 
 def test_shapes_are_those_of_the_published_models() -> None:
-    by_name = {shape.name: shape for shape in ON_GPU.forwards.shapes}
-    assert {shape.head_dim for shape in by_name.values()} == {64, 128}
-    assert QWEN_7B.cache_bytes(1, 2) == 57_344
-    assert by_name["qwen2.5-32b"].built_layers == 6 and by_name["qwen2.5-32b"].layers == 64
-    assert all(ON_GPU.flips.tokens % length == 0 for length in ON_GPU.flips.lengths)
-    assert max(ON_GPU.flips.batches) >= ON_GPU.flips.rows
+    assert (SMALL.head_dim, LARGE.head_dim) == (64, 128)
+    assert LARGE.cache_bytes(1, 2) == 57_344
+    assert all(ON_GPU.flip_tokens % length == 0 for length in ON_GPU.flip_lengths)
+    assert max(ON_GPU.flip_batches) >= ON_GPU.flip_rows and ON_GPU.ways[0] == "plain"
 
 
 def test_an_oracle_is_right_as_often_as_it_is_told() -> None:
@@ -155,69 +146,218 @@ def test_an_oracle_follows_commits_to_the_end_of_the_output() -> None:
     assert oracle.extend() == []
 
 
-def test_stages_that_fail_or_are_late_leave_their_figures_and_the_others_run(tmp_path: Path) -> None:
-    clock = HandClock()
+# ---- budgets and limits ----
+
+
+def test_what_fails_is_late_or_slow_is_shown_and_the_rest_is_measured(tmp_path: Path) -> None:
+    clock = Passing()
 
     def fails(stage: Stage) -> None:
-        stage.figures["half"] = 1
-        raise RuntimeError("no kernel image")
-
-    def is_cut(stage: Stage) -> None:
-        stage.figures["first"] = 2
-        clock.seconds = stage.deadline + 1.0
-        stage.check("the second")
+        stage.entry["figures"]["half"] = 1
+        raise RuntimeError("no kernel image\nlong story\nat line 3")
 
     def measures(stage: Stage) -> None:
-        stage.figures["x"] = float("nan")
-        stage.note("measured")
+        """Steps of 1 s: three of each figure and a first one."""
 
+        def measure(name: str, seconds: float) -> str:
+            stage.point({"name": name}, s=stage.median_s(lambda: clock.advance(seconds)))
+            return "measured"
+
+        stage.each([("a", 1.0), ("slow", 3.2), ("b", 1.0)], measure)
+        stage.each([("c", 1.0), ("d", 1.0), ("e", 1.0)], measure)
+
+    def too_large(stage: Stage) -> None:
+        def measure(name: str) -> str:
+            raise torch.OutOfMemoryError("of 80 GB")
+
+        stage.each([("a",)], measure)
+
+    def cannot(stage: Stage) -> None:
+        stage.entry["not_measured"].append("triton is not installed")
+
+    def is_finite(stage: Stage) -> None:
+        stage.point({"x": 1}, y=math.nan)
+
+    lines: list[str] = []
     report = Report(tmp_path / "check.json", HEAD)
-    stages = {"a": (1.0, fails), "b": (1.0, is_cut), "c": (1.0, measures)}
-    run_stages(stages, DRY_RUN, report, clock.now() + 60, clock.now)
+    stages = {"hardware": (0.0, fails), "triton": (23.0, measures), "attention": (1.0, too_large),
+              "flips": (1.0, cannot), "engine": (1.0, is_finite)}  # fmt: skip
+    run_stages(stages, DRY_RUN._replace(limit_s=2.0), report.stages, lines.append, clock.now() + 26.0, clock.now)
     report.close()
     data = json.loads((tmp_path / "check.json").read_text())
-    assert {name: entry["status"] for name, entry in data["stages"].items()} == {
-        "a": "failed",
-        "b": "cut",
-        "c": "complete",
+    entries = data["stages"]
+    assert {name: entry["status"] for name, entry in entries.items()} == {
+        "hardware": "failed",
+        "triton": "partial",
+        "attention": "skipped",
+        "flips": "skipped",
+        "engine": "complete",
     }
-    assert data["status"] == "failed" and "no kernel image" in data["stages"]["a"]["error"]
-    assert data["stages"]["a"]["figures"] == {"half": 1} and data["stages"]["b"]["figures"] == {"first": 2}
-    assert data["stages"]["b"]["error"] == "out of time before the second"
-    assert data["stages"]["c"]["figures"] == {"x": None}, "JSON has no NaN"
-    late = Report(tmp_path / "late.json", HEAD)
-    run_stages(stages, DRY_RUN, late, clock.now() - 1, clock.now)
-    assert {entry["status"] for entry in late.stages.values()} == {"cut"}
+    assert data["status"] == "failed"
+    assert entries["hardware"]["error"] == "RuntimeError: no kernel image ... at line 3"
+    assert entries["hardware"]["figures"] == {"half": 1} and "is_finite" not in entries["hardware"]["traceback"]
+    assert [point["name"] for point in entries["triton"]["points"]] == ["a", "b", "c", "d"]
+    assert entries["triton"]["not_measured"] == [
+        "slow, 3.2: a step took 3.2 s, slower than its limit of 2 s: 0 of 20 steps measured",
+        "e, 1.0: no time was left",
+    ]
+    assert entries["attention"]["not_measured"] == ["a: out of memory"]
+    assert entries["engine"]["points"] == [{"x": 1, "y": None}], "JSON has no NaN"
+    assert "triton, slow, 3.2: a step took 3.2 s, slower than its limit of 2 s: 0 of 20 steps measured" in lines
+    shown = io.StringIO()
+    console = make_console(shown)
+    for part in tables(report.stages):
+        console.print(part)
+    for text in ("not measured: triton is not installed", "slower than its limit", "half: 1", "skipped", "partial"):
+        assert text in shown.getvalue()
 
 
-def test_a_stage_gives_the_time_it_did_not_need_to_those_after_it(tmp_path: Path) -> None:
-    clock, shares = HandClock(), []
+@pytest.mark.parametrize(
+    "measure", [measure_hardware, triton_kernels.measure_triton, attention.measure_attention, measure_forwards,
+                measure_flips, measure_engine]
+)  # fmt: skip
+def test_a_slow_device_is_shown_by_every_stage(measure: StageFunction) -> None:
+    """Every look at the clock takes 3 s, so each step takes as long."""
+    stage = stage_of(HandClock(tick_s=3.0), limit_s=2.0)
+    measure(stage)
+    assert not stage.entry["points"] and stage.entry["not_measured"]
+    slow = [line for line in stage.entry["not_measured"] if not line.startswith("the kernels")]
+    assert all("a step took 3 s, slower than its limit of 2 s: 0 of" in line for line in slow)
+
+
+@pytest.mark.parametrize("measure", [measure_forwards, measure_flips, measure_engine])
+def test_a_stage_without_time_lists_what_is_missing(measure: StageFunction) -> None:
+    stage = stage_of()
+    stage.deadline = -1.0
+    measure(stage)
+    assert not stage.entry["points"] and stage.entry["not_measured"]
+    assert all(line.endswith("no time was left") for line in stage.entry["not_measured"])
+
+
+def test_slow_steps_after_quick_ones_are_counted() -> None:
+    clock = Passing()
+    seconds = iter([9.0, 0.01, 0.01, 5.0])  # the first may compile
+    with pytest.raises(TooSlow, match=r"took 5 s.*limit of 2 s: 2 of 20 steps measured"):
+        stage_of(clock, limit_s=2.0).median_s(lambda: clock.advance(next(seconds)))
+
+
+def test_a_stage_gives_the_time_it_did_not_need_to_those_after_it() -> None:
+    clock, shares = Passing(), []
 
     def takes_10(stage: Stage) -> None:
         shares.append(stage.deadline - clock.now())
         clock.seconds += 10.0
 
     stages = {"a": (1.0, takes_10), "b": (2.0, takes_10), "c": (1.0, takes_10)}
-    run_stages(stages, DRY_RUN, Report(tmp_path / "check.json", HEAD), 100.0, clock.now)
+    run_stages(stages, DRY_RUN, {}, lambda line: None, 100.0, clock.now)
     assert shares == pytest.approx([25.0, 60.0, 80.0])
-    with pytest.raises(OutOfTime, match="anything"):
-        Stage("a", DRY_RUN, clock.now() - 1, lambda: None, clock.now).check("anything")
+    with pytest.raises(OutOfTime):
+        Stage("a", DRY_RUN, clock.now() - 1, now=clock.now).seconds(lambda: None)
 
 
-def test_the_hardware_file_is_yaml_with_numbers(tmp_path: Path) -> None:
+# ---- stages ----
+
+
+def test_attention_that_plans_for_every_length_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuDNN's, which plans by exact shape."""
+    clock, planned, real = Passing(), set[tuple[int, int]](), attention.ragged_attention
+
+    def plans(*args: Any, ragged_batch: Any, **more: Any) -> Any:
+        shape = (len(ragged_batch.counts), int(ragged_batch.lengths.max()))
+        clock.advance(0.001 if shape in planned else 0.4)
+        planned.add(shape)
+        return real(*args, ragged_batch=ragged_batch, **more)
+
+    monkeypatch.setattr(attention, "ragged_attention", plans)
+    stage = stage_of(clock)
+    attention.measure_attention(stage)
+    assert [(point["rows"], point["queries"]) for point in stage.entry["points"]] == [(1, 1), (1, 3), (4, 1), (4, 3)]
+    for point in stage.entry["points"][::2]:
+        assert point["new length ms"] == pytest.approx(400.0) and point["again ms"] == pytest.approx(1.0)
+        assert point["layer ms"] == pytest.approx(1.0)
+
+
+def test_attention_that_depends_on_the_batch_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = stage_of()
+    attention.measure_attention(sound)
+    for point in sound.entry["points"]:
+        assert point["row alone"] == point["one by one"] == 0.0, "bits on a CPU depend on a row's own keys alone"
+        assert point["kernel"] == "own"
+    real = attention.ragged_attention
+
+    def splits(*args: Any, ragged_batch: Any, **more: Any) -> Any:
+        output, _ = real(*args, ragged_batch=ragged_batch, **more)
+        return output * (1 + 1e-3 * ragged_batch.num_tokens), None
+
+    monkeypatch.setattr(attention, "ragged_attention", splits)
+    stage = stage_of()
+    attention.measure_attention(stage)
+    found = {(point["rows"], point["queries"]): point for point in stage.entry["points"]}
+    assert found[1, 3]["row alone"] == 0.0 and found[1, 3]["one by one"] == pytest.approx(2e-3, rel=0.1)
+    assert found[4, 1]["row alone"] == pytest.approx(3e-3, rel=0.1)
+
+
+@pytest.mark.parametrize(("backend", "name"), [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.MATH, "math")])
+def test_kernels_are_named_by_torchs_operators(backend: SDPBackend, name: str) -> None:
+    q = torch.randn(1, 2, 8, 32)
+
+    def call() -> None:
+        with sdpa_kernel(backend):
+            F.scaled_dot_product_attention(q, q, q)
+
+    assert attention.kernel_of(call, "cpu") == name
+    assert attention.kernel_of(lambda: q + 1, "cpu") == "own"
+
+
+def test_batches_decode_alike_in_every_way_and_leave_the_engine_free() -> None:
+    stage, cell = stage_of(), Cell(TINY, "float32", 4)
+    engine = HfEngine(made_model(TINY, "float32", "cpu", 4 * 300), max_batch=4)
+    batch = Batch(stage, engine, cell, {"engine": "hf"})
+    for way in ("plain", "k=2", "auto"):
+        assert "tokens/s" in batch.run(way)
+    plain, fixed, auto = stage.entry["points"]
+    assert [point["way"] for point in stage.entry["points"]] == ["plain", "k=2", "auto"]
+    assert plain["shape"] == "dry-run" and plain["engine"] == "hf"
+    assert plain["acc. length"] == 1.0 < fixed["acc. length"] <= 3.0
+    assert plain["differ"] == fixed["differ"] == auto["differ"] == 0
+    stage.settings = DRY_RUN._replace(limit_s=-1.0)
+    with pytest.raises(TooSlow, match="0 of 48 steps measured"):
+        batch.run("k=2")
+    assert not engine.has_work(), "the next way finds it free"
+
+
+def test_stages_whose_package_is_missing_are_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing() -> str:
+        raise ConfigError("target.backend", "vllm is not installed.", "pip install vllm")
+
+    monkeypatch.setattr(vllm, "require_vllm", missing)
+    monkeypatch.setattr(triton_kernels, "find_spec", lambda name: None)
+    entries: dict[str, Any] = {}
+    stages = {"triton": (1.0, triton_kernels.measure_triton), "vllm": (1.0, vllm.measure_vllm)}
+    run_stages(stages, DRY_RUN, entries, lambda line: None, math.inf, lambda: 0.0)
+    assert entries["vllm"]["status"] == "skipped" and "vllm is not installed" in entries["vllm"]["not_measured"][0]
+    assert entries["triton"]["status"] == "partial"
+    assert entries["triton"]["not_measured"] == ["the kernels: triton is not installed"]
+    assert entries["triton"]["points"][0].keys() == {"rows", "product ms", "torch ms"}
+
+
+# ---- the files ----
+
+
+def test_the_hardware_file_is_yaml_with_numbers() -> None:
     shapes = {
         "qwen2.5-7b": {"graph": [[1, 1, 512, 4.1e-05]], "eager": [[1, 1, 512, 0.02]]},
-        "qwen2.5-32b": {"graph": [], "eager": [[1, 2, 512, 0.03]], "scaled": "qwen2.5-32b from 2 and 6 layers to 64"},
+        "qwen2.5-0.5b": {"graph": [], "eager": [[1, 2, 512, 0.03]]},
     }
     hardware = yaml.safe_load(hardware_yaml({**HEAD, "dry_run": False}, shapes))
     assert hardware == {
         "kind": "specactor hardware",
         "name": "h200-measured",
         "device": "NVIDIA H200",
-        "source": "scripts/gpu-check, 2026-01-02, torch 2.11.0; qwen2.5-32b from 2 and 6 layers to 64",
+        "source": "scripts/gpu-check, 2026-01-02, torch 2.11.0",
         "measured": {
             "qwen2.5-7b": {"gpus": 1, "graph": [[1, 1, 512, 4.1e-05]], "eager": [[1, 1, 512, 0.02]]},
-            "qwen2.5-32b": {"gpus": 1, "eager": [[1, 2, 512, 0.03]]},
+            "qwen2.5-0.5b": {"gpus": 1, "eager": [[1, 2, 512, 0.03]]},
         },
     }
     assert slug("NVIDIA A100-SXM4-80GB") == "a100-sxm4-80gb"
@@ -225,7 +365,8 @@ def test_the_hardware_file_is_yaml_with_numbers(tmp_path: Path) -> None:
 
 def test_shapes_without_a_figure_are_left_out_of_the_hardware_file(tmp_path: Path) -> None:
     report = Report(tmp_path / "check.json", HEAD)
-    shapes = report.open_stage("forwards")["figures"]["shapes"] = {"begun": {"graph": [], "eager": []}}
+    shapes = {"begun": {"graph": [], "eager": []}}
+    report.stages["forwards"] = {"figures": shapes}
     report.save()
     assert not report.yaml_path.exists()
     shapes["measured"] = {"graph": [], "eager": [[1, 1, 8, 0.5]]}
@@ -239,9 +380,16 @@ def test_a_report_refuses_files_that_exist(tmp_path: Path) -> None:
         Report(tmp_path / "check.json", HEAD)
 
 
-def test_what_it_uses_of_the_product_needs_neither_ray_nor_omegaconf() -> None:
+@pytest.mark.parametrize(
+    ("missing", "code", "said"),
+    [(("ray", "vllm", "omegaconf", "greenlet"), 0, ""), (("typer",), 2, "typer is missing. Fix: ")],
+)
+def test_it_needs_few_packages(missing: tuple[str, ...], code: int, said: str) -> None:
     modules = sorted((REPOSITORY / "specactor_ray/benchmarks/gpu_check").glob("[a-z]*.py"))
     imports = "; ".join(f"import specactor_ray.benchmarks.gpu_check.{path.stem}" for path in modules)
-    code = f"import sys; sys.modules.update(dict.fromkeys(('ray', 'vllm', 'omegaconf', 'rich'))); {imports}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    started = "import runpy; runpy.run_module('specactor_ray.benchmarks.gpu_check', None, '__main__')"
+    run = started if code else imports
+    program = f"import sys; sys.modules.update(dict.fromkeys({missing!r})); {run}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and said in done.stderr
+    assert done.stderr.count("\n") == bool(code), done.stderr

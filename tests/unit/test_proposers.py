@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.benchmarks.gpu_check.oracle import OracleProposer
+from specactor_ray.benchmarks.gpu_check.rollouts import OracleProposer
 from specactor_ray.draft.cached import CachedProposer
 from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.lookup.suffix import SuffixProposer

@@ -1,10 +1,10 @@
 """`python -m specactor_ray.benchmarks.gpu_check`."""
 
-from __future__ import annotations
-
 import sys
 
-from specactor_ray.benchmarks.gpu_check.command import main
-
-if __name__ == "__main__":
-    sys.exit(main())
+try:
+    from specactor_ray.benchmarks.gpu_check.command import main
+except ModuleNotFoundError as error:  # Typer or rich
+    sys.stderr.write(f"error: {error.name} is missing. Fix: {sys.executable} -m pip install typer rich\n")
+    sys.exit(2)
+sys.exit(main())

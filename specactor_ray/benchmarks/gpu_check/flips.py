@@ -1,125 +1,86 @@
-"""Stage 5: how many sampled tokens depend on the shape of the forward, and how near those were to a tie.
+"""Stage `flips`: how many sampled tokens depend on the shape of the forward, and how near those were to a tie.
 
-One random model, its logits spread like those of a trained one. Every row has a fixed context and fixed next tokens,
-so all forwards compute the same distributions; they differ in how many rows share a forward and how many positions of
-a row are in it. Each way of computing keeps its own keys and values of the compared positions, as an engine would.
+One random model, run as the `hf` engine runs it. Every row has a fixed context and fixed next tokens, so all forwards
+compute the same distributions; they differ in how many rows share a forward and how many positions of a row are in it.
+Each way of computing makes its own keys and values of the compared positions, as an engine would.
 """
 
 from __future__ import annotations
 
-import statistics
-from typing import Any
+import functools
+import itertools
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from specactor_ray.benchmarks.gpu_check.spreading import spread_head
+from specactor_ray.benchmarks.gpu_check.models import ragged_model
 from specactor_ray.benchmarks.gpu_check.stages import Stage
-from specactor_ray.benchmarks.gpu_check.static_model import KVCache, StaticModel
 from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling.keyed import sample_rows
 
-_SAMPLED_AT_ONCE = 512
-_PREFILLED_AT_ONCE = 8
+_PREFILLED_AT_ONCE = 4
 TEMPERATURES = (1.0, 0.0)
+Sampled = dict[float, np.ndarray]
+"""Temperature → float64 `(2, rows, tokens)`: tokens, and their perturbed top-2 margins in nats."""
 
 
 def measure_flips(stage: Stage) -> None:
-    """Fill `ways`: for each batch and length tokens flipped per 1,000 against batch 1 and length 1, at T=1 and T=0, and
-    the reference's perturbed top-2 margins where it flipped. The first way is the reference once more: what flips there
-    is noise of the device."""
-    grid = stage.settings.flips
-    device, dtype = torch.device(stage.settings.device), getattr(torch, stage.settings.dtype)
-    task = _Task(stage, StaticModel.random(grid.shape, dtype, device))
-    stage.figures |= {
-        "shape": grid.shape.name,
-        "dtype": stage.settings.dtype,
-        "context": grid.context,
-        "weights": "random, variance 1/inputs",
-        "logits": task.spread,
-        "compared": grid.rows * grid.tokens,
-        "ways": [],
-    }
-    reference = task.sample(1, 1)
-    stage.figures["near_ties"] = {
-        str(temperature): _near_ties(reference[temperature][1]) for temperature in TEMPERATURES
-    }
-    ways = [(batch, length) for length in grid.lengths for batch in grid.batches]
-    for batch, length in ways:
-        stage.check(f"batch {batch}, length {length}")
-        way: dict[str, Any] = {"batch": batch, "length": length}
+    """Fill a point per batch and length (positions): tokens flipped per 1,000 against batch 1 and length 1, and the
+    largest margin of the reference there. The first way is the reference again: what flips is the device's noise."""
+    settings, task, reference = stage.settings, _Task(stage), Sampled()
+
+    def measure(length: int, batch: int) -> str:
+        if not reference:
+            reference.update(task.sample(1, 1))
         sampled = task.sample(batch, length)
         for temperature in TEMPERATURES:
-            way[str(temperature)] = compare(*reference[temperature], sampled[temperature][0])
-        stage.figures["ways"].append(way)
-        rates = ", ".join(f"{way[str(t)]['flips_per_1000']:.2f} at T={t:g}" for t in TEMPERATURES)
-        stage.note(f"batch {batch}, {length} positions a row: flips per 1,000 {rates}")
+            rate, margin = compare(reference[temperature], sampled[temperature])
+            columns = {f"T={temperature:g} flips": rate, f"T={temperature:g} margin": margin}
+            stage.point({"batch": batch, "length": length}, **columns)
+        return f"{rate:.2f} flips per 1,000 at T=0"
+
+    stage.each(itertools.product(settings.flip_lengths, settings.flip_batches), measure)
 
 
-def compare(tokens: list[int], margins: list[float], others: list[int]) -> dict[str, Any]:
-    """Flips per 1,000 tokens, and the margins of the reference where the tokens differ (perturbed scores, nats)."""
-    flipped = sorted(margins[i] for i, token in enumerate(tokens) if token != others[i])
-    result: dict[str, Any] = {"flips": len(flipped), "flips_per_1000": 1e3 * len(flipped) / len(tokens)}
-    if flipped:
-        result |= {"margin_median": statistics.median(flipped), "margin_max": flipped[-1], "margins": flipped[-50:]}
-    return result
-
-
-def _near_ties(margins: list[float]) -> dict[str, float]:
-    """Share of the reference's tokens whose margin is below a bound."""
-    return {f"below {bound}": sum(margin < bound for margin in margins) / len(margins) for bound in (0.01, 0.03, 0.1)}
+def compare(reference: np.ndarray, sampled: np.ndarray) -> tuple[float, float | None]:
+    """Flips per 1,000 tokens, and the largest margin of the reference where the tokens differ."""
+    flipped = reference[1][reference[0] != sampled[0]]
+    return 1e3 * flipped.size / reference[0].size, float(flipped.max()) if flipped.size else None
 
 
 class _Task:
     """Contexts, next tokens and seeds that all ways share."""
 
-    def __init__(self, stage: Stage, model: StaticModel) -> None:
-        grid, self._stage, self._model = stage.settings.flips, stage, model
-        self._grid, rows = grid, max(grid.rows, *grid.batches)
-        generator = torch.Generator().manual_seed(1)
-        shape = (rows, grid.context + grid.tokens)
-        tokens = torch.randint(grid.shape.vocab, shape, generator=generator).to(model.device)
-        self._next = tokens[:, grid.context :]
-        self._cache = KVCache.random(grid.shape, *shape, model.dtype, model.device)
+    def __init__(self, stage: Stage) -> None:
+        self._stage, self._settings, s = stage, stage.settings, stage.settings
+        rows, longest = max(s.flip_rows, *s.flip_batches), s.flip_context + s.flip_tokens
+        self._model = ragged_model(s.shapes[-1], s.dtype, s.device, rows * (longest + 256))
+        self._rows = np.array([self._model.cache.open(longest) for _ in range(rows)])
+        self._tokens = np.random.default_rng(1).integers(s.shapes[-1].vocab_size, size=(rows, longest))
         for begin in range(0, rows, _PREFILLED_AT_ONCE):
-            end = begin + _PREFILLED_AT_ONCE
-            model.hidden(tokens[begin:end, : grid.context], self._cache.rows(begin, end), 0)
-        first = model.hidden(self._next[: grid.rows, :1], self._cache.rows(0, grid.rows), grid.context)
-        logits = model.logits(first)
-        self.spread = spread_head(model.head, logits)
+            self._forward(slice(begin, begin + _PREFILLED_AT_ONCE), 0, s.flip_context)
 
-    def sample(self, batch: int, length: int) -> dict[float, tuple[list[int], list[float]]]:
-        """Temperature → tokens and margins of all compared rows and positions, row by row."""
-        tokens: dict[float, dict[tuple[int, int], tuple[int, float]]] = {t: {} for t in TEMPERATURES}
-        pending: list[tuple[Tensor, list[tuple[int, int]]]] = []
-        for row in range(0, self._grid.rows, batch):
-            compared = min(batch, self._grid.rows - row)
-            self._stage.check(f"rows from {row} on of batch {batch}, length {length}")
-            for position in range(0, self._grid.tokens, length):
-                places = [(row + r, position + p) for r in range(compared) for p in range(length)]
-                logits = self._forward(row, batch, position, length)
-                pending.append((logits[: len(places)], places))
-                if sum(len(places) for _, places in pending) >= _SAMPLED_AT_ONCE:
-                    self._draw(pending, tokens)
-        self._draw(pending, tokens)
-        order = [(row, position) for row in range(self._grid.rows) for position in range(self._grid.tokens)]
-        return {
-            t: ([found[place][0] for place in order], [found[place][1] for place in order])
-            for t, found in tokens.items()
-        }
+    def sample(self, batch: int, length: int) -> Sampled:
+        """Tokens of all compared rows and positions."""
+        s = self._settings
+        found = {t: np.zeros((2, s.flip_rows, s.flip_tokens)) for t in TEMPERATURES}
+        self._model.cache.truncate(self._rows, s.flip_context)
+        parts = list(itertools.product(range(0, s.flip_rows, batch), range(0, s.flip_tokens, length)))
+        for done, (row, position) in enumerate(parts):
+            rows = slice(row, row + batch)
+            self._stage.step(functools.partial(self._sample, rows, position, length, found), done, len(parts))
+        return found
 
-    def _forward(self, row: int, batch: int, position: int, length: int) -> Tensor:
-        inputs = self._next[row : row + batch, position : position + length]
-        cache = self._cache.rows(row, row + batch)
-        return self._model.logits(self._model.hidden(inputs, cache, self._grid.context + position))
+    def _sample(self, rows: slice, position: int, length: int, found: Sampled) -> None:
+        logits = self._forward(rows, self._settings.flip_context + position, length)
+        span, seeds = slice(position, position + length), range(self._settings.flip_rows)[rows]
+        at = [*range(position, position + length)] * len(seeds)
+        for temperature, out in found.items():
+            params = [SamplingParams(temperature, seed=row) for row in seeds for _ in range(length)]
+            sampled = sample_rows(logits[: len(at)], params, at, record_margins=True)
+            out[:, rows, span] = np.array([sampled.token_ids, sampled.margins]).reshape(2, -1, length)
 
-    def _draw(self, pending: list[tuple[Tensor, list[tuple[int, int]]]], tokens: dict[float, Any]) -> None:
-        if not pending:
-            return
-        logits, places = torch.cat([rows for rows, _ in pending]), [place for _, ps in pending for place in ps]
-        pending.clear()
-        for temperature, found in tokens.items():
-            params = [SamplingParams(temperature, seed=row) for row, _ in places]
-            sampled = sample_rows(logits, params, [position for _, position in places], record_margins=True)
-            assert sampled.margins is not None
-            found.update(zip(places, zip(sampled.token_ids, sampled.margins, strict=True), strict=True))
+    def _forward(self, rows: slice, begin: int, count: int) -> torch.Tensor:
+        tokens, n = self._tokens[rows, begin : begin + count], len(self._rows[rows])
+        counts = np.full(n, count, np.int64)
+        return self._model.forward(self._rows[rows], counts, tokens.ravel(), counts if begin else 0 * counts).logits

@@ -1,4 +1,4 @@
-"""Transformers models of given sizes with random weights, made on the device, for the product's own engine."""
+"""Transformers models of given sizes with random weights, made on the device."""
 
 from __future__ import annotations
 
@@ -6,48 +6,56 @@ from typing import Any
 
 import torch
 
-from specactor_ray.benchmarks.gpu_check.settings import ROPE_BASE, ModelShape
-from specactor_ray.benchmarks.gpu_check.spreading import spread_head
-from specactor_ray.benchmarks.gpu_check.timing import synchronize
+from specactor_ray.benchmarks.gpu_check.settings import ModelShape
+from specactor_ray.benchmarks.gpu_check.stages import synchronize
 from specactor_ray.models.ragged_model import RaggedModel, RaggedOutput
 from specactor_ray.signals import signals_deferred
 
 
-def random_model(shape: ModelShape, dtype: str, device: str, seed: int = 0) -> Any:
+def qwen_config(shape: ModelShape) -> Any:
+    """The transformers configuration of a shape."""
+    with signals_deferred():
+        from transformers import Qwen2Config
+
+    sizes = {name: value for name, value in shape._asdict().items() if name != "name"}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    return Qwen2Config(**sizes, rope_parameters=rope, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"])
+
+
+def random_model(shape: ModelShape, dtype: str, device: str) -> Any:
     """A `Qwen2ForCausalLM` with transformers' initial weights, its logits spread like those of a trained model."""
     with signals_deferred():
-        from transformers import Qwen2Config, Qwen2ForCausalLM
+        from transformers import AutoModelForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=32_768,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE},
-        tie_word_embeddings=False,
-    )
-    before = torch.get_default_dtype()
-    torch.manual_seed(seed)
-    try:
-        torch.set_default_dtype(getattr(torch, dtype))
-        with torch.device(device):
-            model = Qwen2ForCausalLM(config).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(qwen_config(shape), dtype=getattr(torch, dtype))
+    model.eval().requires_grad_(False)
     with torch.inference_mode():
-        tokens = torch.randint(shape.vocab, (4, 16), device=device)
-        logits = model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
-    spread_head(model.lm_head.weight, logits)
+        tokens = torch.randint(shape.vocab_size, (4, 16), device=device)
+        spread_head(model.lm_head.weight, model(input_ids=tokens, use_cache=False).logits)
     return model
 
 
+@torch.inference_mode()
+def spread_head(weight: torch.Tensor, logits: torch.Tensor) -> None:
+    """Scale an output layer (V, H) in place, by logits (..., V) that it gives for a few contexts: ordinary tokens get a
+    standard deviation of 3, some hundred candidates one of 9, and few of these nearly all of the mass (an entropy of
+    about 1 nat). Gaussian logits alike would need top logits of 45 for that, and rounding errors grow with them."""
+    weight.mul_(3.0 / float(logits.float().std()))
+    weight[:: max(len(weight) // 512, 8)] *= 3.0
+
+
 class SynchronizedModel(RaggedModel):
-    """Waits for the device at the end of a forward, so that its time is not counted as the sampler's."""
+    """Waits for the device after a forward, whose time would else be that of its launches, the rest the sampler's."""
 
     def forward(self, *args: Any) -> RaggedOutput:
         output = super().forward(*args)
-        synchronize(self.device)
+        synchronize(self.device.type)
         return output
+
+
+def ragged_model(shape: ModelShape, dtype: str, device: str, tokens: int) -> SynchronizedModel:
+    """A random model as the `hf` engine runs it, with a cache of so many tokens."""
+    cache_bytes = shape.cache_bytes(tokens, getattr(torch, dtype).itemsize)
+    return SynchronizedModel(random_model(shape, dtype, device), cache_bytes)

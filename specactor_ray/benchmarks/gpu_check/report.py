@@ -1,99 +1,72 @@
-"""The two files of a check: all figures as JSON, and the measured hardware for the simulator as YAML.
+"""The two files of a check, all figures as JSON and the measured hardware for the simulator as YAML, and its tables.
 
-Both are replaced as a whole after every group of measurements, so they are readable at any time.
+Both are replaced as a whole after every measurement, so they are readable at any time.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from specactor_ray.benchmarks.gpu_check.settings import STAGES
 from specactor_ray.errors import InputError
 from specactor_ray.files import write_json, write_text
 
 
 class Report:
-    """Figures on their way into the files.
-
-    Args:
-        path: The JSON file; the YAML lies beside it under the same stem.
-        head: What the file says before the stages.
-
-    Raises:
-        InputError: One of the files exists, or the folder cannot be written to.
-    """
+    """Figures on their way into the JSON file `path` and a YAML file beside it; `head` comes before the stages. Raises
+    InputError where one of them exists or cannot be written."""
 
     def __init__(self, path: Path, head: Mapping[str, Any]) -> None:
-        self.path, self.yaml_path = path, path.with_suffix(".yaml")
-        refuse_existing(path)
-        self.data: dict[str, Any] = {"kind": "specactor gpu check", "version": 1, **head}
-        self.data |= {"status": "running", "stages": {}}
+        self.path, self.yaml_path, self.stages = path, path.with_suffix(".yaml"), dict[str, dict[str, Any]]()
+        fix = "Fix: name another file with --output."
+        for file in (path, self.yaml_path):
+            if file.exists():
+                raise InputError(f"{file} exists and is never overwritten. {fix}")
+        self.data = {"kind": "specactor gpu check", "version": 2, **head, "status": "running", "stages": self.stages}
         try:
             self.save()
         except OSError as error:
-            raise InputError(f"{path} cannot be written: {error}. Fix: name another file with --output.") from None
-
-    @property
-    def stages(self) -> dict[str, dict[str, Any]]:
-        """Name → status (`running`, `complete`, `cut`, `failed`, `interrupted`), seconds, error and figures."""
-        stages: dict[str, dict[str, Any]] = self.data["stages"]
-        return stages
-
-    def open_stage(self, name: str) -> dict[str, Any]:
-        """The entry of a stage that begins."""
-        entry = self.stages[name] = {"status": "running", "seconds": 0.0, "error": "", "figures": {}}
-        return entry
+            raise InputError(f"{path} cannot be written: {error}. {fix}") from None
 
     def close(self, interrupted: bool = False) -> None:
         """The run has ended: sum up the stages."""
-        statuses = {entry["status"] for entry in self.stages.values()}
-        worst = [status for status in ("failed", "cut") if status in statuses]
-        self.data["status"] = "interrupted" if interrupted else (worst or ["complete"])[0]
+        found = [entry["status"] for entry in self.stages.values()]
+        order = ("interrupted", "failed", "partial", "complete", "skipped")
+        self.data["status"] = "interrupted" if interrupted else min(found, key=order.index)
         self.save()
 
     def save(self) -> None:
         """Write both files; the YAML once forwards were measured."""
-        write_json(self.path, _plain(self.data), shared=True)
-        measured = self.stages.get("forwards", {}).get("figures", {}).get("shapes", {})
-        measured = {name: shape for name, shape in measured.items() if shape["graph"] or shape["eager"]}
-        if measured:
+        text = json.dumps(self.data, default=str)  # six significant digits; null for NaN, which JSON has not
+        plain = json.loads(
+            text, parse_float=lambda number: float(f"{float(number):.6g}"), parse_constant=lambda _: None
+        )
+        write_json(self.path, plain, shared=True)
+        shapes = self.stages.get("forwards", {}).get("figures", {})
+        if measured := {name: shape for name, shape in shapes.items() if shape["graph"] or shape["eager"]}:
             write_text(self.yaml_path, hardware_yaml(self.data, measured), shared=True)
 
 
-def refuse_existing(path: Path) -> None:
-    """Raises InputError when a file of this run exists."""
-    for file in (path, path.with_suffix(".yaml")):
-        if file.exists():
-            raise InputError(
-                f"{file} exists and is never overwritten. Fix: move it away, or name another file with --output."
-            )
-
-
-def hardware_yaml(data: Mapping[str, Any], shapes: Mapping[str, Mapping[str, Any]]) -> str:
-    """The measured hardware as the simulator reads it.
-
-    Written by hand, since a machine with a GPU may lack PyYAML. Numbers have no exponent: YAML 1.1 would take `4e-05`
-    for text.
-    """
-    scaled = [shape["scaled"] for shape in shapes.values() if shape.get("scaled")]
+def hardware_yaml(data: Mapping[str, Any], shapes: Mapping[str, Any]) -> str:
+    """The measured hardware for the simulator; by hand, since a machine with a GPU may lack PyYAML. Numbers have no
+    exponent: YAML 1.1 takes `4e-05` for text."""
     command = "scripts/gpu-check --dry-run" if data["dry_run"] else "scripts/gpu-check"
-    source = "; ".join([f"{command}, {data['started'][:10]}, torch {data['torch']}", *scaled])
-    lines = [
-        "kind: specactor hardware",
-        f"name: {slug(data['device'])}-measured",
-        f"device: {json.dumps(data['device'])}",
-        f"source: {json.dumps(source)}",
-        "measured:",
-    ]
+    source = f"{command}, {data['started'][:10]}, torch {data['torch']}"
+    lines = ["kind: specactor hardware", f"name: {slug(data['device'])}-measured"]
+    lines += [f"{key}: {json.dumps(value)}" for key, value in (("device", data["device"]), ("source", source))]
+    lines += ["measured:"]
     for name, shape in shapes.items():
         lines += [f"  {name}:", "    gpus: 1"]
         for kind in ("graph", "eager"):
-            if shape[kind]:
-                lines += [f"    {kind}:", *(f"      - {_point(point)}" for point in shape[kind])]
+            points = [f"      - [{r}, {p}, {c}, {seconds:.9f}]" for r, p, c, seconds in shape[kind]]
+            lines += [f"    {kind}:", *points] if points else []
     return "\n".join(lines) + "\n"
 
 
@@ -102,17 +75,34 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", device.lower().removeprefix("nvidia ")).strip("-") or "device"
 
 
-def _point(point: Sequence[float]) -> str:
-    rows, positions, context, seconds = point
-    return f"[{rows}, {positions}, {context}, {seconds:.9f}]"
+def tables(stages: Mapping[str, Mapping[str, Any]]) -> Iterator[Table | str]:
+    """Each stage's points, other figures, and what was not measured; then how stages ended."""
+    for name, entry in stages.items():
+        yield f"{name}: {STAGES[name]}"
+        if entry["points"]:
+            yield _table(entry["points"])
+        if name != "forwards":  # all its figures are points, too
+            yield from (f"  {key}: {_cell(value)}" for key, value in entry["figures"].items())
+        yield from (f"  not measured: {line}" for line in entry["not_measured"])
+    ended = ("status", "seconds", "error")
+    yield _table([{"stage": name, **{key: entry[key] for key in ended}} for name, entry in stages.items()])
 
 
-def _plain(value: Any) -> Any:
-    """Floats with six significant digits; those that are not finite as null, which JSON can hold."""
+def _table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    """A column for every key."""
+    table = Table(box=SIMPLE_HEAD)
+    columns = list(dict.fromkeys(key for line in lines for key in line))
+    for column in columns:
+        is_text = any(isinstance(line.get(column), str) for line in lines)
+        table.add_column(column, justify="left" if is_text else "right")
+    for line in lines:
+        table.add_row(*(_cell(line.get(column)) for column in columns))
+    return table
+
+
+def _cell(value: Any) -> str:
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
+        return ", ".join(f"{key} {_cell(item)}" for key, item in value.items())
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "-" if value is None else str(value)

@@ -1,150 +1,122 @@
-"""What the check measures: model shapes and grids, for a GPU and for a dry run. Imports nothing heavy."""
+"""What the check measures: stages, model shapes and grids, for a GPU and for a dry run. Imports nothing heavy."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-ROPE_BASE = 1e6
-"""Of the rotary positions of Qwen2.5."""
+STAGES = {
+    "hardware": "copies, a matrix product, launches, versions",
+    "triton": "the keyed sampler: tokens of its Triton kernels beside the CPU's, then time",
+    "attention": "a layer of the hf engine's attention: kernel, calls at new lengths, and batch invariance",
+    "forwards": "ms of a forward by new positions of a row, as a CUDA graph where one was captured, else eager",
+    "flips": "sampled tokens per 1,000 that change with the batch and the positions of a forward",
+    "engine": "batches on the hf engine, plain and with an oracle's drafts",
+    "vllm": "batches on the vllm engine, plain and with an oracle's drafts, and on vllm.LLM",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Sizes of a Qwen2-like decoder: grouped-query attention with biases on query, key and value, gated FFN."""
+class ModelShape(NamedTuple):
+    """A Qwen2 decoder, in transformers' words."""
 
     name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    sampled_layers: tuple[int, int] | None = None
-    """A model too large to measure whole: layer counts that are measured. Their difference is the cost of a layer,
-    from which that of all `layers` follows; embedding and head are measured at full size."""
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocab_size: int
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-    @property
-    def built_layers(self) -> int:
-        """Layers whose weights are made."""
-        return max(self.sampled_layers) if self.sampled_layers else self.layers
+        return self.hidden_size // self.num_attention_heads
 
     def cache_bytes(self, tokens: int, itemsize: int) -> int:
-        """Bytes of keys and values of `tokens` tokens in the layers that are built."""
-        return 2 * self.built_layers * self.kv_heads * self.head_dim * itemsize * tokens
+        """Bytes of keys and values of `tokens` tokens."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * itemsize * tokens
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardGrid:
-    """V: forwards of `rows` x `positions` new tokens, each row with `context` tokens in its cache."""
-
-    shapes: tuple[ModelShape, ...]
-    rows: tuple[int, ...]
-    positions: tuple[int, ...]
-    contexts: tuple[int, ...]
-    """In this order, so that a run that is cut short has whole grids of the first ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlipGrid:
-    """Tokens sampled from the same contexts under forwards of different shape."""
+class Cell(NamedTuple):
+    """A batch of `rows` requests."""
 
     shape: ModelShape
+    dtype: str
     rows: int
-    """Rows whose tokens are compared; a larger batch has others beside them."""
-    context: int
-    """Tokens of every row in the cache before the first compared position."""
-    tokens: int
-    """Compared positions of each row; a multiple of all `lengths`."""
-    batches: tuple[int, ...]
-    lengths: tuple[int, ...]
-    """Positions of a row in one forward."""
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self))
+
+    @property
+    def columns(self) -> dict[str, str | int]:
+        return {**self._asdict(), "shape": self.shape.name}
 
 
-@dataclass(frozen=True, slots=True)
-class EngineGrid:
-    """Steps of the `hf` engine."""
-
-    shapes: tuple[ModelShape, ...]
-    rows: tuple[int, ...]
-    drafts: tuple[int, ...]
-    prompt: int
-    steps: int
-    """Timed steps of each figure."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndToEndGrid:
-    """Whole rollouts of a batch, plain and with an oracle drafter."""
-
-    shape: ModelShape
-    cells: tuple[tuple[str, int], ...]
-    """(dtype, requests)."""
-    accuracies: tuple[float, ...]
-    window: int
-    prompt: int
-    tokens: int
-    """Output tokens of each request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """Everything a run measures."""
 
     device: str
     dtype: str
     copy_bytes: int
     matmul_size: int
-    forwards: ForwardGrid
+    limit_s: float
+    """Longest step: a measurement with a longer one is abandoned."""
     sampler_rows: tuple[int, ...]
-    sampler_vocab: int
-    flips: FlipGrid
-    engine: EngineGrid
-    end_to_end: EndToEndGrid
+    sampler_vocabs: tuple[int, ...]
+    """Tokens are compared in all of them; the last one is timed."""
+    shapes: tuple[ModelShape, ...]
+    """Of `forwards`; the first one also of `attention`, the last one of `flips`."""
+    attention_rows: tuple[int, ...]
+    attention_queries: tuple[int, ...]
+    attention_lengths: range
+    forward_rows: tuple[int, ...]
+    forward_positions: tuple[int, ...]
+    forward_contexts: tuple[int, ...]
+    flip_rows: int
+    """Rows that are compared; larger batches have others beside them."""
+    flip_context: int
+    flip_tokens: int
+    """Compared positions of a row: a multiple of all `flip_lengths`."""
+    flip_batches: tuple[int, ...]
+    flip_lengths: tuple[int, ...]
+    engine_cells: tuple[Cell, ...]
+    vllm_cells: tuple[Cell, ...]
+    ways: tuple[str, ...]
+    """Of `Batch.run`, `plain` first."""
+    accuracy: float
+    """Chance that a draft token of the oracle is right."""
+    prompt: int
+    """Tokens of each prompt in `engine` and `vllm`."""
+    tokens: int
+    """Tokens of each output there."""
 
 
-QWEN_0_5B = ModelShape("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151_936)
-QWEN_7B = ModelShape("qwen2.5-7b", 28, 3584, 28, 4, 18_944, 152_064)
-QWEN_32B = ModelShape("qwen2.5-32b", 64, 5120, 40, 8, 27_648, 152_064, sampled_layers=(2, 6))
+SMALL = ModelShape("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151_936)
+LARGE = ModelShape("qwen2.5-7b", 28, 3584, 28, 4, 18_944, 152_064)
+TINY = ModelShape("dry-run", 2, 64, 2, 1, 96, 512)
 
 ON_GPU = Settings(
-    device="cuda",
-    dtype="bfloat16",
-    copy_bytes=4 << 30,
-    matmul_size=8192,
-    forwards=ForwardGrid(
-        (QWEN_7B, QWEN_0_5B, QWEN_32B), (1, 4, 16, 32, 64, 128, 256), (1, 2, 3, 5, 9), (2048, 512, 8192)
-    ),
-    sampler_rows=(1, 128, 512, 1152, 2304),
-    sampler_vocab=QWEN_0_5B.vocab,
-    flips=FlipGrid(QWEN_0_5B, 64, 512, 36, (1, 16, 128), (1, 2, 4, 9)),
-    engine=EngineGrid((QWEN_0_5B, QWEN_7B), (1, 16, 128), (0, 4), 256, 12),
-    end_to_end=EndToEndGrid(
-        QWEN_0_5B, (("float32", 16), ("bfloat16", 16), ("bfloat16", 64)), (0.3, 0.5, 0.7, 0.9), 4, 64, 128
-    ),
-)
-
-TINY = ModelShape("dry-run", 2, 64, 4, 2, 96, 512)
-TINY_SAMPLED = ModelShape("dry-run-sampled", 6, 64, 4, 2, 96, 512, sampled_layers=(1, 2))
-
+    device="cuda", dtype="bfloat16", copy_bytes=4 << 30, matmul_size=8192, limit_s=2.0,
+    sampler_rows=(1, 128, 512, 1152, 2304), sampler_vocabs=(6016, 50_257, SMALL.vocab_size),
+    shapes=(LARGE, SMALL),
+    attention_rows=(1, 128), attention_queries=(1, 4), attention_lengths=range(1000, 1008),
+    forward_rows=(1, 8, 32, 64, 128, 256), forward_positions=(1, 2, 3, 5, 9), forward_contexts=(2048, 512, 8192),
+    flip_rows=32, flip_context=512, flip_tokens=36, flip_batches=(1, 16, 128), flip_lengths=(1, 4, 9),
+    engine_cells=(Cell(LARGE, "bfloat16", 128), Cell(SMALL, "bfloat16", 64), Cell(SMALL, "float32", 16)),
+    vllm_cells=(Cell(LARGE, "bfloat16", 128), Cell(LARGE, "bfloat16", 1)),
+    ways=("plain", "k=3", "k=8", "auto"), accuracy=0.7, prompt=128, tokens=64,
+)  # fmt: skip
 DRY_RUN = Settings(
-    device="cpu",
-    dtype="float32",
-    copy_bytes=1 << 20,
-    matmul_size=64,
-    forwards=ForwardGrid((TINY, TINY_SAMPLED), (1, 4), (1, 3), (16, 8)),
-    sampler_rows=(1, 8),
-    sampler_vocab=TINY.vocab,
-    flips=FlipGrid(TINY, 4, 16, 4, (1, 2, 8), (1, 2, 4)),
-    engine=EngineGrid((TINY,), (1, 4), (0, 2), 8, 4),
-    end_to_end=EndToEndGrid(TINY, (("float32", 4), ("bfloat16", 2)), (0.3, 0.9), 4, 8, 32),
-)
+    device="cpu", dtype="float32", copy_bytes=1 << 20, matmul_size=64, limit_s=60.0,
+    sampler_rows=(1, 8), sampler_vocabs=(300, TINY.vocab_size),
+    shapes=(TINY,),
+    attention_rows=(1, 4), attention_queries=(1, 3), attention_lengths=range(20, 23),
+    forward_rows=(1, 4), forward_positions=(1, 3), forward_contexts=(16, 8),
+    flip_rows=4, flip_context=16, flip_tokens=4, flip_batches=(1, 2, 8), flip_lengths=(1, 2, 4),
+    engine_cells=(Cell(TINY, "float32", 4), Cell(TINY, "bfloat16", 2)),
+    vllm_cells=(Cell(TINY, "float32", 4),),
+    ways=("plain", "k=2", "auto"), accuracy=0.7, prompt=8, tokens=24,
+)  # fmt: skip
 """Every stage with tiny shapes on the CPU: a mistake shows here, before it costs time on a GPU."""
-
-
-def dry_run_on(device: str) -> Settings:
-    """`DRY_RUN` on `cpu` or `cuda`; there in bf16, as in earnest."""
-    return DRY_RUN if device == "cpu" else replace(DRY_RUN, device=device, dtype="bfloat16")
+DRY_RUN_ON_GPU = DRY_RUN._replace(device="cuda", dtype="bfloat16")

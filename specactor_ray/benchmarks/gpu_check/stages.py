@@ -1,26 +1,30 @@
-"""Runs the stages one after the other within a budget of time, and keeps what each has measured.
-
-A stage is a function that fills `Stage.figures`, calls `check` before each measurement and `note` after it. One that is
-out of time is cut at its next `check`; one that fails says why; the others still run.
-"""
+"""Stages within a budget of time. What is slow, late, too large or broken is shown, and everything else is measured."""
 
 from __future__ import annotations
 
 import gc
-import sys
+import statistics
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specactor_ray.benchmarks.gpu_check.report import Report
+import torch
+
 from specactor_ray.benchmarks.gpu_check.settings import Settings
-from specactor_ray.signals import interruption
+
+_FEWEST, _MOST, _ENOUGH_S = 3, 20, 0.15
+"""Timed calls of a figure: as many as fit into this time, within these bounds."""
+StageFunction = Callable[["Stage"], None]
 
 
 class OutOfTime(Exception):
-    """The stage has used up its share of the time."""
+    """The budget of the stage is spent."""
+
+
+class TooSlow(Exception):
+    """A step took longer than the stage's limit."""
 
 
 @dataclass
@@ -31,86 +35,112 @@ class Stage:
     settings: Settings
     deadline: float
     """On the clock of `now`."""
-    save: Callable[[], None]
-    now: Callable[[], float] = time.monotonic
-    figures: dict[str, Any] = field(default_factory=dict)
-    """What was measured so far; plain data."""
+    changed: Callable[[str], None] = lambda line: None
+    """Called with a line of progress when `entry` has changed."""
+    now: Callable[[], float] = time.perf_counter
+    entry: dict[str, Any] = field(default_factory=lambda: {"points": [], "figures": {}, "not_measured": []})
+    """Plain data: `points`, a table; `figures`, single ones; `not_measured`, a line with the reason for each."""
 
-    def check(self, what: str) -> None:
-        """Raises OutOfTime, naming what comes next, when the stage's time is up."""
-        if self.now() > self.deadline:
-            raise OutOfTime(what)
+    def point(self, key: Mapping[str, Any], **columns: Any) -> None:
+        """Add columns to the line of the table that has this key."""
+        points = self.entry["points"]
+        if not any(point.items() >= key.items() for point in points):
+            points.append(dict(key))
+        next(point for point in points if point.items() >= key.items()).update(columns)
 
-    def note(self, line: str) -> None:
-        """A group of figures is complete: show a line of progress and write the file."""
-        say(f"{self.name}: {line}")
-        self.save()
+    def each(self, points: Iterable[tuple[Any, ...]], measure: Callable[..., str]) -> None:
+        """Call `measure` with every point; it returns a line of progress. What goes wrong with one is noted."""
+        listed, missing = list(points), self.entry["not_measured"]
+        names = [", ".join(map(str, point)) for point in listed]
+        for index, (point, name) in enumerate(zip(listed, names, strict=True)):
+            try:
+                line = measure(*point)
+            except OutOfTime:
+                missing += [f"{other}: no time was left" for other in names[index:]]
+                self.changed(f"{self.name}: no time was left for {len(listed) - index} of {len(listed)}")
+                break
+            except (TooSlow, torch.OutOfMemoryError) as error:
+                line = str(error) if isinstance(error, TooSlow) else "out of memory"
+                missing.append(f"{name}: {line}")
+            self.changed(f"{self.name}, {name}: {line}")
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Duration of a call, to the end of its work on the device. Raises OutOfTime where the time was up before."""
+        begin = self.now()
+        if begin > self.deadline:
+            raise OutOfTime
+        call()
+        synchronize(self.settings.device)
+        return self.now() - begin
+
+    def step(self, call: Callable[[], object], done: int, of: int) -> float:
+        """`seconds` of call number `done` of `of`, from 0. Raises TooSlow above the limit."""
+        seconds, limit_s = self.seconds(call), self.settings.limit_s
+        if seconds > limit_s:
+            took = f"a step took {seconds:.3g} s, slower than its limit of {limit_s:g} s"
+            raise TooSlow(f"{took}: {done} of {of} steps measured")
+        return seconds
+
+    def median_s(self, call: Callable[[], object]) -> float:
+        """Median seconds of a call. The first one, which may compile or allocate, has no limit and does not count."""
+        self.seconds(call)
+        times: list[float] = []
+        while len(times) < _FEWEST or (len(times) < _MOST and sum(times) < _ENOUGH_S):
+            times.append(self.step(call, len(times), _MOST))
+        return statistics.median(times)
+
+    def peak_gb(self, call: Callable[[], object]) -> float | None:
+        """Most memory of the GPU that a call allocates above what was before it; None on a CPU."""
+        if self.settings.device != "cuda":
+            return None
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.seconds(call)
+        return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
-StageFunction = Callable[[Stage], None]
-
-
-def say(line: str) -> None:
-    sys.stderr.write(f"[gpu-check] {line}\n")
-    sys.stderr.flush()
+def synchronize(device: str) -> None:
+    """Wait until the device has done all it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def run_stages(
     stages: Mapping[str, tuple[float, StageFunction]],
     settings: Settings,
-    report: Report,
+    entries: dict[str, dict[str, Any]],
+    changed: Callable[[str], None],
     end: float,
-    now: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Run all stages; what a stage leaves of its time is shared by those after it.
-
-    Args:
-        stages: Name → (weight in the sharing of the time, function).
-        end: When all should be done, on the clock of `now`.
-        now: Seconds.
-
-    Raises:
-        KeyboardInterrupt: The stage under way is marked and its figures are in the file.
-    """
+    """Run stages (name → weight in the sharing of the time, function) up to `end`; what one leaves of its time goes to
+    those after it. `entries` takes their `Stage.entry` with `status` (`running`, `complete`, `partial`, `skipped`,
+    `failed` or `interrupted`), `seconds` and `error`."""
     weights = [weight for weight, _ in stages.values()]
     for index, (name, (weight, function)) in enumerate(stages.items()):
-        left = end - now()
-        share_s = left * weight / sum(weights[index:])
-        entry = report.open_stage(name)
-        if share_s <= 0:
-            entry |= {"status": "cut", "error": "no time was left for it"}
-            report.save()
-            continue
-        say(f"{name}: at most {share_s:.0f} s")
-        stage = Stage(name, settings, now() + share_s, report.save, now, entry["figures"])
-        _run_stage(function, stage, entry)
-        report.save()
-        _free_memory()
+        share_s = max(end - now(), 0.0) * weight / sum(weights[index:])
+        stage = Stage(name, settings, now() + share_s, changed, now)
+        stage.entry |= {"status": "interrupted", "seconds": 0.0, "error": ""}  # if that happens right here
+        entries[name] = stage.entry
+        _run_stage(function, stage, share_s)
+        gc.collect()  # a stage's models are gone before the next one makes its own
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
-def _run_stage(function: StageFunction, stage: Stage, entry: dict[str, Any]) -> None:
-    begin = stage.now()
-    entry["status"], entry["error"] = "interrupted", "Ctrl-C or SIGTERM"
+def _run_stage(function: StageFunction, stage: Stage, share_s: float) -> None:
+    begin, entry, status, error = stage.now(), stage.entry, "interrupted", ""
     try:
+        entry["status"] = "running"
+        stage.changed(f"{stage.name}: at most {share_s:.0f} s")
         function(stage)
-        entry["status"], entry["error"] = "complete", ""
-    except OutOfTime as cut:
-        entry["status"], entry["error"] = "cut", f"out of time before {cut}"
-    except KeyboardInterrupt as error:
-        entry["error"] = interruption(error)
-        raise
-    except Exception as error:  # noqa: BLE001 - whatever breaks one stage, the others are measured
-        entry["status"], entry["error"] = "failed", f"{type(error).__name__}: {error}"
+        status = (
+            "complete" if not entry["not_measured"] else "partial" if entry["points"] or entry["figures"] else "skipped"
+        )
+    except Exception as failure:  # noqa: BLE001 - whatever breaks one stage, the others are measured
+        lines = f"{type(failure).__name__}: {failure}".strip().splitlines()
+        status, error = "failed", " ... ".join(dict.fromkeys((lines[0], lines[-1])))
         entry["traceback"] = traceback.format_exc()
     finally:
-        entry["seconds"] = stage.now() - begin
-        say(f"{stage.name}: {entry['status']} after {entry['seconds']:.1f} s {entry['error']}".rstrip())
-
-
-def _free_memory() -> None:
-    """A stage's models and caches are gone before the next one makes its own."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        entry |= {"status": status, "error": error, "seconds": stage.now() - begin}
+        stage.changed(f"{stage.name}: {status} after {entry['seconds']:.1f} s {error}".rstrip())

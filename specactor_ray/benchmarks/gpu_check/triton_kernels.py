@@ -1,58 +1,76 @@
-"""Stage 4: the sampler's Triton kernels: their tokens beside those of the CPU, then their time beside torch's."""
+"""Stage `triton`: the keyed sampler's kernels: their tokens beside those of the CPU, then their time beside others'."""
 
 from __future__ import annotations
 
-import functools
+import itertools
 import os
-from typing import Any
+from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 
-from specactor_ray.benchmarks.gpu_check.sampler import cost_of
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling.keyed import sample_rows
+from specactor_ray.sampling.keyed import sample_rows, warm_up
 from specactor_ray.sampling.rules import Rules
 
 _RULES = {"T=1": SamplingParams(), "T=0": SamplingParams(0.0), "top-p 0.95": SamplingParams(top_p=0.95)}
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def measure_triton(stage: Stage) -> None:
-    """Fill `different` (per dtype and margins: what the kernels get wrong, empty if nothing) and `points`: per number
-    of rows milliseconds and peak memory of the kernels alone, per rule, and of the torch form at T=1."""
-    settings, device = stage.settings, torch.device(stage.settings.device)
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        stage.note("left out: Triton's kernels need a GPU")
-        return
-    from specactor_ray.sampling.fused import difference, verify
+    """Fill `different`: per vocabulary, dtype and margins how 64 rows of all temperatures and filters differ from
+    numba's, empty if they do not. Then a point per number of rows: ms of the kernels alone by rule, and GB/s of logits
+    that they read; of the product's call at T=1, with tokens to the host; of the torch form; and peak GB above the
+    logits. Raises RuntimeError where a token or a margin differs."""
+    settings, different, reason = stage.settings, dict[str, str](), _why_not(stage.settings.device)
+    warm_up()
 
-    stage.figures |= {"different": {}, "points": []}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for margins in (False, True):
-            name = f"{dtype}, margins {margins}"
-            stage.check(name)
-            found = difference(device, dtype, margins, settings.sampler_vocab)
-            stage.figures["different"][name] = found
-            stage.note(f"{name}: {found or 'equal'}")
-    for n in settings.sampler_rows:
-        logits = (3.0 * torch.randn(n, settings.sampler_vocab, device=device)).to(getattr(torch, settings.dtype))
-        point: dict[str, Any] = {"rows": n}
-        stage.figures["points"].append(point)
-        index = torch.arange(n + 1, device=device)
-        none = torch.zeros(n + 1, dtype=torch.int64, device=device)
-        for name, rule in _RULES.items():
-            stage.check(f"{n} rows, {name}")
-            params = [rule] * n
-            rules = Rules(n, device)
-            rules.write(range(n), params, [0] * n)
-            rows = (logits, index[:n], none, none, 0, index[:n], index[:n], rules, False)
-            point[name] = cost_of(functools.partial(verify, *rows), device)
-        stage.check(f"{n} rows, torch")
-        in_torch = functools.partial(sample_rows, logits, [_RULES["T=1"]] * n, range(n), backend="torch")
-        point["torch"] = cost_of(in_torch, device)
-        stage.note(
-            f"{n} rows, ms: " + ", ".join(f"{name} {point[name].get('ms', 0):.3g}" for name in [*_RULES, "torch"])
-        )
-    wrong = [f"{name}: {found}" for name, found in stage.figures["different"].items() if found]
-    if wrong:
+    def compare(vocab: int, dtype: str, margins: str) -> str:
+        from specactor_ray.sampling.fused import difference
+
+        asked, found = (torch.device(settings.device), getattr(torch, dtype), margins == "margins", vocab), list[str]()
+        stage.seconds(lambda: found.append(difference(*asked)))
+        different[f"{vocab} {dtype} {margins}"] = found[0]
+        return found[0] or "equal"
+
+    def measure(rows: int, form: str) -> str:
+        logits = 3.0 * torch.randn(rows, settings.sampler_vocabs[-1], device=settings.device)
+        call = _call(logits := logits.to(getattr(torch, settings.dtype)), form)
+        seconds = stage.median_s(call)
+        columns = {f"{form} ms": 1e3 * seconds, f"{form} GB": stage.peak_gb(call)}
+        if form == "T=1":
+            columns["gb_per_s"] = 1e-9 * logits.nbytes / seconds
+        stage.point({"rows": rows}, **{name: one for name, one in columns.items() if one is not None})
+        return f"{1e3 * seconds:.3g} ms"
+
+    if reason:
+        stage.entry["not_measured"].append(f"the kernels: {reason}")
+    else:
+        stage.entry["figures"]["different"] = different
+        stage.each(itertools.product(settings.sampler_vocabs, _DTYPES, ("tokens", "margins")), compare)
+    forms = [*([] if reason else _RULES), "product", "torch"]
+    stage.each(itertools.product(settings.sampler_rows, forms), measure)
+    if wrong := [f"{name}: {found}" for name, found in different.items() if found]:
         raise RuntimeError("; ".join(wrong))
+
+
+def _why_not(device: str) -> str:
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "they need a GPU, or TRITON_INTERPRET=1"
+    return ""
+
+
+def _call(logits: torch.Tensor, form: str) -> Callable[[], object]:
+    n = len(logits)
+    if form in ("product", "torch"):
+        params = [SamplingParams(seed=row) for row in range(n)]
+        return lambda: sample_rows(logits, params, range(n), backend="torch" if form == "torch" else "auto")
+    from specactor_ray.sampling.fused import verify
+
+    rules, index = Rules(n, logits.device), torch.arange(n, device=logits.device)
+    rules.write(range(n), [_RULES[form]] * n, [0] * n)
+    none = torch.zeros(n + 1, dtype=torch.int64, device=logits.device)
+    return lambda: verify(logits, index, none, none, 0, index, index, rules, False)
