@@ -25,7 +25,7 @@ from specactor_ray.models.weight_buckets import WeightBucket, pack_as_they_come
 from specactor_ray.observability.console import log_by_default
 from specactor_ray.observability.heartbeat import Heartbeat
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.memory import require_memory
+from specactor_ray.rollout.memory import require_memory, with_cache
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.planning import ladder_priors, require_devices, resolve
 from specactor_ray.rollout.preflight import (
@@ -72,13 +72,13 @@ class Rollout:
         for line in lines:
             logger.info("%s", line)
         config = export_what_drafters_read(config)
-        self.config = config
         self._closed = False
         self._streams = 0
         self.progress = (0, 0)
         """Trajectories of the newest stream that have ended, and how many it has in all."""
         priors = ladder_priors(config)
         self._tokenizer = check_drafters_fit_target(config)
+        self.config = config = with_cache(config)
         require_memory(config)
         warn_without_drafters(config)
         with Heartbeat(logger.info, f"starting Ray and {config.mode.value} actors"):

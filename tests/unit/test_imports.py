@@ -82,7 +82,6 @@ MAY_IMPORT = {
         "learner/",
         "drafter_training/",
         "actors/",
-        "rollout/memory.py",
         "training/",
         "benchmarks/side_by_side.py",
         "benchmarks/vllm_peer.py",

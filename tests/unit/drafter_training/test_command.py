@@ -79,7 +79,7 @@ def _few(data: Path, folder: Path) -> Path:
 class TestWhatIsWritten:
     def test_a_drafter_that_a_configuration_takes_as_it_is(self, drafter: Path) -> None:
         proposer = build_proposer(
-            DrafterConfig(method="draft_model", model=str(drafter), kv_cache_gb=0.05), TargetConfig(), "cpu"
+            DrafterConfig(method="draft_model", model=str(drafter), max_batch=8), TargetConfig(), "cpu"
         )
         assert isinstance(proposer, DraftModelProposer) and proposer.vocab_size == 512
         assert load_tokenizer(str(drafter)).chat_template == load_tokenizer(str(tiny_target())).chat_template

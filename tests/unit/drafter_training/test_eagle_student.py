@@ -105,7 +105,7 @@ def test_from_prompts_to_a_head_that_a_configuration_takes(tmp_path: Path) -> No
     assert outcome.status == "finished"
     rows = [(row["temperature"], row["noise"], len(row["by_position"])) for row in outcome.acceptance]
     assert rows == [(1.0, "shared", 3), (1.0, "own", 3), (0.0, "-", 3)]
-    drafter = DrafterConfig(method="eagle", model=str(output), kv_cache_gb=0.01)
+    drafter = DrafterConfig(method="eagle", model=str(output), max_batch=16)
     proposer = build_proposer(drafter, TargetConfig(model=str(tiny_target())), "cpu")
     assert isinstance(proposer, EagleProposer) and proposer.vocab_size == 512
     card = json.loads((output / "drafter.json").read_text())
@@ -113,7 +113,7 @@ def test_from_prompts_to_a_head_that_a_configuration_takes(tmp_path: Path) -> No
 
 
 def test_a_trained_head_is_right_ahead_and_shared_noise_helps(corpus: RecordStore) -> None:
-    drafter = DrafterConfig(method="eagle", model=str(tiny_eagle()), kv_cache_gb=0.01)
+    drafter = DrafterConfig(method="eagle", model=str(tiny_eagle()), max_batch=16)
     head = head_config(drafter, str(tiny_target()))
     assert head is not None
     lengths = []
