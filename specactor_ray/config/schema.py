@@ -156,12 +156,27 @@ class TargetConfig:
     """Decoder layers whose hidden states are exported for committed positions (for EAGLE heads)."""
 
     def __post_init__(self) -> None:
+        """Fill in what follows from `gpus`."""
         if self.cores is None and not self.gpus:
             self.cores = 1
         if self.max_batch is None:
             self.max_batch = 128 if self.gpus else 16
         if self.max_step_tokens is None:
             self.max_step_tokens = max(self.max_batch, 2048 if self.gpus else 512)
+
+
+def _open_target() -> TargetConfig:
+    """The default of a schema: what follows from `gpus` is open, since a file may yet set that."""
+    target = TargetConfig()
+    target.cores = target.max_batch = target.max_step_tokens = _UNRESOLVED
+    return target
+
+
+def open_config() -> Config:
+    """As `_open_target`, of the whole."""
+    config = Config()
+    config.target = _open_target()
+    return config
 
 
 @dataclass
@@ -299,7 +314,7 @@ class Config:
     """Where a run writes and what it is called."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Which Ray cluster to use and how actors are placed on it."""
-    target: TargetConfig = field(default_factory=TargetConfig)
+    target: TargetConfig = field(default_factory=_open_target)
     """The target model and its verifiers."""
     drafters: list[DrafterConfig] = field(default_factory=list)
     """Draft methods, one element each; `mode: plain` uses none of them. `mode: auto` adds `suffix` to an empty list."""
@@ -323,3 +338,6 @@ class Config:
     """`never` starts a new run. `auto` continues the run of run.name, or without it the latest in run.dir that was not
     finished; where there is none it starts a new one. Training continues from the newest sound checkpoint, or from the
     one whose folder is named here."""
+
+    def __post_init__(self) -> None:
+        self.target.__post_init__()

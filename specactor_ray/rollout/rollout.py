@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -230,6 +231,12 @@ class Rollout:
     def status(self) -> list[dict[str, Any]]:
         """One row per actor: id, kind, phase, placement and counters."""
         return self._run.status()
+
+    def fallbacks(self) -> list[str]:
+        """What actors do in a slower way than they could, each once; as far as it can be asked."""
+        with contextlib.suppress(Exception):
+            return list(dict.fromkeys(what for row in self.status() for what in row["counters"].get("fallbacks", ())))
+        return []
 
     def metrics(self) -> RolloutMetrics:
         """Counters over all verifiers since the start or the last `reset_metrics`."""

@@ -33,12 +33,15 @@ import psutil
 import torch
 
 from specactor_ray.errors import ModelLoadError
+from specactor_ray.fallbacks import fall_back
 from specactor_ray.leftovers import make_owned_folder, mapped_segments, note_segments, remove_abandoned
 from specactor_ray.messages import SamplingParams
 from specactor_ray.models.loading import locate_model
 from specactor_ray.ragged import begins
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.target.vllm_version import require_vllm
+
+logger = logging.getLogger(__name__)
 
 _VLLMS_LARGEST_GRAPH = 512
 """Positions of the largest step that vLLM captures by default."""
@@ -103,6 +106,8 @@ class EngineCoreHandle:
     def __init__(self, settings: CoreSettings) -> None:
         require_vllm()
         _set_environment(settings)
+        if settings.gpu_share is not None:
+            fall_back(logger, "vLLM runs its V1 model runner, which takes drafts from the host; V2 does not yet")
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor

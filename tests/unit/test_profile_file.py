@@ -96,6 +96,11 @@ def auto(file: Path, target: Path, *overrides: str) -> Config:
     return from_mapping(written, overrides)
 
 
+def on(target: Path) -> list[str]:
+    """Overrides: the target of the profile, whatever this machine computes in."""
+    return [f"target.model={target}", "target.dtype=float32"]
+
+
 class TestFile:
     def test_it_is_read_as_it_was_written(self, file: Path, data: dict[str, Any]) -> None:
         profile = load_profile(file)
@@ -295,7 +300,14 @@ class TestCommand:
     def test_json_has_a_prediction_for_every_mode_method_and_batch(
         self, file: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        known = ["plan", "--profile", str(file), f"target.model={tiny_model_dir}", "target.dtype=float32", "drafters=[{method: ngram}]"]
+        known = [
+            "plan",
+            "--profile",
+            str(file),
+            f"target.model={tiny_model_dir}",
+            "target.dtype=float32",
+            "drafters=[{method: ngram}]",
+        ]
         code, out, _ = self.run(capsys, *known, "cluster.num_cpus=2", "--batch", "1,8", "--json")
         assert code == 0
         report = json.loads(out)
@@ -330,7 +342,12 @@ class TestCommand:
         problem: str,
     ) -> None:
         given_profile = [] if "--profile" in arguments else ["--profile", str(file)]
-        known = [f"target.model={tiny_model_dir}", "target.dtype=float32", "drafters=[{method: ngram}]", "cluster.num_cpus=2"]
+        known = [
+            f"target.model={tiny_model_dir}",
+            "target.dtype=float32",
+            "drafters=[{method: ngram}]",
+            "cluster.num_cpus=2",
+        ]
         code, _, err = self.run(capsys, "plan", *given_profile, *known, *arguments)
         assert code == 2 and err.startswith("error: ") and problem in err
 
@@ -349,7 +366,13 @@ class TestCommand:
     ) -> None:
         file.write_text(file.read_text()[:-40])
         (tmp_path / "p.jsonl").write_text('{"prompt": "Add 1 and 2."}\n')
-        known = ["plan=auto", f"profile={file}", f"target.model={tiny_model_dir}", "target.dtype=float32", "drafters=[{method: ngram}]"]
+        known = [
+            "plan=auto",
+            f"profile={file}",
+            f"target.model={tiny_model_dir}",
+            "target.dtype=float32",
+            "drafters=[{method: ngram}]",
+        ]
         for command in (["rollout"], ["train"], ["bench", "rollout"]):
             code, _, err = self.run(
                 capsys, *command, *known, f"data.path={tmp_path}/p.jsonl", f"run.dir={tmp_path}/runs"
