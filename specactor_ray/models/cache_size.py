@@ -77,8 +77,7 @@ def room_on_cpu(available: float, target: TargetConfig) -> float:
 
 
 def room_on_gpu(target: TargetConfig, total: float, hosted: float = 0.0) -> float:
-    """What a GPU of `total` bytes has left for the cache beside `hosted` bytes of drafters; below 0 where the model does
-    not fit."""
+    """What a GPU of `total` bytes has left beside `hosted` bytes of drafters; below 0 where the model does not fit."""
     return _SHARE_OF_GPU * total - hosted - beside_the_cache(target)
 
 

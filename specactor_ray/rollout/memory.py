@@ -104,23 +104,6 @@ def require_memory(config: Config) -> None:
         check_memory(config, plan_rollout_memory(config), available_bytes(), FIXES)
 
 
-def require_caches(config: Config) -> None:
-    """Refuse caches of a size that is set and cannot fit this machine, whatever the weights take; no model is read.
-
-    Raises:
-        ConfigError: The numbers are in the message.
-    """
-    target = config.target
-    held = target.replicas * target.tensor_parallel * (target.kv_cache_gb or 0.0) * 2**30
-    plan = [MemoryItem("verifiers", f"{target.replicas} x cache", held)]
-    for drafter in config.drafters if config.mode is not ModeName.plain else ():
-        copies = target.replicas if config.mode is ModeName.coupled else drafter.replicas
-        if drafter.model and copies and drafter.kv_cache_gb:
-            held = copies * drafter.kv_cache_gb * 2**30
-            plan.append(MemoryItem("drafters", f"{copies} x cache of {drafter.method}", held))
-    check_memory(config, plan, available_bytes(), FIXES)
-
-
 def _judged(config: Config) -> bool:
     """Other machines' memory and that of GPUs is not known here."""
     return not (config.target.gpus or config.trainer.gpus) and config.cluster.address == "local"

@@ -26,7 +26,6 @@ from specactor_ray.models.loading import (
     require_head,
     require_model,
 )
-from specactor_ray.rollout.memory import require_caches
 from specactor_ray.rollout.planning import require_devices, resolve
 from specactor_ray.speculation.profile import load_profile
 from specactor_ray.target.vllm_version import require_engine_arguments, require_vllm
@@ -49,7 +48,6 @@ def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str
         load_profile(config.profile)
     config, lines = resolve(config)
     require_devices(config, trains)
-    require_caches(config)
     return config, lines
 
 

@@ -41,6 +41,8 @@ from specactor_ray.ragged import begins
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.target.vllm_version import require_vllm
 
+_GRAPH_SIZES = {"cudagraph_capture_sizes", "compilation_config"}
+"""Engine arguments that say which steps are captured."""
 logger = logging.getLogger(__name__)
 
 _VLLMS_LARGEST_GRAPH = 512
@@ -330,7 +332,7 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
         # What vLLM asks to be free when it starts; 0.92 by default.
         arguments["gpu_memory_utilization"] = settings.gpu_share
         verified = min(settings.max_step_tokens, settings.max_batch * (1 + settings.max_drafts))
-        if verified > _VLLMS_LARGEST_GRAPH:
+        if verified > _VLLMS_LARGEST_GRAPH and not _GRAPH_SIZES & settings.engine_arguments.keys():
             arguments["max_cudagraph_capture_size"] = verified
     if settings.max_drafts:
         proposer = f"{__name__}.{NothingProposed.__name__}"

@@ -88,10 +88,9 @@ def test_a_cache_is_that_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, model, kv_cache_gb=half, tensor_parallel=2)
     with pytest.raises(ConfigError, match="holds 2048 tokens"):
         check(monkeypatch, model, kv_cache_gb=(2048 + 128) / 2**20)
-    config = config_with(model=str(tiny_target()), kv_cache_gb=1.0, tensor_parallel=2)
-    monkeypatch.setattr(memory, "available_bytes", lambda: 2.0 * 2**30)
-    with pytest.raises(ConfigError, match=r"1 x cache: 2\.02 GiB"):
-        memory.require_caches(from_mapping({"mode": "plain", "target": {**vars(config.target), "kv_cache_gb": 1.01}}))
+    plans = (config_with(model=str(tiny_target()), kv_cache_gb=1.0, tensor_parallel=ranks) for ranks in (1, 2))
+    one, two = (memory.plan_rollout_memory(plan)[0].num_bytes for plan in plans)
+    assert two - one == pytest.approx(2**30 + 2 * memory.PROCESS_BYTES)
 
 
 def test_a_cache_that_holds_no_block_of_hf(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def arguments_of(monkeypatch: pytest.MonkeyPatch, drafts: int, **target: Any) ->
 
     monkeypatch.setattr(vllm, "EngineCoreHandle", core)
     monkeypatch.setattr(vllm, "device_bytes", lambda: 80.0 * GIB)
-    config = TargetConfig(str(tiny_target()), "vllm", dtype="bfloat16", **target)
+    config = TargetConfig(str(tiny_target()), "vllm", dtype="bfloat16", **{"kv_cache_gb": 1.0, **target})
     vllm.VllmEngine.from_config(config, drafts)
     return made[0]
 
@@ -72,8 +72,6 @@ def test_a_share_of_the_gpu_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) 
     assert 0.25 < arguments["gpu_memory_utilization"] < 0.251
     assert arguments["kv_cache_memory_bytes"] == 20 * GIB
     assert (arguments["max_num_seqs"], arguments["max_num_batched_tokens"]) == (128, 2048)
-    own = arguments_of(monkeypatch, 0, gpus=1, kv_cache_gb=20.0, engine_arguments={"gpu_memory_utilization": 0.5})
-    assert own["gpu_memory_utilization"] == 0.5
     assert arguments_of(monkeypatch, 0, gpus=1, kv_cache_gb=90.0)["gpu_memory_utilization"] == 1.0
     assert "gpu_memory_utilization" not in arguments_of(monkeypatch, 0, kv_cache_gb=0.01)
 
@@ -84,5 +82,7 @@ def test_a_share_of_the_gpu_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) 
 def test_graphs_reach_as_far_as_steps_that_verify(
     monkeypatch: pytest.MonkeyPatch, drafts: int, rows: int, largest: int | None
 ) -> None:
-    arguments = arguments_of(monkeypatch, drafts, gpus=1, max_batch=rows, kv_cache_gb=1.0)
+    arguments = arguments_of(monkeypatch, drafts, gpus=1, max_batch=rows)
     assert arguments.get("max_cudagraph_capture_size") == largest
+    sizes = {"cudagraph_capture_sizes": [1, 4]}
+    assert "max_cudagraph_capture_size" not in arguments_of(monkeypatch, drafts, gpus=1, engine_arguments=sizes)
