@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from transformers import LlamaConfig
 
 from specactor_ray import fallbacks
@@ -19,8 +22,11 @@ from specactor_ray.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
 from specactor_ray.observability import environment
+from specactor_ray.observability.report import rollout_table
 from specactor_ray.rollout import memory
+from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.planning import Devices, as_decoupled, resolve_mode, settle
+from specactor_ray.rollout.rollout import Rollout
 from tests.tiny import tiny_draft, tiny_target
 
 GPUS = {"L4": 24, "A100": 40, "H100": 80, "H200": 141, "B200": 180}
@@ -238,3 +244,29 @@ def test_a_fallback_is_said_once_and_remembered(monkeypatch: pytest.MonkeyPatch,
     for what in ("slow", "slower", "slow"):
         fallbacks.fall_back(logging.getLogger(__name__), what)
     assert fallbacks.fallbacks() == ["slow", "slower"] == caplog.messages
+
+
+@pytest.mark.parametrize("fell", [[], ["torch samples", "V1 runs"]])
+def test_a_summary_names_what_its_actors_fell_back_to(fell: list[str]) -> None:
+    summary = {
+        "run": "r",
+        "status": "complete",
+        "config": {"mode": "plain"},
+        "trajectories": {"finished": 1, "failed": 0, "total": 1},
+        "tokens": 1,
+        "seconds": 1.0,
+        "tokens_per_s": 1.0,
+        "metrics": RolloutMetrics().to_dict(),
+        "fallbacks": fell,
+    }
+    out = io.StringIO()
+    Console(file=out, width=120).print(rollout_table(summary))
+    assert ("torch samples; V1 runs" in out.getvalue()) is bool(fell) is ("fallbacks" in out.getvalue())
+
+
+def test_actors_report_fallbacks_and_each_is_named_once() -> None:
+    rows = [{"counters": {"fallbacks": ["a", "b"]}}, {"counters": {}}, {"counters": {"fallbacks": ["b", "c"]}}]
+    rollout: Any = SimpleNamespace(status=lambda: rows)
+    assert Rollout.fallbacks(rollout) == ["a", "b", "c"]
+    rows.append({"phase": "gone"})
+    assert Rollout.fallbacks(rollout) == [], "a status that cannot be read ends no run"
