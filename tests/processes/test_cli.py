@@ -455,6 +455,9 @@ class FakeRollout:
     def metrics(self) -> RolloutMetrics:
         return RolloutMetrics(steps=5, row_steps=10, committed_tokens=self.committed_tokens)
 
+    def fallbacks(self) -> list[str]:
+        return []
+
     def status(self) -> list[dict[str, Any]]:
         return [{"id": "verifier-0#1a2b", "kind": "verifier", "counters": {}}]
 
