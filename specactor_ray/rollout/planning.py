@@ -98,10 +98,9 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
     Raises:
         ConfigError: The mode that was chosen contradicts another key.
     """
-    config = settle(config, devices)
     if config.mode is not ModeName.auto:
-        return config, []
-    resolved = _with_drafters(config)
+        return settle(config, devices), []
+    resolved = settle(_with_drafters(config), devices)
     target = resolved.target
     given = _give_gpus(resolved, devices)
     resolved.mode, reason = _mode_of(resolved, devices)

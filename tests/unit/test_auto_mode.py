@@ -50,7 +50,7 @@ def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
         (Devices(2, 0), ["drafters=[{method: ngram, replicas: 0}]"], "decoupled", "specactor scale"),
         (Devices(8, 1), [f"drafters=[{{method: ngram}}, {MODEL}]"], "decoupled", "drafters.1.gpus"),
         (Devices(8, 2), ["target.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "there is room"),
-        (Devices(8, 1), ["target.gpus=1", f"drafters=[{MODEL}]"], "coupled", "2 GPU(s) and 2 core(s) in all"),
+        (Devices(8, 1), ["target.gpus=1", f"drafters=[{MODEL}]"], "coupled", "2 GPU(s) and 6 core(s) in all"),
         (Devices(1, 2), ["target.gpus=1", f"drafters=[{MODEL}]"], "coupled", "there are 2 and 1"),
         (None, ["target.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "devices of their own"),
         (Devices(8, 2), ["target.gpus=1", ON_A_CORE], "decoupled", "the verifiers), drafters.0.gpus=1"),
