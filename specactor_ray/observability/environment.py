@@ -43,7 +43,8 @@ def hardware() -> dict[str, Any]:
 
 
 CPU_BFLOAT16 = False
-"""Whether `auto` is bfloat16 on CPUs that compute in it."""
+"""Whether `dtype: auto` is bfloat16 on CPUs with AVX512_BF16, too. Not as long as tokens of `hf` in bfloat16 depend on
+the batch there."""
 
 
 def fitting_dtype(dtype: str, on_gpu: bool) -> str:
