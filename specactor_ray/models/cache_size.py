@@ -13,8 +13,9 @@ from specactor_ray.models.loading import load_empty_model, load_model_config, pa
 
 GIB = 2**30
 BLOCK_TOKENS = {"cpu": 128, "gpu": 16}
-"""Of vLLM's cache, unless its attention kernels want others; `hf` takes 128 everywhere."""
-_BLOCK = 128
+"""Of vLLM's cache, unless its attention kernels want others."""
+_BLOCK = 256
+"""The largest block of any engine's cache."""
 _SHARE_OF_GPU = 0.92
 """As vLLM: the rest is for what the driver and other processes take."""
 _GPU_FIXED = 2 * GIB

@@ -144,12 +144,12 @@ def test_the_cache_of_a_cpu(rows: int) -> None:
     """The tiny target has 2048 bytes a token in float32 and a context of 1024 tokens."""
     target = TargetConfig(model=str(tiny_target()), dtype="float32", max_batch=rows)
     model = cache_size.load_model_config(target.model).get_text_config()
-    per_token, blocks = cache_size.token_bytes(model, 4), cache_size.context_of(model) // 128
-    needed = (rows * blocks + 1) * 128 * per_token
+    per_token, blocks = cache_size.token_bytes(model, 4), cache_size.context_of(model) // 256
+    needed = (rows * blocks + 1) * 256 * per_token
     assert cache_bytes(target, float("inf")) == needed
     assert cache_bytes(target, 1000.0) == 1000.0
-    target.max_model_len = 129
-    assert cache_bytes(target, float("inf")) == (rows * 2 + 1) * 128 * per_token
+    target.max_model_len = 257
+    assert cache_bytes(target, float("inf")) == (rows * 2 + 1) * 256 * per_token
     target.kv_cache_gb = 0.5
     assert cache_bytes(target, 1000.0) == 0.5 * GIB
     assert room_on_cpu(8 * GIB, TargetConfig(replicas=2, tensor_parallel=2)) == GIB / 2
@@ -159,7 +159,7 @@ def test_the_cache_of_a_cpu(rows: int) -> None:
 def test_the_cache_of_a_cpu_is_a_gigabyte_or_one_request() -> None:
     """7B in bfloat16: 57344 bytes a token, 1.75 GiB a request of 32768 tokens."""
     target = TargetConfig(model="7b", dtype="bfloat16")
-    assert cache_bytes(target, float("inf")) == (32768 + 128) * 57344
+    assert cache_bytes(target, float("inf")) == (32768 + 256) * 57344
     target.max_model_len = 4096
     assert cache_bytes(target, float("inf")) == GIB
 
@@ -177,7 +177,7 @@ def test_the_plan_of_a_gpu(name: str) -> None:
     more = cache_bytes(halved, room_on_gpu(halved, total))
     assert more / (57344 / 2) > 2 * cache / 57344, "tokens: half the weights and half of each token's keys and values"
     short = on_gpu(dtype="bfloat16", max_model_len=128, max_batch=4)
-    assert cache_bytes(short, room_on_gpu(short, total)) == 5 * 128 * 57344, "no more than four requests take"
+    assert cache_bytes(short, room_on_gpu(short, total)) == 5 * 256 * 57344, "no more than four requests take"
     assert room_on_gpu(target, total, 2.0 * GIB) == pytest.approx(room_on_gpu(target, total) - 2 * GIB)
 
 
