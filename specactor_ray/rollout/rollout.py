@@ -80,6 +80,7 @@ class Rollout:
         priors = ladder_priors(config)
         self._tokenizer = check_drafters_fit_target(config)
         self.config = config = with_cache(config)
+        check_target(config)  # a cache of what is free here may hold no request
         require_memory(config)
         warn_without_drafters(config)
         with Heartbeat(elapsed(logger.info, f"starting Ray and {config.mode.value} actors")):

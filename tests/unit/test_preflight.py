@@ -127,6 +127,13 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeyp
     memory.require_memory(config)
 
 
+def test_a_cache_of_what_is_free_that_holds_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2.0**20)
+    config = from_mapping({"mode": "plain", "target": {"model": str(tiny_target()), "backend": "vllm"}})
+    with pytest.raises(ConfigError, match=r"target\.kv_cache_gb: 0.0002\d* holds 0 tokens"):
+        Rollout(config)
+
+
 @pytest.mark.parametrize("backend", ["hf", "vllm"])
 def test_a_missing_model_is_named_with_its_key(backend: str) -> None:
     with pytest.raises(ModelLoadError, match=r"^target\.model: There is no directory '/nowhere'\. Fix: "):
