@@ -141,7 +141,7 @@ def test_drafters_have_room_for_all_that_their_verifiers_run() -> None:
 
 @pytest.mark.parametrize("rows", [1, 16])
 def test_the_cache_of_a_cpu(rows: int) -> None:
-    """The tiny target has 2048 bytes a token in float32 and a context of 1024 tokens."""
+    """Whole requests, within the room."""
     target = TargetConfig(model=str(tiny_target()), dtype="float32", max_batch=rows)
     model = cache_size.load_model_config(target.model).get_text_config()
     per_token, blocks = cache_size.token_bytes(model, 4), cache_size.context_of(model) // 256

@@ -130,7 +130,7 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeyp
 def test_a_cache_of_what_is_free_that_holds_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 2.0**20)
     config = from_mapping({"mode": "plain", "target": {"model": str(tiny_target()), "backend": "vllm"}})
-    with pytest.raises(ConfigError, match=r"target\.kv_cache_gb: 0.0002\d* holds 0 tokens"):
+    with pytest.raises(ConfigError, match=r"target\.kv_cache_gb: 0.0002\d* holds 128 tokens"):
         Rollout(config)
 
 
