@@ -92,7 +92,8 @@ def verifier_speeds(prompts_file: Path, batch: int, tokens: int, cores: int, sli
     from specactor_ray.rollout.prompts import encode_prompt, read_prompts
     from specactor_ray.target.base import TargetRequest
 
-    tokenizer, target = load_tokenizer(MODEL), TargetConfig(max_batch=batch, cores=cores, kv_cache_gb=0.5)
+    tokenizer = load_tokenizer(MODEL)
+    target = TargetConfig(dtype="float32", max_batch=batch, cores=cores, kv_cache_gb=0.5)
     prompts = read_prompts(prompts_file, batch)
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     encoded = [encode_prompt(tokenizer, prompts[number % len(prompts)], chat=True) for number in range(batch)]

@@ -174,12 +174,12 @@ def record(args: argparse.Namespace, console: Console) -> list[Recorded]:
     from specactor_ray.rollout.prompts import encode_prompt, read_prompts
     from specactor_ray.sampling.keyed import derive_seed
     from specactor_ray.target.base import TargetRequest
-    from specactor_ray.target.hf import HfEngine
+    from specactor_ray.target.registry import build_engine
 
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(args.model)
     prompts = [encode_prompt(tokenizer, prompt, chat=True) for prompt in read_prompts(args.prompts, args.limit)]
-    engine = HfEngine.from_config(TargetConfig(model=args.model))
+    engine = build_engine(TargetConfig(model=args.model, dtype="float32"), "cpu", 0)
     outputs: list[Recorded] = []
     for epoch in range(args.epochs):
         for number, prompt in enumerate(prompts):

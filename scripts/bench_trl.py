@@ -134,7 +134,7 @@ def measure(variant: str, options: argparse.Namespace, folder: Path) -> dict[str
 
 
 def settings(variant: str, options: argparse.Namespace) -> dict[str, Any]:
-    target = {"model": options.model, "cores": torch.get_num_threads(), "max_model_len": 1024, "kv_cache_gb": 0.5}
+    target = {"model": options.model, "cores": torch.get_num_threads(), "max_model_len": 1024, "dtype": "float32"}
     drafters = [{"method": "suffix"}] if variant != "plain" else []
     return {"mode": variant, "target": target, "drafters": drafters, "cluster": {"address": "local"}}
 

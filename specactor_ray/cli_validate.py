@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _OF_SCENARIOS = ("description", "hardware", "machines", "workload")
 DEFAULTS: Mapping[str, Any] = {
-    "target": {"cores": 1, "max_model_len": 1024, "kv_cache_gb": 1.0},
+    "target": {"cores": 1, "max_model_len": 1024},
     "drafters": [{"method": "ngram"}],
     "sampling": {"max_tokens": 96, "seed": 7},
     "data": {"path": "conf/prompts/demo.jsonl"},
@@ -30,7 +30,7 @@ def run_validation(config: Path | None, overrides: Sequence[str], batch: str, ou
     """Measure, simulate, compare, and print both.
 
     Args:
-        config: A configuration of the product; None takes `DEFAULTS`, in bfloat16 where the processor computes in it.
+        config: A configuration of the product; None takes `DEFAULTS`.
         overrides: `KEY=VALUE` items of it.
         batch: Batch sizes, as in `1,4,16`.
         output: JSON file for the report.
@@ -75,7 +75,6 @@ def run_validation(config: Path | None, overrides: Sequence[str], batch: str, ou
 
 def _load(config: Path | None, overrides: Sequence[str]) -> Config:
     from specactor_ray.config.load import from_mapping, load_config
-    from specactor_ray.observability.environment import hardware
     from specactor_ray.rollout.planning import as_decoupled
 
     if config is not None:
@@ -88,8 +87,7 @@ def _load(config: Path | None, overrides: Sequence[str]) -> Config:
             raise ConfigError(
                 str(config), problem, "leave --config out, or name one such as conf/local_cpu.yaml."
             ) from None
-    dtype = "bfloat16" if "avx512_bf16" in hardware()["vector"] else "float32"
-    return as_decoupled(from_mapping({**DEFAULTS, "target": {**DEFAULTS["target"], "dtype": dtype}}, overrides))
+    return as_decoupled(from_mapping(DEFAULTS, overrides))
 
 
 def _backends(config: Config, overrides: Sequence[str]) -> list[str]:

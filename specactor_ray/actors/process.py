@@ -59,9 +59,14 @@ class ActorHost:
 
     def build_engine(self, spec: VerifierSpec) -> TargetEngine:
         """The target engine of a verifier; loads the model."""
+        from specactor_ray.draft.footprint import footprint
+        from specactor_ray.models.cache_size import device_bytes
         from specactor_ray.target.registry import build_engine
 
-        return build_engine(spec.target, "cuda" if spec.target.gpus else "cpu", spec.max_drafts)
+        target, hosted = spec.target, 0.0
+        if target.gpus and target.kv_cache_gb is None:
+            hosted = sum(footprint(one, target, device_bytes()) for one in spec.inline)
+        return build_engine(target, "cuda" if target.gpus else "cpu", spec.max_drafts, hosted)
 
     def build_drafting(self, spec: VerifierSpec, engine: TargetEngine) -> Drafting:
         """The drafts' side of a verifier."""

@@ -67,5 +67,6 @@ class TurnTaker:
 
 
 def _hosted(drafter: DrafterConfig, config: SpeculationConfig, target: TargetConfig) -> HostedDrafter:
-    loop = DraftLoop(f"{drafter.method}-0", build_proposer(drafter, target, "cpu"))
-    return HostedDrafter(drafter_spec("drafter", drafter, config.window), Link(direct_sender(loop.deliver)), loop)
+    spec = drafter_spec("drafter", drafter, config.window, target.max_batch)
+    loop = DraftLoop(f"{drafter.method}-0", build_proposer(spec, target, "cpu"))
+    return HostedDrafter(spec, Link(direct_sender(loop.deliver)), loop)

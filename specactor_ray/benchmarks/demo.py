@@ -116,7 +116,7 @@ def _cores() -> tuple[int, ...]:
 def _measure_speed(demo: Demo, seconds: float) -> None:
     from specactor_ray.rollout.planning import resolve
 
-    keys = ("target.max_batch=1", "target.max_model_len=512", "target.kv_cache_gb=0.25", "sampling.max_tokens=96")
+    keys = ("target.dtype=float32", "target.max_batch=1", "target.max_model_len=512", "sampling.max_tokens=96")
     config, lines = resolve(load_config(None, ["mode=auto", f"target.model={demo.model}", *keys]))
     for line in lines:
         demo.say(line)
@@ -212,7 +212,7 @@ def training_config(demo: Demo, tasks: Path) -> Config:
             f"target.cores={cores}",
             "target.max_model_len=128",
             "target.max_batch=16",
-            "target.kv_cache_gb=0.25",
+            "target.dtype=float32",
             f"data.path={tasks}",
             "data.chat=false",
             "data.n=4",

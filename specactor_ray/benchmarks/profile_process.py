@@ -251,7 +251,7 @@ def roomy(config: Config, axes: Axes) -> Config:
     )
     config.target.record_margins = False
     for drafter in config.drafters:
-        drafter.max_batch = max(drafter.max_batch, batch)
+        drafter.max_batch = max(drafter.max_batch or 0, batch)
     return config
 
 

@@ -42,6 +42,7 @@ def measure_peer(work: PeerWork, report: Report) -> list[PeerMeasured]:
 def _start(work: PeerWork) -> Any:
     from vllm import LLM
 
+    from specactor_ray.models.cache_size import cache_bytes, room_here
     from specactor_ray.models.loading import locate_model
     from specactor_ray.target.vllm_bridge import kernel_scan_without_llvmlite
 
@@ -56,7 +57,7 @@ def _start(work: PeerWork) -> Any:
             max_model_len=target.max_model_len,
             max_num_seqs=work.batch,
             max_num_batched_tokens=max(target.max_step_tokens, target.max_model_len or 0),
-            kv_cache_memory_bytes=int(target.kv_cache_gb * 2**30),
+            kv_cache_memory_bytes=int(cache_bytes(target, room_here(target))),
             enforce_eager=not target.compiled,
             speculative_config=work.speculative,
             generation_config="vllm",

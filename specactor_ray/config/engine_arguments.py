@@ -12,6 +12,7 @@ SET_BY_KEYS = {
     "max_num_seqs": "target.max_batch",
     "max_num_batched_tokens": "target.max_step_tokens",
     "kv_cache_memory_bytes": "target.kv_cache_gb",
+    "gpu_memory_utilization": "target.kv_cache_gb",
     "tensor_parallel_size": "target.tensor_parallel",
     "enforce_eager": "target.compiled",
     "trust_remote_code": "target.trust_remote_code",

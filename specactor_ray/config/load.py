@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from specactor_ray.config.describe import default_of, describe, field_types, list_element, type_in_words, without_none
 from specactor_ray.config.environment import KeyPath, dotted, resolve, texts, value_at, without_values
-from specactor_ray.config.schema import Config
+from specactor_ray.config.schema import AUTO, Config
 from specactor_ray.config.shipped import find_file, shipped_names
 from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError, RangeError, clipped, clipped_text, did_you_mean
@@ -333,8 +333,11 @@ def _as_list(value: Any, key: str, element: type) -> list[Any]:
 
 
 def _as_word(annotation: Any, value: Any) -> Any:
-    """YAML reads an unquoted `off` or `on` as a truth value; where there is a choice of that name, it was meant."""
-    kind = without_none(annotation)[0]
+    """What was meant where YAML reads another thing: it takes an unquoted `off` or `on` of a choice for a truth value,
+    and `auto` for a number is null, its default."""
+    kind, optional = without_none(annotation)
+    if value == AUTO and optional and kind in (int, float):
+        return None
     if not isinstance(value, bool) or not (isinstance(kind, type) and issubclass(kind, Enum)):
         return value
     word = "on" if value else "off"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
 from specactor_ray.config.online import OnlineConfig
 from specactor_ray.config.training_schema import (
@@ -19,6 +19,15 @@ from specactor_ray.config.training_schema import (
     TrainerConfig,
 )
 from specactor_ray.messages import SamplingParams
+
+AUTO = "auto"
+"""A value that follows from the device. `auto` for a number is read as null."""
+_T = TypeVar("_T")
+if TYPE_CHECKING:
+    Auto = Annotated[_T, "null until it is resolved"]
+else:
+    Auto = Optional
+_UNRESOLVED: Any = None
 
 
 class ModeName(str, Enum):
@@ -111,23 +120,28 @@ class TargetConfig:
     attention and kernels, with the same tokens as `hf` up to near-ties)."""
     replicas: int = 1
     """Number of verifiers; requests are spread over them."""
-    cores: int = 1
-    """CPU cores of each verifier (its torch threads, pinned)."""
+    cores: Auto[int] = _UNRESOLVED
+    """CPU cores of each verifier (its torch threads, pinned). Default: 1 on the CPU; on GPUs 4 and one more for each
+    rank, fewer on a machine that has not so many."""
     gpus: int = 0
     """GPUs of each verifier; 0 runs on the CPU."""
     tensor_parallel: int = 1
     """For `vllm`: ranks that the model of a verifier is split over, each on a GPU of its own or on its share of the
     verifier's cores."""
-    dtype: str = "float32"
-    """Weights and activations: float32, bfloat16 or float16. On CPUs without AVX-512 float32 is the fastest."""
+    dtype: str = AUTO
+    """Weights and activations: float32, bfloat16, float16, or `auto`: bfloat16 on GPUs, else float32. A resumed run
+    keeps what `auto` was."""
     max_model_len: int | None = None
     """Most prompt + output tokens of a request. Default: what the model supports."""
-    max_batch: int = 16
-    """Most requests a verifier runs at once."""
-    max_step_tokens: int = 512
-    """Most positions (prefill chunks + verify tokens) in one forward; long prompts are prefilled in chunks."""
-    kv_cache_gb: float = 1.0
-    """Memory budget of the key/value cache of each verifier (all its ranks together), in 2**30 bytes."""
+    max_batch: Auto[int] = _UNRESOLVED
+    """Most requests a verifier runs at once. Default: 16 on the CPU, 128 on GPUs."""
+    max_step_tokens: Auto[int] = _UNRESOLVED
+    """Most positions (prefill chunks + verify tokens) in one forward; long prompts are prefilled in chunks. Default:
+    512 on the CPU, 2048 on GPUs; not less than max_batch."""
+    kv_cache_gb: Auto[float] = _UNRESOLVED
+    """Key/value cache of each rank of a verifier, in 2**30 bytes. Default: what max_batch requests of max_model_len
+    tokens take; on a GPU at most what weights, activations and graphs leave, on the CPU at most 1 (one request, if that
+    takes more) and a quarter of the free memory."""
     trust_remote_code: bool = False
     """Run model code that a checkpoint brings along. Read it first, and pin the id to the commit that you read."""
     compiled: bool = True
@@ -140,6 +154,29 @@ class TargetConfig:
     """Record how far the second-best token was behind, to tell near-ties from errors."""
     hidden_layers: list[int] = field(default_factory=list)
     """Decoder layers whose hidden states are exported for committed positions (for EAGLE heads)."""
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from `gpus`."""
+        if self.cores is None and not self.gpus:
+            self.cores = 1
+        if self.max_batch is None:
+            self.max_batch = 128 if self.gpus else 16
+        if self.max_step_tokens is None:
+            self.max_step_tokens = max(self.max_batch, 2048 if self.gpus else 512)
+
+
+def _open_target() -> TargetConfig:
+    """The default of a schema: what follows from `gpus` is open, since a file may yet set that."""
+    target = TargetConfig()
+    target.cores = target.max_batch = target.max_step_tokens = _UNRESOLVED
+    return target
+
+
+def open_config() -> Config:
+    """As `_open_target`, of the whole."""
+    config = Config()
+    config.target = _open_target()
+    return config
 
 
 @dataclass
@@ -165,20 +202,22 @@ class DrafterConfig:
     model: str | None = None
     """For `draft_model`: a local directory, a Hugging Face id or a built-in name, with the target's vocabulary. For
     `eagle`: the directory of a head that was trained for this target."""
-    dtype: str = "float32"
-    """For `draft_model` and `eagle`: float32, bfloat16 or float16."""
+    dtype: str = AUTO
+    """For `draft_model` and `eagle`: float32, bfloat16, float16, or `auto`, as target.dtype."""
     trust_remote_code: bool = False
     """For `draft_model`: run model code that a checkpoint brings along."""
-    kv_cache_gb: float = 0.5
-    """For `draft_model` and `eagle`: memory budget of the key/value cache, in 2**30 bytes."""
+    kv_cache_gb: Auto[float] = _UNRESOLVED
+    """For `draft_model` and `eagle`: key/value cache, in 2**30 bytes. Default: what max_batch requests take, at most a
+    tenth of a GPU, or 0.5 on the CPU."""
     shared_noise: bool = True
     """For `suffix`, `draft_model` and `eagle`: sample with the target's noise, which makes drafts right far more often
     at temperatures above 0; false draws independently, to measure the difference."""
     follow_policy: bool = False
     """For `draft_model`: in training, take over every new version of the target's weights (its model must be the
     target's own)."""
-    max_batch: int = 64
-    """Most requests one draft actor mirrors at once; requests beyond it are not drafted for."""
+    max_batch: Auto[int] = _UNRESOLVED
+    """Most requests one draft actor drafts for at once; those beyond it have no drafts. Default: all that its verifiers
+    run at once."""
     min_match: int = 2
     """For `ngram` and `suffix`: shortest suffix that counts as a match."""
     max_match: int = 8
@@ -196,6 +235,8 @@ class DrafterConfig:
 
 MAX_METHODS = 8
 """Draft methods that a verifier keeps evidence of."""
+VERIFIERS_PER_GROUP = 8
+"""Most verifiers that share draft actors, where `speculation.verifiers_per_group` does not say."""
 
 
 @dataclass
@@ -273,7 +314,7 @@ class Config:
     """Where a run writes and what it is called."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Which Ray cluster to use and how actors are placed on it."""
-    target: TargetConfig = field(default_factory=TargetConfig)
+    target: TargetConfig = field(default_factory=_open_target)
     """The target model and its verifiers."""
     drafters: list[DrafterConfig] = field(default_factory=list)
     """Draft methods, one element each; `mode: plain` uses none of them. `mode: auto` adds `suffix` to an empty list."""
@@ -297,3 +338,6 @@ class Config:
     """`never` starts a new run. `auto` continues the run of run.name, or without it the latest in run.dir that was not
     finished; where there is none it starts a new one. Training continues from the newest sound checkpoint, or from the
     one whose folder is named here."""
+
+    def __post_init__(self) -> None:
+        self.target.__post_init__()

@@ -17,6 +17,7 @@ from specactor_ray.config.online import (
     reject_two_sources_of_weights,
 )
 from specactor_ray.config.schema import (
+    AUTO,
     MAX_METHODS,
     Config,
     DrafterConfig,
@@ -33,7 +34,7 @@ from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.errors import ConfigError, clipped, did_you_mean
 
 BACKENDS = ("hf", "vllm")
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = (AUTO, "float32", "bfloat16", "float16")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 MAX_WINDOW = 128
 SMALLEST_SHARE = 0.01
@@ -409,8 +410,8 @@ def reject_below(key: str, value: int | None, smallest: int) -> None:
         raise ConfigError(key, f"{value} is too small.", f"use {smallest} or more.")
 
 
-def _reject_not_positive(key: str, value: float) -> None:
-    if not 0.0 < value < math.inf:  # also false for not-a-number
+def _reject_not_positive(key: str, value: float | None) -> None:
+    if value is not None and not 0.0 < value < math.inf:  # also false for not-a-number
         raise ConfigError(key, f"{value!r} is not a finite number above 0.", "use a number above 0.")
 
 

@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import TypeVar
 
+from specactor_ray.config.schema import VERIFIERS_PER_GROUP
+
 I = TypeVar("I", bound=Hashable)  # noqa: E741
 P = TypeVar("P", bound=Hashable)
 Service = frozenset[tuple[str, int]]
 """Pairs of a draft actor and a group that it serves."""
-
-MOST_IN_A_GROUP = 8
-"""Verifiers of a group, where the configuration does not say."""
 
 
 def group_of(seat: int, replicas: int, most: int = 0) -> int:
@@ -28,7 +27,7 @@ def group_of(seat: int, replicas: int, most: int = 0) -> int:
         replicas: Verifiers of the run.
         most: Verifiers of a group at most; 0: 8. The groups are of about equal size.
     """
-    groups = math.ceil(replicas / (most or MOST_IN_A_GROUP))
+    groups = math.ceil(replicas / (most or VERIFIERS_PER_GROUP))
     return seat // math.ceil(replicas / groups)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.draft.mirrors import Mirrors
 from specactor_ray.draft.proposer import Proposer
+from specactor_ray.fallbacks import fallbacks
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.queues import inbox
@@ -79,7 +80,7 @@ class DraftLoop(Loop):
         the step under way so far (`busy_s`), and what a proposer that remembers outputs takes for them."""
         counters: dict[str, Any] = {**self._mirrors.counters, **self._inbox.snapshot()}
         counters |= {"open_requests": len(self._mirrors), "inbox": len(self._inbox), "token_s": self._token_s}
-        counters["busy_s"] = self.busy_s
+        counters |= {"busy_s": self.busy_s, "fallbacks": fallbacks()}
         counters["links"] = {verifier_id: link.snapshot() for verifier_id, link in self._links.items()}
         for name in ("history_tokens", "history_bytes"):
             if hasattr(self.proposer, name):

@@ -15,6 +15,7 @@ import numpy as np
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.draft.cached import CachedProposer
 from specactor_ray.draft.registry import BUILT_IN
+from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling.keyed import warm_up
@@ -42,7 +43,9 @@ class DraftModelProposer(CachedProposer):
     def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
         assert config.model is not None  # validated
         model = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
-        return cls(RaggedModel(model, int(config.kv_cache_gb * 2**30)), config.max_batch, config.shared_noise)
+        total = None if device == "cpu" else device_bytes(device)
+        cache = drafter_cache_bytes(config, model.config.get_text_config(), model.dtype.itemsize, total)
+        return cls(RaggedModel(model, cache), config.max_batch, config.shared_noise)
 
     def extend(self) -> np.ndarray:
         drafted = np.zeros(0, np.int64)

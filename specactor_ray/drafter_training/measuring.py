@@ -84,12 +84,12 @@ def measure(
         console: Where progress is shown.
     """
     rows, head = [], head_config(drafter, target.model)
-    device = corpus.limits.device
+    device, section = corpus.limits.device, replace(drafter, dtype="float32", max_batch=_REPLAY_BATCH)
     for part, records in corpus.held_out().items():
         temperature = records[0].sampling.temperature
         noisy = temperature > 0.0 and traits(drafter.method).draws_noise
         for shared in (True, False) if noisy else (True,):
-            proposer = build_proposer(replace(drafter, shared_noise=shared), target, device)
+            proposer = build_proposer(replace(section, shared_noise=shared), target, device)
             noise = ("shared" if shared else "own") if noisy else "-"
             total = sum(len(record.output_token_ids) for record in records)
             title = f"replay, T={temperature:g}" + (f", {noise} noise" if noisy else "")

@@ -109,6 +109,7 @@ def target_config(recipe: CorpusRecipe, limits: EngineLimits, layers: Sequence[i
     """The engine's section."""
     return TargetConfig(
         model=recipe.target,
+        dtype="float32",
         max_batch=limits.max_batch,
         max_step_tokens=max(512, limits.max_batch),
         kv_cache_gb=limits.kv_cache_gb,

@@ -49,6 +49,8 @@ def method_identity(drafter: DrafterConfig) -> dict[str, Any]:
         ModelLoadError: There is no such model.
     """
     settings = {name: value for name, value in vars(drafter).items() if name not in _NOT_THE_METHOD}
+    if not drafter.model:
+        del settings["dtype"]
     model = drafter.model and model_identity(drafter.model, drafter.dtype, drafter.trust_remote_code)
     return {**settings, "model": model}
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.json_text import MOST_BYTES, parse_json, read_foreign
 from specactor_ray.models.builtin import BUILTIN_MODELS, builtin_dir, quiet_transformers, require_builtin
+from specactor_ray.observability.environment import fitting_dtype
 from specactor_ray.signals import signals_deferred
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def load_model(
     """A decoder-only model, ready for inference: evaluation mode, no gradients.
 
     Args:
-        dtype: `float32`, `bfloat16` or `float16`.
+        dtype: `float32`, `bfloat16`, `float16` or `auto`.
         trust_remote_code: Run model code that the checkpoint brings along.
         attn_implementation: A name that transformers' attention registry knows; None takes its choice.
 
@@ -132,7 +133,7 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM  # its stated return type does not know output_loading_info
-    options: dict[str, Any] = {"dtype": parse_dtype(dtype), "output_loading_info": True}
+    options: dict[str, Any] = {"dtype": parse_dtype(dtype, device != "cpu"), "output_loading_info": True}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with _open(name, trust_remote_code) as (source, access):
@@ -247,14 +248,15 @@ def eos_token_ids(generation: GenerationConfig | None, config: PretrainedConfig)
     return ()
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """`torch.float32` for `float32` and so on.
+def parse_dtype(name: str, on_gpu: bool = False) -> torch.dtype:
+    """`torch.float32` for `float32` and so on; `auto` by the device.
 
     Raises:
         ModelLoadError: The name is none of `DTYPE_NAMES`.
     """
     import torch
 
+    name = fitting_dtype(name, on_gpu)
     if name not in DTYPE_NAMES:
         raise ModelLoadError(f"{name!r} is no data type for weights. Fix: use one of {', '.join(DTYPE_NAMES)}.")
     return getattr(torch, name)

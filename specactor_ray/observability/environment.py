@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from specactor_ray.config.schema import AUTO
+
 PACKAGES = ("specactor-ray", "ray", "torch", "transformers", "numpy", "numba")
 
 
@@ -40,20 +42,46 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def count_gpus() -> int:
-    """GPUs that a Ray cluster on this machine would have: those of the driver, as far as CUDA_VISIBLE_DEVICES names
-    them. Imports no torch."""
-    count = ctypes.c_uint(0)
+CPU_BFLOAT16 = False
+"""Whether `dtype: auto` is bfloat16 on CPUs with AVX512_BF16, too. Not as long as tokens of `hf` in bfloat16 depend on
+the batch there."""
+
+
+def fitting_dtype(dtype: str, on_gpu: bool) -> str:
+    """What `auto` stands for on a GPU, or on the CPU of this machine; any other data type as it is."""
+    if dtype != AUTO:
+        return dtype
+    return "bfloat16" if on_gpu or (CPU_BFLOAT16 and "avx512_bf16" in hardware()["vector"]) else "float32"
+
+
+class _NvmlMemory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def gpu_memories() -> list[int]:
+    """Bytes of each GPU of this machine, by the driver. Imports no torch."""
+    count, found = ctypes.c_uint(0), []
     try:
         driver = ctypes.CDLL("libnvidia-ml.so.1")
         if driver.nvmlInit_v2() or driver.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return 0
+            return []
+        for index in range(count.value):
+            device, memory = ctypes.c_void_p(), _NvmlMemory()
+            driver.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device))
+            driver.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory))
+            found.append(memory.total)
     except (OSError, AttributeError):  # no driver, or a very old one
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return []
+    return found
+
+
+def count_gpus() -> int:
+    """GPUs that a Ray cluster on this machine would have: those of the driver, as far as CUDA_VISIBLE_DEVICES names
+    them."""
+    count, visible = len(gpu_memories()), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return count.value
-    return min(count.value, sum(one not in ("", "NoDevFiles") for one in visible.split(",")))
+        return count
+    return min(count, sum(one not in ("", "NoDevFiles") for one in visible.split(",")))
 
 
 def _cpuinfo() -> dict[str, str]:

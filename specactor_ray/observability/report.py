@@ -33,6 +33,8 @@ def rollout_table(summary: Mapping[str, Any]) -> Table:
         ("protocol", f"{1e3 * metrics['protocol_s'] / max(metrics['steps'], 1):.2f} ms per step"),
     ):
         table.add_row(name, value)
+    if summary["fallbacks"]:
+        table.add_row("fallbacks", "; ".join(summary["fallbacks"]))
     return table
 
 

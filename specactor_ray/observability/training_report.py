@@ -30,6 +30,8 @@ def write_report(folder: Path, summary: Mapping[str, Any], records: Sequence[Map
     ]
     if summary["error"]:
         lines += [f"Ended by an error: {summary['error']}", ""]
+    if summary["fallbacks"]:
+        lines += [f"Fallbacks: {'; '.join(summary['fallbacks'])}", ""]
     lines += ["| phase | seconds | share |", "|---|---|---|"]
     whole = max(seconds["step"], 1e-9)
     lines += [f"| {phase} | {seconds[phase]:.1f} | {100 * seconds[phase] / whole:.1f}% |" for phase in _PHASES]

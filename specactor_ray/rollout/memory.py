@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName, TargetConfig
-from specactor_ray.draft.registry import reads_head
+from specactor_ray.cluster.discovery import is_connected
+from specactor_ray.config.drafter_spec import DrafterSpec, drafter_specs
+from specactor_ray.config.drafting import inline_drafters
+from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.draft.footprint import footprint
 from specactor_ray.errors import ConfigError
-from specactor_ray.models.loading import load_empty_model, parse_dtype
+from specactor_ray.models.cache_size import (
+    GIB,
+    available_bytes,
+    beside_the_cache,
+    cache_bytes,
+    count_parameters,
+    itemsize_of,
+    room_on_cpu,
+    room_on_gpu,
+)
+from specactor_ray.observability.environment import gpu_memories
 
 PROCESS_BYTES = 0.35 * 2**30
 """Python, torch and Ray of one process."""
@@ -26,72 +38,60 @@ class MemoryItem:
     num_bytes: float
 
 
-@functools.cache
-def count_parameters(name: str, trust_remote_code: bool = False) -> tuple[int, Any]:
-    """Number of parameters of a model and its text configuration; no weight is read. Counted once per process."""
-    model = load_empty_model(name, trust_remote_code=trust_remote_code)
-    return sum(parameter.numel() for parameter in model.parameters()), model.config.get_text_config()
-
-
 def plan_rollout_memory(config: Config) -> list[MemoryItem]:
     """What verifiers and draft actors will hold at their peak."""
     target = config.target
     size, _ = count_parameters(target.model, target.trust_remote_code)
-    processes = 1 if target.tensor_parallel == 1 else 1 + target.tensor_parallel
-    verifier = size * parse_dtype(target.dtype).itemsize + target.kv_cache_gb * 2**30 + processes * PROCESS_BYTES
+    ranks, cache = target.tensor_parallel, cache_bytes(target, room_on_cpu(available_bytes(), target))
+    processes = 1 if ranks == 1 else 1 + ranks
+    verifier = size * itemsize_of(target) + ranks * cache + processes * PROCESS_BYTES
     plan = [MemoryItem("verifiers", f"{target.replicas} x (weights + cache)", target.replicas * verifier)]
     if config.mode is not ModeName.plain:
-        plan += [_drafter_item(drafter, config) for drafter in config.drafters if drafter.replicas]
+        plan += [_drafter_item(drafter, config) for drafter in drafter_specs(config).values() if drafter.replicas]
     return plan
 
 
-def _drafter_item(drafter: DrafterConfig, config: Config) -> MemoryItem:
-    target, held = config.target, _held_by(drafter, config.target)
+def _drafter_item(drafter: DrafterSpec, config: Config) -> MemoryItem:
+    target, held = config.target, footprint(drafter, config.target, None)
     if config.mode is ModeName.coupled:
-        return MemoryItem(
-            "verifiers", f"{target.replicas} x {drafter.method}", target.replicas * (held - PROCESS_BYTES)
-        )
+        return MemoryItem("verifiers", f"{target.replicas} x {drafter.method}", target.replicas * held)
+    held += PROCESS_BYTES
     return MemoryItem("draft actors", f"{drafter.replicas} x {drafter.method}", drafter.replicas * held)
 
 
-def _held_by(drafter: DrafterConfig, target: TargetConfig) -> float:
-    """Bytes of one draft actor."""
-    if not drafter.model:
-        return PROCESS_BYTES
-    if reads_head(drafter.method):
-        size = sum(parameter.numel() for parameter in empty_head(drafter, target).parameters())
+def with_cache(config: Config) -> Config:
+    """A copy with `target.kv_cache_gb`, where it is not set and the device is known here.
+
+    Raises:
+        ConfigError: The GPU cannot hold the model, or not beside the cache that is set.
+    """
+    target = config.target
+    if not target.gpus:
+        room = room_on_cpu(available_bytes() if _judged(config) else float("inf"), target)
+    elif config.cluster.address == "local" and not is_connected() and (memories := gpu_memories()):
+        specs = drafter_specs(config)
+        hosted = sum(footprint(specs[one.method], target, min(memories)) for one in inline_drafters(config))
+        room = _require_room_on_gpu(config, min(memories), hosted)
     else:
-        size, _ = count_parameters(drafter.model, drafter.trust_remote_code)
-    return PROCESS_BYTES + size * parse_dtype(drafter.dtype).itemsize + drafter.kv_cache_gb * 2**30
+        return config
+    filled = copy.deepcopy(config)
+    filled.target.kv_cache_gb = cache_bytes(target, room) / GIB
+    return filled
 
 
-def empty_head(drafter: DrafterConfig, target: TargetConfig) -> Any:
-    """The drafter's EAGLE head without its weights."""
-    import torch
-
-    from specactor_ray.draft.eagle.checkpoint import read_head_config
-    from specactor_ray.draft.eagle.head import EagleHead
-
-    assert drafter.model is not None  # validated
-    config = read_head_config(drafter.model, target.model, trust_remote_code=target.trust_remote_code)
-    with torch.device("meta"):
-        return EagleHead(config)
-
-
-def available_bytes() -> float:
-    """Memory of this machine that is free for use, within the limit of its container."""
-    import psutil
-
-    free = float(psutil.virtual_memory().available)
-    try:
-        with (
-            open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit,
-            open("/sys/fs/cgroup/memory.current", encoding="ascii") as used,
-        ):
-            free = min(free, float(limit.read()) - float(used.read()))
-    except (OSError, ValueError):
-        pass
-    return free
+def _require_room_on_gpu(config: Config, total: float, hosted: float) -> float:
+    """`room_on_gpu`, if the cache fits into it."""
+    target, room = config.target, room_on_gpu(config.target, total, hosted)
+    own, beside = (target.kv_cache_gb or 0.0) * GIB, beside_the_cache(target) + hosted
+    if room <= own:
+        cache = f" beside a cache of {gib(own)}" if own else ""
+        problem = (
+            f"{target.model} in {target.dtype} with activations, graphs and hosted drafters takes {gib(beside)} of "
+            f"each GPU{cache}, and a GPU has {gib(total)}."
+        )
+        fix = f"use {room / GIB:.3g} or less" if room > 0 < own else "use a larger target.tensor_parallel (and gpus)"
+        raise ConfigError("target.kv_cache_gb" if room > 0 < own else "target.gpus", problem, f"{fix}.")
+    return room
 
 
 def require_memory(config: Config) -> None:
@@ -102,22 +102,6 @@ def require_memory(config: Config) -> None:
     """
     if _judged(config):
         check_memory(config, plan_rollout_memory(config), available_bytes(), FIXES)
-
-
-def require_caches(config: Config) -> None:
-    """Refuse caches that cannot fit this machine, whatever the weights take; no model is read.
-
-    Raises:
-        ConfigError: The numbers are in the message.
-    """
-    target = config.target
-    plan = [MemoryItem("verifiers", f"{target.replicas} x cache", target.replicas * target.kv_cache_gb * 2**30)]
-    for drafter in config.drafters if config.mode is not ModeName.plain else ():
-        copies = target.replicas if config.mode is ModeName.coupled else drafter.replicas
-        if drafter.model and copies:
-            held = copies * drafter.kv_cache_gb * 2**30
-            plan.append(MemoryItem("drafters", f"{copies} x cache of {drafter.method}", held))
-    check_memory(config, plan, available_bytes(), FIXES)
 
 
 def _judged(config: Config) -> bool:

@@ -19,13 +19,15 @@ from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPol
 from specactor_ray.config.validate import MAX_WINDOW, validate
 from specactor_ray.draft.registry import traits
 from specactor_ray.errors import ConfigError
-from specactor_ray.observability.environment import count_gpus, hardware, versions
+from specactor_ray.observability.environment import count_gpus, fitting_dtype, hardware, versions
 from specactor_ray.spec.tgs import geometric, share_right
 from specactor_ray.speculation.plan import ALL_MODES, Method, Plan, search_plan
 from specactor_ray.speculation.profile import Profile, load_profile, reject_foreign_profile
 
 logger = logging.getLogger(__name__)
 
+_GPU_CORES = 4
+"""Of a verifier on GPUs, beside one for each rank: its loop, the rollout's calls, threads of vLLM and NCCL."""
 DEFAULT_METHOD = "suffix"
 """What `mode: auto` drafts by where no method is configured: it needs no model and costs next to nothing."""
 
@@ -45,10 +47,33 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
     Raises:
         ConfigError, InputError: See `resolve_plan`; or what `mode: auto` comes to is not valid.
     """
+    asked = config.target.dtype
     config, lines = resolve_plan(config)
-    devices = existing_devices(config) if config.mode is ModeName.auto else None
-    config, more = resolve_mode(config, devices)
-    return config, [*lines, *more]
+    config, more = resolve_mode(config, existing_devices(config))
+    dtype = config.target.dtype
+    return config, [*lines, *more, *([f"target.dtype: {dtype}"] if dtype != asked else [])]
+
+
+def settle(config: Config, devices: Devices | None) -> Config:
+    """`dtype: auto` and the cores of verifiers on GPUs, by the device of each. Without them the configuration as it is.
+
+    Args:
+        config: Any configuration that is valid; not changed.
+        devices: See `resolve_mode`.
+    """
+    settled = copy.deepcopy(config)
+    target = settled.target
+    if target.cores is None:
+        target.cores = _GPU_CORES + target.tensor_parallel
+        if devices is not None:
+            others = _draft_cores(_acting_drafters(settled)) + _trainer_cores(settled)
+            target.cores = max(1, min(target.cores, (devices.cores - others) // target.replicas))
+    target.dtype = fitting_dtype(target.dtype, target.gpus > 0)
+    if settled.mode is not ModeName.auto:  # which may yet give a draft model a GPU
+        for drafter in settled.drafters:
+            on_gpu = (target.gpus if settled.mode is ModeName.coupled else drafter.gpus) > 0
+            drafter.dtype = fitting_dtype(drafter.dtype, on_gpu)
+    return config if settled == config else settled
 
 
 def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[str]]:
@@ -74,8 +99,8 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
         ConfigError: The mode that was chosen contradicts another key.
     """
     if config.mode is not ModeName.auto:
-        return config, []
-    resolved = _with_drafters(config)
+        return settle(config, devices), []
+    resolved = settle(_with_drafters(config), devices)
     target = resolved.target
     given = _give_gpus(resolved, devices)
     resolved.mode, reason = _mode_of(resolved, devices)
@@ -87,7 +112,7 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
     if not config.drafters:
         line += f", drafters: {DEFAULT_METHOD}, as none is configured"
     validate(resolved)
-    return resolved, [line]
+    return settle(resolved, devices), [line]
 
 
 def as_decoupled(config: Config) -> Config:
@@ -97,12 +122,11 @@ def as_decoupled(config: Config) -> Config:
     Raises:
         ConfigError: The configuration cannot be decoupled.
     """
-    if config.mode is not ModeName.auto:
-        return config
-    resolved = _with_drafters(config)
-    resolved.mode = ModeName.decoupled
-    validate(resolved)
-    return resolved
+    if config.mode is ModeName.auto:
+        config = _with_drafters(config)
+        config.mode = ModeName.decoupled
+        validate(config)
+    return settle(config, existing_devices(config))
 
 
 def _with_drafters(config: Config) -> Config:
@@ -224,9 +248,9 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
 def apply_plan(config: Config, plan: Plan) -> Config:
     """A copy of the configuration with the plan's choice in it, and `plan: fixed`, so that it is not planned again.
 
-    Sets `mode`, `target.replicas`, `target.cores` (on CPUs), `target.max_batch`, `target.max_step_tokens` and
-    `target.kv_cache_gb`; the caches of all verifiers together keep their size. Unless plain, it keeps the chosen method
-    alone, with its `replicas`, `max_batch` and (decoupled, on CPUs) `cores`, and moves the window to
+    Sets `mode`, `target.replicas`, `target.cores` (on CPUs), `target.max_batch`, `target.max_step_tokens` and, where it
+    is set, `target.kv_cache_gb`; the caches of all verifiers on CPUs together keep their size. Unless plain, it keeps
+    the chosen method alone, with its `replicas`, `max_batch` and (decoupled, on CPUs) `cores`, and moves the window to
     `speculation.window`. A plain plan leaves `drafters` as they are: the mode uses none of them.
 
     Raises:
@@ -238,7 +262,8 @@ def apply_plan(config: Config, plan: Plan) -> Config:
         problem = f"the plan wants verifiers of {chosen.verify_devices} GPUs, and a model runs on one."
         raise ConfigError("plan", problem, "profile with --devices 1.")
     resolved.plan, resolved.mode = PlanPolicy.fixed, chosen.mode
-    target.kv_cache_gb *= target.replicas / chosen.groups
+    if target.kv_cache_gb and not target.gpus:
+        target.kv_cache_gb *= target.replicas / chosen.groups
     target.replicas, target.max_batch = chosen.groups, chosen.batch
     target.max_step_tokens = max(target.max_step_tokens, chosen.batch)
     if not target.gpus:
@@ -251,7 +276,7 @@ def apply_plan(config: Config, plan: Plan) -> Config:
         raise ConfigError("drafters", problem, f"add it: 'drafters=[{{method: {chosen.method}}}]'.")
     drafter = kept[0]
     drafter.replicas, drafter.window = chosen.groups, None
-    drafter.max_batch = max(drafter.max_batch, chosen.batch)
+    drafter.max_batch = drafter.max_batch and max(drafter.max_batch, chosen.batch)
     if chosen.mode is ModeName.decoupled and not drafter.gpus:
         drafter.cores = max(chosen.draft_devices, 1)
     resolved.drafters = kept

@@ -18,23 +18,19 @@ from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.draft.proposer import Checkpoint
 from specactor_ray.draft.registry import reads_head
 from specactor_ray.errors import ConfigError, ModelLoadError
+from specactor_ray.models.cache_size import BLOCK_TOKENS, GIB, context_of, itemsize_of, key_value_heads, token_bytes
 from specactor_ray.models.loading import (
     load_model_config,
     load_tokenizer,
-    parse_dtype,
     read_config,
     require_head,
     require_model,
 )
-from specactor_ray.rollout.memory import require_caches
 from specactor_ray.rollout.planning import require_devices, resolve
 from specactor_ray.speculation.profile import load_profile
 from specactor_ray.target.vllm_version import require_engine_arguments, require_vllm
 
 logger = logging.getLogger(__name__)
-
-_BLOCK_TOKENS = {"cpu": 128, "gpu": 16}
-"""Of vLLM's cache, unless its attention kernels want others."""
 
 
 def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str]]:
@@ -52,7 +48,6 @@ def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str
         load_profile(config.profile)
     config, lines = resolve(config)
     require_devices(config, trains)
-    require_caches(config)
     return config, lines
 
 
@@ -127,9 +122,8 @@ def check_target(config: Config) -> None:
     _reject_encoder_decoder(config, model)
     text = model.get_text_config()
     _reject_context_beyond_the_models(config, text)
-    if config.target.backend != "vllm":
-        return
-    _reject_heads_that_cannot_be_split(config, text)
+    if config.target.backend == "vllm":
+        _reject_heads_that_cannot_be_split(config, text)
     _reject_cache_below_one_request(config, text)
 
 
@@ -172,12 +166,6 @@ def max_prompt_tokens(config: Config, text: Any = None) -> int:
     return context - wanted
 
 
-def context_of(text: Any) -> int:
-    """Most tokens of a sequence that a model was made for, by its text configuration; 0 where it does not say."""
-    tokens = getattr(text, "max_position_embeddings", 0)
-    return tokens if isinstance(tokens, int) else 0
-
-
 def start_note(config: Config) -> str:
     """What to say before a start that takes minutes; empty otherwise."""
     target = config.target
@@ -196,10 +184,10 @@ def _reject_encoder_decoder(config: Config, model: Any) -> None:
 def _reject_heads_that_cannot_be_split(config: Config, text: Any) -> None:
     """vLLM gives every rank whole heads; key/value heads may be copied instead."""
     ranks, heads = config.target.tensor_parallel, int(text.num_attention_heads)
-    key_value_heads = _key_value_heads(text)
-    fits = [n for n in range(1, heads + 1) if heads % n == 0 and (key_value_heads % n == 0 or n % key_value_heads == 0)]
+    shared = key_value_heads(text)
+    fits = [n for n in range(1, heads + 1) if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
     if ranks not in fits:
-        problem = f"{ranks} ranks cannot share {heads} attention heads and {key_value_heads} key/value heads evenly."
+        problem = f"{ranks} ranks cannot share {heads} attention heads and {shared} key/value heads evenly."
         raise ConfigError("target.tensor_parallel", problem, f"use one of {', '.join(map(str, fits))}.")
 
 
@@ -214,30 +202,30 @@ def _reject_context_beyond_the_models(config: Config, text: Any) -> None:
 
 
 def _reject_cache_below_one_request(config: Config, text: Any) -> None:
-    """vLLM does not start with a cache that a single request of `max_model_len` could not be finished in."""
-    target, ranks = config.target, config.target.tensor_parallel
-    length = target.max_model_len or context_of(text)
+    """vLLM does not start with a cache that a single request of `max_model_len` could not be finished in; `hf` takes
+    shorter requests, but needs one block."""
+    target, on_vllm = config.target, config.target.backend == "vllm"
+    length = (target.max_model_len or context_of(text)) if on_vllm else 1
     plain = not getattr(text, "sliding_window", None) and not getattr(text, "kv_lora_rank", None)
-    if not length or not plain or set(getattr(text, "layer_types", None) or ()) - {"full_attention"}:
-        return  # other layers keep less; vLLM knows how much
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = max(_key_value_heads(text), ranks)
-    per_token = 2 * int(text.num_hidden_layers) * heads * head_dim * parse_dtype(target.dtype).itemsize
-    block = _BLOCK_TOKENS["gpu" if target.gpus else "cpu"]
-    blocks = int(target.kv_cache_gb * 2**30 / per_token) // block - 1  # vLLM keeps one empty
+    if (
+        target.kv_cache_gb is None
+        or not length
+        or not plain
+        or set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    ):
+        return  # other layers keep less, how much the engine shows
+    per_token = token_bytes(text, itemsize_of(target), target.tensor_parallel)
+    block = BLOCK_TOKENS["gpu" if target.gpus and on_vllm else "cpu"]
+    blocks = int(target.kv_cache_gb * GIB / per_token) // block - on_vllm  # vLLM keeps one empty
     if blocks * block < length:
-        needed = (-(-length // block) + 1) * block * per_token / 2**30
+        needed = (-(-length // block) + on_vllm) * block * per_token / GIB
         problem = (
-            f"{target.kv_cache_gb:g} holds {max(blocks, 0) * block} tokens of {target.model} in vLLM's blocks of "
-            f"{block}, and a request may have {length}."
+            f"{target.kv_cache_gb:g} holds {max(blocks, 0) * block} tokens of {target.model} in blocks of {block}, and "
+            f"a request may have {length}."
         )
         fix = f"use {math.ceil(needed * 1000) / 1000:g} or more"
         fix += f", or target.max_model_len={blocks * block}." if blocks > 0 else "."
         raise ConfigError("target.kv_cache_gb", problem, fix)
-
-
-def _key_value_heads(text: Any) -> int:
-    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
 
 
 def export_what_drafters_read(config: Config) -> Config:

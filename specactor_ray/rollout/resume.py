@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.config import Config, load_config
+from specactor_ray.config.schema import AUTO
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.json_text import parse_json, read_foreign
 from specactor_ray.messages import SamplingParams
@@ -33,7 +34,8 @@ _REMOVE = "Fix: remove the line, or begin a new run under another run.name"
 
 def find_unfinished(config: Config) -> Path | None:
     """The folder of the run that `resume=auto` continues: that of `run.name`, or else the latest in `run.dir` that was
-    interrupted and that no process writes to. Fills in `run.name` and `data.output`.
+    interrupted and that no process writes to. Fills in `run.name`, `data.output`, and for `target.dtype=auto` what the
+    run had.
 
     Returns:
         None where there is no such run.
@@ -61,6 +63,8 @@ def find_unfinished(config: Config) -> Path | None:
         if config.run.name is None and is_written_to(partial):
             logger.warning("run %s is passed over: another process writes its trajectories", folder.name)
             continue
+        if config.target.dtype == AUTO:
+            config.target.dtype = saved.target.dtype
         for key in _SAME:
             now, before = attrgetter(key)(config), attrgetter(key)(saved)
             if now != before:

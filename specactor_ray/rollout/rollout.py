@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from specactor_ray.models.weight_buckets import WeightBucket, pack_as_they_come
 from specactor_ray.observability.console import log_by_default
 from specactor_ray.observability.heartbeat import Heartbeat, elapsed
 from specactor_ray.rollout.journal import JournalEntry
-from specactor_ray.rollout.memory import require_memory
+from specactor_ray.rollout.memory import require_memory, with_cache
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.planning import ladder_priors, require_devices, resolve
 from specactor_ray.rollout.preflight import (
@@ -72,13 +73,14 @@ class Rollout:
         for line in lines:
             logger.info("%s", line)
         config = export_what_drafters_read(config)
-        self.config = config
         self._closed = False
         self._streams = 0
         self.progress = (0, 0)
         """Trajectories of the newest stream that have ended, and how many it has in all."""
         priors = ladder_priors(config)
         self._tokenizer = check_drafters_fit_target(config)
+        self.config = config = with_cache(config)
+        check_target(config)  # a cache of what is free here may hold no request
         require_memory(config)
         warn_without_drafters(config)
         with Heartbeat(elapsed(logger.info, f"starting Ray and {config.mode.value} actors")):
@@ -230,6 +232,12 @@ class Rollout:
     def status(self) -> list[dict[str, Any]]:
         """One row per actor: id, kind, phase, placement and counters."""
         return self._run.status()
+
+    def fallbacks(self) -> list[str]:
+        """What actors do in a slower way than they could, each once; as far as it can be asked."""
+        with contextlib.suppress(Exception):
+            return list(dict.fromkeys(what for row in self.status() for what in row["counters"].get("fallbacks", ())))
+        return []
 
     def metrics(self) -> RolloutMetrics:
         """Counters over all verifiers since the start or the last `reset_metrics`."""

@@ -109,9 +109,9 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
         raise ConfigError("resume", f"is {config.resume!r}.", "a rollout takes auto or never.")
     prompts = read_prompts(config.data.path, config.data.limit)
     _tokenizer_for(config, prompts, require_tokenizer)
-    config, lines = refuse_early(config)
     with sigterm_interrupts():
         unfinished = find_unfinished(config) if config.resume == "auto" else None
+        config, lines = refuse_early(config)
         if config.data.output is not None:  # whoever continues the run may be in another folder
             config.data.output = str(Path(config.data.output).absolute())
         folder = unfinished or claim_run_folder(config)
@@ -234,6 +234,7 @@ def _run(
                 **_figures(rollout, tally, len(prompts) * config.data.n, time.monotonic() - begin),
                 "output": str(writer.where.resolve()),
                 "config": yaml.safe_load(to_yaml(config)),
+                "fallbacks": rollout.fallbacks(),
                 "actors": _actors(rollout),
                 "versions": versions(),
                 "hardware": {**hardware(), "cluster": _cluster_resources()},

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from specactor_ray.errors import InputError, SpecActorError
+from specactor_ray.fallbacks import fall_back
 from specactor_ray.messages import SamplingParams
 from specactor_ray.ragged import places
 from specactor_ray.sampling import numba as kernels
@@ -322,5 +323,5 @@ def _fused_is_exact(device: torch.device, dtype: torch.dtype, record_margins: bo
     except Exception as error:  # noqa: BLE001 - whatever is missing (triton, a compiler, a driver), torch samples alike
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     if problem:
-        logger.warning("Sampling on %s uses torch operations, many times slower than Triton's: %s", device, problem)
+        fall_back(logger, f"Sampling on {device} uses torch operations, many times slower than Triton's: {problem}")
     return not problem

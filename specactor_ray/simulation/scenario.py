@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specactor_ray.config.load import load_as
-from specactor_ray.config.schema import Config, ModeName
+from specactor_ray.config.schema import Config, ModeName, open_config
 from specactor_ray.config.validate import validate
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.errors import ConfigError
@@ -154,7 +154,7 @@ class ScenarioConfig:
     python: PythonConfig = field(default_factory=PythonConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
     steps: StepsConfig = field(default_factory=StepsConfig)
-    config: Config = field(default_factory=Config)
+    config: Config = field(default_factory=open_config)
     """The product's configuration. `target.model` and `drafters.N.model` name shapes of
     `conf/simulation/hardware/models.yaml`."""
     variants: dict[str, Any] = field(default_factory=dict)

@@ -83,7 +83,7 @@ class HfEngine:
 
     @classmethod
     def from_config(cls, config: TargetConfig, device: str = "cpu") -> HfEngine:
-        """Load the configured model. Raises ModelLoadError."""
+        """Load the configured model; data type and size of the cache are set. Raises ModelLoadError."""
         from specactor_ray.models.loading import eos_token_ids, load_model
 
         loaded = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import ConfigError
+from specactor_ray.models.cache_size import GIB, cache_bytes, room_here
+from specactor_ray.observability.environment import fitting_dtype
 from specactor_ray.target.base import TargetEngine
 
 BACKENDS = ("hf", "vllm")
 
 
-def build_engine(config: TargetConfig, device: str, max_drafts: int) -> TargetEngine:
+def build_engine(config: TargetConfig, device: str, max_drafts: int, hosted: float = 0.0) -> TargetEngine:
     """Load the configured target.
 
     Args:
-        config: Its section.
+        config: Its section; data type and size of the cache, where it has none, follow from the device.
         device: `cpu` or `cuda`; vLLM knows itself which it was built for.
         max_drafts: Most draft tokens of a request in one step; 0 where none are ever verified.
+        hosted: Bytes of the GPU that drafters will take beside it.
 
     Raises:
         ConfigError: The backend is unknown, not installed, or of an untested version.
         ModelLoadError: The model cannot be loaded or served.
     """
+    config = replace(config, dtype=fitting_dtype(config.dtype, device != "cpu"))
+    if config.kv_cache_gb is None:
+        config = replace(config, kv_cache_gb=cache_bytes(config, room_here(config, hosted)) / GIB)
     if config.backend == "hf":
         from specactor_ray.target.hf import HfEngine
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import InputError
+from specactor_ray.models.cache_size import GIB, beside_the_cache, device_bytes
 from specactor_ray.models.loading import load_eos_token_ids, resolve_model, weight_shapes
 from specactor_ray.models.packed_linear import check_names_and_shapes
 from specactor_ray.ragged import places
@@ -50,16 +51,18 @@ class VllmEngine:
         """Load the configured model.
 
         Args:
-            config: The target's section.
+            config: The target's section; data type and size of the cache are set.
             max_drafts: Most draft tokens of a request in one step.
         """
+        cache = int(config.kv_cache_gb * GIB)
+        share = (beside_the_cache(config) + cache) / device_bytes() if config.gpus else None
         settings = CoreSettings(
             str(resolve_model(config.model)),
             config.dtype,
             config.max_model_len,
             config.max_batch,
             config.max_step_tokens,
-            int(config.kv_cache_gb * 2**30),
+            cache,
             max_drafts,
             tuple(config.hidden_layers),
             config.record_margins,
@@ -67,6 +70,7 @@ class VllmEngine:
             config.compiled,
             config.tensor_parallel,
             config.cores,
+            None if share is None else min(1.0, share),
             config.engine_arguments,
         )
         return cls(settings, load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code))

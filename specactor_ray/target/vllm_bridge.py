@@ -33,6 +33,7 @@ import psutil
 import torch
 
 from specactor_ray.errors import ModelLoadError
+from specactor_ray.fallbacks import fall_back
 from specactor_ray.leftovers import make_owned_folder, mapped_segments, note_segments, remove_abandoned
 from specactor_ray.messages import SamplingParams
 from specactor_ray.models.loading import locate_model
@@ -40,6 +41,12 @@ from specactor_ray.ragged import begins
 from specactor_ray.sampling.keyed import Found
 from specactor_ray.target.vllm_version import require_vllm
 
+_GRAPH_SIZES = {"cudagraph_capture_sizes", "compilation_config"}
+"""Engine arguments that say which steps are captured."""
+logger = logging.getLogger(__name__)
+
+_VLLMS_LARGEST_GRAPH = 512
+"""Positions of the largest step that vLLM captures by default."""
 _IN_MEMORY = "/dev/shm"
 _RECORD, _WEIGHTS = "specactor-ranks-", "specactor-weights-"
 KEY = "specactor"
@@ -56,6 +63,7 @@ class CoreSettings:
     max_batch: int
     max_step_tokens: int
     kv_cache_bytes: int
+    """Of each rank."""
     max_drafts: int
     """Most draft tokens of a request in one step; 0 switches speculation off."""
     hidden_layers: tuple[int, ...] = ()
@@ -67,6 +75,8 @@ class CoreSettings:
     """Ranks. One lives in this process, more in processes of their own."""
     cores: int = 1
     """CPU cores of all ranks together; of no consequence for one rank, which has the cores of this process."""
+    gpu_share: float | None = None
+    """Share of each GPU that a rank takes in all; None on CPUs."""
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Of vLLM's `EngineArgs`, beside those that follow from the other fields."""
 
@@ -98,6 +108,8 @@ class EngineCoreHandle:
     def __init__(self, settings: CoreSettings) -> None:
         require_vllm()
         _set_environment(settings)
+        if settings.gpu_share is not None:
+            fall_back(logger, "vLLM runs its V1 model runner, which takes drafts from the host; V2 does not yet")
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor.abstract import Executor
@@ -329,6 +341,12 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
             KEY: {"hidden_layers": list(settings.hidden_layers), "record_margins": settings.record_margins}
         },
     }
+    if settings.gpu_share is not None:
+        # What vLLM asks to be free when it starts; 0.92 by default.
+        arguments["gpu_memory_utilization"] = settings.gpu_share
+        verified = min(settings.max_step_tokens, settings.max_batch * (1 + settings.max_drafts))
+        if verified > _VLLMS_LARGEST_GRAPH and not _GRAPH_SIZES & settings.engine_arguments.keys():
+            arguments["max_cudagraph_capture_size"] = verified
     if settings.max_drafts:
         proposer = f"{__name__}.{NothingProposed.__name__}"
         arguments["speculative_config"] = {

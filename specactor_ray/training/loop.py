@@ -9,6 +9,7 @@ from rich.console import Console
 
 from specactor_ray.config import Config
 from specactor_ray.config.online import taught_by_trainer
+from specactor_ray.config.schema import AUTO
 from specactor_ray.files import require_folder
 from specactor_ray.observability.console import say
 from specactor_ray.observability.training_display import TrainingDisplay
@@ -43,6 +44,7 @@ def train(
         UserError: Something in the configuration, the data or the cluster is wrong; found before anything is started.
         SpecActorError: The trainer or all verifiers were lost, or the loss stayed non-finite; checkpoints stand.
     """
+    keep_dtype = config.target.dtype == AUTO
     config, lines = refuse_early(config, trains=True)
     for key, folder in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
         if folder:
@@ -53,7 +55,7 @@ def train(
     for line in lines:
         say(console, line)
     with StopSignal() as stop:
-        run = open_run(config, stream.order.size)
+        run = open_run(config, stream.order.size, keep_dtype=keep_dtype)
         try:
             stream.order.position, stream.skipped = run.state.position, run.state.skipped_tasks
             announce(config, run, memory, console)

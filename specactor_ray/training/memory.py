@@ -6,8 +6,9 @@ from typing import Any
 
 from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
-from specactor_ray.models.loading import parse_dtype
-from specactor_ray.rollout.memory import PROCESS_BYTES, MemoryItem, count_parameters, empty_head, plan_rollout_memory
+from specactor_ray.draft.footprint import empty_head
+from specactor_ray.models.cache_size import count_parameters, itemsize_of
+from specactor_ray.rollout.memory import PROCESS_BYTES, MemoryItem, plan_rollout_memory
 
 _FLOAT32 = 4
 FIXES = (
@@ -33,9 +34,7 @@ def plan_memory(config: Config) -> list[MemoryItem]:
         plan.append(MemoryItem("trainer", "reference model", trainer.ranks * size * _FLOAT32))
     plan.append(MemoryItem("trainer", "activations", trainer.ranks * _activation_bytes(config, text)))
     # The version in the object store, and the next one while it is handed over.
-    plan.append(
-        MemoryItem("object store", "two versions of the weights", 2.0 * size * parse_dtype(target.dtype).itemsize)
-    )
+    plan.append(MemoryItem("object store", "two versions of the weights", 2.0 * size * itemsize_of(target)))
     return plan
 
 

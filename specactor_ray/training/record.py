@@ -132,6 +132,7 @@ class StepRecorder:
             "metrics_failures": self._metrics.failures,
             "metrics_pending": len(self._metrics.pending),
             "totals": _totals(records),
+            "fallbacks": self._rollout.fallbacks(),
             "config": yaml.safe_load(to_yaml(self._config)),
             "versions": versions(),
             "hardware": hardware(),

@@ -30,7 +30,8 @@ import psutil
 
 from specactor_ray.clock import SYSTEM
 from specactor_ray.config.training_schema import RewardConfig
-from specactor_ray.rollout.memory import available_bytes, gib
+from specactor_ray.models.cache_size import available_bytes
+from specactor_ray.rollout.memory import gib
 from specactor_ray.training.reward_process import Outcome
 from specactor_ray.training.rewards import RewardSample, Scorer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,13 +12,13 @@ from typing import Any
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config
-from specactor_ray.config.load import save_config
+from specactor_ray.config.load import load_config, save_config
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.files import remove_if_empty, write_text
 from specactor_ray.json_text import parse_json, read_foreign
 from specactor_ray.models.loading import load_model_config
-from specactor_ray.rollout.output import SUMMARY_FILE, claim_run_folder
+from specactor_ray.rollout.output import CONFIG_FILE, SUMMARY_FILE, claim_run_folder
 from specactor_ray.training.checkpoint import CheckpointStore, TrainState, open_checkpoint
 from specactor_ray.training.run_lease import RunInUseError, RunLease
 from specactor_ray.training.run_settings import compare_settings, settings_of
@@ -73,7 +74,7 @@ class TrainingRun:
             lease.release()
 
 
-def open_run(config: Config, tasks: int | None = None, clock: Clock = SYSTEM) -> TrainingRun:
+def open_run(config: Config, tasks: int | None = None, clock: Clock = SYSTEM, keep_dtype: bool = False) -> TrainingRun:
     """Make the run's folder, or find the one to go on in, as `resume` says. Fills in `run.name`. No other process can
     open the run until it is closed, or its process ends.
 
@@ -81,6 +82,7 @@ def open_run(config: Config, tasks: int | None = None, clock: Clock = SYSTEM) ->
         config: The resolved configuration.
         tasks: Number of tasks in the data.
         clock: Of the leases.
+        keep_dtype: `target.dtype` was `auto`: a run that is continued keeps its own, which is filled in.
 
     Raises:
         ConfigError: The checkpoint is of another model, or of settings that do not fit.
@@ -95,6 +97,9 @@ def open_run(config: Config, tasks: int | None = None, clock: Clock = SYSTEM) ->
             if found is not None:
                 folder, lease = found
                 config.run.name = folder.name
+                if keep_dtype:
+                    with contextlib.suppress(ConfigError):
+                        config.target.dtype = load_config(folder / CONFIG_FILE).target.dtype
                 return _with_leases(config, folder, lease, clock, lambda: _continue(config, folder, state))
         config.run.name = config.run.name or new_run_name()
         folder = base / config.run.name

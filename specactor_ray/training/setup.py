@@ -10,9 +10,10 @@ from specactor_ray.config import Config
 from specactor_ray.config.training_schema import RewardFunctionConfig
 from specactor_ray.config.validate_training import validate_training
 from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.models.cache_size import available_bytes
 from specactor_ray.models.loading import load_tokenizer
 from specactor_ray.observability.console import say
-from specactor_ray.rollout.memory import MemoryItem, available_bytes, check_memory, gib, memory_lines
+from specactor_ray.rollout.memory import MemoryItem, check_memory, gib, memory_lines
 from specactor_ray.rollout.preflight import max_prompt_tokens, start_note
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.training.data import TaskOrder, TaskStream, open_source

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.fallbacks import fallbacks
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import TailBatch, ToRollout
 from specactor_ray.queues.link import Link, direct_sender
@@ -146,6 +147,7 @@ class VerifyLoop(Loop):
             "inbox": len(self._drafting.inbox),
             "weight_version": self._engine.weight_version,
             "busy_s": self.busy_s,
+            "fallbacks": fallbacks(),
         }
         return {**counters, **loads, "inline": {one.loop.drafter_id: one.loop.snapshot() for one in self._hosted}}
 

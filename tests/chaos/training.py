@@ -37,6 +37,7 @@ def overrides(folder: Path, name: str, tasks: Path) -> list[str]:
         f"run.name={name}",
         f"data.path={tasks}",
         f"target.model={tiny.tiny_target()}",
+        "target.dtype=float32",
         "target.kv_cache_gb=0.05",
         "target.max_batch=64",
         "drafters=[{method: ngram, cores: 0.5}, {method: suffix, cores: 0.5}]",

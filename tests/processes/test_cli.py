@@ -165,7 +165,6 @@ class TestUserErrors:
             ["drafters=[{method: 'json:JSONDecoder'}]"],
             "is no proposer: it lacks open, commit",
         ),
-        "a cache beyond the memory": (["target.kv_cache_gb=100000"], "(verifiers, 1 x cache: 100000.00 GiB), and"),
         "an output beyond the context": (
             [f"target.model={tiny_target()}", "sampling.max_tokens=512"],
             "sampling.max_tokens: 512 leaves no room for a prompt: prompt and output share one context",
@@ -455,6 +454,9 @@ class FakeRollout:
 
     def metrics(self) -> RolloutMetrics:
         return RolloutMetrics(steps=5, row_steps=10, committed_tokens=self.committed_tokens)
+
+    def fallbacks(self) -> list[str]:
+        return []
 
     def status(self) -> list[dict[str, Any]]:
         return [{"id": "verifier-0#1a2b", "kind": "verifier", "counters": {}}]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specactor_ray.config.load import from_mapping
 from specactor_ray.messages import SamplingParams
-from specactor_ray.rollout.planning import ladder_priors, make_plan
+from specactor_ray.rollout.planning import as_decoupled, ladder_priors, make_plan
 from specactor_ray.speculation.profile import load_profile
 from tests import tiny
 from tests.processes.test_cli import specactor
@@ -33,7 +33,7 @@ def test_profile_then_plan(tiny_model_dir: Path, tiny_draft_model_dir: Path, tmp
     planned = specactor(tmp_path, "plan", *known, "cluster.num_cpus=2", "--profile", "profile.json", "--json")
     assert planned.returncode == 0, planned.stderr
     plan = json.loads(planned.stdout)["plans"][0]
-    config = from_mapping({"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": "m"}]})
+    config = as_decoupled(from_mapping({"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": "m"}]}))
     config.drafters[1].model = str(tiny_draft_model_dir)
     config.sampling = SamplingParams(max_tokens=16)
     assert plan["chosen"]["tokens_per_s"] == make_plan(config, profile, 2, 16).chosen.tokens_per_s

@@ -31,7 +31,7 @@ def cluster() -> Iterator[None]:
 
 
 def start(mode: str, **more: Any) -> Rollout:
-    target = {"model": str(tiny_target()), "kv_cache_gb": 0.05, "max_model_len": 64}
+    target = {"model": str(tiny_target()), "dtype": "float32", "kv_cache_gb": 0.05, "max_model_len": 64}
     settings: dict[str, Any] = {"mode": mode, "target": target, "cluster": {"pin_cores": False}, **more}
     return Rollout(from_mapping(settings))
 

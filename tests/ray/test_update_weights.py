@@ -32,7 +32,7 @@ def start(model: Path) -> Rollout:
     """A verifier with drafts, and buckets much smaller than the model."""
     settings = {
         "mode": "coupled",
-        "target": {"model": str(model), "kv_cache_gb": 0.05},
+        "target": {"model": str(model), "dtype": "float32", "kv_cache_gb": 0.05},
         "drafters": [{"method": "ngram"}],
         "cluster": {"pin_cores": False},
         "trainer": {"weight_bucket_mb": 1},

@@ -33,7 +33,7 @@ def cluster() -> Iterator[None]:
 
 
 def config(mode: str = "plain", **more: Any) -> Config:
-    target = {"model": str(tiny_target()), "kv_cache_gb": 0.05}
+    target = {"model": str(tiny_target()), "dtype": "float32", "kv_cache_gb": 0.05}
     cluster = {"pin_cores": False, "health_interval_s": 0.5}
     trainer = {"learning_rate": 0.003, "prompts_per_step": 2, "weight_bucket_mb": 1}
     return from_mapping({"mode": mode, "target": target, "cluster": cluster, "trainer": trainer, **more})

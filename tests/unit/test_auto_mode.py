@@ -21,6 +21,7 @@ from specactor_ray.rollout import planning
 from specactor_ray.rollout.planning import Devices, as_decoupled, existing_devices, resolve, resolve_mode
 from specactor_ray.simulation.scenario import load_scenario
 
+LOOKUP = "drafters=[{method: ngram, dtype: float32}]"
 MODEL = "{method: draft_model, model: m, gpus: 1}"
 ON_A_CORE = "drafters=[{method: draft_model, model: m}]"
 TAUGHT = "drafters=[{method: eagle, model: m, online: {where: trainer}}]"
@@ -49,7 +50,7 @@ def resolved(devices: Devices | None, *overrides: str) -> tuple[Config, str]:
         (Devices(2, 0), ["drafters=[{method: ngram, replicas: 0}]"], "decoupled", "specactor scale"),
         (Devices(8, 1), [f"drafters=[{{method: ngram}}, {MODEL}]"], "decoupled", "drafters.1.gpus"),
         (Devices(8, 2), ["target.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "there is room"),
-        (Devices(8, 1), ["target.gpus=1", f"drafters=[{MODEL}]"], "coupled", "2 GPU(s) and 2 core(s) in all"),
+        (Devices(8, 1), ["target.gpus=1", f"drafters=[{MODEL}]"], "coupled", "2 GPU(s) and 6 core(s) in all"),
         (Devices(1, 2), ["target.gpus=1", f"drafters=[{MODEL}]"], "coupled", "there are 2 and 1"),
         (None, ["target.gpus=1", f"drafters=[{MODEL}]"], "decoupled", "devices of their own"),
         (Devices(8, 2), ["target.gpus=1", ON_A_CORE], "decoupled", "the verifiers), drafters.0.gpus=1"),
@@ -124,8 +125,8 @@ def test_a_drafter_is_added_where_none_is_configured() -> None:
 
 @pytest.mark.parametrize("mode", ["plain", "coupled", "decoupled"])
 def test_an_explicit_mode_stays_what_it_is(mode: str) -> None:
-    for overrides in (["drafters=[{method: ngram}]"], ["drafters=[{method: ngram}]", "target.gpus=1"]):
-        config = load_config(None, [f"mode={mode}", *overrides])
+    for overrides in ([LOOKUP], [LOOKUP, "target.gpus=1"]):
+        config = load_config(None, [f"mode={mode}", "target.dtype=float32", "target.cores=2", *overrides])
         for devices in (None, Devices(1, 0), Devices(64, 8)):
             assert resolve_mode(config, devices) == (config, [])
         assert resolve(config) == (config, []) and as_decoupled(config) is config
@@ -154,14 +155,14 @@ def test_the_devices_that_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert existing_devices(load_config(None, sized)) == Devices(7, 2)
     assert existing_devices(load_config(None, ["cluster.address=auto"])) is None
     config, lines = resolve(load_config(None, ["cluster.num_cpus=2"]))
-    assert (config.mode, config.target.cores, len(lines)) == (ModeName.coupled, 2, 1)
+    assert (config.mode, config.target.cores, len(lines)) == (ModeName.coupled, 2, 2)
 
 
 def test_a_comparison_of_modes_begins_with_the_layout_as_it_is_written() -> None:
     written = load_config(None, ["target.cores=3", "drafters=[{method: ngram, cores: 2}]"])
     out = io.StringIO()
     config = planned_side_by_side(written, Console(file=out))
-    assert (config.mode, config.target.cores, config.drafters) == (ModeName.decoupled, 3, written.drafters)
+    assert (config.mode, config.target.cores, config.drafters[0].cores) == (ModeName.decoupled, 3, 2)
     assert not out.getvalue()
     assert [drafter.method for drafter in as_decoupled(load_config()).drafters] == ["suffix"]
 
@@ -206,4 +207,4 @@ def test_a_run_is_resolved_before_anything_is_written(
     assert config.mode is ModeName.auto
     if where == "rollout":
         lines = [line for line in out.getvalue().splitlines() if "checking and starting" not in line]  # a slow machine
-        assert saved == seen and lines[0].startswith("mode: coupled (") and len(lines) == 2
+        assert saved == seen and lines[0].startswith("mode: coupled (") and len(lines) == 3

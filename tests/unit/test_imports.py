@@ -17,7 +17,7 @@ PACKAGE = REPOSITORY / "specactor_ray"
 # What a proposer is lies below the configuration, whose checks ask for it.
 # The pure half of the controller (plain data and decisions) lies below the actors, which are told what to be with it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("clock", "errors", "json_text", "leftovers", "ragged"),
+    ("clock", "errors", "fallbacks", "json_text", "leftovers", "ragged"),
     ("child", "files"),
     ("jit",),
     ("signals",),
@@ -82,7 +82,6 @@ MAY_IMPORT = {
         "learner/",
         "drafter_training/",
         "actors/",
-        "rollout/memory.py",
         "training/",
         "benchmarks/side_by_side.py",
         "benchmarks/vllm_peer.py",

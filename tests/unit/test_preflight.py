@@ -31,7 +31,9 @@ def check(monkeypatch: pytest.MonkeyPatch, model: Any, **target: Any) -> None:
 
 def config_with(**target: Any) -> Config:
     ranks = target.get("tensor_parallel", 1)
-    return from_mapping({"mode": "plain", "target": {"model": "m", "backend": "vllm", "cores": ranks, **target}})
+    return from_mapping(
+        {"mode": "plain", "target": {"model": "m", "backend": "vllm", "dtype": "float32", "cores": ranks, **target}}
+    )
 
 
 @pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, True), (3, False), (4, True), (5, False), (12, True)])
@@ -69,7 +71,7 @@ def test_a_cache_that_holds_no_whole_request(monkeypatch: pytest.MonkeyPatch) ->
     model = LlamaConfig(**LLAMA, max_position_embeddings=4096)
     check(monkeypatch, model, kv_cache_gb=(4096 + 128) / 2**20)
     check(monkeypatch, model, kv_cache_gb=(1024 + 128) / 2**20, max_model_len=1000)
-    with pytest.raises(ConfigError, match=r"holds 896 tokens of m in vLLM's blocks of 128.*may have 4096") as error:
+    with pytest.raises(ConfigError, match=r"holds 896 tokens of m in blocks of 128.*may have 4096") as error:
         check(monkeypatch, model, kv_cache_gb=1100 / 2**20)
     assert error.value.key == "target.kv_cache_gb"
     assert "use 0.005 or more" in error.value.fix and "target.max_model_len=896" in error.value.fix
@@ -77,6 +79,26 @@ def test_a_cache_that_holds_no_whole_request(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="holds 0 tokens") as error:
         check(monkeypatch, model, kv_cache_gb=200 / 2**20)
     assert "max_model_len" not in error.value.fix
+
+
+def test_a_cache_is_that_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks hold half of the key/value heads each: 512 bytes a token."""
+    model = LlamaConfig(**LLAMA, max_position_embeddings=4096)
+    half = (4096 + 128) / 2**21
+    check(monkeypatch, model, kv_cache_gb=half, tensor_parallel=2)
+    with pytest.raises(ConfigError, match="holds 2048 tokens"):
+        check(monkeypatch, model, kv_cache_gb=(2048 + 128) / 2**20)
+    plans = (config_with(model=str(tiny_target()), kv_cache_gb=1.0, tensor_parallel=ranks) for ranks in (1, 2))
+    one, two = (memory.plan_rollout_memory(plan)[0].num_bytes for plan in plans)
+    assert two - one == pytest.approx(2**30 + 2 * memory.PROCESS_BYTES)
+
+
+def test_a_cache_that_holds_no_block_of_hf(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LlamaConfig(**LLAMA, max_position_embeddings=4096)
+    check(monkeypatch, model, backend="hf", kv_cache_gb=128 / 2**20)
+    with pytest.raises(ConfigError, match="holds 0 tokens of m in blocks of 128, and a request may have 1") as error:
+        check(monkeypatch, model, backend="hf", kv_cache_gb=127 / 2**20)
+    assert error.value.key == "target.kv_cache_gb"
 
 
 def test_models_that_do_not_only_decode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +125,13 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeyp
     assert "target.kv_cache_gb" in error.value.fix
     config.cluster.address = "10.0.0.1:6379"  # its memory is not known here
     memory.require_memory(config)
+
+
+def test_a_cache_of_what_is_free_that_holds_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2.0**20)
+    config = from_mapping({"mode": "plain", "target": {"model": str(tiny_target()), "backend": "vllm"}})
+    with pytest.raises(ConfigError, match=r"target\.kv_cache_gb: 0.0002\d* holds 128 tokens"):
+        Rollout(config)
 
 
 @pytest.mark.parametrize("backend", ["hf", "vllm"])

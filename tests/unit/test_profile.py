@@ -34,7 +34,7 @@ WINDOW = 4
 
 @pytest.fixture(scope="module")
 def engine(tiny_model_dir: Path) -> HfEngine:
-    return HfEngine.from_config(TargetConfig(model=str(tiny_model_dir), kv_cache_gb=0.05, max_batch=8))
+    return HfEngine.from_config(TargetConfig(model=str(tiny_model_dir), dtype="float32", kv_cache_gb=0.05, max_batch=8))
 
 
 def configuration(target: Path, **sections: Any) -> Config:
@@ -61,7 +61,7 @@ class TestAcceptance:
     ) -> None:
         """Keyed sampling makes the recorded output the truth: no target is needed to measure a draft method."""
         model = str(tiny_draft_model_dir) if method == "draft_model" else None
-        drafter = DrafterConfig(method, model=model, kv_cache_gb=0.05, history_tokens=0)
+        drafter = DrafterConfig(method, model=model, max_batch=8, history_tokens=0)
         steps = accepted = 0
         proposer = ByName(build_proposer(drafter, TargetConfig(), "cpu"))
         for number, one in enumerate(recorded):
@@ -170,7 +170,7 @@ class TestCosts:
 
     def test_a_cache_too_small_to_draft_is_refused(self, recorded: list[Recorded], tiny_draft_model_dir: Path) -> None:
         """Otherwise the time of doing nothing would pass for the cost of drafting."""
-        drafter = DrafterConfig("draft_model", model=str(tiny_draft_model_dir), kv_cache_gb=0.05)
+        drafter = DrafterConfig("draft_model", model=str(tiny_draft_model_dir), kv_cache_gb=0.05, max_batch=8)
         text, endless = TextStream(recorded), SamplingParams(max_tokens=1000)
         with pytest.raises(InputError, match="draft_model drafts nothing for 1 of 1 requests of 600 tokens"):
             seconds_per_token(

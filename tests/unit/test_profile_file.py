@@ -90,10 +90,15 @@ def auto(file: Path, target: Path, *overrides: str) -> Config:
         "profile": str(file),
         "plan_devices": 2,
         "cluster": {"num_cpus": 2},
-        "target": {"model": str(target), "max_batch": 8},
+        "target": {"model": str(target), "dtype": "float32", "max_batch": 8},
         "drafters": [{"method": "ngram"}],
     }
     return from_mapping(written, overrides)
+
+
+def on(target: Path) -> list[str]:
+    """Overrides: the target of the profile, whatever this machine computes in."""
+    return [f"target.model={target}", "target.dtype=float32"]
 
 
 class TestFile:
@@ -262,7 +267,7 @@ class TestResolve:
 
     def test_what_it_makes_is_valid_and_fits(self, file: Path) -> None:
         profile = load_profile(file)
-        base = from_mapping({"drafters": [{"method": "ngram", "window": 3}]})
+        base = from_mapping({"target": {"kv_cache_gb": 1}, "drafters": [{"method": "ngram", "window": 3}]})
 
         @settings(max_examples=40)
         @given(st.integers(1, 6), st.integers(1, 40), st.floats(0.0, 1.0), st.sampled_from([None, *ALL_MODES]))
@@ -295,7 +300,14 @@ class TestCommand:
     def test_json_has_a_prediction_for_every_mode_method_and_batch(
         self, file: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        known = ["plan", "--profile", str(file), f"target.model={tiny_model_dir}", "drafters=[{method: ngram}]"]
+        known = [
+            "plan",
+            "--profile",
+            str(file),
+            f"target.model={tiny_model_dir}",
+            "target.dtype=float32",
+            "drafters=[{method: ngram}]",
+        ]
         code, out, _ = self.run(capsys, *known, "cluster.num_cpus=2", "--batch", "1,8", "--json")
         assert code == 0
         report = json.loads(out)
@@ -330,7 +342,12 @@ class TestCommand:
         problem: str,
     ) -> None:
         given_profile = [] if "--profile" in arguments else ["--profile", str(file)]
-        known = [f"target.model={tiny_model_dir}", "drafters=[{method: ngram}]", "cluster.num_cpus=2"]
+        known = [
+            f"target.model={tiny_model_dir}",
+            "target.dtype=float32",
+            "drafters=[{method: ngram}]",
+            "cluster.num_cpus=2",
+        ]
         code, _, err = self.run(capsys, "plan", *given_profile, *known, *arguments)
         assert code == 2 and err.startswith("error: ") and problem in err
 
@@ -349,7 +366,13 @@ class TestCommand:
     ) -> None:
         file.write_text(file.read_text()[:-40])
         (tmp_path / "p.jsonl").write_text('{"prompt": "Add 1 and 2."}\n')
-        known = ["plan=auto", f"profile={file}", f"target.model={tiny_model_dir}", "drafters=[{method: ngram}]"]
+        known = [
+            "plan=auto",
+            f"profile={file}",
+            f"target.model={tiny_model_dir}",
+            "target.dtype=float32",
+            "drafters=[{method: ngram}]",
+        ]
         for command in (["rollout"], ["train"], ["bench", "rollout"]):
             code, _, err = self.run(
                 capsys, *command, *known, f"data.path={tmp_path}/p.jsonl", f"run.dir={tmp_path}/runs"

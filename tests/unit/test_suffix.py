@@ -189,14 +189,14 @@ def drafted(proposer: ByName, request_id: str = "r") -> list[int]:
 
 
 def test_it_is_a_proposer_and_takes_its_keys_from_the_configuration() -> None:
-    config = DrafterConfig(method="suffix", max_match=4, history_tokens=3)
+    config = DrafterConfig(method="suffix", max_match=4, history_tokens=3, max_batch=8)
     proposer = ByName(build_proposer(config, TargetConfig(), "cpu"))
     assert isinstance(proposer.proposer, SuffixProposer) and (proposer.method, proposer.vocab_size) == ("suffix", None)
     proposer.open("a", [1, 2], [3, 4, 5, 6], GREEDY, 4)
     assert proposer.history_tokens == 3
     proposer.load_weights(3, {})
     assert proposer.history_tokens == 3, "outputs of another policy are still worth something"
-    default = ByName(build_proposer(DrafterConfig(method="suffix"), TargetConfig(), "cpu"))
+    default = ByName(build_proposer(DrafterConfig(method="suffix", max_batch=8), TargetConfig(), "cpu"))
     default.open("a", [1, 2], [3] * 70_000, GREEDY, 4)
     assert default.history_tokens == 70_002, "more than what ngram keeps by default"
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib.metadata
 from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import ConfigError
+from specactor_ray.models import cache_size
+from specactor_ray.models.cache_size import GIB
 from specactor_ray.rollout.preflight import require_parts
-from specactor_ray.target import vllm_version
+from specactor_ray.target import vllm, vllm_bridge, vllm_version
+from tests.tiny import tiny_target
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
@@ -42,3 +48,41 @@ def test_others_are_refused_before_anything_starts(monkeypatch: pytest.MonkeyPat
         require_parts(config)
     config.target.backend = "hf"
     require_parts(config)
+
+
+def arguments_of(monkeypatch: pytest.MonkeyPatch, drafts: int, **target: Any) -> dict[str, Any]:
+    """What vLLM is made with on a GPU of 80 GiB."""
+    made: list[dict[str, Any]] = []
+
+    def core(settings: vllm_bridge.CoreSettings) -> Any:
+        made.append(vllm_bridge._engine_arguments(settings))
+        return SimpleNamespace(vocab_size=512, max_model_len=1024)
+
+    monkeypatch.setattr(vllm, "EngineCoreHandle", core)
+    monkeypatch.setattr(vllm, "device_bytes", lambda: 80.0 * GIB)
+    config = TargetConfig(str(tiny_target()), "vllm", dtype="bfloat16", **{"kv_cache_gb": 1.0, **target})
+    vllm.VllmEngine.from_config(config, drafts)
+    return made[0]
+
+
+def test_a_share_of_the_gpu_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not vLLM's 92%, of which nothing would be left for another verifier or a drafter."""
+    monkeypatch.setattr(cache_size, "_GPU_FIXED", 0)
+    arguments = arguments_of(monkeypatch, 0, gpus=1, kv_cache_gb=20.0)
+    assert 0.25 < arguments["gpu_memory_utilization"] < 0.251
+    assert arguments["kv_cache_memory_bytes"] == 20 * GIB
+    assert (arguments["max_num_seqs"], arguments["max_num_batched_tokens"]) == (128, 2048)
+    assert arguments_of(monkeypatch, 0, gpus=1, kv_cache_gb=90.0)["gpu_memory_utilization"] == 1.0
+    assert "gpu_memory_utilization" not in arguments_of(monkeypatch, 0, kv_cache_gb=0.01)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "rows", "largest"), [(0, 128, None), (3, 128, None), (8, 128, 1152), (8, 512, 2048)]
+)
+def test_graphs_reach_as_far_as_steps_that_verify(
+    monkeypatch: pytest.MonkeyPatch, drafts: int, rows: int, largest: int | None
+) -> None:
+    arguments = arguments_of(monkeypatch, drafts, gpus=1, max_batch=rows)
+    assert arguments.get("max_cudagraph_capture_size") == largest
+    sizes = {"cudagraph_capture_sizes": [1, 4]}
+    assert "max_cudagraph_capture_size" not in arguments_of(monkeypatch, drafts, gpus=1, engine_arguments=sizes)

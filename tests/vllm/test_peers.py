@@ -38,6 +38,7 @@ def test_vllm_runs_plain_and_with_its_own_drafters(tmp_path: Path) -> None:
                 "compiled": False,
                 "max_model_len": 256,
                 "kv_cache_gb": 0.05,
+                "dtype": "float32",
             },
             "drafters": [
                 {"method": "ngram", "cores": 0.5},

@@ -41,6 +41,7 @@ def config(mode: str, drafters: list[dict[str, Any]], backend: str = "vllm", ver
         "max_model_len": 256,
         "max_batch": 6,
         "kv_cache_gb": 0.03,
+        "dtype": "float32",
     }
     target["compiled"] = backend != "vllm"  # starts faster
     settings: dict[str, Any] = {

@@ -18,7 +18,9 @@ from tests.vllm import needs_vllm
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.e2e, pytest.mark.timeout(600)]
 
-TARGET = TargetConfig(max_model_len=384, max_batch=16, kv_cache_gb=0.5, compiled=False, record_margins=True)
+TARGET = TargetConfig(
+    dtype="float32", max_model_len=384, max_batch=16, kv_cache_gb=0.5, compiled=False, record_margins=True
+)
 PROMPTS = Path(__file__).parents[2] / "conf" / "prompts"
 NEAR_TIE = 1e-3
 """Perturbed margin, in logits: two ways of adding up the same float32 numbers differ by about a tenth of this."""

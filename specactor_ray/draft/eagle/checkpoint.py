@@ -76,7 +76,7 @@ def load_head(
     _reject_misfits(head, weights, name)
     head.load_state_dict(weights)
     _reject_bad_mapping(head, name)
-    return head.to(device, parse_dtype(dtype)).eval().requires_grad_(False)
+    return head.to(device, parse_dtype(dtype, device != "cpu")).eval().requires_grad_(False)
 
 
 def save_head(head: EagleHead, folder: Path) -> None:

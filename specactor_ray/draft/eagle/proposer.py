@@ -22,8 +22,10 @@ from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.draft.cached import CachedProposer
 from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.runner import EagleRunner
+from specactor_ray.draft.footprint import head_text
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.messages import Features
+from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.wire import from_wire
 from specactor_ray.ragged import places
 from specactor_ray.sampling.keyed import warm_up
@@ -67,7 +69,9 @@ class EagleProposer(CachedProposer):
         assert config.model is not None  # validated
         trust = target.trust_remote_code
         head = load_head(config.model, target.model, dtype=config.dtype, device=device, trust_remote_code=trust)
-        return cls(EagleRunner(head, int(config.kv_cache_gb * 2**30)), config.max_batch, config.shared_noise)
+        total = None if device == "cpu" else device_bytes(device)
+        cache = drafter_cache_bytes(config, head_text(head), head.fc.weight.itemsize, total)
+        return cls(EagleRunner(head, cache), config.max_batch, config.shared_noise)
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         good = super().commit(slots, starts, lengths, tokens)

@@ -79,7 +79,7 @@ def _few(data: Path, folder: Path) -> Path:
 
 class TestWhatIsWritten:
     def test_a_drafter_that_a_configuration_takes_as_it_is(self, drafter: Path) -> None:
-        config = DrafterConfig(method="eagle", model=str(drafter), kv_cache_gb=0.05)
+        config = DrafterConfig(method="eagle", model=str(drafter), max_batch=8)
         proposer = build_proposer(config, TargetConfig(model=str(tiny_target())), "cpu")
         assert isinstance(proposer, EagleProposer) and proposer.vocab_size == 512
         assert load_tokenizer(str(drafter)).chat_template == load_tokenizer(str(tiny_target())).chat_template

@@ -89,7 +89,7 @@ def test_matches_are_what_the_proposer_hits_after_the_recorded_prefix(corpus: Re
 
 
 def test_a_trained_head_is_right_ahead_and_shared_noise_helps(corpus: RecordStore) -> None:
-    drafter = DrafterConfig(method="eagle", model=str(tiny_eagle()), kv_cache_gb=0.01)
+    drafter = DrafterConfig(method="eagle", model=str(tiny_eagle()), max_batch=16)
     head = head_config(drafter, str(tiny_target()))
     assert head is not None
     lengths = []

@@ -183,7 +183,7 @@ def tails_of(proposer: Proposer, rollouts: Sequence[EagleExample]) -> list[tuple
 
 def test_what_a_learner_has_learned_fits_the_running_head(rollouts: list[EagleExample]) -> None:
     target = TargetConfig(model=str(tiny_target()))
-    drafter = DrafterConfig(method="eagle", model=str(tiny_eagle()), kv_cache_gb=0.01, online=SMALL)
+    drafter = DrafterConfig(method="eagle", model=str(tiny_eagle()), dtype="float32", max_batch=16, online=SMALL)
     learner = load_learner(drafter, target, "cpu")
     before = {name: weight.clone() for name, weight in trained_weights(some_head()).items()}
     assert learner.version == 0

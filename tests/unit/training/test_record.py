@@ -65,9 +65,11 @@ def test_the_whole_run_has_a_table_of_its_drafters(tmp_path: Path) -> None:
         "config": config,
         "hardware": {},
         "versions": {},
+        "fallbacks": ["torch samples"],
     }
     write_report(tmp_path, {**facts, "totals": totals}, RECORDS)
     text = (tmp_path / "report.md").read_text()
+    assert "Fallbacks: torch samples" in text
     assert "| eagle | 50 | 20 | 40.0% |" in text and "| ngram | 4 | 4 | 100.0% |" in text
     assert "| suffix" not in text, "it drafted nothing"
     write_report(tmp_path, {**facts, "totals": _totals([record(1, {})])}, [record(1, {})])
@@ -93,7 +95,7 @@ def recorder(folder: Path, lease: Lease) -> tuple[TrainingRun, StepRecorder]:
     config = Config()
     config.tracking.tensorboard = False
     run = TrainingRun(folder, CheckpointStore(folder / "c", 1, False), TrainState(), None, (lease,))  # type: ignore[arg-type]
-    rollout: Any = SimpleNamespace(reset_metrics=lambda: None, metrics=RolloutMetrics)
+    rollout: Any = SimpleNamespace(reset_metrics=lambda: None, metrics=RolloutMetrics, fallbacks=list)
     return run, StepRecorder(config, run, rollout, TrainingDisplay(Console(file=io.StringIO()), 1))
 
 

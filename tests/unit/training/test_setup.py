@@ -142,6 +142,15 @@ def test_resume_goes_on_from_the_checkpoint_and_drops_later_records(tmp_path: Pa
         run.close()
 
 
+@pytest.mark.parametrize(("keep", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_a_resumed_run_keeps_its_data_type(tmp_path: Path, keep: bool, dtype: str) -> None:
+    begin(tmp_path, "target.dtype=bfloat16", steps=3)
+    config = settings(tmp_path, "resume=auto", "target.dtype=float32")  # as `auto` is on another machine
+    open_run(config, keep_dtype=keep).close()
+    assert config.target.dtype == dtype
+    assert load_config(tmp_path / "runs" / "r" / "config-from-step-000003.yaml").target.dtype == dtype
+
+
 def test_resume_without_anything_to_resume_starts_anew(tmp_path: Path) -> None:
     run = open_run(settings(tmp_path, "resume=auto", "run.name=new"))
     assert run.checkpoint is None and run.state.step == 0

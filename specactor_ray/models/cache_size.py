@@ -1,0 +1,137 @@
+"""How large a key/value cache is that no key sets, and what of a GPU is left for it. All sizes in bytes.
+
+The figures of GPUs are estimates on the safe side: none has been measured on one.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.models.loading import load_empty_model, load_model_config, parse_dtype
+
+GIB = 2**30
+BLOCK_TOKENS = {"cpu": 128, "gpu": 16}
+"""Of vLLM's cache, unless its attention kernels want others."""
+_BLOCK = 256
+"""The largest block of any engine's cache."""
+_SHARE_OF_GPU = 0.92
+"""As vLLM: the rest is for what the driver and other processes take."""
+_GPU_FIXED = 2 * GIB
+"""Context, kernels, captured graphs and the workspaces of attention and collectives."""
+_MOST_ON_CPU, _MOST_OF_A_DRAFTER = 1 * GIB, GIB // 2
+_DRAFTERS_SHARE_OF_GPU = 0.1
+_UNKNOWN_CONTEXT = 4096
+
+
+@functools.cache
+def count_parameters(name: str, trust_remote_code: bool = False) -> tuple[int, Any]:
+    """Number of parameters of a model and its text configuration; no weight is read. Counted once per process."""
+    model = load_empty_model(name, trust_remote_code=trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters()), model.config.get_text_config()
+
+
+def context_of(text: Any) -> int:
+    """Most tokens of a sequence that a model was made for, by its text configuration; 0 where it does not say."""
+    tokens = getattr(text, "max_position_embeddings", 0)
+    return tokens if isinstance(tokens, int) else 0
+
+
+def key_value_heads(text: Any) -> int:
+    return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+
+
+def itemsize_of(target: TargetConfig) -> int:
+    """Bytes of a number of the target's."""
+    return parse_dtype(target.dtype, target.gpus > 0).itemsize
+
+
+def token_bytes(text: Any, itemsize: int, ranks: int = 1) -> int:
+    """Keys and values of one token in all layers, on one rank; `itemsize`: bytes of a number. More than it is where
+    layers keep less."""
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = -(-key_value_heads(text) // ranks)
+    return 2 * int(text.num_hidden_layers) * heads * int(head_dim) * itemsize
+
+
+def cache_bytes(target: TargetConfig, room: float) -> float:
+    """Cache of one rank: `target.kv_cache_gb`, or what `max_batch` requests of whole length take, within `room`.
+
+    Args:
+        target: Its section.
+        room: See `room_on_cpu` and `room_on_gpu`.
+    """
+    if target.kv_cache_gb is not None:
+        return target.kv_cache_gb * GIB
+    text = load_model_config(target.model, trust_remote_code=target.trust_remote_code).get_text_config()
+    length = target.max_model_len or context_of(text) or _UNKNOWN_CONTEXT
+    per_token = token_bytes(text, itemsize_of(target), target.tensor_parallel)
+    one, all_of_them = (_in_blocks(length, rows) * per_token for rows in (1, target.max_batch))
+    most = room if target.gpus else max(_MOST_ON_CPU, one)
+    return float(min(all_of_them, most, room))
+
+
+def room_on_cpu(available: float, target: TargetConfig) -> float:
+    """Of `available` free memory: a quarter, shared out among verifiers and their ranks."""
+    return available / 4 / target.replicas / target.tensor_parallel
+
+
+def room_on_gpu(target: TargetConfig, total: float, hosted: float = 0.0) -> float:
+    """What a GPU of `total` bytes has left beside `hosted` bytes of drafters; below 0 where the model does not fit."""
+    return _SHARE_OF_GPU * total - hosted - beside_the_cache(target)
+
+
+def beside_the_cache(target: TargetConfig) -> float:
+    """What a rank on a GPU holds beside its cache: weights, logits (as computed and in float32) and activations of the
+    largest step, and what does not depend on the model."""
+    size, text = count_parameters(target.model, target.trust_remote_code)
+    itemsize, hidden = itemsize_of(target), int(text.hidden_size)
+    inner = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    per_position = int(text.vocab_size) * (itemsize + 4) + (8 * hidden + 2 * inner) * itemsize
+    return size * itemsize / target.tensor_parallel + target.max_step_tokens * per_position + _GPU_FIXED
+
+
+def room_here(target: TargetConfig, hosted: float = 0.0) -> float:
+    """`room_on_cpu` or `room_on_gpu` of this process's device."""
+    if not target.gpus:
+        return room_on_cpu(available_bytes(), target)
+    return room_on_gpu(target, device_bytes(), hosted)
+
+
+def drafter_cache_bytes(drafter: DrafterConfig, text: Any, itemsize: int, total: float | None) -> int:
+    """Cache of a model drafter: `kv_cache_gb`, or what `max_batch` requests of whole length take, at most a tenth of a
+    GPU of `total` bytes (None: on the CPU, where it is at most 0.5 GiB)."""
+    if drafter.kv_cache_gb is not None:
+        return int(drafter.kv_cache_gb * GIB)
+    tokens = _in_blocks(context_of(text) or _UNKNOWN_CONTEXT, drafter.max_batch)
+    most = _MOST_OF_A_DRAFTER if total is None else _DRAFTERS_SHARE_OF_GPU * total
+    return int(min(tokens * token_bytes(text, itemsize), most))
+
+
+def device_bytes(device: str = "cuda") -> float:
+    """Memory of the first GPU that this process sees."""
+    import torch
+
+    return float(torch.cuda.get_device_properties(device).total_memory)
+
+
+def available_bytes() -> float:
+    """Memory of this machine that is free for use, within the limit of its container."""
+    import psutil
+
+    free = float(psutil.virtual_memory().available)
+    try:
+        with (
+            open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit,
+            open("/sys/fs/cgroup/memory.current", encoding="ascii") as used,
+        ):
+            free = min(free, float(limit.read()) - float(used.read()))
+    except (OSError, ValueError):
+        pass
+    return free
+
+
+def _in_blocks(length: int, rows: int) -> int:
+    """Tokens of a cache for so many rows; one block stays empty in vLLM."""
+    return (rows * -(-length // _BLOCK) + 1) * _BLOCK

@@ -1,0 +1,272 @@
+"""Defaults that follow from the device: data types, batches, cores, caches, and what of a GPU is refused."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import LlamaConfig
+
+from specactor_ray import fallbacks
+from specactor_ray.config import Config, load_config, to_yaml
+from specactor_ray.config.drafter_spec import drafter_specs
+from specactor_ray.config.load import from_mapping
+from specactor_ray.config.schema import TargetConfig
+from specactor_ray.config.validate import validate
+from specactor_ray.errors import ConfigError
+from specactor_ray.models import cache_size
+from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
+from specactor_ray.observability import environment
+from specactor_ray.observability.report import rollout_table
+from specactor_ray.rollout import memory
+from specactor_ray.rollout.metrics import RolloutMetrics
+from specactor_ray.rollout.planning import Devices, as_decoupled, resolve_mode, settle
+from specactor_ray.rollout.rollout import Rollout
+from tests.tiny import tiny_draft, tiny_target
+
+GPUS = {"L4": 24, "A100": 40, "H100": 80, "H200": 141, "B200": 180}
+"""GiB of each GPU."""
+QWEN_7B = {
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+}
+PARAMETERS = 7_615_616_512
+DRAFTER = "drafters=[{method: draft_model, model: m}]"
+
+
+@pytest.fixture(params=[True, False], ids=["AVX512_BF16", "without"])
+def bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the CPU computes in bfloat16."""
+    monkeypatch.setattr(environment, "CPU_BFLOAT16", True)
+    monkeypatch.setattr(environment, "hardware", lambda: {"vector": ["avx512_bf16"] if request.param else ["avx512f"]})
+    return bool(request.param)
+
+
+@pytest.fixture
+def qwen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 7B parameters, of which the configuration alone is there."""
+    config = LlamaConfig(**QWEN_7B)
+    monkeypatch.setattr(cache_size, "count_parameters", lambda *_: (PARAMETERS, config))
+    monkeypatch.setattr(cache_size, "load_model_config", lambda *_, **__: config)
+
+
+def on_gpu(**target: Any) -> TargetConfig:
+    return TargetConfig(**{"model": "7b", "backend": "vllm", "gpus": 1, **target})
+
+
+def test_batches_and_steps_by_the_device() -> None:
+    cpu, gpu = load_config().target, load_config(None, ["target.gpus=1"]).target
+    assert (cpu.cores, cpu.max_batch, cpu.max_step_tokens) == (1, 16, 512)
+    assert (gpu.max_batch, gpu.max_step_tokens) == (128, 2048)
+    assert load_config(None, ["target.max_batch=1024"]).target.max_step_tokens == 1024
+    set_here = load_config(None, ["target.gpus=1", "target.max_batch=3", "target.max_step_tokens=7"]).target
+    assert (set_here.max_batch, set_here.max_step_tokens) == (3, 7)
+
+
+def test_auto_is_the_word_for_what_is_not_set() -> None:
+    keys = ("cores", "max_batch", "max_step_tokens", "kv_cache_gb", "max_model_len", "dtype")
+    assert load_config(None, [f"target.{key}=auto" for key in keys]) == load_config()
+    assert load_config(None, ["drafters=[{kv_cache_gb: auto, max_batch: auto}]"]) == load_config(
+        None, ["drafters=[{}]"]
+    )
+    with pytest.raises(ConfigError, match=r"target\.gpus: 'auto' is of the wrong type"):
+        load_config(None, ["target.gpus=auto"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "target", "drafter"),
+    [
+        (["mode=coupled"], "cpu", "cpu"),
+        (["mode=coupled", "target.gpus=1"], "gpu", "gpu"),
+        (["mode=decoupled", "target.gpus=1"], "gpu", "cpu"),
+        (["mode=decoupled", "drafters.0.gpus=1"], "cpu", "gpu"),
+        (["mode=auto", "target.gpus=1"], "gpu", "gpu"),
+        (["mode=auto"], "cpu", "cpu"),
+    ],
+)
+def test_the_data_type_of_each_device(bf16: bool, overrides: list[str], target: str, drafter: str) -> None:
+    config = load_config(None, [DRAFTER, *overrides])
+    settled, _ = resolve_mode(config, Devices(8, 2))
+    expected = {"gpu": "bfloat16", "cpu": "bfloat16" if bf16 else "float32"}
+    assert (settled.target.dtype, settled.drafters[0].dtype) == (expected[target], expected[drafter])
+    assert load_config(None, [DRAFTER, *overrides]) == config, "it is not changed"
+    assert settle(settled, Devices(8, 2)) is settled and f"dtype: {expected[target]}" in to_yaml(settled)
+    validate(settled)
+
+
+def test_a_data_type_that_is_set_stays(bf16: bool) -> None:
+    config = load_config(None, ["mode=coupled", "target.dtype=float32", "drafters=[{dtype: bfloat16}]"])
+    assert settle(config, None) is config
+
+
+@pytest.mark.parametrize(
+    ("devices", "overrides", "cores"),
+    [
+        (None, ["target.gpus=1"], 5),
+        (Devices(64, 8), ["target.gpus=1"], 5),
+        (Devices(64, 8), ["target.gpus=4", "target.backend=vllm", "target.tensor_parallel=4"], 8),
+        (Devices(64, 8), ["target.gpus=1", "target.cores=2"], 2),
+        (Devices(9, 2), ["target.gpus=1", "target.replicas=2"], 4),
+        (Devices(9, 2), ["target.gpus=1", "mode=decoupled", "drafters=[{method: ngram, cores: 6}]"], 3),
+        (Devices(9, 2), ["target.gpus=1", "mode=coupled", "drafters=[{method: ngram, cores: 6}]"], 5),
+        (Devices(1, 2), ["target.gpus=1", "target.replicas=2"], 1),
+        (Devices(64, 0), [], 1),
+    ],
+)
+def test_cores_of_verifiers_on_gpus(devices: Devices | None, overrides: list[str], cores: int) -> None:
+    assert settle(load_config(None, ["mode=plain", *overrides]), devices).target.cores == cores
+
+
+def test_drafters_have_room_for_all_that_their_verifiers_run() -> None:
+    lookup = "drafters=[{method: ngram}, {method: suffix, max_batch: 5}]"
+
+    def sizes(*overrides: str) -> list[int]:
+        return [one.max_batch for one in drafter_specs(load_config(None, [lookup, *overrides])).values()]
+
+    assert sizes("mode=coupled", "target.replicas=3", "target.max_batch=7") == [7, 5]
+    assert sizes("mode=decoupled", "target.replicas=3", "target.max_batch=7") == [21, 5]
+    assert sizes("mode=decoupled", "target.replicas=20", "target.max_batch=7") == [56, 5]
+    assert sizes("mode=decoupled", "target.replicas=20", "speculation.verifiers_per_group=2") == [32, 5]
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_the_cache_of_a_cpu(rows: int) -> None:
+    """Whole requests, within the room."""
+    target = TargetConfig(model=str(tiny_target()), dtype="float32", max_batch=rows)
+    model = cache_size.load_model_config(target.model).get_text_config()
+    per_token, blocks = cache_size.token_bytes(model, 4), cache_size.context_of(model) // 256
+    needed = (rows * blocks + 1) * 256 * per_token
+    assert cache_bytes(target, float("inf")) == needed
+    assert cache_bytes(target, 1000.0) == 1000.0
+    target.max_model_len = 257
+    assert cache_bytes(target, float("inf")) == (rows * 2 + 1) * 256 * per_token
+    target.kv_cache_gb = 0.5
+    assert cache_bytes(target, 1000.0) == 0.5 * GIB
+    assert room_on_cpu(8 * GIB, TargetConfig(replicas=2, tensor_parallel=2)) == GIB / 2
+
+
+@pytest.mark.usefixtures("qwen")
+def test_the_cache_of_a_cpu_is_a_gigabyte_or_one_request() -> None:
+    """7B in bfloat16: 57344 bytes a token, 1.75 GiB a request of 32768 tokens."""
+    target = TargetConfig(model="7b", dtype="bfloat16")
+    assert cache_bytes(target, float("inf")) == (32768 + 256) * 57344
+    target.max_model_len = 4096
+    assert cache_bytes(target, float("inf")) == GIB
+
+
+@pytest.mark.usefixtures("qwen")
+@pytest.mark.parametrize("name", GPUS)
+def test_the_plan_of_a_gpu(name: str) -> None:
+    """Weights 14.2 GiB, logits of 2048 positions 1.7 GiB; at most 92% of the GPU, all of it where it is needed."""
+    total, target = GPUS[name] * GIB, on_gpu(dtype="bfloat16")
+    cache = cache_bytes(target, room_on_gpu(target, total))
+    beside = cache_size.beside_the_cache(target)
+    assert 17.5 < beside / GIB < 19.5
+    assert cache + beside == pytest.approx(0.92 * total)
+    halved = on_gpu(dtype="bfloat16", max_batch=512, gpus=2, tensor_parallel=2)
+    more = cache_bytes(halved, room_on_gpu(halved, total))
+    assert more / (57344 / 2) > 2 * cache / 57344, "tokens: half the weights and half of each token's keys and values"
+    short = on_gpu(dtype="bfloat16", max_model_len=128, max_batch=4)
+    assert cache_bytes(short, room_on_gpu(short, total)) == 5 * 256 * 57344, "no more than four requests take"
+    assert room_on_gpu(target, total, 2.0 * GIB) == pytest.approx(room_on_gpu(target, total) - 2 * GIB)
+
+
+def config_of(target: TargetConfig, **sections: Any) -> Config:
+    given = {key: value for key, value in vars(target).items() if key != "engine_arguments"}
+    return settle(from_mapping({"mode": "plain", "target": given, **sections}), None)
+
+
+@pytest.mark.usefixtures("qwen")
+def test_a_gpu_that_cannot_hold_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "beside_the_cache", cache_size.beside_the_cache)
+    monkeypatch.setattr(memory, "gpu_memories", lambda: [80 * GIB, 16 * GIB])
+    with pytest.raises(ConfigError, match=r"7b in bfloat16 .* takes 18\.\d\d GiB .* a GPU has 16\.00 GiB") as error:
+        memory.with_cache(config_of(on_gpu()))
+    assert error.value.key == "target.gpus" and "target.tensor_parallel" in error.value.fix
+    monkeypatch.setattr(memory, "gpu_memories", lambda: [24 * GIB])
+    with pytest.raises(ConfigError, match=r"beside a cache of 10\.00 GiB") as error:
+        memory.with_cache(config_of(on_gpu(kv_cache_gb=10)))
+    assert error.value.key == "target.kv_cache_gb"
+    size = float(error.value.fix.split()[1])
+    assert memory.with_cache(config_of(on_gpu(kv_cache_gb=size - 0.1))).target.kv_cache_gb == pytest.approx(size - 0.1)
+    assert memory.with_cache(config_of(on_gpu())).target.kv_cache_gb == pytest.approx(size, abs=0.01)
+    elsewhere = config_of(on_gpu(), cluster={"address": "10.0.0.1:6379"})
+    assert memory.with_cache(elsewhere) is elsewhere, "its GPUs are not known here"
+
+
+def test_hosted_drafters_leave_less_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "gpu_memories", lambda: [GIB * 5 // 2])
+    target = {"model": str(tiny_target()), "gpus": 1, "max_batch": 2048, "max_step_tokens": 2048}
+    plain = memory.with_cache(settle(from_mapping({"mode": "plain", "target": target}), None))
+    drafters = [{"method": "draft_model", "model": str(tiny_draft()), "kv_cache_gb": 0.1}]
+    hosting = {"mode": "coupled", "target": target, "drafters": drafters}
+    hosts = memory.with_cache(settle(from_mapping(hosting), None))
+    assert 0.1 < plain.target.kv_cache_gb - hosts.target.kv_cache_gb < 0.11
+
+
+def test_a_cache_is_planned_by_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settle(from_mapping({"mode": "plain", "target": {"model": str(tiny_target()), "replicas": 2}}), None)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8.0 * 2**20)
+    assert memory.with_cache(config).target.kv_cache_gb == 2**20 / GIB
+    assert config.target.kv_cache_gb is None
+
+
+def test_a_resumed_rollout_keeps_its_data_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specactor_ray.config.load import save_config
+    from specactor_ray.rollout.resume import find_unfinished
+
+    monkeypatch.setattr(environment, "fitting_dtype", lambda *_: pytest.fail("it is not asked"))
+    saved = load_config(None, ["target.dtype=bfloat16", "run.name=r", f"run.dir={tmp_path}"])
+    save_config(saved, tmp_path / "r" / "config.yaml")
+    (tmp_path / "r" / "trajectories.jsonl.partial").touch()
+    config = load_config(None, ["run.name=r", f"run.dir={tmp_path}"])
+    assert find_unfinished(config) == tmp_path / "r" and config.target.dtype == "bfloat16"
+    with pytest.raises(ConfigError, match=r"target\.dtype: is 'float32', and the interrupted run r has 'bfloat16'"):
+        find_unfinished(load_config(None, ["run.name=r", f"run.dir={tmp_path}", "target.dtype=float32"]))
+
+
+def test_a_comparison_of_modes_has_one_data_type(bf16: bool) -> None:
+    assert as_decoupled(load_config()).target.dtype == ("bfloat16" if bf16 else "float32")
+
+
+def test_a_fallback_is_said_once_and_remembered(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(fallbacks, "_taken", {})
+    for what in ("slow", "slower", "slow"):
+        fallbacks.fall_back(logging.getLogger(__name__), what)
+    assert fallbacks.fallbacks() == ["slow", "slower"] == caplog.messages
+
+
+@pytest.mark.parametrize("fell", [[], ["torch samples", "V1 runs"]])
+def test_a_summary_names_what_its_actors_fell_back_to(fell: list[str]) -> None:
+    summary = {
+        "run": "r",
+        "status": "complete",
+        "config": {"mode": "plain"},
+        "trajectories": {"finished": 1, "failed": 0, "total": 1},
+        "tokens": 1,
+        "seconds": 1.0,
+        "tokens_per_s": 1.0,
+        "metrics": RolloutMetrics().to_dict(),
+        "fallbacks": fell,
+    }
+    out = io.StringIO()
+    Console(file=out, width=120).print(rollout_table(summary))
+    assert ("torch samples; V1 runs" in out.getvalue()) is bool(fell) is ("fallbacks" in out.getvalue())
+
+
+def test_actors_report_fallbacks_and_each_is_named_once() -> None:
+    rows = [{"counters": {"fallbacks": ["a", "b"]}}, {"counters": {}}, {"counters": {"fallbacks": ["b", "c"]}}]
+    rollout: Any = SimpleNamespace(status=lambda: rows)
+    assert Rollout.fallbacks(rollout) == ["a", "b", "c"]
+    rows.append({"phase": "gone"})
+    assert Rollout.fallbacks(rollout) == [], "a status that cannot be read ends no run"
