@@ -129,8 +129,8 @@ class TargetConfig:
     """For `vllm`: ranks that the model of a verifier is split over, each on a GPU of its own or on its share of the
     verifier's cores."""
     dtype: str = AUTO
-    """Weights and activations: float32, bfloat16, float16, or `auto`: bfloat16 on GPUs, else float32. A resumed run
-    keeps what `auto` was."""
+    """Weights and activations: float32, bfloat16, float16, or `auto`: bfloat16 on GPUs and, for `hf`, on CPUs with
+    AVX512_BF16, else float32. A resumed run keeps what `auto` was."""
     max_model_len: int | None = None
     """Most prompt + output tokens of a request. Default: what the model supports."""
     max_batch: Auto[int] = _UNRESOLVED

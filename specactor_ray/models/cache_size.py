@@ -12,8 +12,8 @@ from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.models.loading import load_empty_model, load_model_config, parse_dtype
 
 GIB = 2**30
-BLOCK_TOKENS = {"cpu": 128, "gpu": 16}
-"""Of vLLM's cache, unless its attention kernels want others."""
+BLOCK_TOKENS = {"hf": {"cpu": 16, "gpu": 256}, "vllm": {"cpu": 128, "gpu": 16}}
+"""Tokens of a block of an engine's cache; attention kernels of vLLM may choose other sizes."""
 _BLOCK = 256
 """The largest block of any engine's cache."""
 _SHARE_OF_GPU = 0.92

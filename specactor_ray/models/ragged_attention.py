@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specactor_ray.errors import ModelLoadError
+from specactor_ray.fallbacks import fall_back
 from specactor_ray.models.cpu_attention import PageRows, Rotary, attend_pages, store_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.ragged import begins, places
@@ -239,7 +240,8 @@ def why_masked(
     """Why `attend_varlen` cannot serve such layers, by trying it; empty where it can. The log has it once."""
     reason = extras or _refusal(device, dtype, page_size, heads, shape)
     if reason:
-        logger.warning("attention of %d heads of %d with a mask over gathered keys: %s", heads, shape.key_dim, reason)
+        what = f"Attention of {heads} heads of {shape.key_dim} takes a mask over gathered keys"
+        fall_back(logger, f"{what}: {reason}")
         torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every shape
     return reason
 

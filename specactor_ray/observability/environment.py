@@ -42,16 +42,14 @@ def hardware() -> dict[str, Any]:
     }
 
 
-CPU_BFLOAT16 = False
-"""Whether `dtype: auto` is bfloat16 on CPUs with AVX512_BF16, too. Not as long as tokens of `hf` in bfloat16 depend on
-the batch there."""
+def fitting_dtype(dtype: str, on_gpu: bool, backend: str = "hf") -> str:
+    """What `auto` stands for on a GPU, or on the CPU of this machine; any other data type as it is.
 
-
-def fitting_dtype(dtype: str, on_gpu: bool) -> str:
-    """What `auto` stands for on a GPU, or on the CPU of this machine; any other data type as it is."""
+    On CPUs `vllm` computes in float32: its attention in bfloat16 depends on the batch, that of `hf` does not.
+    """
     if dtype != AUTO:
         return dtype
-    return "bfloat16" if on_gpu or (CPU_BFLOAT16 and "avx512_bf16" in hardware()["vector"]) else "float32"
+    return "bfloat16" if on_gpu or (backend == "hf" and "avx512_bf16" in hardware()["vector"]) else "float32"
 
 
 class _NvmlMemory(ctypes.Structure):

@@ -68,7 +68,7 @@ def settle(config: Config, devices: Devices | None) -> Config:
         if devices is not None:
             others = _draft_cores(_acting_drafters(settled)) + _trainer_cores(settled)
             target.cores = max(1, min(target.cores, (devices.cores - others) // target.replicas))
-    target.dtype = fitting_dtype(target.dtype, target.gpus > 0)
+    target.dtype = fitting_dtype(target.dtype, target.gpus > 0, target.backend)
     if settled.mode is not ModeName.auto:  # which may yet give a draft model a GPU
         for drafter in settled.drafters:
             on_gpu = (target.gpus if settled.mode is ModeName.coupled else drafter.gpus) > 0

@@ -215,7 +215,7 @@ def _reject_cache_below_one_request(config: Config, text: Any) -> None:
     ):
         return  # other layers keep less, how much the engine shows
     per_token = token_bytes(text, itemsize_of(target), target.tensor_parallel)
-    block = BLOCK_TOKENS["gpu" if target.gpus and on_vllm else "cpu"]
+    block = BLOCK_TOKENS[target.backend]["gpu" if target.gpus else "cpu"]
     blocks = int(target.kv_cache_gb * GIB / per_token) // block - on_vllm  # vLLM keeps one empty
     if blocks * block < length:
         needed = (-(-length // block) + on_vllm) * block * per_token / GIB

@@ -26,7 +26,7 @@ def build_engine(config: TargetConfig, device: str, max_drafts: int, hosted: flo
         ConfigError: The backend is unknown, not installed, or of an untested version.
         ModelLoadError: The model cannot be loaded or served.
     """
-    config = replace(config, dtype=fitting_dtype(config.dtype, device != "cpu"))
+    config = replace(config, dtype=fitting_dtype(config.dtype, device != "cpu", config.backend))
     if config.kv_cache_gb is None:
         config = replace(config, kv_cache_gb=cache_bytes(config, room_here(config, hosted)) / GIB)
     if config.backend == "hf":

@@ -47,7 +47,6 @@ DRAFTER = "drafters=[{method: draft_model, model: m}]"
 @pytest.fixture(params=[True, False], ids=["AVX512_BF16", "without"])
 def bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the CPU computes in bfloat16."""
-    monkeypatch.setattr(environment, "CPU_BFLOAT16", True)
     monkeypatch.setattr(environment, "hardware", lambda: {"vector": ["avx512_bf16"] if request.param else ["avx512f"]})
     return bool(request.param)
 
