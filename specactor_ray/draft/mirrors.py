@@ -207,19 +207,21 @@ class Mirrors:
             links: The verifiers there are now, id → where to send tails.
             token_s: See `TailBatch`.
         """
-        changed = changed[(changed >= 0) & (changed < len(self._owners))]
+        changed = changed[changed.view(np.uint32) < len(self._owners)]  # negative ones are above it
         self._changed[changed] = self._owners[changed] != _NONE
-        owners = set(self._owners[self._changed].tolist())
+        slots = self._changed.nonzero()[0].astype(np.int32)
+        owners = self._owners[slots]
+        numbers = set(owners.tolist())
         for verifier_id, verifier in list(self._verifiers.items()):
             link = links.get(verifier_id)
             if link is None or verifier_id in cut_off:
                 self._drop(verifier_id)
-            elif verifier.number in owners or verifier.lost:
-                link.offer(functools.partial(self._tails, verifier, token_s))
+            elif verifier.number in numbers or verifier.lost:
+                mine = slots if numbers == {verifier.number} else slots[owners == verifier.number]
+                link.offer(functools.partial(self._tails, verifier, mine, token_s))
 
-    def _tails(self, verifier: _Verifier, token_s: float) -> TailBatch:
-        """Whole tails of all requests that have changed."""
-        slots = np.flatnonzero(self._changed & (self._owners == verifier.number)).astype(np.int32)
+    def _tails(self, verifier: _Verifier, slots: np.ndarray, token_s: float) -> TailBatch:
+        """Whole tails of the slots of a verifier that have changed."""
         self._changed[slots] = False
         lost, verifier.lost = verifier.lost, {}
         self.counters["tails"] += len(slots)
