@@ -18,8 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from specactor_ray.messages import SamplingParams
-
-NO_GUESS = -1
+from specactor_ray.simulation._kernels import NO_GUESS
 
 
 class Text(Protocol):
@@ -27,8 +26,8 @@ class Text(Protocol):
 
     vocab_size: int
 
-    def output(self, sampling: SamplingParams, version: int) -> Sequence[int]:
-        """The whole output of a request under these weights, at most `sampling.max_tokens` tokens."""
+    def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
+        """Integers `(n,)`: the whole output of a request under these weights, at most `sampling.max_tokens` tokens."""
 
     def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
         """Integers `(most,)`: the token that a drafter of this method guesses at each output position after a right
@@ -60,13 +59,13 @@ class HashedText:
     def __init__(self, skill: Mapping[str, float] | None = None) -> None:
         self._skill = dict(skill or {})
 
-    def output(self, sampling: SamplingParams, version: int) -> Sequence[int]:
-        return true_output(sampling, version)
+    def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
+        return np.array(true_output(sampling, version))
 
     def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
         key = b"%s %d %d" % (method.encode(), sampling.seed, version)
         wrong = _draws(key, sampling.max_tokens) >= self._skill.get(method, 0.5)
-        return (np.array(self.output(sampling, version)) + wrong) % self.vocab_size
+        return (self.output(sampling, version) + wrong) % self.vocab_size
 
     def probability(self, method: str, seed: int, position: int) -> float:
         return self._skill.get(method, 0.5)
@@ -103,15 +102,6 @@ STRETCH = 32
 _STANDARD = NormalDist()
 
 
-@dataclass(frozen=True)
-class _Request:
-    tokens: Sequence[int]
-    guesses: Mapping[str, np.ndarray]
-    """Method → its guess at each position, int16."""
-    thresholds: Mapping[str, np.ndarray]
-    """Method → probit threshold of each stretch; what a clairvoyant knows."""
-
-
 class GeneratedText:
     """Outputs of given lengths, with guesses drawn from the skill of each method.
 
@@ -130,46 +120,50 @@ class GeneratedText:
     ) -> None:
         self._lengths, self._skills, self._seed = lengths, dict(skills), seed
         self._common, self._own = math.sqrt(correlation), math.sqrt(1.0 - correlation)
-        self._requests: dict[int, _Request] = {}
+        self._numbers = {method: number for number, method in enumerate(sorted(skills))}
+        self._said: dict[int, tuple[np.ndarray, np.random.Generator]] = {}
+        """Seed of a request → its tokens, and the generator of what all methods have in common."""
+        self._shared: dict[int, list[np.ndarray]] = {}
+        self._guesses: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
+        """Method and seed → guesses, and probit thresholds of each stretch. Drawn when first asked for."""
 
-    def output(self, sampling: SamplingParams, version: int) -> Sequence[int]:
-        tokens = self._request(sampling.seed).tokens
-        return tokens[: sampling.max_tokens]
+    def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
+        return self._tokens(sampling.seed)[: sampling.max_tokens]
 
     def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
-        return self._request(sampling.seed).guesses[method][: sampling.max_tokens]
+        return self._guesses_of(method, sampling.seed)[0][: sampling.max_tokens]
 
     def probability(self, method: str, seed: int, position: int) -> float:
-        thresholds = self._request(seed).thresholds[method]
+        thresholds = self._guesses_of(method, seed)[1]
         return _STANDARD.cdf(float(thresholds[min(position // STRETCH, len(thresholds) - 1)]))
 
-    def _request(self, seed: int) -> _Request:
-        found = self._requests.get(seed)
-        if found is None:
-            found = self._requests[seed] = self._make(seed)
-        return found
+    def _tokens(self, seed: int) -> np.ndarray:
+        if seed not in self._said:
+            rng = np.random.default_rng([self._seed, seed])
+            self._said[seed] = rng.integers(0, self.vocab_size, self._lengths[seed], dtype=np.uint8), rng
+        return self._said[seed][0]
 
-    def _make(self, seed: int) -> _Request:
-        length = self._lengths[seed]
-        stretches = -(-length // STRETCH)
-        rng = np.random.default_rng([self._seed, seed])
-        tokens = rng.integers(0, self.vocab_size, length, dtype=np.uint8)
-        shared = [rng.standard_normal(size) for size in (1, stretches, length)]
-        guesses, thresholds = {}, {}
-        for number, (method, skill) in enumerate(sorted(self._skills.items())):
-            rng = np.random.default_rng([self._seed, seed, number])
-            request, stretch, position = (
-                self._common * common + self._own * rng.standard_normal(len(common)) for common in shared
-            )
-            scale = math.sqrt(1.0 + skill.spread**2 + skill.burst**2)
-            base = _thresholds(skill.mean, skill.decay, stretches) * scale
-            threshold = base + skill.spread * request + skill.burst * stretch
-            right = position < np.repeat(threshold, STRETCH)[:length]
-            said = np.where(right, tokens, (tokens + 1) % self.vocab_size)
-            covered = np.repeat(rng.random(stretches) < skill.coverage, STRETCH)[:length]
-            guesses[method] = np.where(covered, said.astype(np.int16), np.int16(NO_GUESS))
-            thresholds[method] = threshold
-        return _Request(tokens.tobytes(), guesses, thresholds)
+    def _guesses_of(self, method: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        if (method, seed) not in self._guesses:
+            self._guesses[method, seed] = self._draw(self._skills[method], self._numbers[method], seed)
+        return self._guesses[method, seed]
+
+    def _draw(self, skill: Skill, number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens = self._tokens(seed)
+        length, stretches = len(tokens), -(-len(tokens) // STRETCH)
+        if seed not in self._shared:
+            self._shared[seed] = [self._said[seed][1].standard_normal(size) for size in (1, stretches, length)]
+        rng = np.random.default_rng([self._seed, seed, number])
+        request, stretch, position = (
+            self._common * common + self._own * rng.standard_normal(len(common)) for common in self._shared[seed]
+        )
+        scale = math.sqrt(1.0 + skill.spread**2 + skill.burst**2)
+        base = _thresholds(skill.mean, skill.decay, 1 << stretches.bit_length())[:stretches] * scale
+        threshold = base + skill.spread * request + skill.burst * stretch
+        right = position < np.repeat(threshold, STRETCH)[:length]
+        said = np.where(right, tokens, (tokens + 1) % self.vocab_size)
+        covered = np.repeat(rng.random(stretches) < skill.coverage, STRETCH)[:length]
+        return np.where(covered, said.astype(np.int16), np.int16(NO_GUESS)), threshold
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,11 +187,11 @@ class RecordedText:
         self._outputs, self._accuracy = dict(outputs), dict(accuracy)
         self.vocab_size = vocab_size
 
-    def output(self, sampling: SamplingParams, version: int) -> Sequence[int]:
-        return self._outputs[sampling.seed][: sampling.max_tokens]
+    def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
+        return np.array(self._outputs[sampling.seed][: sampling.max_tokens])
 
     def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
-        output, seed = np.array(self.output(sampling, version)), sampling.seed
+        output, seed = self.output(sampling, version), sampling.seed
         wrong = _draws(b"%s %d" % (method.encode(), seed), len(output)) >= self._accuracy.get((method, seed), 0.0)
         return (output + wrong) % self.vocab_size
 
