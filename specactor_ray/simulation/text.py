@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -102,6 +102,14 @@ STRETCH = 32
 _STANDARD = NormalDist()
 
 
+class _Request(NamedTuple):
+    tokens: np.ndarray
+    guesses: Mapping[str, np.ndarray]
+    """Method → its guess at each position, int16."""
+    thresholds: Mapping[str, np.ndarray]
+    """Method → probit threshold of each stretch; what a clairvoyant uses."""
+
+
 class GeneratedText:
     """Outputs of given lengths, with guesses drawn from the skill of each method.
 
@@ -111,59 +119,62 @@ class GeneratedText:
         correlation: Share of variance that all methods have in common, in requests, stretches and single positions: at
             1 methods of equal mean are right and wrong at the same places, and racing them brings nothing.
         seed: Of all draws.
+        methods: Those that are used; guesses of others are not drawn. None: all.
     """
 
     vocab_size = 255
 
     def __init__(
-        self, lengths: Mapping[int, int], skills: Mapping[str, Skill], correlation: float = 0.0, seed: int = 0
+        self,
+        lengths: Mapping[int, int],
+        skills: Mapping[str, Skill],
+        correlation: float = 0.0,
+        seed: int = 0,
+        methods: Container[str] | None = None,
     ) -> None:
-        self._lengths, self._skills, self._seed = lengths, dict(skills), seed
+        numbered = enumerate(sorted(skills.items()))
+        self._skills = [(n, name, one) for n, (name, one) in numbered if methods is None or name in methods]
+        self._lengths, self._seed = lengths, seed
         self._common, self._own = math.sqrt(correlation), math.sqrt(1.0 - correlation)
-        self._numbers = {method: number for number, method in enumerate(sorted(skills))}
-        self._said: dict[int, tuple[np.ndarray, np.random.Generator]] = {}
-        """Seed of a request → its tokens, and the generator of what all methods have in common."""
-        self._shared: dict[int, list[np.ndarray]] = {}
-        self._guesses: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
-        """Method and seed → guesses, and probit thresholds of each stretch. Drawn when first asked for."""
+        self._requests: dict[int, _Request] = {}
 
     def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
-        return self._tokens(sampling.seed)[: sampling.max_tokens]
+        return self._request(sampling.seed).tokens[: sampling.max_tokens]
 
     def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
-        return self._guesses_of(method, sampling.seed)[0][: sampling.max_tokens]
+        return self._request(sampling.seed).guesses[method][: sampling.max_tokens]
 
     def probability(self, method: str, seed: int, position: int) -> float:
-        thresholds = self._guesses_of(method, seed)[1]
+        thresholds = self._request(seed).thresholds[method]
         return _STANDARD.cdf(float(thresholds[min(position // STRETCH, len(thresholds) - 1)]))
 
-    def _tokens(self, seed: int) -> np.ndarray:
-        if seed not in self._said:
-            rng = np.random.default_rng([self._seed, seed])
-            self._said[seed] = rng.integers(0, self.vocab_size, self._lengths[seed], dtype=np.uint8), rng
-        return self._said[seed][0]
+    def _request(self, seed: int) -> _Request:
+        found = self._requests.get(seed)
+        if found is None:
+            found = self._requests[seed] = self._make(seed)
+        return found
 
-    def _guesses_of(self, method: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        if (method, seed) not in self._guesses:
-            self._guesses[method, seed] = self._draw(self._skills[method], self._numbers[method], seed)
-        return self._guesses[method, seed]
-
-    def _draw(self, skill: Skill, number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        tokens = self._tokens(seed)
-        length, stretches = len(tokens), -(-len(tokens) // STRETCH)
-        if seed not in self._shared:
-            self._shared[seed] = [self._said[seed][1].standard_normal(size) for size in (1, stretches, length)]
-        rng = np.random.default_rng([self._seed, seed, number])
-        request, stretch, position = (
-            self._common * common + self._own * rng.standard_normal(len(common)) for common in self._shared[seed]
-        )
-        scale = math.sqrt(1.0 + skill.spread**2 + skill.burst**2)
-        base = _thresholds(skill.mean, skill.decay, 1 << stretches.bit_length())[:stretches] * scale
-        threshold = base + skill.spread * request + skill.burst * stretch
-        right = position < np.repeat(threshold, STRETCH)[:length]
-        said = np.where(right, tokens, (tokens + 1) % self.vocab_size)
-        covered = np.repeat(rng.random(stretches) < skill.coverage, STRETCH)[:length]
-        return np.where(covered, said.astype(np.int16), np.int16(NO_GUESS)), threshold
+    def _make(self, seed: int) -> _Request:
+        length = self._lengths[seed]
+        stretches = -(-length // STRETCH)
+        rng = np.random.default_rng([self._seed, seed])
+        tokens = rng.integers(0, self.vocab_size, length, dtype=np.uint8)
+        guesses, thresholds = {}, {}
+        shared = [rng.standard_normal(size) for size in (1, stretches, length)] if self._skills else []
+        for number, method, skill in self._skills:
+            rng = np.random.default_rng([self._seed, seed, number])
+            request, stretch, position = (
+                self._common * common + self._own * rng.standard_normal(len(common)) for common in shared
+            )
+            scale = math.sqrt(1.0 + skill.spread**2 + skill.burst**2)
+            base = _thresholds(skill.mean, skill.decay, 1 << stretches.bit_length())[:stretches] * scale
+            threshold = base + skill.spread * request + skill.burst * stretch
+            right = position < np.repeat(threshold, STRETCH)[:length]
+            said = np.where(right, tokens, (tokens + 1) % self.vocab_size)
+            covered = np.repeat(rng.random(stretches) < skill.coverage, STRETCH)[:length]
+            guesses[method] = np.where(covered, said.astype(np.int16), np.int16(NO_GUESS))
+            thresholds[method] = threshold
+        return _Request(tokens, guesses, thresholds)
 
 
 @functools.lru_cache(maxsize=4096)
