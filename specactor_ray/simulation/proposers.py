@@ -97,14 +97,13 @@ class SimulatedProposer(Proposer):
 
     def extend(self) -> np.ndarray:
         if self._time.is_lookup:
-            rows, positions, context = _kernels.look_up(self._known, self._table, self._changed)
+            changed, rows, positions, context = _kernels.look_up(self._known, self._table, self._changed)
         else:
-            rows, positions, context = _kernels.draft(self._table, self._changed)
+            changed, rows, positions, context = _kernels.draft(self._table, self._changed)
         if rows:
             self._work(rows, positions, context)
-        changed = self._changed.nonzero()[0].astype(np.int32)
-        self._changed[changed] = False
-        return changed
+        slots: np.ndarray = changed
+        return slots
 
     def _work(self, rows: int, positions: int, context: int) -> None:
         clock, world, prefill = self._clock, self._world, self._to_prefill

@@ -49,6 +49,50 @@ class Committed(NamedTuple):
 
 
 @_jit
+def chances(
+    totals: Any, evidence: Any, prior: Any, weight: float, ends: Any, table: Any, committed: Any, rows: Any
+) -> Any:
+    """Chance that a draft token is right, `(methods, rows)`: that of the row, drawn to that of its range of positions,
+    to that of its method, and to the prior.
+
+    Args:
+        totals: `(2, methods)` hits and tries.
+        evidence: `(2, methods, ranges)` the same by range of output positions.
+        prior: `(methods,)`.
+        weight: Tries for which each of them counts.
+        ends: `(ranges - 1,)` positions at which ranges end.
+        table: `(2, methods, rows of the table)` hits and tries of each row.
+        committed: By row of the table.
+    """
+    result = np.empty((len(prior), len(rows)))
+    for i in range(len(rows)):
+        row, part = rows[i], 0
+        while part < len(ends) and ends[part] <= committed[row]:
+            part += 1
+        for method in range(len(prior)):
+            chance = (totals[0, method] + weight * prior[method]) / (totals[1, method] + weight)
+            chance = (evidence[0, method, part] + weight * chance) / (evidence[1, method, part] + weight)
+            result[method, i] = (table[0, method, row] + weight * chance) / (table[1, method, row] + weight)
+    return result
+
+
+@_jit
+def untold(rows: Any, told: Any, committed: Any, output: Any) -> Any:
+    """Output tokens behind the first `told` of each row: int32 lengths, and all tokens. They count as told then."""
+    lengths = np.empty(len(rows), np.int32)
+    for i in range(len(rows)):
+        lengths[i] = committed[rows[i]] - told[rows[i]]
+    tokens, end = np.empty(lengths.sum(), np.int32), 0
+    for i in range(len(rows)):
+        row = rows[i]
+        for k in range(told[row], committed[row]):
+            tokens[end] = output[row, k]
+            end += 1
+        told[row] = committed[row]
+    return lengths, tokens
+
+
+@_jit
 def take_tails(seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any, table: Planes) -> Any:
     """Take in a batch of tails of the drafter in a seat.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specactor_ray.config.schema import MAX_METHODS
-from specactor_ray.ragged import enlarged, places
+from specactor_ray.ragged import enlarged
 from specactor_ray.spec import _kernels
 from specactor_ray.spec._kernels import Committed
 from specactor_ray.spec.acceptance import Acceptance, bucket_of
@@ -141,11 +141,9 @@ class RequestTable:
     def untold(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What was committed since the drafter was told last: lengths per row, and all tokens one after the other.
         It counts as told from now on."""
-        rows = np.asarray(rows, np.int32)
-        told = self.told[seat]
-        begins, lengths = told[rows], self.committed[rows] - told[rows]
-        told[rows] = self.committed[rows]
-        return lengths, self.output[np.repeat(rows, lengths), places(begins, lengths)]
+        lengths: np.ndarray
+        lengths, tokens = _kernels.untold(np.asarray(rows, np.int32), self.told[seat], self.committed, self.output)
+        return lengths, tokens
 
     def _arrays(self) -> _kernels.Planes:
         return _kernels.Planes(*_PLANES(self))
