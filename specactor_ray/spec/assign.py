@@ -61,7 +61,7 @@ class Places:
         present = np.unique(seats).tolist()
         held = Counter[str]()
         for seat in present:
-            held[self.drafters[seat].spec.method] += np.count_nonzero(seats == seat)
+            held[self.drafters[seat].spec.method] += int(np.count_nonzero(seats == seat))
         peers = Counter(one.spec.method for one in self.drafters.values())
         for seat in present:
             one = self.drafters[seat].spec

@@ -129,14 +129,15 @@ class RequestTable:
         """Take in the tails of one drafter (`messages.TailBatch`). Returns bool `(n,)`: which of them are of requests
         that it does not draft for."""
         arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens)
-        unknown: np.ndarray = _kernels.take_tails(seat, *arrays, self._arrays())
+        mine = (self.generation, self.committed, self.output, self.assigned, self.base, self.length, self.tail)
+        unknown: np.ndarray = _kernels.take_tails(seat, *arrays, *mine)
         return unknown
 
     def commit(self, step: Committed, acceptance: Acceptance) -> None:
         """Append what a step committed, and judge the tails that were there by it."""
         start = self.committed[step.rows]
         self._fit(int((start + step.counts).max(initial=0)) + self.window + 1)
-        _kernels.commit(step, bucket_of(start), self._arrays(), acceptance.evidence)
+        _kernels.commit(step, bucket_of(start), _kernels.Planes(*_PLANES(self)), acceptance.evidence)
 
     def untold(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What was committed since the drafter was told last: lengths per row, and all tokens one after the other.
@@ -144,9 +145,6 @@ class RequestTable:
         lengths: np.ndarray
         lengths, tokens = _kernels.untold(np.asarray(rows, np.int32), self.told[seat], self.committed, self.output)
         return lengths, tokens
-
-    def _arrays(self) -> _kernels.Planes:
-        return _kernels.Planes(*_PLANES(self))
 
     # ---- growth ----
 
