@@ -302,7 +302,9 @@ class SimulatedRollouts(VirtualRun):
         skills = {
             one.method: Skill(one.mean, one.spread, one.burst, one.decay, one.coverage) for one in scenario.skills
         }
-        return GeneratedText(self._lengths, skills, scenario.correlation, scenario.seed, self.world.drafting)
+        drafters = [] if self.config.mode is ModeName.plain else self.config.drafters
+        methods = [drafter.method for drafter in drafters]
+        return GeneratedText(self._lengths, skills, scenario.correlation, scenario.seed, methods)
 
     def _python(self) -> PythonTime:
         python = self.scenario.python

@@ -36,7 +36,6 @@ from specactor_ray.simulation.comparison import (
     build_report,
     build_sweep_report,
     check_requests,
-    compare,
     compare_along,
     parse_sweep,
     simulate_variant,
@@ -46,7 +45,7 @@ from specactor_ray.simulation.rollouts import Result, SimulatedRollouts
 from specactor_ray.simulation.scenario import load_scenario
 from specactor_ray.simulation.workload import RecordedRequest, Recording
 from specactor_ray.simulation.world import World
-from tests.unit.simulation.scenarios import SMALL, write_scenario
+from tests.unit.simulation.scenarios import SMALL, compare, write_scenario
 
 NAMES = ["plain", "coupled", "decoupled"]
 
