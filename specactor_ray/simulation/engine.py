@@ -1,5 +1,4 @@
-"""The target engine of the virtual cluster: it knows what every request will say, and takes as long as a cost model
-says."""
+"""The target engine of the virtual cluster: outputs are those of the world's text, durations those of a cost model."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ class SimulatedEngine:
         self.cached_tokens = 0
         """Of the contexts of admitted requests."""
         self.speculates: Callable[[], bool] = lambda: False
-        """Whether the verifier minds drafts in this step."""
+        """Whether the verifier uses drafts in this step."""
 
     # ---- requests ----
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 _MAX_EVENTS_AT_ONCE = 500_000
 _MAX_READS_AT_ONCE = 200_000
-"""Events at one moment, and looks at the clock without a wait, after which the code is taken to spin."""
+"""Events at one moment, and reads of a clock without a wait, after which the code is taken to spin."""
 _STAMP = struct.Struct("<dI").pack
 
 
@@ -76,7 +76,7 @@ class Kernel:
 
     Args:
         seed: Decides the order of what is ready at the same time.
-        trace: Called with (time, what) for each event; for people who look into a run.
+        trace: Called with (time, what) for each event.
     """
 
     def __init__(self, seed: int, trace: Callable[[float, str], None] | None = None) -> None:
@@ -139,7 +139,7 @@ class Kernel:
     def block(self, until: float) -> bool:
         """Suspend the running task until it is woken or `until` (virtual time). Returns whether it was woken.
 
-        The caller has registered (task, `task.wake_id + 1`) with whoever is to wake it: see `arm`.
+        The caller has registered the wait with its waker: see `arm`.
         """
         task = self.current()
         if self.closed:

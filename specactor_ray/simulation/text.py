@@ -1,8 +1,8 @@
-"""What the requests of a simulated rollout say, and what drafters guess of it.
+"""Outputs of the requests of a simulated rollout, and the guesses of drafters.
 
-A request is told by its seed. What the target says is a function of (seed, weights, position), as with keyed sampling;
-what a draft method guesses at a position, given that the tokens before it are right, is a function of (method, seed,
-weights, position) as well. So runs of different policies meet the same tokens and the same guesses.
+A request is identified by its seed. A token of the target is a function of (seed, weights, position), as with keyed
+sampling; the guess of a draft method at a position, given that the tokens before it are right, is a function of
+(method, seed, weights, position). So runs of different policies meet the same tokens and the same guesses.
 """
 
 from __future__ import annotations

@@ -280,7 +280,7 @@ class TestTraces:
     @pytest.mark.parametrize("name", NAMES)
     def test_a_trace_has_a_row_per_actor_and_no_overlap(self, results: list[Result], name: str) -> None:
         result = results[NAMES.index(name)]
-        trace = chrome_trace(name, [vars(span) for span in result.spans])
+        trace = chrome_trace(name, [span._asdict() for span in result.spans])
         assert trace == json.loads(json.dumps(trace))
         check_trace(trace)
         spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
