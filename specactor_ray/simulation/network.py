@@ -67,22 +67,17 @@ class LinkFaults:
     """An object cannot be fetched this time."""
 
 
+@dataclass(slots=True, eq=False)
 class Reference:
-    """A call that is under way, or an answer; also a `Delivery` of a link.
+    """A call that is under way, or an answer; also a `Delivery` of a link."""
 
-    Args:
-        caller: Process of the caller: when it is dead, callbacks are not called.
-    """
-
-    __slots__ = ("callbacks", "caller", "done", "error", "value", "waiters")
-
-    def __init__(self, caller: Process | None = None) -> None:
-        self.caller = caller
-        self.done = False
-        self.value: Any = None
-        self.error: SpecActorError | None = None
-        self.waiters: list[tuple[Task, int]] = []
-        self.callbacks: list[Callable[[Reference], None]] = []
+    caller: Process | None = None
+    """When it is dead, callbacks are not called."""
+    done: bool = False
+    value: Any = None
+    error: SpecActorError | None = None
+    waiters: list[tuple[Task, int]] = field(default_factory=list)
+    callbacks: list[Callable[[Reference], None]] = field(default_factory=list)
 
     def add_done_callback(self, done: Callable[[Reference], None]) -> None:
         if self.done:
@@ -120,26 +115,19 @@ class StoredObject:
     owner: VirtualActor
 
 
+@dataclass(slots=True, eq=False)
 class _Sent:
     """One call on its way: `arrive` and `answer` are events, `run` is a task of the actor's process."""
 
-    __slots__ = ("actor", "arguments", "caller", "error", "keep_answer", "method", "network", "reference", "value")
-
-    def __init__(
-        self,
-        network: Network,
-        caller: VirtualActor,
-        actor: VirtualActor,
-        method: str,
-        arguments: Sequence[Any],
-        reference: Reference,
-        keep_answer: bool,
-    ) -> None:
-        self.network, self.caller, self.actor = network, caller, actor
-        self.method, self.arguments = method, arguments
-        self.reference, self.keep_answer = reference, keep_answer
-        self.value: Any = None
-        self.error: SpecActorError | None = None
+    network: Network
+    caller: VirtualActor
+    actor: VirtualActor
+    method: str
+    arguments: Sequence[Any]
+    reference: Reference
+    keep_answer: bool
+    value: Any = None
+    error: SpecActorError | None = None
 
     @property
     def is_cut_off(self) -> bool:
