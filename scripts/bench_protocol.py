@@ -71,6 +71,7 @@ ASKED: Mapping[str, float] = {
     "driver_look_ms_256_verifiers_16384_requests": 1.0,
     "driver_us_per_progress_row": 2.0,
     "journal_bytes_per_token": 12.0,
+    "simulator_row_steps_per_s": 90_000.0,
 }
 """What is aimed at; the simulator's speed is to be high, the others low."""
 
@@ -499,7 +500,7 @@ def resident() -> int:
 
 
 def simulator_row_steps_per_s() -> float:
-    """Row-steps per second of a decoupled verifier of 64 rows and its drafter on virtual time."""
+    """Row-steps per second of CPU time, of a decoupled verifier of 64 rows and its drafter on virtual time."""
     from specactor_ray.simulation.costs import build_world
     from specactor_ray.simulation.rollouts import SimulatedRollouts
     from specactor_ray.simulation.run import silence
@@ -507,14 +508,14 @@ def simulator_row_steps_per_s() -> float:
 
     silence()
     rates = []
-    for requests in (8, 192):  # the first run imports and compiles
+    for requests in (8, 192, 192, 192):  # the first run imports and compiles
         overrides = [f"workload.requests={requests}", "workload.median_tokens=300", "workload.max_tokens=1000"]
         scenario = load_scenario(ROOT / "conf" / "simulation" / "qwen32b_5xh100.yaml", overrides)
         run = SimulatedRollouts("decoupled", scenario, build_world(scenario))
-        begin = time.perf_counter()
+        begin = time.process_time()
         result = run.run()
-        rates.append(result.metrics.row_steps / (time.perf_counter() - begin))
-    return rates[-1]
+        rates.append(result.metrics.row_steps / (time.process_time() - begin))
+    return median(rates[1:])
 
 
 # ---- all of it ----

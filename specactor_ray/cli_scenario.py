@@ -169,7 +169,7 @@ def _write(options: ScenarioOptions, report: Mapping[str, Any], results: Sequenc
         for result in results:
             if result.spans:
                 path = folder / trace_file(result.variant)
-                _write_json(path, chrome_trace(result.variant, [vars(span) for span in result.spans]), indent=None)
+                _write_json(path, chrome_trace(result.variant, [span._asdict() for span in result.spans]), indent=None)
                 written.append(path)
         if not plots:
             say(console, "no plots: matplotlib is not installed (pip install matplotlib)")

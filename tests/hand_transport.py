@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from specactor_ray.errors import CallError, SpecActorError
+from specactor_ray.errors import SpecActorError
 
 
 @dataclass(eq=False)
@@ -28,11 +27,8 @@ class Sent:
 class LocalObjects:
     """The rest of a `Transport`: stored objects are the values themselves, and nothing delivers."""
 
-    def future(self, reference: Any) -> Future[Any]:
+    def delivery(self, reference: Any) -> Any:
         raise NotImplementedError("nothing that is tested with it delivers")
-
-    def translate(self, error: BaseException, what: str) -> SpecActorError:
-        return CallError(f"{what}: {error}")
 
     def put(self, value: Any) -> Any:
         return value

@@ -137,11 +137,14 @@ class LoopThread(Generic[L]):
     def __init__(self, make_loop: Callable[[], L], name: str, clock: Clock = SYSTEM) -> None:
         self._clock = clock
         self._made: Future[L] = Future()
+        self._loop: L | None = None
         self._thread = clock.spawn(lambda: self._main(make_loop), name)
 
     def loop(self) -> L:
         """The loop, once it is made (the controller limits how long that may take). Raises what making it raised."""
-        return self._clock.result(self._made, float("inf"))
+        if self._loop is None:
+            self._loop = self._clock.result(self._made, float("inf"))
+        return self._loop
 
     @property
     def alive(self) -> bool:

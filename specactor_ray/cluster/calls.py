@@ -26,6 +26,7 @@ from specactor_ray.errors import (
     RemoteError,
     SpecActorError,
 )
+from specactor_ray.queues.link import Delivery
 
 _RETRY_S, _RETRY_MAX_S = 0.1, 2.0
 """Wait before an unavailable actor is asked again: doubles from the first to the second."""
@@ -47,11 +48,8 @@ class Transport(Protocol):
             SpecActorError: As the actor raised it, or a `CallError`.
         """
 
-    def future(self, reference: Any) -> Future[Any]:
-        """A future of the reference; its exceptions are not translated, see `translate`."""
-
-    def translate(self, error: BaseException, what: str) -> SpecActorError:
-        """The error of this package for one that `future` shows."""
+    def delivery(self, reference: Any) -> Delivery:
+        """The call as a delivery of a `Link`; its exception is an error of this package."""
 
     def put(self, value: Any) -> Any:
         """Store an object; it lives as long as a reference to it does, and its owner."""
@@ -200,26 +198,25 @@ class Calls:
         """A `send` for `Link`: the method takes a message; what it returns is ignored."""
 
         def send(message: Any) -> Delivery:
-            return Delivery(self.transport, self.transport.send(actor, method, [message]))
+            return self.transport.delivery(self.transport.send(actor, method, [message]))
 
         return send
 
 
-class Delivery:
-    """One delivery of a link on its way; the part of a future that `Link` uses."""
+class RayDelivery:
+    """A delivery that Ray carries."""
 
-    __slots__ = ("_future", "_transport")
+    __slots__ = ("_future",)
 
-    def __init__(self, transport: Transport, reference: Any) -> None:
-        self._transport, self._future = transport, transport.future(reference)
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
 
-    def add_done_callback(self, done: Callable[[Delivery], None]) -> None:
+    def add_done_callback(self, done: Callable[[RayDelivery], None]) -> None:
         self._future.add_done_callback(lambda _future: done(self))
 
-    def exception(self) -> BaseException | None:
-        """Why it failed, as an error of this package; None when it arrived."""
+    def exception(self) -> SpecActorError | None:
         error = self._future.exception()
-        return None if error is None else self._transport.translate(error, "delivery")
+        return None if error is None else translate_ray_error(error, "delivery")
 
 
 class RayTransport:
@@ -229,7 +226,7 @@ class RayTransport:
         try:
             return getattr(actor, method).remote(*arguments)
         except ray_errors.RayError as error:
-            raise self.translate(error, method) from None
+            raise translate_ray_error(error, method) from None
 
     def wait(self, references: Sequence[Any], timeout_s: float) -> set[Any]:
         limit = None if timeout_s == float("inf") else timeout_s
@@ -242,14 +239,10 @@ class RayTransport:
         try:
             return ray.get(reference, timeout=_FETCH_S)
         except ray_errors.RayError as error:
-            raise self.translate(error, what) from None
+            raise translate_ray_error(error, what) from None
 
-    def future(self, reference: Any) -> Future[Any]:
-        future: Future[Any] = reference.future()
-        return future
-
-    def translate(self, error: BaseException, what: str) -> SpecActorError:
-        return translate_ray_error(error, what)
+    def delivery(self, reference: Any) -> Delivery:
+        return RayDelivery(reference.future())
 
     def put(self, value: Any) -> Any:
         return ray.put(value)
@@ -258,7 +251,7 @@ class RayTransport:
         try:
             found: list[Any] = ray.get(list(references), timeout=timeout_s)
         except ray_errors.RayError as error:
-            raise self.translate(error, "fetching an object") from None
+            raise translate_ray_error(error, "fetching an object") from None
         return found
 
 

@@ -6,10 +6,12 @@ import functools
 import logging
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from specactor_ray.draft.proposer import Proposer
+from specactor_ray.jit import kernel
 from specactor_ray.messages import CommitBatch, DraftOpen, TailBatch
 from specactor_ray.queues.link import Link
 
@@ -55,6 +57,7 @@ class Mirrors:
         """`(slots,)`: number of the verifier, row and generation; the last slot is never handed out."""
         self._changed = np.zeros(1, np.bool_)
         """`(slots,)`: tails that have yet to be sent."""
+        _mark(self._changed, self._owners, np.zeros(0, np.int32))  # compile it now
 
     def __len__(self) -> int:
         """Open requests."""
@@ -207,19 +210,18 @@ class Mirrors:
             links: The verifiers there are now, id → where to send tails.
             token_s: See `TailBatch`.
         """
-        changed = changed[(changed >= 0) & (changed < len(self._owners))]
-        self._changed[changed] = self._owners[changed] != _NONE
-        owners = set(self._owners[self._changed].tolist())
+        slots, owners = _mark(self._changed, self._owners, changed)
+        numbers = set(owners.tolist())
         for verifier_id, verifier in list(self._verifiers.items()):
             link = links.get(verifier_id)
             if link is None or verifier_id in cut_off:
                 self._drop(verifier_id)
-            elif verifier.number in owners or verifier.lost:
-                link.offer(functools.partial(self._tails, verifier, token_s))
+            elif verifier.number in numbers or verifier.lost:
+                mine = slots if numbers == {verifier.number} else slots[owners == verifier.number]
+                link.offer(functools.partial(self._tails, verifier, mine, token_s))
 
-    def _tails(self, verifier: _Verifier, token_s: float) -> TailBatch:
-        """Whole tails of all requests that have changed."""
-        slots = np.flatnonzero(self._changed & (self._owners == verifier.number)).astype(np.int32)
+    def _tails(self, verifier: _Verifier, slots: np.ndarray, token_s: float) -> TailBatch:
+        """Whole tails of the slots of a verifier that have changed."""
         self._changed[slots] = False
         lost, verifier.lost = verifier.lost, {}
         self.counters["tails"] += len(slots)
@@ -232,6 +234,20 @@ class Mirrors:
             token_s,
             tuple(lost.items()),
         )
+
+
+@kernel()
+def _mark(marked: Any, owners: Any, slots: Any) -> Any:
+    """Mark those of the slots that are open. Returns all marked slots and their owners, int32 `(n,)`."""
+    for slot in slots:
+        if 0 <= slot < len(marked):
+            marked[slot] = owners[slot] != _NONE
+    places, count = np.empty((2, len(marked)), np.int32), 0
+    for slot in range(len(marked)):
+        if marked[slot]:
+            places[0, count], places[1, count] = slot, owners[slot]
+            count += 1
+    return places[0, :count], places[1, :count]
 
 
 def _longer(array: np.ndarray, length: int) -> np.ndarray:

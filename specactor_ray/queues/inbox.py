@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import operator
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from specactor_ray.errors import InputError
+from specactor_ray.jit import kernel
 from specactor_ray.messages import CommitBatch, DraftOpen, Features, SamplingParams, TailBatch
 
 M = TypeVar("M")
@@ -40,6 +40,7 @@ _MAX_SEQUENCE = 1 << 24
 _MAX_WINDOW = 65_536
 _MAX_NUMBER = 1 << 31
 _MAX_TOKEN_S = 1.0e6
+_INT32 = np.dtype(np.int32)
 _STATES = (np.float32, np.float16, np.int16)
 """Types of hidden states, see `models/wire.py`."""
 _ANY_TOKEN = 1 << 31
@@ -59,6 +60,7 @@ class Inbox(Generic[M]):
     """
 
     def __init__(self, check: Callable[[Any], None], sender: str) -> None:
+        warm_up()
         self._check, self._sender = check, sender
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[M]] = {}
@@ -124,8 +126,7 @@ def for_verifier(vocab_size: int) -> Inbox[TailBatch]:
     def check(message: Any) -> None:
         _require(type(message) is TailBatch, f"{type(message).__name__} is no message of a drafter")
         _require(_is_id(message.drafter_id), "the drafter's id is no string, or far too long")
-        _check_arrays(message.rows, message.generations, message.bases, message.lengths)
-        _check_tokens(message.bases, message.lengths, message.tokens, vocab_size)
+        _check_arrays(message.rows, message.generations, message.bases, message.lengths, message.tokens, vocab_size)
         _require(
             type(message.token_s) in (float, int) and 0.0 <= message.token_s <= _MAX_TOKEN_S,
             "token_s is no number of seconds",
@@ -143,8 +144,7 @@ def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
         _require(type(message) is CommitBatch, f"{type(message).__name__} is no message of a verifier")
         _require(_is_id(message.verifier_id), "the verifier's id is no string, or far too long")
         _require(_is_count(message.session), f"session is not between 0 and {_MAX_NUMBER - 1}")
-        _check_arrays(message.rows, message.generations, message.starts, message.lengths)
-        _check_tokens(message.starts, message.lengths, message.tokens, limit)
+        _check_arrays(message.rows, message.generations, message.starts, message.lengths, message.tokens, limit)
         _require(type(message.opened) is tuple, "opened is no tuple")
         for one in message.opened:
             _check_open(one, limit)
@@ -185,28 +185,50 @@ def _require(good: bool, problem: str) -> None:
         raise Malformed(problem)
 
 
-def _check_arrays(rows: Any, *others: Any) -> None:
-    """int32 arrays of one length, nothing negative."""
-    for array in (rows, *others):
-        _require(
-            type(array) is np.ndarray and array.dtype == np.int32 and array.ndim == 1 and len(array) == len(rows),
-            "rows and what belongs to them are no int32 arrays of one length",
-        )
-    signs = functools.reduce(operator.or_, (rows, *others))  # negative where one of them is
-    _require(not len(rows) or int(signs.min()) >= 0, "a row, a position or a length is negative")
-    _require(len(rows) <= _MAX_ROWS and (not len(rows) or int(rows.max()) < _MAX_ROWS), f"a row above {_MAX_ROWS}")
+def _check_arrays(rows: Any, generations: Any, starts: Any, lengths: Any, tokens: Any, limit: int) -> None:
+    """int32 arrays `(n,)` of handles and positions, and int32 `(sum(lengths),)` token ids below `limit`."""
+    arrays = (rows, generations, starts, lengths, tokens)
+    for array in arrays:
+        if type(array) is not np.ndarray or array.dtype != _INT32 or array.ndim != 1:
+            raise Malformed("rows, positions, lengths or tokens are not one-dimensional int32 arrays")
+    _require(len(rows) == len(generations) == len(starts) == len(lengths) <= _MAX_ROWS, "rows differ in number")
+    _require(len(tokens) <= _MAX_SEQUENCE, "too many tokens")
+    if number := _problem_of(*arrays, limit):
+        raise Malformed(_PROBLEMS[number - 1])
 
 
-def _check_tokens(starts: np.ndarray, lengths: np.ndarray, tokens: Any, limit: int) -> None:
-    """int32 token ids below `limit`, those of all rows one after the other; every position fits into an int32."""
-    _require(type(tokens) is np.ndarray and tokens.dtype == np.int32 and tokens.ndim == 1, "tokens are no int32 array")
-    _require(
-        len(tokens) <= _MAX_SEQUENCE and int(lengths.sum(dtype=np.int64)) == len(tokens),
-        "lengths and tokens do not fit",
-    )
-    _require(not len(starts) or int((starts.astype(np.int64) + lengths).max()) < _MAX_NUMBER, "a position is too large")
-    unsigned = tokens.view(np.uint32)  # negative ones are above any limit
-    _require(not len(tokens) or int(unsigned.max()) < limit, f"a token is not below {limit}")
+_PROBLEMS = (
+    "a row, a position or a length is negative or too large",
+    "lengths and tokens do not fit",
+    "a token id is outside the vocabulary",
+)
+
+
+@kernel()
+def _problem_of(rows: Any, generations: Any, starts: Any, lengths: Any, tokens: Any, limit: int) -> int:
+    """1 + the index in `_PROBLEMS`, or 0. Sums are int64, so nothing wraps around."""
+    total = 0
+    for i in range(len(rows)):
+        if min(rows[i], generations[i], starts[i], lengths[i]) < 0:
+            return 1
+        if rows[i] >= _MAX_ROWS or starts[i] + lengths[i] >= _MAX_NUMBER:
+            return 1
+        total += lengths[i]
+    if total != len(tokens):
+        return 2
+    least, most = 0, 0
+    for token in tokens:
+        least, most = min(least, token), max(most, token)
+    return 3 if least < 0 or most >= limit else 0
+
+
+@functools.cache
+def warm_up() -> None:
+    """Compile the check for arrays of this process, and for those of messages, which are read-only."""
+    for writeable in (True, False):
+        array = np.zeros(0, np.int32)
+        array.flags.writeable = writeable
+        _check_arrays(array, array, array, array, array, 1)
 
 
 def _is_id(value: Any) -> bool:

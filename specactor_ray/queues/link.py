@@ -79,12 +79,9 @@ class Link(Generic[M]):
     @property
     def is_free(self) -> bool:
         """Something can be sent now, or has to be sent again."""
-        if self.failed is not None:
-            return False
-        now = self._clock.now()
-        if self._flying is None:
-            return True
-        return now >= self._again_at if self._pausing else now >= self._sent_at + self._deadline_s
+        if self.failed is not None or self._flying is None:
+            return self.failed is None
+        return self._clock.now() >= (self._again_at if self._pausing else self._sent_at + self._deadline_s)
 
     def offer(self, make: Callable[[], M | None]) -> bool:
         """Send what `make` returns, unless a delivery is under way. Returns whether something was sent.

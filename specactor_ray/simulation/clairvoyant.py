@@ -1,9 +1,8 @@
-"""A policy that knows: the limit against which the product's own is judged.
+"""A policy on true figures: the limit against which the product's own is judged.
 
-It knows how likely each guess is to be right (all but the draw of the single position), what every step costs, and how
-long every output is. It cannot know more than that without knowing the tokens themselves. It decides as the product
-does, on what is so in place of what was learned; and where all requests are there at once, it hands out the longest
-first. Decisions are the best ones step by step, not over the whole rollout.
+It uses the true probability of each guess (not its outcome), the true cost of every step and the length of every
+output, and the product's own rules of decision. When all requests are there at once, it hands out the longest first.
+Decisions are optimal step by step, not over the whole rollout.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _POINTS = 33
 
 
 class KnownAcceptance(Acceptance):
-    """What the world's text says of its own guesses."""
+    """True probabilities, from the world's text."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -43,7 +42,7 @@ class KnownAcceptance(Acceptance):
 
 
 class KnownCost(StepCost):
-    """What a step costs in the world, our Python included."""
+    """True seconds of a step, our Python included."""
 
     is_known = True
 
@@ -66,7 +65,7 @@ class ClairvoyantDrafting(Drafting):
         spec: Of the verifier.
         engine: Its engine.
         clock: Time of its process.
-        world: What there is to know.
+        world: The true figures.
     """
 
     def __init__(self, spec: VerifierSpec, engine: SimulatedEngine, clock: VirtualClock, world: World) -> None:

@@ -60,19 +60,6 @@ class Compared:
     """In the order of the variants, the clairvoyant's (`oracle`) last; those that finished."""
 
 
-def compare(
-    path: Path,
-    overrides: Sequence[str] = (),
-    names: Sequence[str] | None = None,
-    oracle: bool = False,
-    processes: int | None = None,
-    on_progress: Callable[[Mapping[str, float]], None] = lambda shares: None,
-) -> list[Result]:
-    """Simulate variants of a scenario; as `compare_along`, without a sweep. Returns those that finished."""
-    (compared,) = compare_along(None, path, overrides, names, oracle, processes, on_progress)
-    return list(compared.results)
-
-
 def compare_along(
     sweep: Sweep | None,
     path: Path,
@@ -232,7 +219,7 @@ def build_report(
 
     Args:
         path: The scenario's file.
-        overrides: As for `compare`.
+        overrides: As for `compare_along`.
         names: The variants that were asked for; the first is the baseline.
         results: Those that finished.
         oracle: Whether the clairvoyant was asked for.

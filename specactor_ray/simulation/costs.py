@@ -18,7 +18,7 @@ from specactor_ray.simulation.world import DraftTime, LinearTime, Times, World
 from specactor_ray.speculation.costs import CostPoint, cost_grids
 
 _LOOKUP = LinearTime(0.0, 5e-6)
-"""Of the token that a lookup finds, where no profile tells."""
+"""Cost per token found by a lookup, without a profile."""
 
 
 def build_world(scenario: ScenarioConfig) -> World:

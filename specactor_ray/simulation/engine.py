@@ -1,5 +1,4 @@
-"""The target engine of the virtual cluster: it knows what every request will say, and takes as long as a cost model
-says."""
+"""The target engine of the virtual cluster: outputs are those of the world's text, durations those of a cost model."""
 
 from __future__ import annotations
 
@@ -9,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.errors import InputError
-from specactor_ray.ragged import begins, enlarged, places
+from specactor_ray.ragged import enlarged
+from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import Network, VirtualActor
 from specactor_ray.simulation.world import World
@@ -52,14 +52,13 @@ class SimulatedEngine:
         self._admitted: dict[int, None] = {}
         self._waiting: dict[int, None] = {}
         self._numbers = np.zeros((5, 0), np.int32)
-        """By row: prompt tokens, output tokens so far and in all, positions that are not in the cache yet, and
-        max_tokens."""
+        """By row of the table: see `_kernels.py`."""
         self._truth = np.zeros((0, 1), np.int32)
         """By row and output position."""
         self.cached_tokens = 0
         """Of the contexts of admitted requests."""
         self.speculates: Callable[[], bool] = lambda: False
-        """Whether the verifier minds drafts in this step."""
+        """Whether the verifier uses drafts in this step."""
 
     # ---- requests ----
 
@@ -69,14 +68,13 @@ class SimulatedEngine:
             raise InputError("the prompt is too long")
         committed = len(request.committed_token_ids)
         output = self._world.text.output(request.sampling, self.weight_version)
-        truth = np.fromiter(output, np.int32, len(output))
-        for axis, needed in enumerate((row + 1, len(truth))):
+        for axis, needed in enumerate((row + 1, len(output))):
             if self._truth.shape[axis] < needed:
                 self._truth = enlarged(self._truth, axis, 2 * needed)
         if self._numbers.shape[1] < len(self._truth):
             self._numbers = enlarged(self._numbers, 1, len(self._truth))
-        self._truth[row, : len(truth)] = truth
-        self._numbers[:, row] = prompt, committed, len(truth), prompt + committed, most
+        self._truth[row, : len(output)] = output
+        self._numbers[:, row] = prompt, committed, len(output), prompt + committed, most
         self._requests[row] = request
         self._waiting[row] = None
 
@@ -89,41 +87,46 @@ class SimulatedEngine:
 
     def decoding(self) -> np.ndarray:
         self._admit()
-        return self._ready()
+        rows = self._in_order()
+        return rows[self._numbers[_kernels.MISSING, rows] == 0]
 
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def _ready(self) -> np.ndarray:
-        rows = np.fromiter(self._admitted, np.int32, len(self._admitted))
-        return rows[self._numbers[3, rows] == 0]
+    def _in_order(self) -> np.ndarray:
+        """Admitted rows, int32 `(n,)`, the oldest first."""
+        return np.fromiter(self._admitted, np.int32, len(self._admitted))
 
     def _context(self, row: int) -> int:
-        return int(self._numbers[0, row] + self._numbers[1, row])
+        return int(self._numbers[_kernels.PROMPT, row] + self._numbers[_kernels.OUTPUT, row])
 
     # ---- steps ----
 
     def step(self, drafts: Drafts = NO_DRAFTS) -> StepResult:
-        world, decoding = self._world, self.decoding()
+        world, actor, clock = self._world, self._actor, self._clock
+        self._admit()
         self._break_down()
-        firsts, offered, drafted = np.zeros((3, self._numbers.shape[1]), np.int32)
-        firsts[drafts.rows], offered[drafts.rows] = begins(drafts.lengths)[:-1], drafts.lengths
-        drafted[decoding] = offered[decoding]
-        positions = len(decoding) + int(drafted.sum())
-        prefilled = self._prefill(self._max_step_tokens - positions)
-        seconds = world.target.seconds(len(decoding), positions, self.cached_tokens, prefilled)
-        world.busy.add(self._actor.name)
-        begin = self._clock.now()
-        self._clock.work(seconds + world.python.verify_s(self._actor.process, len(decoding), self.speculates()))
-        world.busy.discard(self._actor.name)
-        world.record.span(self._actor.name, "verify", begin, self._clock.now(), len(decoding), positions + prefilled)
-        result = self._verify(drafts, firsts, drafted)
-        for row in result.rows[result.finish != Finish.RUNNING].tolist():
+        rows, budget = self._in_order(), self._max_step_tokens
+        firsts, drafted, decoded, positions, prefilled = _kernels.begin_step(
+            rows, self._numbers, drafts.rows, drafts.lengths, budget
+        )
+        seconds = world.target.seconds(decoded, positions, self.cached_tokens, prefilled)
+        world.busy.add(actor.name)
+        begin = clock.now()
+        clock.work(seconds + world.python.verify_s(actor.process, decoded, self.speculates()))
+        world.busy.discard(actor.name)
+        world.record.span(actor.name, "verify", begin, clock.now(), decoded, positions + prefilled)
+        columns = _kernels.verify(rows, self._numbers, self._truth, firsts, drafted, drafts.tokens)
+        rows, starts, lengths, tokens, verified, accepted, finish = columns
+        self.cached_tokens += len(tokens)
+        for row in rows[finish != Finish.RUNNING].tolist():
             self.remove(row)
         self._preempt()
-        result.forward_s, result.num_tokens = seconds * self._actor.process.slowness, positions + prefilled
+        logprobs = np.full(len(tokens), -1.0, np.float32)
+        result = StepResult(rows, starts, lengths, tokens, logprobs, None, verified, accepted, finish)
+        result.forward_s, result.num_tokens = seconds * actor.process.slowness, positions + prefilled
         result.num_prefill_tokens = prefilled
-        world.python.begin(self._actor.process)
+        world.python.begin(actor.process)
         return result
 
     def _admit(self) -> None:
@@ -135,40 +138,12 @@ class SimulatedEngine:
             self._admitted[row] = None
             self.cached_tokens += self._context(row)
 
-    def _prefill(self, budget: int) -> int:
-        """Fill the rest of the step with prompts, the oldest first. Returns the positions."""
-        rows = np.fromiter(self._admitted, np.int32, len(self._admitted))
-        left = self._numbers[3, rows]
-        chunks = np.clip(budget - (np.cumsum(left) - left), 0, left)
-        self._numbers[3, rows] -= chunks
-        return int(chunks.sum())
-
     def _preempt(self) -> None:
         while self.cached_tokens > self._cache_tokens and len(self._admitted) > 1:
             row, _ = self._admitted.popitem()
             self.cached_tokens -= self._context(row)
-            self._numbers[3, row] = self._context(row)
+            self._numbers[_kernels.MISSING, row] = self._context(row)
             self._waiting = {row: None, **self._waiting}
-
-    def _verify(self, drafts: Drafts, firsts: np.ndarray, drafted: np.ndarray) -> StepResult:
-        """Commit for all rows whose prompts are in: those whose prompt this step finished give their first token."""
-        rows = self._ready()
-        _, starts, ends, _, most = self._numbers[:, rows]
-        reach = np.minimum(drafted[rows], ends - starts)
-        column = np.arange(reach.max(initial=0))
-        within = column < reach[:, None]
-        guesses = drafts.tokens[np.where(within, firsts[rows, None] + column, 0)]
-        truth = self._truth[rows[:, None], np.where(within, starts[:, None] + column, 0)]
-        accepted = np.logical_and.accumulate(within & (guesses == truth), axis=1).sum(axis=1)
-        made = np.minimum(accepted + 1, ends - starts)
-        tokens = self._truth[np.repeat(rows, made), places(starts, made)]
-        self._numbers[1, rows] += made
-        self.cached_tokens += len(tokens)
-        ended = np.where(ends == most, Finish.LENGTH, Finish.STOP)
-        finish = np.where(starts + made == ends, ended, Finish.RUNNING).astype(np.uint8)
-        lengths, right = made.astype(np.int32), accepted.astype(np.int32)
-        logprobs = np.full(len(tokens), -1.0, np.float32)
-        return StepResult(rows, starts, lengths, tokens, logprobs, None, drafted[rows], right, finish)
 
     def _break_down(self) -> None:
         """End or block the process where a poison request, or a fault, says so."""
@@ -177,7 +152,7 @@ class SimulatedEngine:
             self._clock.sleep(float("inf"))
         for row in self._admitted if world.poison else ():
             kind, position = world.poison.get(self._requests[row].sampling.seed, ("", -1))
-            if kind and self._numbers[1, row] >= position:
+            if kind and self._numbers[_kernels.OUTPUT, row] >= position:
                 if kind == "crash":
                     self._network.kill(self._actor)
                 self._clock.sleep(float("inf"))

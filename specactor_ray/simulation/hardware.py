@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from specactor_ray.errors import ConfigError, InputError
+from specactor_ray.errors import ConfigError, InputError, did_you_mean
 from specactor_ray.simulation.hardware_files import (
     HARDWARE,
     Section,
-    did_you_mean,
     find_file,
     find_model,
     read_device,

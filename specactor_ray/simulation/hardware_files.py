@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import yaml
 
 from specactor_ray.config.shipped import SHIPPED as PACKAGE_FILES
-from specactor_ray.errors import ConfigError
+from specactor_ray.errors import ConfigError, did_you_mean
 from specactor_ray.simulation.roofline import DeviceSpec, ModelSpec
 
 SHIPPED = PACKAGE_FILES / "simulation" / "hardware"
@@ -85,12 +84,6 @@ class Section:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(name, f"{value!r} is not a count of {least} or more.", "correct it.")
         return value
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """` Did you mean X?`, or nothing."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]}?" if close else ""
 
 
 def shipped_hardware() -> list[str]:

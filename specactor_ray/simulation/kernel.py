@@ -13,13 +13,13 @@ from __future__ import annotations
 import heapq
 import random
 import struct
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import thread_time
 from types import TracebackType
 from typing import Any, TypeVar
+from zlib import crc32
 
 from greenlet import getcurrent, greenlet
 
@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 _MAX_EVENTS_AT_ONCE = 500_000
 _MAX_READS_AT_ONCE = 200_000
-"""Events at one moment, and looks at the clock without a wait, after which the code is taken to spin."""
-_STAMP = struct.Struct("<dI")
+"""Events at one moment, and reads of a clock without a wait, after which the code is taken to spin."""
+_STAMP = struct.Struct("<dI").pack
 
 
 class SimulationError(Exception):
@@ -55,12 +55,13 @@ class Process:
 class Task:
     """One coroutine."""
 
-    __slots__ = ("coroutine", "done", "error", "label", "name", "process", "waiters", "wake_id", "woken_by")
+    __slots__ = ("coroutine", "done", "error", "label", "name", "process", "target", "waiters", "wake_id", "woken_by")
 
-    def __init__(self, name: str, process: Process, number: int) -> None:
-        self.name, self.process = name, process
+    def __init__(self, target: Callable[[], None], name: str, process: Process, number: int) -> None:
+        self.target, self.name, self.process = target, name, process
         self.label = number
         self.coroutine: greenlet | None = None
+        """None until it runs for the first time."""
         self.wake_id = 0
         """Number of the wait it is in; a wake-up of an earlier wait is void."""
         self.woken_by = False
@@ -75,7 +76,7 @@ class Kernel:
 
     Args:
         seed: Decides the order of what is ready at the same time.
-        trace: Called with (time, what) for each event; for people who look into a run.
+        trace: Called with (time, what) for each event.
     """
 
     def __init__(self, seed: int, trace: Callable[[float, str], None] | None = None) -> None:
@@ -89,11 +90,13 @@ class Kernel:
         self.closed = False
         self._random = random.Random(f"kernel {seed}").random
         self._heap: list[tuple[float, float, int, Task | None, Any]] = []
-        self._number = self._tasks = self._reads = 0
+        self._number = self._tasks = self.reads = 0
         self._hub = getcurrent()
         self._trace = trace
         self._measures, self._resumed_at = False, 0.0
         self._alive: dict[Task, None] = {}
+        self._idle: list[greenlet] = []
+        """Coroutines whose task has ended."""
         self._dead: list[Task] = []
         """Kept, so that no `finally` of a killed process runs in the middle of the simulation."""
 
@@ -102,24 +105,27 @@ class Kernel:
     def spawn(self, target: Callable[[], None], name: str, process: Process) -> Task:
         """Start a task; it runs as soon as the kernel comes to it."""
         self._tasks += 1
-        task = Task(name, process, self._tasks)
+        task = Task(target, name, process, self._tasks)
+        self._alive[task] = None
+        self._push(self.now, task, 0)
+        return task
 
-        def main() -> None:
+    def _work(self) -> None:
+        """Body of a coroutine: run the task that the kernel resumes, then serve the next one that begins."""
+        while True:
+            task = self.current()
             try:
-                target()
-            except Exception as error:  # noqa: BLE001 - whoever runs the kernel looks at the crashes
+                task.target()
+            except Exception as error:  # noqa: BLE001 - `crashes` is read by the caller of `run`
                 task.error = error
-                if not process.dead and not self.closed:
-                    self.crashes.append((f"{process.name}/{name}", error))
+                if not task.process.dead and not self.closed:
+                    self.crashes.append((f"{task.process.name}/{task.name}", error))
             task.done = True
             self._alive.pop(task, None)
             for waiter, wake_id in task.waiters:
                 self._ready(waiter, wake_id)
-
-        task.coroutine = greenlet(main, parent=self._hub)
-        self._alive[task] = None
-        self._push(self.now, task, 0)
-        return task
+            self._idle.append(getcurrent())
+            self._hub.switch()
 
     def current(self) -> Task:
         """The task that runs. Its coroutine is the current greenlet."""
@@ -133,7 +139,7 @@ class Kernel:
     def block(self, until: float) -> bool:
         """Suspend the running task until it is woken or `until` (virtual time). Returns whether it was woken.
 
-        The caller has registered (task, `task.wake_id + 1`) with whoever is to wake it: see `arm`.
+        The caller has registered the wait with its waker: see `arm`.
         """
         task = self.current()
         if self.closed:
@@ -141,7 +147,7 @@ class Kernel:
         task.woken_by = False
         if until != float("inf"):
             self._push(until, task, task.wake_id)
-        self._reads = 0
+        self.reads = 0
         self._hub.switch()
         return task.woken_by
 
@@ -209,7 +215,7 @@ class Kernel:
             if at_once > _MAX_EVENTS_AT_ONCE:
                 raise SimulationError(f"more than {_MAX_EVENTS_AT_ONCE} events at {time:.6f} s: something spins")
             if task is None:
-                self._count(0, getattr(what, "__qualname__", "callback"))
+                self._count(0, what)
                 what()
             else:
                 self._resume(task, what)
@@ -228,21 +234,11 @@ class Kernel:
                     self._running = None
         self._alive.clear()
         self._dead.clear()
+        self._idle.clear()
 
     def waiting(self) -> list[str]:
         """Names of the tasks that have not ended."""
         return [f"{task.process.name}/{task.name}" for task in self._alive]
-
-    def look(self) -> float:
-        """The time, for code that may spin.
-
-        Raises:
-            SimulationError: The running task looks again and again without waiting.
-        """
-        self._reads += 1
-        if self._reads > _MAX_READS_AT_ONCE:
-            raise SimulationError(f"{self.current().name} looks at the clock without waiting: it spins")
-        return self.now
 
     def _resume(self, task: Task, wake_id: int) -> None:
         if wake_id != task.wake_id or task.done or task.process.dead:
@@ -253,13 +249,16 @@ class Kernel:
         task.wake_id += 1
         self._count(task.label, task.name)
         self._running = task
-        assert task.coroutine is not None
+        coroutine = task.coroutine
+        if coroutine is None:
+            coroutine = self._idle.pop() if self._idle else greenlet(self._work, parent=self._hub)
+            task.coroutine = coroutine
         if self._measures:
             self._resumed_at = thread_time()
-            task.coroutine.switch()
+            coroutine.switch()
             task.process.spent_s += thread_time() - self._resumed_at
         else:
-            task.coroutine.switch()
+            coroutine.switch()
         self._running = None
 
     def _ready(self, task: Task, wake_id: int) -> None:
@@ -271,11 +270,11 @@ class Kernel:
         self._number += 1
         heapq.heappush(self._heap, (time, self._random(), self._number, task, what))
 
-    def _count(self, label: int, what: str) -> None:
+    def _count(self, label: int, what: str | Callable[[], None]) -> None:
         self.events += 1
-        self.digest = zlib.crc32(_STAMP.pack(self.now, label), self.digest)
+        self.digest = crc32(_STAMP(self.now, label), self.digest)
         if self._trace is not None:
-            self._trace(self.now, what)
+            self._trace(self.now, what if isinstance(what, str) else getattr(what, "__qualname__", "callback"))
 
 
 class VirtualClock:
@@ -285,7 +284,16 @@ class VirtualClock:
         self.kernel, self.process = kernel, process
 
     def now(self) -> float:
-        return self.kernel.look() + self.process.offset_s
+        """The time of the process's clock.
+
+        Raises:
+            SimulationError: The running task reads it again and again without a wait.
+        """
+        kernel = self.kernel
+        kernel.reads += 1
+        if kernel.reads > _MAX_READS_AT_ONCE:
+            raise SimulationError(f"{kernel.current().name} reads the clock without a wait: it spins")
+        return kernel.now + self.process.offset_s
 
     def sleep(self, seconds: float) -> None:
         kernel = self.kernel

@@ -6,14 +6,12 @@ actor is gone for good, or unavailable, and then nobody knows whether the call w
 
 from __future__ import annotations
 
-import functools
 import operator
 import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -69,17 +67,26 @@ class LinkFaults:
     """An object cannot be fetched this time."""
 
 
+@dataclass(slots=True, eq=False)
 class Reference:
-    """A call that is under way, or an answer."""
+    """A call that is under way, or an answer; also a `Delivery` of a link."""
 
-    __slots__ = ("callbacks", "done", "error", "value", "waiters")
+    caller: Process | None = None
+    """When it is dead, callbacks are not called."""
+    done: bool = False
+    value: Any = None
+    error: SpecActorError | None = None
+    waiters: list[tuple[Task, int]] = field(default_factory=list)
+    callbacks: list[Callable[[Reference], None]] = field(default_factory=list)
 
-    def __init__(self) -> None:
-        self.done = False
-        self.value: Any = None
-        self.error: SpecActorError | None = None
-        self.waiters: list[tuple[Task, int]] = []
-        self.callbacks: list[Callable[[], None]] = []
+    def add_done_callback(self, done: Callable[[Reference], None]) -> None:
+        if self.done:
+            done(self)
+        else:
+            self.callbacks.append(done)
+
+    def exception(self) -> SpecActorError | None:
+        return self.error
 
 
 @dataclass(eq=False)
@@ -108,25 +115,64 @@ class StoredObject:
     owner: VirtualActor
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class _Sent:
-    """One call on its way."""
+    """One call on its way: `arrive` and `answer` are events, `run` is a task of the actor's process."""
 
+    network: Network
     caller: VirtualActor
     actor: VirtualActor
     method: str
     arguments: Sequence[Any]
     reference: Reference
     keep_answer: bool
-
-    @property
-    def is_heartbeat(self) -> bool:
-        """Answered beside all other calls: it has a concurrency group of its own."""
-        return self.method == "heartbeat"
+    value: Any = None
+    error: SpecActorError | None = None
 
     @property
     def is_cut_off(self) -> bool:
         return self.caller.node.cut_off != self.actor.node.cut_off
+
+    def arrive(self) -> None:
+        network, actor = self.network, self.actor
+        if actor.process.dead:
+            network.fail_later(self.reference, lost(actor), _DETECTION_S)
+        elif self.is_cut_off:
+            network.unavailable(self.reference, self.method)
+        else:
+            if self.keep_answer:
+                actor.open_calls[self.reference] = None
+            # A heartbeat is answered beside all other calls: it has a concurrency group of its own.
+            if self.method == "heartbeat" and actor.instance is not None:
+                network.kernel.spawn(self.run, "call", actor.process)
+            else:
+                actor.queue.append(self.run_in_turn)
+                network.start_calls(actor)
+
+    def run_in_turn(self) -> None:
+        self.run()
+        self.actor.running -= 1
+        self.network.start_calls(self.actor)
+
+    def run(self) -> None:
+        method, network = self.method, self.network
+        try:
+            self.value = network.invoke(self.actor, method, self.arguments)
+        except CallError as raised:  # about an actor that this one called
+            self.error = RemoteError(f"{method}: {type(raised).__name__}: {raised}")
+        except SpecActorError as raised:
+            self.error = raised
+        except Exception as raised:  # noqa: BLE001 - Ray returns any exception of a method to the caller
+            self.error = RemoteError(f"{method}: {type(raised).__name__}: {raised}")
+        if self.keep_answer:
+            network.kernel.at(network.kernel.now + network.latency() + network.delay(), self.answer)
+
+    def answer(self) -> None:
+        if self.is_cut_off:
+            self.network.unavailable(self.reference, self.method)
+        else:
+            self.actor.open_calls.pop(self.reference, None)
+            self.network.resolve(self.reference, self.value, self.error)
 
 
 class Network:
@@ -182,7 +228,7 @@ class Network:
         def construct() -> None:
             VirtualClock(self.kernel, process).sleep(start_s)
             actor.instance = make(actor)
-            self._start_calls(actor)
+            self.start_calls(actor)
 
         self.kernel.spawn(construct, "init", process)
         return actor
@@ -194,7 +240,7 @@ class Network:
         actor.node_lost = node_lost
         self.kernel.kill(actor.process)
         for reference in list(actor.open_calls):
-            self._fail_later(reference, self._lost(actor), _DETECTION_S)
+            self.fail_later(reference, lost(actor), _DETECTION_S)
         actor.open_calls.clear()
         actor.queue.clear()
 
@@ -210,75 +256,32 @@ class Network:
     def send(self, caller: VirtualActor, actor: VirtualActor, method: str, arguments: Sequence[Any]) -> Reference:
         """Begin a call."""
         self.calls += 1
-        reference, faults, rng = Reference(), self.faults, self.rng
+        reference, faults = Reference(caller.process), self.faults
         if self._strikes("lost_before", faults.lost_before):
-            self._unavailable(reference, method)
+            self.unavailable(reference, method)
             return reference
         keep_answer = not self._strikes("lost_after", faults.lost_after)
-        sent = _Sent(caller, actor, method, arguments, reference, keep_answer)
-        self._deliver(sent)
+        self._deliver(_Sent(self, caller, actor, method, arguments, reference, keep_answer))
         if self._strikes("repeated", faults.repeated):
-            self._deliver(replace(sent, reference=Reference(), keep_answer=True))
+            self._deliver(_Sent(self, caller, actor, method, arguments, Reference(), keep_answer=True))
         if not keep_answer:
-            self._unavailable(reference, method, after=rng.uniform(0.01, 1.0))
+            self.unavailable(reference, method, after=self.rng.uniform(0.01, 1.0))
         return reference
 
     def _deliver(self, sent: _Sent) -> None:
-        def arrive() -> None:
-            actor, reference = sent.actor, sent.reference
-            if actor.process.dead:
-                self._fail_later(reference, self._lost(actor), _DETECTION_S)
-            elif sent.is_cut_off:
-                self._unavailable(reference, sent.method)
-            else:
-                if sent.keep_answer:
-                    actor.open_calls[reference] = None
-                if sent.is_heartbeat and actor.instance is not None:
-                    self.kernel.spawn(functools.partial(self._execute, sent), "call", actor.process)
-                else:
-                    actor.queue.append(functools.partial(self._execute_in_turn, sent))
-                    self._start_calls(actor)
-
         size = 0
         if self._bytes_per_s < float("inf") and sent.caller.node is not sent.actor.node:
             size = payload_bytes(sent.arguments)
-        self.kernel.at(self.kernel.now + self.latency(size) + self._delay(), arrive)
+        self.kernel.at(self.kernel.now + self.latency(size) + self.delay(), sent.arrive)
 
-    def _start_calls(self, actor: VirtualActor) -> None:
-        while actor.instance is not None and actor.queue and actor.running < actor.concurrency:
+    def start_calls(self, actor: VirtualActor) -> None:
+        """Begin calls that wait, as many as may run at a time."""
+        while actor.queue and actor.instance is not None and actor.running < actor.concurrency:
             actor.running += 1
             self.kernel.spawn(actor.queue.popleft(), "call", actor.process)
 
-    def _execute_in_turn(self, sent: _Sent) -> None:
-        self._execute(sent)
-        sent.actor.running -= 1
-        self._start_calls(sent.actor)
-
-    def _execute(self, sent: _Sent) -> None:
-        """Runs as a task of the actor's process."""
-        method, value = sent.method, None
-        error: SpecActorError | None = None
-        try:
-            value = self._invoke(sent.actor, method, sent.arguments)
-        except CallError as raised:  # about somebody whom the actor called
-            error = RemoteError(f"{method}: {type(raised).__name__}: {raised}")
-        except SpecActorError as raised:
-            error = raised
-        except Exception as raised:  # noqa: BLE001 - Ray hands whatever a method raises to its caller
-            error = RemoteError(f"{method}: {type(raised).__name__}: {raised}")
-        if not sent.keep_answer:
-            return
-
-        def answer() -> None:
-            if sent.is_cut_off:
-                self._unavailable(sent.reference, method)
-            else:
-                sent.actor.open_calls.pop(sent.reference, None)
-                self.resolve(sent.reference, value, error)
-
-        self.kernel.at(self.kernel.now + self.latency() + self._delay(), answer)
-
-    def _invoke(self, actor: VirtualActor, method: str, arguments: Sequence[Any]) -> Any:
+    def invoke(self, actor: VirtualActor, method: str, arguments: Sequence[Any]) -> Any:
+        """Run a method of an actor, in the current task."""
         if method == "__ray_call__":
             return facts_of(actor)
         taken = [self.get(value) if isinstance(value, StoredObject) else value for value in arguments]
@@ -292,22 +295,23 @@ class Network:
         for waiter in reference.waiters:
             self.kernel.wake(waiter)
         reference.waiters.clear()
-        for callback in reference.callbacks:
-            callback()
+        if reference.callbacks and not (reference.caller and reference.caller.dead):
+            for callback in reference.callbacks:
+                callback(reference)
 
-    def _unavailable(self, reference: Reference, method: str, after: float = 0.0) -> None:
+    def unavailable(self, reference: Reference, method: str, after: float = 0.0) -> None:
+        """Resolve a call as of an actor out of reach, some time after `after` seconds."""
         error = ActorUnavailableError(f"{method}: out of reach")
         when = self.kernel.now + after + self.rng.uniform(*_UNAVAILABLE_S)
         self.kernel.at(when, lambda: self.resolve(reference, None, error))
 
-    def _fail_later(self, reference: Reference, error: SpecActorError, within: tuple[float, float]) -> None:
+    def fail_later(self, reference: Reference, error: SpecActorError, within: tuple[float, float]) -> None:
+        """Resolve a call with an error, after a random time in this range of seconds."""
         when = self.kernel.now + self.rng.uniform(*within)
         self.kernel.at(when, lambda: self.resolve(reference, None, error))
 
-    def _lost(self, actor: VirtualActor) -> ActorLostError:
-        return ActorLostError(f"{actor.name}: its process ended", actor.node_lost)
-
-    def _delay(self) -> float:
+    def delay(self) -> float:
+        """Seconds that the next call takes longer because of a fault."""
         faults = self.faults
         return self.rng.uniform(0.0, faults.delay_s) if self._strikes("delayed", faults.delayed) else 0.0
 
@@ -338,20 +342,25 @@ _FIELDS = {kind: operator.attrgetter(*(field.name for field in fields(kind))) fo
 
 
 def payload_bytes(arguments: Sequence[Any]) -> int:
-    """About how many bytes the messages in the arguments of a call take."""
-    return sum(map(_message_bytes, arguments))
+    """Approximate bytes of the messages in the arguments of a call."""
+    total = 0
+    for value in arguments:
+        kind = type(value)
+        if kind is np.ndarray:
+            total += _MESSAGE_BYTES + value.nbytes
+        elif kind in _FIELDS:
+            total += _MESSAGE_BYTES + payload_bytes(_FIELDS[kind](value))
+        elif kind not in (list, tuple):
+            total += _TOKEN_BYTES
+        elif value:
+            are_tokens = set(map(type, value)) == {int}
+            total += _TOKEN_BYTES * len(value) if are_tokens else payload_bytes(value)
+    return total
 
 
-def _message_bytes(message: Any) -> int:
-    kind = type(message)
-    if kind is np.ndarray:
-        return _MESSAGE_BYTES + int(message.nbytes)
-    if kind in _FIELDS:
-        return _MESSAGE_BYTES + sum(map(_message_bytes, _FIELDS[kind](message)))
-    if kind not in (list, tuple):
-        return _TOKEN_BYTES
-    are_tokens = set(map(type, message)) == {int}
-    return _TOKEN_BYTES * len(message) if are_tokens else sum(map(_message_bytes, message))
+def lost(actor: VirtualActor) -> ActorLostError:
+    """The error of calls to an actor whose process has ended."""
+    return ActorLostError(f"{actor.name}: its process ended", actor.node_lost)
 
 
 def facts_of(actor: VirtualActor) -> ProcessFacts:
@@ -385,25 +394,8 @@ class VirtualTransport:
             raise reference.error
         return reference.value
 
-    def future(self, reference: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-
-        def finish() -> None:
-            if self._caller.process.dead:
-                return
-            if reference.error is not None:
-                future.set_exception(reference.error)
-            else:
-                future.set_result(reference.value)
-
-        if reference.done:
-            finish()
-        else:
-            reference.callbacks.append(finish)
-        return future
-
-    def translate(self, error: BaseException, what: str) -> SpecActorError:
-        return error if isinstance(error, SpecActorError) else CallError(f"{what}: {error}")
+    def delivery(self, reference: Any) -> Any:
+        return reference
 
     def put(self, value: Any) -> StoredObject:
         return self._network.put(self._caller, value)

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from specactor_ray.config.schema import ModeName
 from specactor_ray.messages import SamplingParams, WeightSet
@@ -26,8 +26,7 @@ _KEPT_SPANS = 20_000
 _SEEDS_PER_STEP = 1_000_000
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """An actor did one thing; virtual seconds since the rollout began."""
 
     actor: str
@@ -303,7 +302,9 @@ class SimulatedRollouts(VirtualRun):
         skills = {
             one.method: Skill(one.mean, one.spread, one.burst, one.decay, one.coverage) for one in scenario.skills
         }
-        return GeneratedText(self._lengths, skills, scenario.correlation, scenario.seed)
+        drafters = [] if self.config.mode is ModeName.plain else self.config.drafters
+        methods = [drafter.method for drafter in drafters]
+        return GeneratedText(self._lengths, skills, scenario.correlation, scenario.seed, methods)
 
     def _python(self) -> PythonTime:
         python = self.scenario.python

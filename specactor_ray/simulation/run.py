@@ -1,4 +1,4 @@
-"""The product on a virtual cluster: a driver, a controller and whom it starts, in one kernel."""
+"""The product on a virtual cluster: a driver, a controller and its actors, in one kernel."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class VirtualRun:
         self._suffixes = itertools.count()
 
     def start_run(self) -> None:
-        """Start a controller and whom it needs; runs as the driver's task."""
+        """Start a controller and its actors; runs as the driver's task."""
         self.controller = self.network.start_actor("controller", self.head, self._make_controller, 0.1)
         self.calls.ask(self.controller, "start", deadline_s=300.0)
         self.client = RunClient(self.config, self.controller, self.calls)
         self.clients.append(self.client)
 
     def end_run(self) -> None:
-        """End whatever lives, as Ray does when the driver is gone."""
+        """End all actors, as Ray does when the driver is gone."""
         for actor in self.network.actors:
             self.network.kill(actor)
         self.machines.groups.clear()

@@ -5,7 +5,7 @@ Files are in `conf/simulation/`; every key with its default and meaning is here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -18,7 +18,8 @@ from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.errors import ConfigError
 from specactor_ray.rollout.planning import Devices, resolve_mode
 
-_MOST, _MOST_SIGMA = 1e9, 10.0
+_TINY, _MOST = 1e-9, 1e9
+_COUNT, _SIZE, _POSITIVE, _SHARE, _SPREAD = (1, _MOST), (0, _MOST), (_TINY, _MOST), (0, 1), (0, 10)
 
 
 class Arrival(str, Enum):
@@ -161,6 +162,26 @@ class ScenarioConfig:
     """Name → overrides of the scenario, such as [config.mode=plain, config.target.replicas=2]: what is compared."""
 
 
+_RANGES: Mapping[type, Mapping[str, tuple[float, float]]] = {
+    ScenarioConfig: {"part": _COUNT, "seed": _SIZE, "cache_share": (_TINY, 1), "correlation": _SHARE},
+    WorkloadConfig: {
+        **dict.fromkeys(("requests", "group", "prompt_tokens", "median_tokens", "max_tokens"), _COUNT),
+        "sigma": _SPREAD,
+    },
+    MachinesConfig: {"nodes": _COUNT, "gpus": _SIZE, "cpus": _COUNT, "slowness": _POSITIVE},
+    PythonConfig: dict.fromkeys(("verify_row_us", "plain_row_us", "draft_row_us"), _SIZE),
+    NetworkConfig: {"call_ms": _SIZE, "jitter": _SHARE, "bandwidth_gb_s": (1e-3, _MOST)},
+    StepsConfig: {
+        "steps": _COUNT,
+        **dict.fromkeys(("update_s", "update_tokens_per_s", "sync_s", "load_s", "sleep_s"), _SIZE),
+    },
+    SkillConfig: {
+        **dict.fromkeys(("mean", "decay", "coverage"), _SHARE),
+        **dict.fromkeys(("spread", "burst"), _SPREAD),
+        "forward_ms": _SIZE,
+    },
+}
+"""Least and largest value of each number, of each element of a list."""
 _RUN = "the configuration of a run; name a scenario, which holds one as `config`"
 
 
@@ -208,20 +229,15 @@ def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfi
 
 
 def _check(scenario: ScenarioConfig) -> None:
-    for key, value, least in _ranges(scenario):
-        if not least <= value <= _MOST:
-            fix = f"use at most {_MOST:g}." if value > _MOST else f"use {least:g} or more."
-            raise ConfigError(key, f"{value} is out of range.", fix)
-    if scenario.workload.sigma > _MOST_SIGMA:
-        raise ConfigError("workload.sigma", f"{scenario.workload.sigma} is out of range.", f"use 0 to {_MOST_SIGMA:g}.")
-    for key, share in (("correlation", scenario.correlation), ("network.jitter", scenario.network.jitter)):
-        if not 0.0 <= share <= 1.0:
-            raise ConfigError(key, f"{share} is out of range.", "use 0 to 1.")
-    if not 0.0 < scenario.cache_share <= 1.0:
-        raise ConfigError("cache_share", f"{scenario.cache_share} is out of range.", "use more than 0, at most 1.")
-    for index, factor in enumerate(scenario.machines.slowness):
-        if not 0.0 < factor <= _MOST:
-            raise ConfigError(f"machines.slowness.{index}", f"{factor} is out of range.", "use more than 0.")
+    for prefix, section in _sections(scenario):
+        for name, (least, most) in _RANGES[type(section)].items():
+            value = getattr(section, name)
+            keyed = {f".{n}": one for n, one in enumerate(value)} if isinstance(value, list) else {"": value}
+            for suffix, one in keyed.items():
+                if one is not None and not least <= one <= most:
+                    low = "more than 0" if least == _TINY else f"{least:g} or more"
+                    fix = f"use {low}, at most {most:g}."
+                    raise ConfigError(f"{prefix}{name}{suffix}", f"{one} is out of range.", fix)
     if len(scenario.machines.slowness) > scenario.machines.nodes:
         problem = f"{len(scenario.machines.slowness)} factors for {scenario.machines.nodes} nodes."
         raise ConfigError("machines.slowness", problem, "give one for each node, or raise machines.nodes.")
@@ -257,36 +273,15 @@ def _check_room(scenario: ScenarioConfig) -> None:
             )
 
 
-def _ranges(scenario: ScenarioConfig) -> Iterator[tuple[str, float, float]]:
-    sections: dict[str, tuple[Any, dict[str, float]]] = {
-        "": (scenario, {"part": 1, "seed": 0}),
-        "workload.": (
-            scenario.workload,
-            {"requests": 1, "group": 1, "prompt_tokens": 1, "median_tokens": 1, "sigma": 0, "max_tokens": 1},
-        ),
-        "machines.": (scenario.machines, {"nodes": 1, "gpus": 0, "cpus": 1}),
-        "python.": (scenario.python, {"verify_row_us": 0, "plain_row_us": 0, "draft_row_us": 0}),
-        "network.": (scenario.network, {"call_ms": 0, "bandwidth_gb_s": 1e-3}),
-        "steps.": (
-            scenario.steps,
-            {"steps": 1, "update_s": 0, "update_tokens_per_s": 0, "sync_s": 0, "load_s": 0, "sleep_s": 0},
-        ),
-    }
-    for prefix, (section, leasts) in sections.items():
-        for name, least in leasts.items():
-            yield prefix + name, getattr(section, name), least
+def _sections(scenario: ScenarioConfig) -> Iterator[tuple[str, Any]]:
+    yield "", scenario
+    for name in ("workload", "machines", "python", "network", "steps"):
+        yield f"{name}.", getattr(scenario, name)
+    for index, skill in enumerate(scenario.skills):
+        yield f"skills.{index}.", skill
 
 
 def _check_skills(scenario: ScenarioConfig) -> None:
-    for index, skill in enumerate(scenario.skills):
-        for name in ("mean", "decay", "coverage"):
-            if not 0.0 <= getattr(skill, name) <= 1.0:
-                raise ConfigError(f"skills.{index}.{name}", f"{getattr(skill, name)} is out of range.", "use 0 to 1.")
-        if skill.forward_ms is not None and not 0.0 <= skill.forward_ms < float("inf"):
-            raise ConfigError(f"skills.{index}.forward_ms", f"{skill.forward_ms} is out of range.", "use 0 or more.")
-        for name in ("spread", "burst"):
-            if not 0.0 <= getattr(skill, name) <= 10.0:
-                raise ConfigError(f"skills.{index}.{name}", f"{getattr(skill, name)} is out of range.", "use 0 to 10.")
     used = {drafter.method for drafter in scenario.config.drafters}
     for index, skill in enumerate(scenario.skills):
         if skill.method not in BUILT_IN and skill.method not in used:

@@ -1,8 +1,8 @@
-"""What the requests of a simulated rollout say, and what drafters guess of it.
+"""Outputs of the requests of a simulated rollout, and the guesses of drafters.
 
-A request is told by its seed. What the target says is a function of (seed, weights, position), as with keyed sampling;
-what a draft method guesses at a position, given that the tokens before it are right, is a function of (method, seed,
-weights, position) as well. So runs of different policies meet the same tokens and the same guesses.
+A request is identified by its seed. A token of the target is a function of (seed, weights, position), as with keyed
+sampling; the guess of a draft method at a position, given that the tokens before it are right, is a function of
+(method, seed, weights, position). So runs of different policies meet the same tokens and the same guesses.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from specactor_ray.messages import SamplingParams
-
-NO_GUESS = -1
+from specactor_ray.simulation._kernels import NO_GUESS
 
 
 class Text(Protocol):
@@ -27,8 +26,8 @@ class Text(Protocol):
 
     vocab_size: int
 
-    def output(self, sampling: SamplingParams, version: int) -> Sequence[int]:
-        """The whole output of a request under these weights, at most `sampling.max_tokens` tokens."""
+    def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
+        """Integers `(n,)`: the whole output of a request under these weights, at most `sampling.max_tokens` tokens."""
 
     def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
         """Integers `(most,)`: the token that a drafter of this method guesses at each output position after a right
@@ -60,13 +59,13 @@ class HashedText:
     def __init__(self, skill: Mapping[str, float] | None = None) -> None:
         self._skill = dict(skill or {})
 
-    def output(self, sampling: SamplingParams, version: int) -> Sequence[int]:
-        return true_output(sampling, version)
+    def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
+        return np.array(true_output(sampling, version))
 
     def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
         key = b"%s %d %d" % (method.encode(), sampling.seed, version)
         wrong = _draws(key, sampling.max_tokens) >= self._skill.get(method, 0.5)
-        return (np.array(self.output(sampling, version)) + wrong) % self.vocab_size
+        return (self.output(sampling, version) + wrong) % self.vocab_size
 
     def probability(self, method: str, seed: int, position: int) -> float:
         return self._skill.get(method, 0.5)
@@ -103,13 +102,12 @@ STRETCH = 32
 _STANDARD = NormalDist()
 
 
-@dataclass(frozen=True)
-class _Request:
-    tokens: Sequence[int]
+class _Request(NamedTuple):
+    tokens: np.ndarray
     guesses: Mapping[str, np.ndarray]
     """Method → its guess at each position, int16."""
     thresholds: Mapping[str, np.ndarray]
-    """Method → probit threshold of each stretch; what a clairvoyant knows."""
+    """Method → probit threshold of each stretch; what a clairvoyant uses."""
 
 
 class GeneratedText:
@@ -121,20 +119,27 @@ class GeneratedText:
         correlation: Share of variance that all methods have in common, in requests, stretches and single positions: at
             1 methods of equal mean are right and wrong at the same places, and racing them brings nothing.
         seed: Of all draws.
+        methods: Those that are used; guesses of others are not drawn. None: all.
     """
 
     vocab_size = 255
 
     def __init__(
-        self, lengths: Mapping[int, int], skills: Mapping[str, Skill], correlation: float = 0.0, seed: int = 0
+        self,
+        lengths: Mapping[int, int],
+        skills: Mapping[str, Skill],
+        correlation: float = 0.0,
+        seed: int = 0,
+        methods: Container[str] | None = None,
     ) -> None:
-        self._lengths, self._skills, self._seed = lengths, dict(skills), seed
+        numbered = enumerate(sorted(skills.items()))
+        self._skills = [(n, name, one) for n, (name, one) in numbered if methods is None or name in methods]
+        self._lengths, self._seed = lengths, seed
         self._common, self._own = math.sqrt(correlation), math.sqrt(1.0 - correlation)
         self._requests: dict[int, _Request] = {}
 
-    def output(self, sampling: SamplingParams, version: int) -> Sequence[int]:
-        tokens = self._request(sampling.seed).tokens
-        return tokens[: sampling.max_tokens]
+    def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
+        return self._request(sampling.seed).tokens[: sampling.max_tokens]
 
     def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
         return self._request(sampling.seed).guesses[method][: sampling.max_tokens]
@@ -154,22 +159,22 @@ class GeneratedText:
         stretches = -(-length // STRETCH)
         rng = np.random.default_rng([self._seed, seed])
         tokens = rng.integers(0, self.vocab_size, length, dtype=np.uint8)
-        shared = [rng.standard_normal(size) for size in (1, stretches, length)]
         guesses, thresholds = {}, {}
-        for number, (method, skill) in enumerate(sorted(self._skills.items())):
+        shared = [rng.standard_normal(size) for size in (1, stretches, length)] if self._skills else []
+        for number, method, skill in self._skills:
             rng = np.random.default_rng([self._seed, seed, number])
             request, stretch, position = (
                 self._common * common + self._own * rng.standard_normal(len(common)) for common in shared
             )
             scale = math.sqrt(1.0 + skill.spread**2 + skill.burst**2)
-            base = _thresholds(skill.mean, skill.decay, stretches) * scale
+            base = _thresholds(skill.mean, skill.decay, 1 << stretches.bit_length())[:stretches] * scale
             threshold = base + skill.spread * request + skill.burst * stretch
             right = position < np.repeat(threshold, STRETCH)[:length]
             said = np.where(right, tokens, (tokens + 1) % self.vocab_size)
             covered = np.repeat(rng.random(stretches) < skill.coverage, STRETCH)[:length]
             guesses[method] = np.where(covered, said.astype(np.int16), np.int16(NO_GUESS))
             thresholds[method] = threshold
-        return _Request(tokens.tobytes(), guesses, thresholds)
+        return _Request(tokens, guesses, thresholds)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,11 +198,11 @@ class RecordedText:
         self._outputs, self._accuracy = dict(outputs), dict(accuracy)
         self.vocab_size = vocab_size
 
-    def output(self, sampling: SamplingParams, version: int) -> Sequence[int]:
-        return self._outputs[sampling.seed][: sampling.max_tokens]
+    def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
+        return np.array(self._outputs[sampling.seed][: sampling.max_tokens])
 
     def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
-        output, seed = np.array(self.output(sampling, version)), sampling.seed
+        output, seed = self.output(sampling, version), sampling.seed
         wrong = _draws(b"%s %d" % (method.encode(), seed), len(output)) >= self._accuracy.get((method, seed), 0.0)
         return (output + wrong) % self.vocab_size
 

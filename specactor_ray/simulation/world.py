@@ -1,4 +1,4 @@
-"""What the models of one simulation share: text, durations, exceptions, and a record of who was busy when."""
+"""What the models of one simulation share: text, durations, exceptions, and a record of their steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specactor_ray.simulation.text import HashedText, Text
 
 @dataclass(frozen=True)
 class LinearTime:
-    """So much for the forward itself, and for each position."""
+    """Fixed seconds per forward, and seconds per position."""
 
     forward_s: float
     position_s: float = 0.0
@@ -89,10 +89,10 @@ class DraftTime:
 
 
 class Record:
-    """Who was busy when. This one keeps nothing."""
+    """A record of steps. This one keeps nothing."""
 
     def span(self, actor: str, what: str, begin: float, end: float, rows: int, positions: int) -> None:
-        """An actor did something from `begin` to `end` (of its clock)."""
+        """An actor worked from `begin` to `end`, by its own clock."""
 
     def streams(self, actor: str, count: int, context_tokens: int) -> None:
         """A drafter follows `count` requests, which have `context_tokens` tokens together."""
@@ -100,7 +100,7 @@ class Record:
 
 @dataclass
 class World:
-    """What the models know and their users do not."""
+    """Ground truth of a simulation."""
 
     text: Text = field(default_factory=HashedText)
     target: StepCost = LinearTime(0.02, 0.0002)
@@ -109,7 +109,7 @@ class World:
     python: PythonTime = PythonTime()
     times: Times = Times()
     clairvoyant: bool = False
-    """Verifiers decide as one who knows (`clairvoyant.py`)."""
+    """Use true acceptance and cost for decisions (`clairvoyant.py`)."""
     cache_tokens: float = float("inf")
     """Of each verifier."""
     max_model_len: int = 100_000

@@ -19,12 +19,10 @@ _jit: Any = kernel()
 class Planes(NamedTuple):
     """Arrays of `table.RequestTable`, which documents them. They are here so that numba's cache notices a change."""
 
-    generation: np.ndarray
     committed: np.ndarray
     output: np.ndarray
     steps: np.ndarray
     assigned: np.ndarray
-    base: np.ndarray
     tail: np.ndarray
     length: np.ndarray
     method: np.ndarray
@@ -49,23 +47,74 @@ class Committed(NamedTuple):
 
 
 @_jit
-def take_tails(seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any, table: Planes) -> Any:
+def chances(
+    totals: Any, evidence: Any, prior: Any, weight: float, ends: Any, table: Any, committed: Any, rows: Any
+) -> Any:
+    """Chance that a draft token is right, `(methods, rows)`: that of the row, drawn to that of its range of positions,
+    to that of its method, and to the prior.
+
+    Args:
+        totals: `(2, methods)` hits and tries.
+        evidence: `(2, methods, ranges)` the same by range of output positions.
+        prior: `(methods,)`.
+        weight: Tries for which each of them counts.
+        ends: `(ranges - 1,)` positions at which ranges end.
+        table: `(2, methods, rows of the table)` hits and tries of each row.
+        committed: By row of the table.
+    """
+    result = np.empty((len(prior), len(rows)))
+    for i in range(len(rows)):
+        row, part = rows[i], 0
+        while part < len(ends) and ends[part] <= committed[row]:
+            part += 1
+        for method in range(len(prior)):
+            chance = (totals[0, method] + weight * prior[method]) / (totals[1, method] + weight)
+            chance = (evidence[0, method, part] + weight * chance) / (evidence[1, method, part] + weight)
+            result[method, i] = (table[0, method, row] + weight * chance) / (table[1, method, row] + weight)
+    return result
+
+
+@_jit
+def untold(rows: Any, told: Any, committed: Any, output: Any) -> Any:
+    """Output tokens behind the first `told` of each row: int32 lengths, and all tokens. They count as told then."""
+    lengths = np.empty(len(rows), np.int32)
+    for i in range(len(rows)):
+        lengths[i] = committed[rows[i]] - told[rows[i]]
+    tokens, end = np.empty(lengths.sum(), np.int32), 0
+    for i in range(len(rows)):
+        row = rows[i]
+        for k in range(told[row], committed[row]):
+            tokens[end] = output[row, k]
+            end += 1
+        told[row] = committed[row]
+    return lengths, tokens
+
+
+@_jit
+def take_tails(
+    seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any,
+    generation: Any, committed: Any, output: Any, assigned: Any, all_bases: Any, all_lengths: Any, all_tails: Any,
+) -> Any:  # fmt: skip
     """Take in a batch of tails of the drafter in a seat.
 
     A tail is held against what was committed: equal as far as both reach, the rest is usable; different, it is dropped.
     That check alone makes loss, repetition and reordering harmless. Dropped is as well what claims more committed
     tokens than there are, and what is older or shorter than the tail that is there.
 
+    Args:
+        seat: Of the drafter.
+        rows, generations, bases, lengths, tokens: As in `messages.TailBatch`.
+        generation, committed, output, assigned, all_bases, all_lengths, all_tails: Arrays of `table.RequestTable`.
+
     Returns:
         bool `(n,)`: which tails are of requests that the drafter does not draft for.
     """
-    generation, committed, output = table.generation, table.committed, table.output
-    base, length, tail = table.base[seat], table.length[seat], table.tail[seat]
+    base, length, tail = all_bases[seat], all_lengths[seat], all_tails[seat]
     unknown, begin = np.zeros(len(rows), np.bool_), 0
     for i in range(len(rows)):
         row, first, size = rows[i], begin, lengths[i]
         begin += size
-        if row < 0 or row >= len(generation) or generation[row] != generations[i] or not table.assigned[seat, row]:
+        if row < 0 or row >= len(generation) or generation[row] != generations[i] or not assigned[seat, row]:
             unknown[i] = True
             continue
         behind = committed[row] - bases[i]
@@ -126,6 +175,22 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
             length[seat, row] = max(rest, 0)
         committed[row] = start + fresh
         first += fresh
+
+
+@_jit
+def tally(supplied: Any, drafted: Any, accepted: Any) -> Any:
+    """Tokens supplied, rows with any, tokens drafted, tokens accepted, and int64 `(2, most)`: how many rows reach 1, 2,
+    ... drafted tokens, and accepted ones."""
+    tokens, rows, most = 0, 0, 0
+    for i in range(len(drafted)):
+        tokens += supplied[i]
+        rows += supplied[i] > 0
+        most = max(most, drafted[i])
+    reached = np.zeros((2, most), np.int64)
+    for i in range(len(drafted)):
+        reached[0, : drafted[i]] += 1
+        reached[1, : accepted[i]] += 1
+    return tokens, rows, reached[0].sum(), reached[1].sum(), reached
 
 
 _BINS = 192

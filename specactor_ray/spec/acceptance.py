@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specactor_ray.config.schema import MAX_METHODS
+from specactor_ray.spec import _kernels
 
 if TYPE_CHECKING:
     from specactor_ray.spec.table import RequestTable
@@ -63,8 +64,10 @@ class Acceptance:
 
     def probability(self, table: RequestTable, rows: np.ndarray) -> np.ndarray:
         """`(methods, rows)` the same for single requests, at their output positions."""
-        average = self.of_method().take(bucket_of(table.committed[rows]), axis=1)
-        return _draw(table.evidence.take(rows, axis=2), average)
+        known = (self.evidence.sum(axis=2), self.evidence, self.prior, PRIOR_TRIES, _BUCKET_BEGINS)
+        chances: np.ndarray
+        chances = _kernels.chances(*known, table.evidence, table.committed, np.asarray(rows, np.int32))
+        return chances
 
 
 def _draw(evidence: np.ndarray, prior: np.ndarray) -> np.ndarray:

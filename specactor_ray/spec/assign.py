@@ -9,7 +9,7 @@ base drafter wants. Whoever drafts for a request already is preferred, since ano
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -42,31 +42,33 @@ class Places:
         self.drafters = {seat: one for seat, one in sorted(policy.drafters.items()) if one.able}
         self.wanted = np.zeros_like(self._assigned)
         self.loads = [0] * len(self.wanted)
-        self.served: dict[int, set[str]] = defaultdict(set)
-        """Request → methods that draft for it."""
+        self.served: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(self.wanted.shape[1], np.bool_))
+        """Method → bool `(rows,)`: requests that it drafts for."""
 
     def methods(self, looks_up: bool) -> list[str]:
         """Methods that look up, or the others."""
         specs = [one.spec for one in self.drafters.values()]
         return list(dict.fromkeys(one.method for one in specs if one.traits.looks_up == looks_up))
 
-    def take(self, seat: int, row: int) -> None:
-        """The drafter will draft for the request."""
-        self.wanted[seat, row] = True
-        self.loads[seat] += 1
-        self.served[row].add(self.drafters[seat].spec.method)
+    def take(self, seat: int, rows: np.ndarray) -> None:
+        """The drafter will draft for these requests."""
+        self.wanted[seat, rows] = self.served[self.drafters[seat].spec.method][rows] = True
+        self.loads[seat] += len(rows)
 
-    def keep(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Keep these (seat, row) pairs while the drafter has room; when levelling, its even share of those of its
-        method at most."""
-        pairs = list(pairs)
-        held = Counter(self.drafters[seat].spec.method for seat, _ in pairs)
+    def keep(self, seats: np.ndarray, rows: np.ndarray) -> None:
+        """Keep pairs of seat and row, `(n,)` each, while the drafter has room; when levelling, its even share of those
+        of its method at most. Of pairs of one drafter the first count, of pairs of one method those of lower seats."""
+        present = np.unique(seats).tolist()
+        held = Counter[str]()
+        for seat in present:
+            held[self.drafters[seat].spec.method] += int(np.count_nonzero(seats == seat))
         peers = Counter(one.spec.method for one in self.drafters.values())
-        for seat, row in pairs:
+        for seat in present:
             one = self.drafters[seat].spec
             most = min(one.max_batch, held[one.method] // peers[one.method]) if self._level else one.max_batch
-            if self.loads[seat] < most and one.method not in self.served[row]:
-                self.take(seat, row)
+            mine = rows[seats == seat]
+            mine = mine[~self.served[one.method][mine]]
+            self.take(seat, mine[: max(most - self.loads[seat], 0)])
 
     def place(self, method: str, row: int) -> bool:
         """Have a drafter of this method with room take the request: the one that has it already, or the least loaded.
@@ -76,7 +78,8 @@ class Places:
             seat for seat, one in drafters.items() if one.spec.method == method and loads[seat] < one.spec.max_batch
         ]
         if free:
-            self.take(min(free, key=lambda n: (loads[n] * self._level, not self._assigned[n, row], loads[n])), row)
+            best = min(free, key=lambda n: (loads[n] * self._level, not self._assigned[n, row], loads[n]))
+            self.take(best, np.array([row]))
         return bool(free)
 
     def assign_race(self, stragglers: Sequence[int], methods: Sequence[str]) -> None:
@@ -94,11 +97,13 @@ class Places:
             stragglers: Requests to race for, the one with the lowest acceptance first.
             methods: Those that may join.
         """
-        drafters, there = self.drafters, np.argwhere(self._assigned & ~self.wanted).tolist()
-        self.keep((seat, row) for seat, row in there if seat in drafters and drafters[seat].spec.method in methods)
+        mine = [seat for seat, one in self.drafters.items() if one.spec.method in methods]
+        there = np.zeros_like(self.wanted)
+        there[mine] = self._assigned[mine] & ~self.wanted[mine]
+        self.keep(*there.nonzero())
         for straggler in stragglers:
             for method in methods:
-                if method not in self.served[straggler]:
+                if not self.served[method][straggler]:
                     self.place(method, straggler)
 
 
@@ -138,8 +143,8 @@ class Assigner:
         chances = self._policy.acceptance.probability(table, rows)
         self._settle(places, models, rows, chances)
         chance = np.where(places.wanted[:, rows], chances[table.method], 0.0).max(axis=0)
-        slowest_first = rows[np.argsort(chance, kind="stable")].tolist()
-        places.assign_race(slowest_first, [*models, *lookups] if self._racing else lookups)
+        if racers := [*models, *lookups] if self._racing else lookups:
+            places.assign_race(rows[np.argsort(chance, kind="stable")].tolist(), racers)
         released: list[tuple[int, int]] = []
         for seat, row in np.argwhere(places.wanted != table.assigned).tolist():
             if places.wanted[seat, row]:
@@ -171,11 +176,10 @@ class Assigner:
         leaving = np.argsort(-gain, kind="stable")[: max(1, np.count_nonzero(has) // SWITCH_SHARE)]
         stays = has.copy()
         stays[leaving[gain[leaving] > 1.0 + SWITCH_GAIN]] = False
-        places.keep(zip(base[stays].tolist(), rows[stays].tolist(), strict=True))
-        for index in np.argsort(~has, kind="stable").tolist():
-            row = int(rows[index])
-            if not places.served[row]:
-                any(places.place(method, row) for method in draft_ladder(models, promised[:, index]))
+        places.keep(base[stays], rows[stays])
+        order = np.argsort(~has, kind="stable")
+        for index in order[~places.wanted[:, rows[order]].any(axis=0)].tolist():
+            any(places.place(method, int(rows[index])) for method in draft_ladder(models, promised[:, index]))
 
     def _is_racing(self, decoding: int) -> bool:
         """The tail has come when few requests are left and none of them waits or still reads its prompt. One that does

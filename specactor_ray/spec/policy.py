@@ -147,7 +147,7 @@ class Policy:
         config, decoded = self._config, positions - prefill
         if config.verify is VerifyPolicy.all or config.race is RaceName.always:
             return
-        prefill_s = self.cost.difference(positions, decoded)
+        prefill_s = self.cost.difference(positions, decoded) if prefill else 0.0
         drafting_s = seconds.waiting + self.cost.difference(decoded, num_rows)
         self.suspension.record(num_rows, accepted, seconds.total - prefill_s, drafting_s, seconds.own)
 

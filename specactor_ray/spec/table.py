@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specactor_ray.config.schema import MAX_METHODS
-from specactor_ray.ragged import enlarged, places
+from specactor_ray.ragged import enlarged
 from specactor_ray.spec import _kernels
 from specactor_ray.spec._kernels import Committed
 from specactor_ray.spec.acceptance import Acceptance, bucket_of
@@ -129,26 +129,22 @@ class RequestTable:
         """Take in the tails of one drafter (`messages.TailBatch`). Returns bool `(n,)`: which of them are of requests
         that it does not draft for."""
         arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens)
-        unknown: np.ndarray = _kernels.take_tails(seat, *arrays, self._arrays())
+        mine = (self.generation, self.committed, self.output, self.assigned, self.base, self.length, self.tail)
+        unknown: np.ndarray = _kernels.take_tails(seat, *arrays, *mine)
         return unknown
 
     def commit(self, step: Committed, acceptance: Acceptance) -> None:
         """Append what a step committed, and judge the tails that were there by it."""
         start = self.committed[step.rows]
         self._fit(int((start + step.counts).max(initial=0)) + self.window + 1)
-        _kernels.commit(step, bucket_of(start), self._arrays(), acceptance.evidence)
+        _kernels.commit(step, bucket_of(start), _kernels.Planes(*_PLANES(self)), acceptance.evidence)
 
     def untold(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What was committed since the drafter was told last: lengths per row, and all tokens one after the other.
         It counts as told from now on."""
-        rows = np.asarray(rows, np.int32)
-        told = self.told[seat]
-        begins, lengths = told[rows], self.committed[rows] - told[rows]
-        told[rows] = self.committed[rows]
-        return lengths, self.output[np.repeat(rows, lengths), places(begins, lengths)]
-
-    def _arrays(self) -> _kernels.Planes:
-        return _kernels.Planes(*_PLANES(self))
+        lengths: np.ndarray
+        lengths, tokens = _kernels.untold(np.asarray(rows, np.int32), self.told[seat], self.committed, self.output)
+        return lengths, tokens
 
     # ---- growth ----
 

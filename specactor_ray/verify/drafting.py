@@ -18,6 +18,7 @@ from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.messages import Features, SamplingParams, TailBatch
 from specactor_ray.queues import inbox
+from specactor_ray.spec import _kernels
 from specactor_ray.spec._kernels import Committed
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.assign import Assigner
@@ -178,7 +179,12 @@ def warm_up() -> None:
     zero = np.zeros(2, np.int32)
     table.assigned[0] = True
     policy.plan_rounds(rows)
-    table.take(0, TailBatch("", rows, table.generation[rows], zero, zero + 1, zero))
+    for writeable in (True, False):  # of this process, and as in messages of others
+        arrays: list[Any] = [array.copy() for array in (rows, table.generation[rows], zero, zero + 1, zero)]
+        for array in arrays:
+            array.flags.writeable = writeable
+        table.take(0, TailBatch("", *arrays))
+    _kernels.tally(zero, zero, zero)
     seats, lengths = policy.choose(rows)
     table.commit(Committed(rows, zero + 1, zero, seats, lengths, zero), acceptance)
     table.untold(0, rows)

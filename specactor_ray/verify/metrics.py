@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.spec import _kernels
 from specactor_ray.spec.policy import Seconds
 from specactor_ray.target.base import StepResult
 
@@ -64,11 +65,12 @@ class StepMetrics:
         """What one step did, by row: tokens committed, draft tokens that were there, that were verified, and right."""
         self.row_steps += len(committed)
         self.committed_tokens += int(committed.sum())
-        self.supplied_tokens += int(supplied.sum())
-        self.supplied_row_steps += int(np.count_nonzero(supplied))
-        self.drafted_tokens += int(drafted.sum())
-        self.accepted_tokens += int(accepted.sum())
-        self.count_positions(_at_least(drafted), _at_least(accepted))
+        tokens, rows, tried, right, reached = _kernels.tally(supplied, drafted, accepted)
+        self.supplied_tokens += tokens
+        self.supplied_row_steps += rows
+        self.drafted_tokens += tried
+        self.accepted_tokens += right
+        self.count_positions(*reached.tolist())
 
     def to_dict(self) -> dict[str, Any]:
         """All counters as plain data; for any thread. The loop may count on meanwhile: both lists have equal length."""
@@ -76,9 +78,3 @@ class StepMetrics:
         accepted = list(self.accepted_by_position)
         drafted = self.drafted_by_position[: len(accepted)]
         return {**numbers, "drafted_by_position": drafted, "accepted_by_position": accepted}
-
-
-def _at_least(lengths: np.ndarray) -> list[int]:
-    """How many of the lengths reach 1, 2, ..."""
-    reached: list[int] = np.cumsum(np.bincount(lengths)[::-1])[::-1][1:].tolist()
-    return reached

@@ -9,20 +9,36 @@ import pytest
 
 PROGRAM = """
 from pathlib import Path
+import numpy as np
 from numba.core.dispatcher import Dispatcher
 from specactor_ray.simulation.comparison import simulate_variant
+from specactor_ray.messages import TailBatch
+from specactor_ray.queues import inbox
 from specactor_ray.spec import _kernels
+from specactor_ray.spec.table import RequestTable
 from specactor_ray.verify.drafting import warm_up
 
 def compiled():
-    return {name: len(one.signatures) for name, one in vars(_kernels).items() if isinstance(one, Dispatcher)}
+    functions = {**vars(_kernels), **vars(inbox)}
+    return {name: len(one.signatures) for name, one in functions.items() if isinstance(one, Dispatcher)}
+
+def arrive(writeable):
+    array = np.zeros(1, np.int32)
+    array.flags.writeable = writeable
+    message, box = TailBatch("d", array, array, array, array, array[:0]), inbox.for_verifier(10)
+    box.put(message)
+    assert box.drain() == [message]
+    RequestTable(4).take(0, message)
 
 warm_up()
+inbox.warm_up()
 before = compiled()
 assert all(before.values()), before
 items = ["workload.requests=4", "workload.median_tokens=20", "workload.max_tokens=40"]
 for variant in %r:
     simulate_variant(Path("conf/simulation/qwen32b_5xh100.yaml"), items, variant)
+for writeable in (True, False):  # of this process, and as Ray hands them over
+    arrive(writeable)
 assert compiled() == before, compiled()
 """
 

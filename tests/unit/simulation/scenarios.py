@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from specactor_ray.simulation.comparison import compare_along
+from specactor_ray.simulation.rollouts import Result
 
 SMALL = """
 description: Two verifiers and a drafter
@@ -28,3 +32,9 @@ def write_scenario(folder: Path, text: str = SMALL) -> Path:
     path = folder / "scenario.yaml"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def compare(path: Path, *arguments: Any, **keywords: Any) -> list[Result]:
+    """`compare_along` without a sweep: the variants that finished."""
+    (compared,) = compare_along(None, path, *arguments, **keywords)
+    return list(compared.results)

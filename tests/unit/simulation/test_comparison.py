@@ -36,7 +36,6 @@ from specactor_ray.simulation.comparison import (
     build_report,
     build_sweep_report,
     check_requests,
-    compare,
     compare_along,
     parse_sweep,
     simulate_variant,
@@ -46,7 +45,7 @@ from specactor_ray.simulation.rollouts import Result, SimulatedRollouts
 from specactor_ray.simulation.scenario import load_scenario
 from specactor_ray.simulation.workload import RecordedRequest, Recording
 from specactor_ray.simulation.world import World
-from tests.unit.simulation.scenarios import SMALL, write_scenario
+from tests.unit.simulation.scenarios import SMALL, compare, write_scenario
 
 NAMES = ["plain", "coupled", "decoupled"]
 
@@ -281,7 +280,7 @@ class TestTraces:
     @pytest.mark.parametrize("name", NAMES)
     def test_a_trace_has_a_row_per_actor_and_no_overlap(self, results: list[Result], name: str) -> None:
         result = results[NAMES.index(name)]
-        trace = chrome_trace(name, [vars(span) for span in result.spans])
+        trace = chrome_trace(name, [span._asdict() for span in result.spans])
         assert trace == json.loads(json.dumps(trace))
         check_trace(trace)
         spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.simulation.comparison import compare
 from specactor_ray.simulation.costs import build_world
 from specactor_ray.simulation.scenario import load_scenario, variant_of
+from tests.unit.simulation.scenarios import compare
 
 FOLDER = Path(__file__).parents[3] / "conf" / "simulation"
 SCENARIOS = sorted(FOLDER.glob("*.yaml"))

@@ -65,7 +65,9 @@ def race(stragglers, ranking, workers, loads, serving):  # type: ignore[no-untyp
     table.fit_seats(8)
     places = Places(Policy(SpeculationConfig(), table, Acceptance(), StepCost(), workers), level=False)
     places.loads = list(loads)
-    places.served.update({row: set(methods) for row, methods in serving.items()})
+    for row, methods in serving.items():
+        for method in methods:
+            places.served[method][row] = True
     places.assign_race(stragglers, ranking)
     return list(map(tuple, np.argwhere(places.wanted).tolist()))
 
