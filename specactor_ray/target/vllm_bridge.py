@@ -1,7 +1,7 @@
 """vLLM's engine core in this process. This module and `vllm_worker.py`, its other half inside vLLM's workers, are the
 only ones that import vLLM and touch what is not public there, in the versions of `vllm_version.TESTED_VERSIONS`:
 
-- `EngineCore`, stepped directly, and its scheduler: `running`, `update_draft_token_ids`; the worker of a single rank;
+- `EngineCore`, stepped directly; its scheduler: `running`, `update_draft_token_ids`; its executor: `sample_tokens`;
 - the worker's model runner: see there.
 
 `tests/vllm/test_contract.py` fails loudly when one of them changes.
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,11 +85,16 @@ class CoreStep:
     """int64 `(n,)`: draft tokens among them."""
     sampled: np.ndarray
     """bool `(n,)`: which rows sampled."""
-    found: Found = field(default_factory=lambda: Found(np.empty((0, 5), np.int64)))
+    found: Found
     """Of the rows that sampled."""
     states: np.ndarray | None = None
     """`(sum(counts), layers * hidden)`, if exported."""
     sampling_s: float = 0.0
+
+
+_NONE = np.zeros(0, np.int64)
+_NOTHING = CoreStep(_NONE, _NONE, _NONE, _NONE, _NONE > 0, Found(np.empty((0, 5), np.int64)))
+"""A step that sampled nothing."""
 
 
 class EngineCoreHandle:
@@ -117,6 +122,8 @@ class EngineCoreHandle:
             raise ModelLoadError(f"vllm cannot serve {settings.model}: {_first_lines(error)}{hint}") from error
         self._scheduler: Any = self._core.scheduler
         self._ranks = settings.tensor_parallel
+        self._done: CoreStep | None = None
+        self._core.model_executor.sample_tokens = self._noting(self._core.model_executor.sample_tokens)
         self._ids: dict[int, str] = {}
         """Row → its request's id inside vLLM: never used twice, since vLLM forgets an id one step late."""
         self._row_of: dict[str, int] = {}
@@ -126,6 +133,16 @@ class EngineCoreHandle:
         self._record = record_shared_memory(others) if self._ranks > 1 else None
         self.vocab_size = int(config.model_config.get_vocab_size())
         self.max_model_len = int(config.model_config.max_model_len)
+
+    def _noting(self, sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
+        """The executor's call, which brings back what the worker has attached to vLLM's output."""
+
+        def sample(*args: Any, **options: Any) -> Any:
+            output = sample_tokens(*args, **options)
+            self._done = getattr(output, KEY, None)
+            return output
+
+        return sample
 
     def add(self, row: int, token_ids: Sequence[int], sampling: SamplingParams, prompt: int, max_tokens: int) -> None:
         """Queue a request.
@@ -183,13 +200,9 @@ class EngineCoreHandle:
             lists = [flat[begin:end] for begin, end in itertools.pairwise(ends)]
             self._scheduler.update_draft_token_ids(DraftTokenIds(ids, lists))
         self._drafted = len(tokens) > 0
+        self._done = None
         self._core.step_fn()  # without `post_step`, which would ask the proposer
-        step: CoreStep = (
-            self._core.model_executor.driver_worker.worker.specactor_report()
-            if self._ranks == 1
-            else self._core.collective_rpc("specactor_report")[0]
-        )
-        return step
+        return self._done or _NOTHING
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights (Hugging Face names), and forget what was computed with the old ones."""
