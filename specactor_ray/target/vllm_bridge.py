@@ -38,6 +38,7 @@ from specactor_ray.messages import SamplingParams
 from specactor_ray.models.loading import locate_model
 from specactor_ray.ragged import begins
 from specactor_ray.sampling.keyed import Found
+from specactor_ray.target.vllm_graphs import GRAPH_ARGUMENTS, graph_arguments
 from specactor_ray.target.vllm_version import require_vllm
 
 _IN_MEMORY = "/dev/shm"
@@ -336,6 +337,12 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
             "model": proposer,
             "num_speculative_tokens": settings.max_drafts,
         }
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    graphs = graph_arguments(
+        capability, settings.compiled, settings.max_batch, settings.max_drafts, arguments["max_num_batched_tokens"]
+    )
+    if not GRAPH_ARGUMENTS & settings.engine_arguments.keys():
+        arguments |= graphs
     return {**arguments, **settings.engine_arguments}
 
 
