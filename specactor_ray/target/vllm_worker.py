@@ -149,7 +149,7 @@ class KeyedSampler:
         spent_s = time.perf_counter() - begin
         states = self._exported(int(counts.sum()))
         self.step = CoreStep(rows, firsts, counts, drafted, sampled, found, states, spent_s)
-        return SamplerOutput(torch.from_numpy(tokens).to(logits.device), None)
+        return SamplerOutput(torch.from_numpy(tokens), None)  # on the host, where vLLM reads it
 
     def _rows_of(self, request_ids: list[str]) -> np.ndarray:
         """int32 rows of a batch. Rules are written at the first sight of a request, and when it comes back."""
