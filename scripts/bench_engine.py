@@ -2,8 +2,8 @@
 """What a target engine costs on this machine: plain decoding beside its peer, and the price of verifying.
 
 The peer of `hf` is `transformers.generate`, that of `vllm` is `vllm.LLM` without speculation, which the engine has
-configured. Both take turns in one process. Prints ratios within one run; absolute figures belong to the machine they
-were taken on.
+configured. Both take turns in one process; run it in both orders of loading (`--peer-first`) and take the mean. Prints
+ratios within one run; absolute figures belong to the machine they were taken on.
 
     python scripts/bench_engine.py --threads 1 --batches 1,4,16
     python scripts/bench_engine.py --backend vllm --threads 2 --dtype bfloat16 --tokens 128
@@ -159,9 +159,13 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=15, help="steps per verify figure (default 15; 0: no table)")
     parser.add_argument("--repeats", type=int, default=3, help="paired runs per decode figure (default 3)")
+    parser.add_argument(
+        "--peer-first", action="store_true", help="load the peer first (the later one has up to 4% faster memory)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    environment = {"ENABLE_V1_MULTIPROCESSING": "0", "CPU_OMP_THREADS_BIND": "nobind", "USE_V2_MODEL_RUNNER": "0"}
+    os.environ.update({f"VLLM_{name}": value for name, value in {**environment, "LOGGING_LEVEL": "ERROR"}.items()})
     config = TargetConfig(
         args.model,
         args.backend,
@@ -173,11 +177,15 @@ def main() -> None:
     )
     console = Console()
     machine = platform.processor() or platform.machine()
-    console.print(f"{args.backend}, {args.model}, {args.dtype}, {args.threads} thread(s), {torch.__version__}, {machine}")
+    console.print(
+        f"{args.backend}, {args.model}, {args.dtype}, {args.threads} thread(s), {torch.__version__}, {machine}"
+    )
+    make_peer = vllm_peer if args.backend == "vllm" else transformers_peer
+    peer = make_peer(config) if args.peer_first else None
     engine = build_engine(config, "cpu", max(args.drafts))
     if args.steps:
         console.print(verify_table(engine, args))
-    peer = vllm_peer(config) if args.backend == "vllm" else transformers_peer(config)
+    peer = peer or make_peer(config)
     console.print(decode_table(peer, engine, args))
 
 

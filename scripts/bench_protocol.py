@@ -264,7 +264,7 @@ def vllm_ms(rows: int, drafts: int) -> float:
     handle = vllm_bridge.EngineCoreHandle.__new__(vllm_bridge.EngineCoreHandle)
     vars(handle).update(_core=core, _scheduler=core, _ranks=1, vocab_size=1000, max_model_len=1 << 20)
     vars(handle).update(_ids={}, _row_of={}, _numbers=itertools.count(), _drafted=False, _done=None)
-    vars(core)["sample_tokens"] = handle._noting(core.sample_tokens)
+    handle._watch(core)
     settings = vllm_bridge.CoreSettings("", "", None, rows, rows * (1 + drafts), 0, 64)
     with (
         mock.patch.object(vllm, "EngineCoreHandle", return_value=handle),

@@ -1,15 +1,9 @@
-"""vLLM's engine core in this process. This module and `vllm_worker.py`, its other half inside vLLM's workers, are the
-only ones that import vLLM and touch what is not public there, in the versions of `vllm_version.TESTED_VERSIONS`:
+"""vLLM's engine core in this process.
 
-- `EngineCore`, stepped directly; its scheduler: `running`, `update_draft_token_ids`; its executor: `sample_tokens`;
-- the worker's model runner: see there.
-
-`tests/vllm/test_contract.py` fails loudly when one of them changes.
-
-Why drafts do not come from a proposer: vLLM asks a proposer right after a step, so its drafts are as old as the wait
-for the next one. Here they are handed to the scheduler right before it plans the step. With tensor parallelism the
-plan goes to all ranks, so they verify the same drafts in the same order. And a request near the end of its context
-does not switch off the drafts of the whole batch. A proposer that proposes nothing only makes vLLM reserve the room.
+Only this module and `vllm_worker.py`, its other half inside vLLM's workers, import vLLM and touch what is not public
+there, in the versions of `vllm_version.TESTED_VERSIONS`. Here: `EngineCore`, stepped directly; `running` and
+`update_draft_token_ids` of its scheduler; `sample_tokens` of its executor. `tests/vllm/test_contract.py` fails by name
+when one of them changes. `docs/design/vllm.md` gives the reasons.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,7 +81,7 @@ class CoreStep:
     sampled: np.ndarray
     """bool `(n,)`: which rows sampled."""
     found: Found
-    """Of the rows that sampled."""
+    """What they may commit."""
     states: np.ndarray | None = None
     """`(sum(counts), layers * hidden)`, if exported."""
     sampling_s: float = 0.0
@@ -124,7 +118,7 @@ class EngineCoreHandle:
         self._scheduler: Any = self._core.scheduler
         self._ranks = settings.tensor_parallel
         self._done: CoreStep | None = None
-        self._core.model_executor.sample_tokens = self._noting(self._core.model_executor.sample_tokens)
+        self._watch(self._core.model_executor)
         self._ids: dict[int, str] = {}
         """Row → its request's id inside vLLM: never used twice, since vLLM forgets an id one step late."""
         self._row_of: dict[str, int] = {}
@@ -135,15 +129,16 @@ class EngineCoreHandle:
         self.vocab_size = int(config.model_config.get_vocab_size())
         self.max_model_len = int(config.model_config.max_model_len)
 
-    def _noting(self, sample_tokens: Callable[..., Any]) -> Callable[..., Any]:
-        """The executor's call, which brings back what the worker has attached to vLLM's output."""
+    def _watch(self, executor: Any) -> None:
+        """Read what the worker attaches to vLLM's outputs."""
+        sample_tokens = executor.sample_tokens
 
         def sample(*args: Any, **options: Any) -> Any:
             output = sample_tokens(*args, **options)
             self._done = getattr(output, KEY, None)
             return output
 
-        return sample
+        executor.sample_tokens = sample
 
     def add(self, row: int, token_ids: Sequence[int], sampling: SamplingParams, prompt: int, max_tokens: int) -> None:
         """Queue a request.
@@ -227,7 +222,7 @@ class EngineCoreHandle:
 
 
 class NothingProposed:
-    """vLLM's speculation is configured with a proposer; see the module's text for why this one is silent."""
+    """A proposer that only makes vLLM reserve room for drafts; `step` hands them to the scheduler."""
 
     def __init__(self, vllm_config: Any) -> None:
         del vllm_config
@@ -248,8 +243,8 @@ def remove_what_killed_ones_left() -> None:
 
 
 def record_shared_memory(others: set[str]) -> Path:
-    """Note which shared memory ends with this process and its ranks: all that they use but `others`. vLLM leaves its
-    names to Python, so nothing else tells whose a segment was. Returns the folder with the record."""
+    """Note which shared memory ends with this process and its ranks: all that they use but `others`, since its names
+    are Python's own. Returns the folder with the record."""
     folder = make_owned_folder(_RECORD, tempfile.gettempdir())
     note_segments(folder, _shared_memory() - others)
     return folder
@@ -263,7 +258,7 @@ def _shared_memory() -> set[str]:
 
 @contextlib.contextmanager
 def _folder_of(state_dict: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """A checkpoint in memory, where there is room, for ranks in other processes: each reads its part of it."""
+    """A checkpoint, in memory where there is room: ranks in other processes read their parts of it."""
     from safetensors.torch import save_file
 
     size = sum(tensor.nbytes for tensor in state_dict.values())
@@ -348,8 +343,8 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def kernel_scan_without_llvmlite() -> Iterator[None]:
-    """vLLM's CPU build looks through all attributes of all modules for kernels to replace, and falls over an object of
-    llvmlite (numba) whose `__dict__` is none."""
+    """Hide llvmlite (numba) from vLLM's CPU build, which searches all modules for kernels to replace and fails at one
+    of its objects."""
     from vllm.triton_utils import dispatcher
 
     def others() -> dict[str, Any]:

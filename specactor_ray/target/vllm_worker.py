@@ -1,9 +1,9 @@
-"""What runs inside vLLM's workers: keyed sampling instead of vLLM's samplers, reports of it, and hidden states.
+"""The half of the `vllm` engine inside vLLM's workers (`worker_cls`): keyed sampling in place of vLLM's samplers,
+reports of it, and hidden states. Only vLLM imports this module.
 
-Only vLLM imports this module (`worker_cls`). What it uses of the model runner and is not public: `sampler` and
-`rejection_sampler` (replaced), `speculative_config`, `input_batch`, `requests`,
-`num_scheduled_tokens`, `discard_request_mask`, `execute_model_state`, `use_aux_hidden_state_outputs`. See
-`vllm_bridge.py` for the other half.
+What it uses of the model runner and is not public: `sampler` and `rejection_sampler` (replaced), `speculative_config`,
+`input_batch`, `requests`, `num_scheduled_tokens`, `discard_request_mask`, `execute_model_state`,
+`use_aux_hidden_state_outputs`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class KeyedWorker(_Worker):
                     f"hidden layer {auxiliary[-1] - 1} does not exist: the model has layers 0 to {count - 1}"
                 )
             runner.get_model().set_aux_hidden_state_layers(tuple(auxiliary))
-        # All ranks choose the same tokens from the same logits; the first one tells.
+        # All ranks choose the same tokens from the same logits; the first one reports.
         self._keyed = KeyedSampler(runner, layers if self.rank == 0 else (), settings["record_margins"])
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
