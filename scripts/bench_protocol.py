@@ -216,10 +216,10 @@ class StubbedCore:
         self.device, self._logits = torch.device("cpu"), torch.zeros(rows * (1 + drafts), 8)
         self.discard_request_mask = SimpleNamespace(np=np.zeros(rows, bool))
         self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=np.zeros(rows, np.int32))
-        self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=self))
-        self._keyed = KeyedSampler(self, (), False)
-        self._keyed.install()
-        self.specactor_report = self._keyed.take_report
+        self.num_scheduled_tokens = SimpleNamespace(np=np.full(rows, 1 + drafts, np.int32))
+        self.model_executor = self
+        self.keyed = KeyedSampler(self, (), False)
+        self.keyed.install()
 
     def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
         return request, 0
@@ -238,22 +238,23 @@ class StubbedCore:
         begin = time.perf_counter()
         count = 1 + self.drafts
         self.input_batch.num_computed_tokens_cpu[:] = [one.num_computed_tokens for one in self.running]
-        scheduled = dict.fromkeys(self.input_batch.req_ids, count)
-        self.execute_model_state = SimpleNamespace(scheduler_output=SimpleNamespace(num_scheduled_tokens=scheduled))
         for one in self.running:
             one.num_tokens += count
             one.num_computed_tokens += count
         self.seconds += time.perf_counter() - begin
-        self._keyed.sample_tokens(None)
+        self.sample_tokens()
 
-    def sample_tokens(self, grammar_output: Any) -> None:
+    def sample_tokens(self) -> Any:
+        """As the executor of a single rank, with our half of its worker."""
+        self.keyed.begin(None)
         if not self.drafts:
             self.sampler(logits=self._logits, sampling_metadata=None)
-            return
-        rows = len(self.running)
-        ids, counts = torch.full((rows * self.drafts,), 7, dtype=torch.int32), [self.drafts] * rows
-        metadata = SimpleNamespace(draft_token_ids=ids, num_draft_tokens=counts)
-        self.rejection_sampler(metadata, None, self._logits, None)
+        else:
+            rows = len(self.running)
+            ids, counts = torch.full((rows * self.drafts,), 7, dtype=torch.int32), [self.drafts] * rows
+            metadata = SimpleNamespace(draft_token_ids=ids, num_draft_tokens=counts)
+            self.rejection_sampler(metadata, None, self._logits, None)
+        return SimpleNamespace(specactor=self.keyed.step)
 
 
 def vllm_ms(rows: int, drafts: int) -> float:
@@ -263,7 +264,8 @@ def vllm_ms(rows: int, drafts: int) -> float:
     core = StubbedCore(rows, drafts)
     handle = vllm_bridge.EngineCoreHandle.__new__(vllm_bridge.EngineCoreHandle)
     vars(handle).update(_core=core, _scheduler=core, _ranks=1, vocab_size=1000, max_model_len=1 << 20)
-    vars(handle).update(_ids={}, _row_of={}, _numbers=itertools.count(), _drafted=False)
+    vars(handle).update(_ids={}, _row_of={}, _numbers=itertools.count(), _drafted=False, _done=None)
+    handle._watch(core)
     settings = vllm_bridge.CoreSettings("", "", None, rows, rows * (1 + drafts), 0, 64)
     with (
         mock.patch.object(vllm, "EngineCoreHandle", return_value=handle),

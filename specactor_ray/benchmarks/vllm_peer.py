@@ -10,6 +10,7 @@ from typing import Any
 from specactor_ray.benchmarks.peers import PeerMeasured, PeerWork, TokenIds
 from specactor_ray.child import Report
 from specactor_ray.cluster.cores import bind_to_cores
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.messages import SamplingParams
 
 
@@ -23,13 +24,13 @@ def measure_peer(work: PeerWork, report: Report) -> list[PeerMeasured]:
         "VLLM_NO_USAGE_STATS": "1",
     }
     os.environ.update(settings)
-    llm = _start(work)
-    _generate(llm, [(1, 2, 3)], [SamplingParams(temperature=0.0, max_tokens=8)])
+    llm = start(work.config.target, work.batch, work.speculative)
+    generate(llm, [(1, 2, 3)], [SamplingParams(temperature=0.0, max_tokens=8)])
     measured = []
     for name, prompts, sampling in work.workloads:
         llm.reset_prefix_cache()
         before, begin = _counters(llm), time.perf_counter()
-        outputs = _generate(llm, prompts, sampling)
+        outputs = generate(llm, prompts, sampling)
         seconds = time.perf_counter() - begin
         drafts, drafted, rows = (now - then for now, then in zip(_counters(llm), before, strict=True))
         tokens = sum(map(len, outputs))
@@ -39,14 +40,20 @@ def measure_peer(work: PeerWork, report: Report) -> list[PeerMeasured]:
     return measured
 
 
-def _start(work: PeerWork) -> Any:
+def start(target: TargetConfig, batch: int, speculative: dict[str, Any] | None) -> Any:
+    """`vllm.LLM` of the configured target.
+
+    Args:
+        target: The target's section.
+        batch: Most requests at once.
+        speculative: vLLM's `speculative_config`.
+    """
     from vllm import LLM
 
     from specactor_ray.models.cache_size import cache_bytes, room_here
     from specactor_ray.models.loading import locate_model
     from specactor_ray.target.vllm_bridge import kernel_scan_without_llvmlite
 
-    target = work.config.target
     source, revision = locate_model(target.model)
     with kernel_scan_without_llvmlite():
         llm = LLM(
@@ -55,11 +62,11 @@ def _start(work: PeerWork) -> Any:
             tokenizer_revision=revision,
             dtype=target.dtype,
             max_model_len=target.max_model_len,
-            max_num_seqs=work.batch,
+            max_num_seqs=batch,
             max_num_batched_tokens=max(target.max_step_tokens, target.max_model_len or 0),
             kv_cache_memory_bytes=int(cache_bytes(target, room_here(target))),
             enforce_eager=not target.compiled,
-            speculative_config=work.speculative,
+            speculative_config=speculative,
             generation_config="vllm",
             disable_log_stats=False,
             use_tqdm_on_load=False,
@@ -69,7 +76,8 @@ def _start(work: PeerWork) -> Any:
     return llm
 
 
-def _generate(llm: Any, prompts: Sequence[TokenIds], sampling: Sequence[SamplingParams]) -> list[TokenIds]:
+def generate(llm: Any, prompts: Sequence[TokenIds], sampling: Sequence[SamplingParams]) -> list[TokenIds]:
+    """Output tokens of every prompt."""
     from vllm import SamplingParams as VllmSamplingParams
 
     params = [

@@ -51,7 +51,6 @@ _PROBLEMS = {
     kernels.ERR_ALL_NEG_INF: "all logits are -inf",
     kernels.ERR_TOO_LARGE: f"a logit is above {kernels.MAX_LOGIT:g}",
 }
-_MAX_POSITION = 2**32 - 1
 _DTYPES = ("torch.float32", "torch.bfloat16", "torch.float16")
 
 
@@ -220,11 +219,9 @@ def verify_arrays(
     Raises:
         ValueError: Shapes, dtype or positions do not fit.
     """
-    lengths = np.diff(tail_offsets)
-    _check(logits, offsets, lengths, positions + rules.table["base"][slots])
+    width, logits = 1 + _longest(logits, offsets, tail_offsets, positions, slots, rules), logits.detach()
     if not len(slots):
         return Found(np.empty((0, 5), np.int64))
-    width, logits = 1 + int(lengths.max()), logits.detach()
     batch = Batch(logits, offsets, tail_offsets, drafts, width, positions, slots, rules, record_margins)
     name = _fitting(logits, record_margins) if backend == "auto" else backend
     if name == "triton":
@@ -252,25 +249,33 @@ def warm_up(
         _fitting(torch.empty(0, dtype=dtype, device=device), record_margins)
 
 
-def _check(logits: torch.Tensor, offsets: np.ndarray, lengths: np.ndarray, first: np.ndarray) -> None:
+def _longest(
+    logits: torch.Tensor,
+    offsets: np.ndarray,
+    tail_offsets: np.ndarray,
+    positions: np.ndarray,
+    slots: np.ndarray,
+    rules: Rules,
+) -> int:
+    """Most drafts of a request. Raises ValueError where something does not fit."""
     if logits.ndim != 2 or str(logits.dtype) not in _DTYPES or logits.shape[1] == 0:
         raise ValueError(f"logits must be (rows, vocabulary) in float32, bfloat16 or float16, got {tuple(logits.shape)}"
                          f" {logits.dtype}")  # fmt: skip
-    if not len(offsets) == len(lengths) == len(first):
-        raise ValueError(f"{len(offsets)} row offsets for {len(lengths)} tails and {len(first)} positions")
-    if len(first) and (offsets.min() < 0 or (offsets + lengths).max() >= logits.shape[0]):
-        raise ValueError(f"row offsets and tails reach outside of the {logits.shape[0]} rows of logits")
-    if len(first) and (first.min() < 0 or (first + lengths).max() > _MAX_POSITION):
-        raise ValueError(f"positions must be between 0 and {_MAX_POSITION}")
+    if not len(offsets) == len(tail_offsets) - 1 == len(positions) == len(slots):
+        raise ValueError(f"{len(offsets)} row offsets for {len(tail_offsets) - 1} tails and {len(positions)} positions")
+    exist, keyed, longest = kernels.survey(logits.shape[0], offsets, tail_offsets, positions, slots, rules.table)
+    if not exist:
+        raise ValueError(f"offsets, tails or slots reach outside of {logits.shape[0]} logits, {len(rules.table)} rules")
+    if not keyed:
+        raise ValueError(f"positions must be between 0 and {kernels.MAX_POSITION}")
+    return int(longest)
 
 
 def _run_numba(batch: Batch) -> np.ndarray:
-    x, rules = batch.logits.cpu().float().contiguous().numpy(), batch.rules.table[batch.slots]
-    columns = tuple(np.ascontiguousarray(rules[name]) for name in ("seed", "temperature", "top_k", "top_p"))
-    first, packed = batch.positions + rules["base"], _unfilled(batch)
+    x, packed = batch.logits.cpu().float().contiguous().numpy(), _unfilled(batch)
     tails = (batch.offsets, batch.tail_offsets, np.asarray(batch.drafts, np.int32))
-    out = (packed, packed.view(np.float64))
-    kernels.verify_batch(x, x.view(np.int32), *tails, first, columns, batch.record_margins, out)
+    out, margins = (packed, packed.view(np.float64)), batch.record_margins
+    kernels.verify_batch(x, x.view(np.int32), *tails, batch.positions, batch.slots, batch.rules.table, margins, out)
     return packed
 
 

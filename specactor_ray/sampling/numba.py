@@ -7,7 +7,8 @@ logarithm is taken (`_bar`). No kernel starts threads; all release the GIL.
 
 All kernels stay in one file on purpose: numba's on-disk cache notices changes of the file a function is in, not
 of the files it calls into. Loops are kept simple enough for LLVM to vectorise them, hence the casts after every
-operation: numba widens `uint32 + uint32` to 64 bits.
+operation: numba widens `uint32 + uint32` to 64 bits, and the slices: of `x[start + i]` it cannot exclude a negative
+index, so that the load becomes a gather, three times as slow.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ MASS_UNIT = 2.0**42
 """Top-p counts probabilities in whole numbers of exp((logit - max) / T) / 2^42: their sums have no order, so that all
 forms agree on the cut. A sum fits 64 bits for up to 2^21 tokens."""
 
+MAX_POSITION = 2**32 - 1
+
 _BLOCK = 512
 _P_BINS, _P_BINS_PER_NAT = 2048, 64
 _K_BINS, _K_BINS_PER_LOGIT = 4096, 128
@@ -38,6 +41,7 @@ _MANTISSA, _ONE_BITS = np.int64(0x000FFFFFFFFFFFFF), np.int64(0x3FF0000000000000
 _PARITY = np.uint32(0x1BD11BDA)
 
 _jit: Any = kernel()
+_jit_contract: Any = kernel(fastmath={"contract"})
 _jit_reassoc: Any = kernel(fastmath={"reassoc", "nsz", "contract"})
 
 
@@ -182,11 +186,12 @@ def _first_index(x: Any, value: Any) -> Any:
     return 0
 
 
-@_jit
+@_jit_contract
 def _exp_block(x: Any, start: Any, n: Any, m: Any, inv_t: Any, out: Any) -> None:
     """out[i] = exp((x - m) / T) in float32, relative error below 2e-5 (1e-6 near the top), never under e^-87."""
+    block = x[start : start + n]
     for i in range(n):
-        y = np.float32(np.float32(x[start + i] - m) * inv_t)
+        y = np.float32(np.float32(block[i] - m) * inv_t)
         y = y if y > np.float32(-87.0) else np.float32(-87.0)
         k = np.floor(np.float32(y * np.float32(1.4426950408889634) + np.float32(0.5)))
         r = np.float32(
@@ -333,8 +338,9 @@ def _mass(value: Any, m: Any, temperature: Any) -> Any:
 
 @_jit
 def _mass_block(x: Any, start: Any, n: Any, m: Any, temperature: Any, out: Any) -> None:
+    block = x[start : start + n]
     for i in range(n):
-        out[i] = _mass(x[start + i], m, temperature)
+        out[i] = _mass(block[i], m, temperature)
 
 
 @_jit
@@ -454,29 +460,46 @@ def sample_row(x: Any, bits: Any, key: Any, temperature: Any, top_k: Any, top_p:
 
 
 @_jit
-def verify_batch(logits: Any, bits: Any, row_offsets: Any, tail_offsets: Any, tails: Any, positions: Any, rules: Any,
-                 want_margin: Any, out: Any) -> None:  # fmt: skip
+def survey(rows: Any, offsets: Any, tail_offsets: Any, positions: Any, slots: Any, rules: Any) -> Any:
+    """Whether the requests read logits of `rows` rows and rules that exist, whether their positions can be keyed, and
+    the length of the longest tail. Arrays as in `verify_batch`."""
+    exist, keyed, longest = True, True, np.int64(0)
+    for i in range(offsets.shape[0]):
+        length, slot = tail_offsets[i + 1] - tail_offsets[i], slots[i]
+        if offsets[i] < 0 or offsets[i] + length >= rows or slot < 0 or slot >= rules.shape[0]:
+            exist = False
+            break
+        first = positions[i] + rules[slot]["base"]
+        keyed &= first >= 0 and first + length <= MAX_POSITION
+        longest = max(longest, length)
+    return exist, keyed, longest
+
+
+@_jit
+def verify_batch(logits: Any, bits: Any, row_offsets: Any, tail_offsets: Any, tails: Any, positions: Any, slots: Any,
+                 rules: Any, want_margin: Any, out: Any) -> None:  # fmt: skip
     """Sample each request position by position until the token differs from its tail or the tail is used up.
 
     Args:
         row_offsets: Request i reads the logits rows `row_offsets[i] + j`.
         tails: Draft tokens of all requests; request i has `tails[tail_offsets[i]:tail_offsets[i + 1]]`.
-        positions: Output position of each request's first row.
-        rules: Arrays (seed uint64, temperature float64, top_k int64, top_p float64).
+        positions: Position of each request's first row; the base of its rule is added.
+        slots: Its slot in `rules`, the table of `Rules`.
         out: The buffer of `sampling.Found`, tokens filled with -1, as int64 and as float64.
     """
-    seeds, temperatures, top_ks, top_ps = rules
     packed, floats = out
     width = (packed.shape[1] - 2) // 3
     scratch = (np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32))
     for i in range(row_offsets.shape[0]):
-        low, high = np.uint32(seeds[i] & np.uint64(0xFFFFFFFF)), np.uint32(seeds[i] >> np.uint64(32))
+        rule = rules[slots[i]]
+        seed, position = rule["seed"], positions[i] + rule["base"]
+        low, high = np.uint32(seed & np.uint64(0xFFFFFFFF)), np.uint32(seed >> np.uint64(32))
         first, tail_len = tail_offsets[i], tail_offsets[i + 1] - tail_offsets[i]
         count, status = 0, OK
         while count <= tail_len:
-            row, key = row_offsets[i] + count, (low, high, np.uint32(positions[i] + count))
+            row, key = row_offsets[i] + count, (low, high, np.uint32(position + count))
             status, token, logprob, margin = sample_row(
-                logits[row], bits[row], key, temperatures[i], top_ks[i], top_ps[i], want_margin, scratch
+                logits[row], bits[row], key, rule["temperature"], rule["top_k"], rule["top_p"], want_margin, scratch
             )
             if status != OK:
                 break

@@ -1,9 +1,9 @@
 """The target engine: owns the truth of the requests it runs.
 
 One `step` runs one forward over prefill chunks and over the draft tails of all running rows, and commits per
-row the longest draft prefix that equals what the target samples plus one token of its own. An engine knows no
-Ray and no drafters: drafts are handed to `step`. A request has a row from `add` to its end or `remove`; drafts and
-results are arrays that name rows. Every engine passes `tests/unit/engine_conformance.py`.
+row the longest draft prefix that equals what the target samples plus one token of its own. Engines use no Ray. A
+request has a row from `add` to its end or `remove`; drafts and results are arrays that name rows. Every engine passes
+`tests/unit/engine_conformance.py`.
 """
 
 from __future__ import annotations

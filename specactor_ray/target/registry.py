@@ -1,4 +1,4 @@
-"""Target backends by name; each is imported only when it is asked for."""
+"""Target backends by name; each is imported at its first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def build_engine(config: TargetConfig, device: str, max_drafts: int, hosted: flo
 
     Args:
         config: Its section; data type and size of the cache, where it has none, follow from the device.
-        device: `cpu` or `cuda`; vLLM knows itself which it was built for.
+        device: `cpu` or `cuda`; vLLM takes the one that it was built for.
         max_drafts: Most draft tokens of a request in one step; 0 where none are ever verified.
         hosted: Bytes of the GPU that drafters will take beside it.
 

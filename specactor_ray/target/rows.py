@@ -1,5 +1,5 @@
-"""What every engine does with requests in the same way: refuse those that can never run, cut drafts to what may be
-verified, end outputs, and hand out hidden states. Structure of arrays, by the row of the request."""
+"""What engines do alike with requests: refuse those that can never run, cut drafts, end outputs, export hidden states.
+Structure of arrays, by the row of the request."""
 
 from __future__ import annotations
 

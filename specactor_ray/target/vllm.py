@@ -1,8 +1,5 @@
-"""Target engine over vLLM: its scheduler, paged attention and kernels, our drafts and keyed sampling.
-
-vLLM plans and computes; what a token is and whether a draft was right is decided by the same code as in the `hf` engine
-(`sampling.verify_arrays`), inside vLLM's worker (`vllm_worker.py`). Stops are ours, too (`rows.py`); vLLM ends
-outputs at their length only.
+"""Target engine over vLLM: its scheduler, paged attention and kernels; our drafts, keyed sampling (`vllm_worker.py`)
+and stops (`rows.py`). vLLM ends outputs at their length only.
 """
 
 from __future__ import annotations

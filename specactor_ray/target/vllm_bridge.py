@@ -1,15 +1,9 @@
-"""vLLM's engine core in this process. This module and `vllm_worker.py`, its other half inside vLLM's workers, are the
-only ones that import vLLM and touch what is not public there, in the versions of `vllm_version.TESTED_VERSIONS`:
+"""vLLM's engine core in this process.
 
-- `EngineCore`, stepped directly, and its scheduler: `running`, `update_draft_token_ids`; the worker of a single rank;
-- the worker's model runner: see there.
-
-`tests/vllm/test_contract.py` fails loudly when one of them changes.
-
-Why drafts do not come from a proposer: vLLM asks a proposer right after a step, so its drafts are as old as the wait
-for the next one. Here they are handed to the scheduler right before it plans the step. With tensor parallelism the
-plan goes to all ranks, so they verify the same drafts in the same order. And a request near the end of its context
-does not switch off the drafts of the whole batch. A proposer that proposes nothing only makes vLLM reserve the room.
+Only this module and `vllm_worker.py`, its other half inside vLLM's workers, import vLLM and touch what is not public
+there, in the versions of `vllm_version.TESTED_VERSIONS`. Here: `EngineCore`, stepped directly; `running` and
+`update_draft_token_ids` of its scheduler; `sample_tokens` of its executor. `tests/vllm/test_contract.py` fails by name
+when one of them changes. `docs/design/vllm.md` gives the reasons.
 """
 
 from __future__ import annotations
@@ -39,14 +33,11 @@ from specactor_ray.messages import SamplingParams
 from specactor_ray.models.loading import locate_model
 from specactor_ray.ragged import begins
 from specactor_ray.sampling.keyed import Found
+from specactor_ray.target.vllm_graphs import GRAPH_ARGUMENTS, graph_arguments
 from specactor_ray.target.vllm_version import require_vllm
 
-_GRAPH_SIZES = {"cudagraph_capture_sizes", "compilation_config"}
-"""Engine arguments that say which steps are captured."""
 logger = logging.getLogger(__name__)
 
-_VLLMS_LARGEST_GRAPH = 512
-"""Positions of the largest step that vLLM captures by default."""
 _IN_MEMORY = "/dev/shm"
 _RECORD, _WEIGHTS = "specactor-ranks-", "specactor-weights-"
 KEY = "specactor"
@@ -95,11 +86,16 @@ class CoreStep:
     """int64 `(n,)`: draft tokens among them."""
     sampled: np.ndarray
     """bool `(n,)`: which rows sampled."""
-    found: Found = field(default_factory=lambda: Found(np.empty((0, 5), np.int64)))
-    """Of the rows that sampled."""
+    found: Found
+    """What they may commit."""
     states: np.ndarray | None = None
     """`(sum(counts), layers * hidden)`, if exported."""
     sampling_s: float = 0.0
+
+
+_NONE = np.zeros(0, np.int64)
+_NOTHING = CoreStep(_NONE, _NONE, _NONE, _NONE, _NONE > 0, Found(np.empty((0, 5), np.int64)))
+"""A step that sampled nothing."""
 
 
 class EngineCoreHandle:
@@ -129,6 +125,8 @@ class EngineCoreHandle:
             raise ModelLoadError(f"vllm cannot serve {settings.model}: {_first_lines(error)}{hint}") from error
         self._scheduler: Any = self._core.scheduler
         self._ranks = settings.tensor_parallel
+        self._done: CoreStep | None = None
+        self._watch(self._core.model_executor)
         self._ids: dict[int, str] = {}
         """Row → its request's id inside vLLM: never used twice, since vLLM forgets an id one step late."""
         self._row_of: dict[str, int] = {}
@@ -138,6 +136,17 @@ class EngineCoreHandle:
         self._record = record_shared_memory(others) if self._ranks > 1 else None
         self.vocab_size = int(config.model_config.get_vocab_size())
         self.max_model_len = int(config.model_config.max_model_len)
+
+    def _watch(self, executor: Any) -> None:
+        """Read what the worker attaches to vLLM's outputs."""
+        sample_tokens = executor.sample_tokens
+
+        def sample(*args: Any, **options: Any) -> Any:
+            output = sample_tokens(*args, **options)
+            self._done = getattr(output, KEY, None)
+            return output
+
+        executor.sample_tokens = sample
 
     def add(self, row: int, token_ids: Sequence[int], sampling: SamplingParams, prompt: int, max_tokens: int) -> None:
         """Queue a request.
@@ -195,13 +204,9 @@ class EngineCoreHandle:
             lists = [flat[begin:end] for begin, end in itertools.pairwise(ends)]
             self._scheduler.update_draft_token_ids(DraftTokenIds(ids, lists))
         self._drafted = len(tokens) > 0
+        self._done = None
         self._core.step_fn()  # without `post_step`, which would ask the proposer
-        step: CoreStep = (
-            self._core.model_executor.driver_worker.worker.specactor_report()
-            if self._ranks == 1
-            else self._core.collective_rpc("specactor_report")[0]
-        )
-        return step
+        return self._done or _NOTHING
 
     def count_graphs(self, counts: dict[str, int]) -> None:
         """Count the plans of steps from now on by the CUDA graphs that they take: `FULL`, `PIECEWISE` or `NONE`. For a
@@ -238,7 +243,7 @@ class EngineCoreHandle:
 
 
 class NothingProposed:
-    """vLLM's speculation is configured with a proposer; see the module's text for why this one is silent."""
+    """A proposer that only makes vLLM reserve room for drafts; `step` hands them to the scheduler."""
 
     def __init__(self, vllm_config: Any) -> None:
         del vllm_config
@@ -259,8 +264,8 @@ def remove_what_killed_ones_left() -> None:
 
 
 def record_shared_memory(others: set[str]) -> Path:
-    """Note which shared memory ends with this process and its ranks: all that they use but `others`. vLLM leaves its
-    names to Python, so nothing else tells whose a segment was. Returns the folder with the record."""
+    """Note which shared memory ends with this process and its ranks: all that they use but `others`, since its names
+    are Python's own. Returns the folder with the record."""
     folder = make_owned_folder(_RECORD, tempfile.gettempdir())
     note_segments(folder, _shared_memory() - others)
     return folder
@@ -274,7 +279,7 @@ def _shared_memory() -> set[str]:
 
 @contextlib.contextmanager
 def _folder_of(state_dict: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """A checkpoint in memory, where there is room, for ranks in other processes: each reads its part of it."""
+    """A checkpoint, in memory where there is room: ranks in other processes read their parts of it."""
     from safetensors.torch import save_file
 
     size = sum(tensor.nbytes for tensor in state_dict.values())
@@ -344,9 +349,6 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
     if settings.gpu_share is not None:
         # What vLLM asks to be free when it starts; 0.92 by default.
         arguments["gpu_memory_utilization"] = settings.gpu_share
-        verified = min(settings.max_step_tokens, settings.max_batch * (1 + settings.max_drafts))
-        if verified > _VLLMS_LARGEST_GRAPH and not _GRAPH_SIZES & settings.engine_arguments.keys():
-            arguments["max_cudagraph_capture_size"] = verified
     if settings.max_drafts:
         proposer = f"{__name__}.{NothingProposed.__name__}"
         arguments["speculative_config"] = {
@@ -354,13 +356,19 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
             "model": proposer,
             "num_speculative_tokens": settings.max_drafts,
         }
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    graphs = graph_arguments(
+        capability, settings.compiled, settings.max_batch, settings.max_drafts, arguments["max_num_batched_tokens"]
+    )
+    if not GRAPH_ARGUMENTS & settings.engine_arguments.keys():
+        arguments |= graphs
     return {**arguments, **settings.engine_arguments}
 
 
 @contextlib.contextmanager
 def kernel_scan_without_llvmlite() -> Iterator[None]:
-    """vLLM's CPU build looks through all attributes of all modules for kernels to replace, and falls over an object of
-    llvmlite (numba) whose `__dict__` is none."""
+    """Hide llvmlite (numba) from vLLM's CPU build, which searches all modules for kernels to replace and fails at one
+    of its objects."""
     from vllm.triton_utils import dispatcher
 
     def others() -> dict[str, Any]:

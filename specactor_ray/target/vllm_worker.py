@@ -1,14 +1,14 @@
-"""What runs inside vLLM's workers: keyed sampling instead of vLLM's samplers, reports of it, and hidden states.
+"""The half of the `vllm` engine inside vLLM's workers (`worker_cls`): keyed sampling in place of vLLM's samplers,
+reports of it, and hidden states. Only vLLM imports this module.
 
-Only vLLM imports this module (`worker_cls`). What it uses of the model runner and is not public: `sampler` and
-`rejection_sampler` (replaced), `sample_tokens` (wrapped), `input_batch`, `requests`, `discard_request_mask`,
-`execute_model_state`, `use_aux_hidden_state_outputs`. See `vllm_bridge.py` for the other half.
+What it uses of the model runner and is not public: `sampler` and `rejection_sampler` (replaced), `speculative_config`,
+`input_batch`, `requests`, `num_scheduled_tokens`, `discard_request_mask`, `execute_model_state`,
+`use_aux_hidden_state_outputs`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ else:
 
 _PAD = -1
 """vLLM's mark for "no token" in the output of a sampler."""
+_NO_DRAFTS = np.zeros(0, np.int32)
 
 
 class KeyedWorker(_Worker):
@@ -52,7 +53,7 @@ class KeyedWorker(_Worker):
                     f"hidden layer {auxiliary[-1] - 1} does not exist: the model has layers 0 to {count - 1}"
                 )
             runner.get_model().set_aux_hidden_state_layers(tuple(auxiliary))
-        # All ranks choose the same tokens from the same logits; the first one tells.
+        # All ranks choose the same tokens from the same logits; the first one reports.
         self._keyed = KeyedSampler(runner, layers if self.rank == 0 else (), settings["record_margins"])
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,10 +64,19 @@ class KeyedWorker(_Worker):
         warm_up(self.model_runner.device, self.model_runner.dtype, record_margins=margins)
         return times
 
-    def specactor_report(self) -> CoreStep | None:
-        """What the last step did, from the first rank."""
-        report = self._keyed.take_report()
-        return report if self.rank == 0 else None
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """A step without drafts is one of an engine without speculation, but where layers keep a state per draft."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens or self.vllm_config.model_config.is_hybrid
+        self.model_runner.speculative_config = self.vllm_config.speculative_config if drafts else None
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's output, and with that of the first rank what the step did."""
+        self._keyed.begin(self.model_runner.execute_model_state)
+        output = super().sample_tokens(grammar_output)
+        if self.rank == 0:
+            setattr(output, KEY, self._keyed.step)
+        return output
 
 
 class KeyedSampler:
@@ -83,44 +93,34 @@ class KeyedSampler:
         self._order = sorted({layer for layer in hidden_layers if layer != HEAD_INPUT})
         self._rules = Rules(32, runner.device)
         """By the engine's row; positions are those in the sequence."""
-        self._row_of: dict[str, int] = {}
-        """vLLM's request id → row, of the requests whose rules are written."""
-        self._report = _report((), (), ())
-        self._sample_tokens: Any = None
+        self._ids: list[str] = []
+        """vLLM's ids of the last batch."""
+        self._rows = np.zeros(0, np.int32)
+        """Their rows."""
+        self._state: Any = None
+        self.step: CoreStep | None = None
+        """What the last step did; None if it sampled nothing."""
 
     def install(self) -> None:
-        runner = self._runner
-        runner.sampler, runner.rejection_sampler = self.sample, self.verify
-        self._sample_tokens, runner.sample_tokens = runner.sample_tokens, self.sample_tokens
+        self._runner.sampler, self._runner.rejection_sampler = self.sample, self.verify
+
+    def begin(self, state: Any) -> None:
+        """A step samples; `state` is the runner's `execute_model_state`, which vLLM drops before."""
+        self._state, self.step = state if self._layers else None, None
 
     def sample(self, logits: torch.Tensor, sampling_metadata: Any, **_: Any) -> SamplerOutput:
         """One token per request."""
         del sampling_metadata
-        return self._choose(logits, np.zeros(logits.shape[0], np.int64), np.zeros(0, np.int32))
+        return self._choose(logits, np.zeros(logits.shape[0], np.int64), _NO_DRAFTS)
 
     def verify(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
         """Per request the accepted drafts and one token more."""
         del draft_probs, sampling_metadata
         return self._choose(logits, np.array(metadata.num_draft_tokens, np.int64), metadata.draft_token_ids)
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's `sample_tokens`, with a look at what the forward was made of."""
-        state, batch = self._runner.execute_model_state, self._runner.input_batch
-        self._report = _report((), (), ())
-        if state is not None:
-            ids, scheduled = batch.req_ids, state.scheduler_output.num_scheduled_tokens
-            firsts = batch.num_computed_tokens_cpu[: len(ids)]
-            self._report = _report(self._rows(ids), firsts, [scheduled[request_id] for request_id in ids])
-            self._report.states = self._exported(state, int(self._report.counts.sum()))
-        return self._sample_tokens(grammar_output)
-
-    def take_report(self) -> CoreStep:
-        """The report of the last step; the next one begins empty."""
-        report, self._report = self._report, _report((), (), ())
-        return report
-
-    def _exported(self, state: Any, num_tokens: int) -> np.ndarray | None:
-        if not self._layers:
+    def _exported(self, num_tokens: int) -> np.ndarray | None:
+        state, self._state = self._state, None
+        if state is None:
             return None
         by_layer = dict(zip(self._order, state.aux_hidden_states or (), strict=True))
         by_layer[HEAD_INPUT] = state.hidden_states
@@ -128,42 +128,41 @@ class KeyedSampler:
 
     def _choose(self, logits: torch.Tensor, drafted: np.ndarray, drafts: np.ndarray | torch.Tensor) -> SamplerOutput:
         begin = time.perf_counter()
-        report = self._report
-        report.drafted = drafted
+        runner, n = self._runner, len(drafted)
+        rows = self._rows_of(runner.input_batch.req_ids)
+        firsts = runner.input_batch.num_computed_tokens_cpu[:n].astype(np.int64)
+        counts = runner.num_scheduled_tokens.np[:n].astype(np.int64)
         # What is chosen for a request whose prompt is not in the cache yet does not count.
-        report.sampled = sampled = ~self._runner.discard_request_mask.np[: len(drafted)]
-        firsts = np.arange(len(drafted)) + np.cumsum(drafted) - drafted
-        report.found = found = verify_arrays(
-            logits,
-            firsts[sampled],
-            begins(drafted[sampled]),
-            drafts,
-            (report.firsts + report.counts - drafted)[sampled],
-            report.rows[sampled],
-            self._rules,
-            record_margins=self._margins,
+        sampled = ~runner.discard_request_mask.np[:n]
+        tails = begins(drafted)
+        offsets, positions = np.arange(n) + tails[:-1], firsts + counts - drafted
+        chosen = (offsets, tails, positions, rows)
+        if not sampled.all():
+            chosen = (offsets[sampled], begins(drafted[sampled]), positions[sampled], rows[sampled])
+        offsets, tails, positions, slots = chosen
+        found = verify_arrays(
+            logits, offsets, tails, drafts, positions, slots, self._rules, record_margins=self._margins
         )
-        tokens = np.full((len(drafted), found.width), _PAD, np.int32)
+        tokens = np.full((n, found.width), _PAD, np.int32)
         tokens[sampled] = found.tokens
         tokens[tokens[:, 0] == _PAD, 0] = 0  # also of a row that cannot be sampled from: the engine drops its request
-        report.sampling_s = time.perf_counter() - begin
-        return SamplerOutput(torch.from_numpy(tokens).to(logits.device), None)
+        spent_s = time.perf_counter() - begin
+        states = self._exported(int(counts.sum()))
+        self.step = CoreStep(rows, firsts, counts, drafted, sampled, found, states, spent_s)
+        return SamplerOutput(torch.from_numpy(tokens), None)  # on the host, where vLLM reads it
 
-    def _rows(self, request_ids: Sequence[str]) -> list[int]:
-        """Rows of a batch. Rules are written at the first sight of a request, and when it comes back."""
-        row_of = self._row_of
-        if fresh := [request_id for request_id in request_ids if request_id not in row_of]:
-            self._row_of = row_of = {one: row_of[one] for one in request_ids if one in row_of}
-            for request_id in fresh:
+    def _rows_of(self, request_ids: list[str]) -> np.ndarray:
+        """int32 rows of a batch. Rules are written at the first sight of a request, and when it comes back."""
+        if request_ids == self._ids:
+            return self._rows
+        known = dict(zip(self._ids, self._rows.tolist(), strict=True))
+        for request_id in request_ids:
+            if request_id not in known:
                 keyed = self._runner.requests[request_id].sampling_params.extra_args[KEY]
                 temperature, top_k, top_p, seed = keyed["rule"]
                 sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
                 self._rules.write([keyed["row"]], [sampling], [-keyed["prompt"]])
-                row_of[request_id] = keyed["row"]
-        return [row_of[request_id] for request_id in request_ids]
-
-
-def _report(rows: Sequence[int], firsts: Sequence[int] | np.ndarray, counts: Sequence[int]) -> CoreStep:
-    """A step in which nothing is sampled yet."""
-    columns = np.array(rows, np.int32), np.array(firsts, np.int64), np.array(counts, np.int64)
-    return CoreStep(*columns, np.zeros(len(rows), np.int64), np.zeros(len(rows), np.bool_))
+                known[request_id] = keyed["row"]
+        self._ids = list(request_ids)
+        self._rows = np.array([known[request_id] for request_id in request_ids], np.int32)
+        return self._rows

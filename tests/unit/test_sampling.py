@@ -26,7 +26,9 @@ from specactor_ray.sampling.keyed import (
     derive_seed,
     gumbel_noise,
     sample_rows,
+    verify_arrays,
 )
+from specactor_ray.sampling.rules import Rules
 from tests.tails import Verified, verify_tails
 
 REPO = Path(__file__).parents[2]
@@ -490,6 +492,13 @@ def test_calls_that_do_not_fit_are_refused(change, problem):
             "params": [SamplingParams()] * 2, "positions": [0, 0]} | change  # fmt: skip
     with pytest.raises(ValueError, match=problem):
         verify_tails(**call)
+
+
+@pytest.mark.parametrize("slot", [-1, 2])
+def test_slots_without_a_rule_are_refused(slot):
+    rules, rows = Rules(2), np.arange(2)
+    with pytest.raises(ValueError, match="slots reach outside of 2 logits, 2 rules"):
+        verify_arrays(torch.zeros(2, 4), rows, np.zeros(3, np.int64), rows[:0], rows, np.array([0, slot]), rules)
 
 
 def test_sample_rows_wants_one_rule_per_row():

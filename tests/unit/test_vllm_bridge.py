@@ -74,15 +74,3 @@ def test_a_share_of_the_gpu_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) 
     assert (arguments["max_num_seqs"], arguments["max_num_batched_tokens"]) == (128, 2048)
     assert arguments_of(monkeypatch, 0, gpus=1, kv_cache_gb=90.0)["gpu_memory_utilization"] == 1.0
     assert "gpu_memory_utilization" not in arguments_of(monkeypatch, 0, kv_cache_gb=0.01)
-
-
-@pytest.mark.parametrize(
-    ("drafts", "rows", "largest"), [(0, 128, None), (3, 128, None), (8, 128, 1152), (8, 512, 2048)]
-)
-def test_graphs_reach_as_far_as_steps_that_verify(
-    monkeypatch: pytest.MonkeyPatch, drafts: int, rows: int, largest: int | None
-) -> None:
-    arguments = arguments_of(monkeypatch, drafts, gpus=1, max_batch=rows)
-    assert arguments.get("max_cudagraph_capture_size") == largest
-    sizes = {"cudagraph_capture_sizes": [1, 4]}
-    assert "max_cudagraph_capture_size" not in arguments_of(monkeypatch, drafts, gpus=1, engine_arguments=sizes)

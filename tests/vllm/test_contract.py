@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 import pytest
+import torch
 
 from specactor_ray.config.engine_arguments import REFUSED, SET_BY_KEYS
 from specactor_ray.errors import ConfigError
 from specactor_ray.target.vllm_bridge import CoreSettings, _engine_arguments
+from specactor_ray.target.vllm_graphs import capture_sizes
 from specactor_ray.target.vllm_version import TESTED_VERSIONS, require_engine_arguments, require_vllm
 from tests.tiny import tiny_vllm_target
 from tests.vllm import needs_vllm
@@ -24,11 +27,10 @@ def test_the_installed_version_is_a_tested_one() -> None:
 def test_the_engine_core_and_its_scheduler() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-    from vllm.v1.outputs import DraftTokenIds
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
 
     assert "weights_path" in inspect.signature(GPUModelRunner.reload_weights).parameters
     for name in ("preprocess_add_request", "add_request", "abort_requests", "step", "post_step", "collective_rpc"):
@@ -39,9 +41,10 @@ def test_the_engine_core_and_its_scheduler() -> None:
     assert list(inspect.signature(DraftTokenIds).parameters) == ["req_ids", "draft_token_ids"]
     assert "self.running: list[Request]" in inspect.getsource(Scheduler.__init__)
     assert "num_tokens" in dir(Request) and "self.num_computed_tokens = 0" in inspect.getsource(Request.__init__)
-    assert "self.driver_worker = WorkerWrapperBase(" in inspect.getsource(UniProcExecutor._init_executor)
-    assert "self.worker" in inspect.getsource(WorkerWrapperBase.init_worker)
     assert "self.model_executor" in inspect.getsource(EngineCore.__init__)
+    assert "self.model_executor.sample_tokens(grammar_output)" in inspect.getsource(EngineCore.step)
+    assert not hasattr(ModelRunnerOutput, "__slots__")  # what a step did travels with it
+    assert "unique_reply_rank=self.output_rank" in inspect.getsource(MultiprocExecutor.sample_tokens)
 
 
 def test_engine_arguments_are_known_without_importing_vllm() -> None:
@@ -65,7 +68,40 @@ def test_engine_arguments_reach_the_engine() -> None:
     assert config.cache_config.block_size == 32 and config.scheduler_config.max_num_seqs == 4
 
 
+@pytest.mark.parametrize("drafts", [0, 8])
+@pytest.mark.parametrize("more", [{}, {"tensor_parallel": 2}, {"hidden_layers": (0, 2)}, {"compiled": False}], ids=str)
+def test_engines_of_every_mode_can_be_configured(drafts: int, more: dict[str, Any]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    settings = CoreSettings(str(tiny_vllm_target()), "float32", 128, 4, 64, 1 << 24, drafts, **more)
+    config = EngineArgs(**_engine_arguments(settings)).create_engine_config()
+    assert config.num_speculative_tokens == drafts and not config.use_v2_model_runner
+    assert config.parallel_config.world_size == settings.tensor_parallel
+    assert config.scheduler_config.async_scheduling is False
+
+
+@pytest.mark.parametrize("given", [{}, {"max_cudagraph_capture_size": 64}], ids=["ours", "the user's"])
+def test_graphs_on_a_gpu_are_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch, given: dict[str, int]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "check_and_update_config", classmethod(lambda cls, config: None))
+    monkeypatch.setattr(type(current_platform), "support_static_graph_mode", classmethod(lambda cls: True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    settings = CoreSettings(str(tiny_vllm_target()), "float32", 128, 128, 2048, 1 << 24, 8, engine_arguments=given)
+    arguments = _engine_arguments(settings)
+    graphs = EngineArgs(**{**arguments, "enable_sleep_mode": False}).create_engine_config().compilation_config
+    graphs.adjust_cudagraph_sizes_for_spec_decode(9)  # as the model runner does
+    if given:
+        assert graphs.cudagraph_mode.name == "FULL_AND_PIECEWISE" and graphs.max_cudagraph_capture_size <= 64
+    else:
+        assert graphs.cudagraph_mode.name == "FULL"
+        assert graphs.cudagraph_capture_sizes == capture_sizes(128, 8, 2048)
+
+
 def test_the_model_runner_calls_its_samplers_as_we_are_called() -> None:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_input_batch import InputBatch
     from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
@@ -80,8 +116,12 @@ def test_the_model_runner_calls_its_samplers_as_we_are_called() -> None:
         re.findall(r"self\.(\w+)", inspect.getsource(InputBatch.__init__))
     )
     made = inspect.getsource(GPUModelRunner.__init__)
-    for name in ("input_batch", "requests", "discard_request_mask", "use_aux_hidden_state_outputs"):
-        assert f"self.{name}" in made, name
+    names = ("input_batch", "requests", "discard_request_mask", "num_scheduled_tokens", "speculative_config")
+    for name in (*names, "use_aux_hidden_state_outputs"):
+        assert f"self.{name} = " in made or f"self.{name}: " in made, name
+    assert "self.execute_model_state = ExecuteModelState(" in inspect.getsource(GPUModelRunner.execute_model)
+    assert "self.num_scheduled_tokens.np[:num_reqs] = " in inspect.getsource(GPUModelRunner._prepare_inputs)
+    assert "scheduled_spec_decode_tokens" in SchedulerOutput.__annotations__
 
 
 def test_workers_can_be_replaced_and_load_before_they_compile() -> None:
@@ -91,7 +131,7 @@ def test_workers_can_be_replaced_and_load_before_they_compile() -> None:
 
     assert issubclass(KeyedWorker, WorkerBase)
     assert "self.rank = rank" in inspect.getsource(WorkerBase.__init__)
-    for name in ("load_model", "compile_or_warm_up_model"):
+    for name in ("load_model", "compile_or_warm_up_model", "execute_model", "sample_tokens"):
         assert getattr(KeyedWorker, name) is not getattr(KeyedWorker.__mro__[1], name)
 
 
@@ -100,3 +140,31 @@ def test_ranks_are_bound_to_cores_by_an_environment_variable() -> None:
 
     source = inspect.getsource(OMPProcessManager._parse_omp_threads_bind_env)
     assert "VLLM_CPU_OMP_THREADS_BIND" in source and 'split("|")' in source and '"nobind"' in source
+
+
+def test_the_second_model_runner_offers_what_a_keyed_one_needs() -> None:
+    """Nothing of it is used yet."""
+    from vllm.v1.worker.gpu import attn_utils, cudagraph_utils, input_batch, model_runner, states
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+    from vllm.v1.worker.gpu.model_states.interface import ModelState
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+    from vllm.v1.worker.gpu_worker import Worker
+
+    def parameters(function: Any) -> list[str]:
+        return list(inspect.signature(function).parameters)
+
+    assert parameters(Worker._make_model_runner) == ["self"]
+    assert parameters(model_runner.init_speculator) == ["vllm_config", "device", "req_states"]
+    assert BaseSpeculator.__abstractmethods__ == {"init_cudagraph_manager", "capture", "propose"}
+    assert {"input_batch", "num_sampled", "aux_hidden_states"} <= set(parameters(BaseSpeculator.propose))
+    assert parameters(ModelState.custom_sampler) == ["self", "sampler"]
+    assert parameters(Sampler.add_request) == ["self", "req_idx", "sampling_params"]
+    assert {"num_sampled", "cu_num_logits"} <= set(parameters(input_batch.get_num_sampled_and_rejected))
+    assert "varlen_decode" in parameters(cudagraph_utils.ModelCudaGraphManager)
+    assert "max_query_len" in parameters(attn_utils.get_varlen_cudagraph_unsupported_backend)
+    assert {"sampler_output", "copy_stream"} <= set(parameters(AsyncOutput))
+    assert "self.draft_tokens = torch.zeros(" in inspect.getsource(states.RequestState)
+    made = inspect.getsource(model_runner.GPUModelRunner)
+    for text in ("self.model_state.custom_sampler(self.sampler)", "self.use_aux_hidden_state_outputs = False"):
+        assert text in made, text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -204,6 +206,54 @@ def test_a_request_near_the_end_of_its_context_takes_no_drafts_from_others() -> 
     assert collected.tokens["r0"] == truth and len(collected.tokens["long"]) == 4
     long_ends = next(i for i, output in enumerate(collected.outputs) if output.request_id == "long")
     assert any(o.request_id == "r0" and o.num_accepted == 4 for o in collected.outputs[: long_ends + 2])
+
+
+def test_a_step_without_drafts_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _distribution_engine()
+    runner = engine.engine._core._core.model_executor.driver_worker.worker.model_runner
+    calls: list[str] = []
+    for name in ("_calc_spec_decode_metadata", "propose_draft_token_ids"):
+        real = getattr(runner, name)
+        monkeypatch.setattr(runner, name, lambda *args, real=real, name=name: [calls.append(name), real(*args)][1])
+    [request] = requests(1, 1.0, max_tokens=40, ignore_eos=True)
+    engine.add(request)
+    while not len(engine.decoding()):
+        engine.step()
+    engine.step()
+    assert not calls
+    engine.step({"r0": [1, 2]})
+    assert calls[0] == "_calc_spec_decode_metadata"
+    engine.remove("r0")
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("rows", [1, 12])
+def test_a_step_moves_logits_alone_between_devices(monkeypatch: pytest.MonkeyPatch, rows: int, drafts: int) -> None:
+    """Whatever the number of rows: tokens, rules and positions cost nothing."""
+    engine = _distribution_engine()
+    for request in requests(rows, 1.0, max_tokens=40, ignore_eos=True):
+        engine.add(request)
+    while len(engine.decoding()) < rows:
+        engine.step()
+    moves: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., Any]:
+        real = getattr(torch.Tensor, name)
+
+        def move(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+            caller: str = sys._getframe(1).f_globals["__name__"]
+            moves[name] += caller.startswith("specactor_ray.")
+            return real(tensor, *args, **options)
+
+        return move
+
+    for name in ("cpu", "cuda", "to", "tolist", "item", "__array__", "__int__", "__index__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, counted(name))
+    engine.step({f"r{i}": [1] * drafts for i in range(rows)})
+    monkeypatch.undo()
+    assert +moves == {"cpu": 1, **({"__array__": 1} if drafts else {})}, "drafts are on the device of the logits"
+    for i in range(rows):
+        engine.remove(f"r{i}")
 
 
 def test_memory_pressure_preempts_without_changing_tokens() -> None:
