@@ -86,13 +86,6 @@ def decode_of(engine: TargetEngine) -> Decode:
     return decode
 
 
-def seconds(decode: Decode, prompts: Prompts, tokens: int, temperature: float) -> tuple[float, float]:
-    """Wall-clock and process CPU time."""
-    begin, cpu = time.perf_counter(), time.process_time()
-    decode(prompts, tokens, temperature)
-    return time.perf_counter() - begin, time.process_time() - cpu
-
-
 def step_ms(engine: TargetEngine, prompts: Prompts, tails: Sequence[Sequence[int]], steps: int) -> list[float]:
     """Median milliseconds of a step that verifies this wrong tail in every row (so that all steps are alike), for each
     of `tails`. They take turns, so that a slow spell of the machine meets all of them."""
@@ -123,7 +116,7 @@ def decode_table(peer: Decode, engine: TargetEngine, args: argparse.Namespace) -
             for i in range(args.repeats + 1):
                 prompts = make_prompts(batch, args.prompt_tokens, engine.vocab_size, i)
                 sides = (peer, ours) if i % 2 else (ours, peer)
-                times = {side: seconds(side, prompts, args.tokens, temperature) for side in sides}
+                times = {side: timed(functools.partial(side, prompts, args.tokens, temperature)) for side in sides}
                 rounds.append((*times[peer], *times[ours]))
             walls, cpus, our_walls, our_cpus = zip(*rounds[1:], strict=True)  # the first one warms up
             steps = [f"{statistics.median(times) * 1e3 / args.tokens:.2f}" for times in (walls, our_walls)]
@@ -185,7 +178,7 @@ def linears_table(model_name: str, args: argparse.Namespace) -> Table:
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """Wall-clock and CPU seconds."""
+    """Wall-clock and process CPU seconds."""
     begin, cpu = time.perf_counter(), time.process_time()
     call()
     return time.perf_counter() - begin, time.process_time() - cpu
@@ -196,7 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument(
-        "--linears", action="store_true", help="a plain step of hf beside its linear layers, nothing else"
+        "--linears", action="store_true", help="hf: a plain step beside its linear layers, nothing else"
     )
     parser.add_argument("--backend", choices=BACKENDS, default="hf")
     parser.add_argument("--dtype", default="float32")
