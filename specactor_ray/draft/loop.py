@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
-from specactor_ray.draft.mirrors import Mirrors
 from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.queues import inbox
@@ -46,7 +46,7 @@ class DraftLoop(Loop):
         self._inbox = inbox.for_drafter(proposer.vocab_size)
         self._links: Mapping[str, Link[TailBatch]] = {}
         """Verifier → where to send tails, as listed last; any thread may replace it."""
-        self._mirrors = Mirrors(drafter_id, proposer)
+        self._requests = DraftRequests(drafter_id, proposer)
         self._costs = deque[float](maxlen=_MOST_COSTS)
         self._token_s = 0.0
         """Lower quartile of `_costs`: a delayed forward, or one that also reads a prompt, must not count."""
@@ -77,8 +77,8 @@ class DraftLoop(Loop):
     def snapshot(self) -> dict[str, Any]:
         """Counters, open requests, messages that wait (`inbox`), seconds of a draft token of a model (`token_s`) and of
         the step under way so far (`busy_s`), and what a proposer that remembers outputs takes for them."""
-        counters: dict[str, Any] = {**self._mirrors.counters, **self._inbox.snapshot()}
-        counters |= {"open_requests": len(self._mirrors), "inbox": len(self._inbox), "token_s": self._token_s}
+        counters: dict[str, Any] = {**self._requests.counters, **self._inbox.snapshot()}
+        counters |= {"open_requests": len(self._requests), "inbox": len(self._inbox), "token_s": self._token_s}
         counters["busy_s"] = self.busy_s
         counters["links"] = {verifier_id: link.snapshot() for verifier_id, link in self._links.items()}
         for name in ("history_tokens", "history_bytes"):
@@ -103,24 +103,24 @@ class DraftLoop(Loop):
         try:
             return self.run_once()
         except Exception:
-            self._mirrors.counters["failures"] += 1
+            self._requests.counters["failures"] += 1
             self._failures_in_a_row += 1
             logger.exception("%s: a draft step failed; its requests will be opened again", self.drafter_id)
-            self._mirrors.lose_all()
+            self._requests.lose_all()
             return False
 
     def _step(self, begin: float) -> bool:
         """Drain, extend, publish."""
         messages = self._inbox.drain()
         for message in messages:
-            self._mirrors.take(message)
+            self._requests.take(message)
         begin = self._clock.now()
         changed = np.asarray(self.proposer.extend(), np.int32)
         if len(changed):
             if not self.proposer.traits.looks_up:  # a model drafts one token for each of its requests
                 self._costs.append(self._clock.now() - begin)
                 self._token_s = sorted(self._costs)[len(self._costs) // 4]
-            self._mirrors.counters["extends"] += 1
+            self._requests.counters["extends"] += 1
             self._failures_in_a_row = 0
-        self._mirrors.publish(changed, self._links, self._inbox.cut_off, self._token_s)
+        self._requests.publish(changed, self._links, self._inbox.cut_off, self._token_s)
         return bool(messages) or len(changed) > 0

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specactor_ray.draft.lookup.mirror import MirrorTable, warm_up
+from specactor_ray.draft.mirror import MirrorTable, warm_up
 from specactor_ray.draft.proposer import Proposer, Tails
 from specactor_ray.messages import SamplingParams
 from specactor_ray.ragged import enlarged

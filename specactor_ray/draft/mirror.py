@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specactor_ray.draft.lookup import _mirror_numba as kernels
+from specactor_ray.draft import _mirror_numba as kernels
 from specactor_ray.draft.proposer import Tails
 from specactor_ray.messages import SamplingParams
 from specactor_ray.ragged import enlarged

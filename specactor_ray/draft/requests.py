@@ -23,7 +23,7 @@ class _Verifier:
     """A verifier that is drafted for."""
 
     number: int
-    """Stands for it in `Mirrors`; never used again."""
+    """Stands for it in `DraftRequests`; never used again."""
     session: int
     """The newest of its sessions; see `CommitBatch`."""
     slots: np.ndarray = field(default_factory=lambda: np.full(1, _NONE, np.int32))
@@ -32,7 +32,7 @@ class _Verifier:
     """Rows that have to be opened again → generation."""
 
 
-class Mirrors:
+class DraftRequests:
     """Keeps the proposer consistent with the messages of verifiers, and hands out its slots. For the loop's thread.
 
     Args:
@@ -85,7 +85,7 @@ class Mirrors:
 
     def _find(self, verifier: _Verifier, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
         """Slots of handles, int32; `_NONE` where nothing is open."""
-        slots = verifier.slots[np.minimum(rows, len(verifier.slots) - 1)]
+        slots: np.ndarray = verifier.slots[np.minimum(rows, len(verifier.slots) - 1)]
         slots[self._generations[slots] != generations] = _NONE
         return slots
 
