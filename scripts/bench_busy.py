@@ -32,11 +32,11 @@ ALONE = {
     "draft model, 1 core": "\n".join(
         (
             "model = RaggedModel(load_model(MODEL), 1 << 28)",
-            "rows = [model.cache.open(64) for _ in range(4)]",
-            "for row in rows: row.reserve(64); model.forward([RowChunk(row, [5] * 32, 1)])",
+            "rows, one = np.array([model.cache.open(64) for _ in range(4)]), np.ones(4, np.int64)",
+            "model.forward(rows, 32 * one, np.full(128, 5), one)",
             "def work():",
-            "    model.forward([RowChunk(row, [7], 1) for row in rows])",
-            "    for row in rows: row.truncate(32)",
+            "    model.forward(rows, one, np.full(4, 7), one)",
+            "    model.cache.truncate(rows, 32)",
         )
     ),
     "trainer, all cores": "\n".join(
@@ -51,10 +51,11 @@ ALONE = {
 }
 TIMED = """
 import sys, time, torch
+import numpy as np
 from specactor_ray.cluster.cores import bind_to_cores
 bind_to_cores([int(core) for core in sys.argv[1].split(",")])
 from specactor_ray.models.loading import load_model
-from specactor_ray.models.ragged_model import RaggedModel, RowChunk
+from specactor_ray.models.ragged_model import RaggedModel
 MODEL = {model!r}
 {setup}
 work()

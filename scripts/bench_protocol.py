@@ -44,7 +44,7 @@ from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.messages import CommitBatch, DraftOpen, Progress, SamplingParams, TailBatch, ToRollout
-from specactor_ray.models.ragged_cache import CacheRow, LayerShape, RaggedCache
+from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_model import RaggedOutput
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.rollout.dispatch import Dispatcher
@@ -325,14 +325,13 @@ class InstantModel:
     device, dtype, vocab_size, max_positions = torch.device("cpu"), torch.float32, 8, LENGTH
 
     def __init__(self, rows: int) -> None:
-        self.cache = RaggedCache([LayerShape(1, 1, 1)], 8 * rows * LENGTH, self.dtype, self.device)
+        self.cache = PagedCache([LayerShape(1, 1, 1)], 8 * rows * LENGTH, self.dtype, self.device)
         self._logits = torch.nn.functional.one_hot(torch.ones(rows, dtype=torch.long), self.vocab_size).float()
         self.spent_s = 0.0
 
-    def forward_packed(self, rows: Sequence[CacheRow], counts: np.ndarray, *arrays: np.ndarray) -> RaggedOutput:
+    def forward(self, rows: np.ndarray, counts: np.ndarray, *arrays: np.ndarray) -> RaggedOutput:
         begin = time.perf_counter()
-        for row, count in zip(rows, counts.tolist(), strict=True):
-            row.length += count
+        self.cache.lengths[rows] += counts
         output = RaggedOutput(self._logits[: arrays[-1].sum()], None)
         self.spent_s += time.perf_counter() - begin
         return output

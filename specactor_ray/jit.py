@@ -8,19 +8,34 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from numba import njit
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
 
 from specactor_ray.files import locked
 
 
 class LockedCache(FunctionCache):
-    """An on-disk cache of compiled code that one process reads or writes at a time."""
+    """An on-disk cache of compiled code that one process reads or writes at a time.
+
+    Args:
+        function: The function as written.
+        sources: Other modules whose change makes what was compiled stale.
+    """
+
+    def __init__(self, function: Callable[..., Any], sources: Sequence[ModuleType] = ()) -> None:
+        super().__init__(function)
+        files = [os.stat(str(module.__file__)) for module in sources]
+        stamp = (self._impl.locator.get_source_stamp(), *((file.st_mtime, file.st_size) for file in files))
+        self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, stamp)
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
@@ -37,20 +52,36 @@ class LockedCache(FunctionCache):
             super().save_overload(sig, data)
 
 
-def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def kernel(sources: Sequence[ModuleType] = (), **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function without the interpreter or the GIL, cached on disk.
 
-    Keep kernels that call each other in one file: the cache notices changes of the file a function is in, not of those
-    it calls into.
+    Keep kernels that call each other in one file: the cache notices changes of the file a function is in and of
+    `sources`, not of others it calls into.
 
     Args:
+        sources: Further modules that the function is made of.
         options: Further options of `numba.njit`.
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
         dispatcher = njit(nogil=True, error_model="numpy", **options)(function)
         if hasattr(dispatcher, "_cache"):  # not where NUMBA_DISABLE_JIT leaves the function as it is
-            dispatcher._cache = LockedCache(dispatcher.py_func)
+            dispatcher._cache = LockedCache(dispatcher.py_func, sources)
         return dispatcher
+
+    return compiled
+
+
+def c_function(signature: Any, sources: Sequence[ModuleType] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function for callers in C, cached on disk as a `kernel` is.
+
+    `ctypes` of the result is the function for Python, `address` that of its code.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        made = CFunc(function, normalize_signature(signature), {}, {"nogil": True, "error_model": "numpy"})
+        made._cache = LockedCache(function, sources)
+        made.compile()
+        return made
 
     return compiled

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from specactor_ray.draft.slots import SlotProposer
-from specactor_ray.models.ragged_cache import CacheRow, RaggedCache
+from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.sampling.keyed import own_noise, verify_arrays
 from specactor_ray.sampling.rules import Rules
 
@@ -25,33 +25,31 @@ class CachedProposer(SlotProposer):
         shared_noise: Sample with the target's noise; without it with independent noise, to measure what sharing gains.
     """
 
-    _by_slot = (*SlotProposer._by_slot, "_cached", "_room")
+    _by_slot = (*SlotProposer._by_slot, "_rows", "_cached")
 
-    def __init__(self, cache: RaggedCache, max_positions: int, max_batch: int, shared_noise: bool) -> None:
+    def __init__(self, cache: PagedCache, max_positions: int, max_batch: int, shared_noise: bool) -> None:
         super().__init__(max_batch)
         self._cache, self._shared_noise = cache, shared_noise
-        self._rows: dict[int, CacheRow] = {}
-        """Slot → cache row of each request that has a place."""
         self._rules = Rules(0, cache.device)
         """How the slots are sampled; positions are those of the lines."""
-        self._cached, self._room = np.zeros((2, 0), np.int32)
-        """`(slots,)`: the lengths of the rows as they are to be at the next forward, and their capacities."""
+        self._rows, self._cached = np.zeros((2, 0), np.int32)
+        """`(slots,)`: rows in the cache of the requests that have a place, and their lengths at the next forward."""
         self.max_len = min(max_positions, cache.slots)
 
     def _enter(self, slot: int, late: bool) -> bool:
         row = self._cache.open(min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len))
         if row is None:
             return False
-        self._rows[slot], self._cached[slot], self._room[slot] = row, 0, row.capacity
+        self._rows[slot], self._cached[slot] = row, 0
         sampling = self.samplings[slot] if self._shared_noise else own_noise(self.samplings[slot])
         self._rules.write([slot], [sampling], [-int(self.mirrors.prompts[slot])])
         return True
 
     def _leave(self, slot: int, finished: bool) -> None:
-        self._rows.pop(slot).free()
+        self._cache.free(int(self._rows[slot]))
 
-    def _reserve(self, slots: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[CacheRow]]:
-        """Room in the cache for rows that grow to the lengths `ends`.
+    def _reserve(self, slots: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Room in the cache for rows that grow to the lengths `ends`. Where there is none no more is drafted for it.
 
         Returns:
             Those of the slots that fit in one forward, the lengths that their rows grow to in it, and their rows.
@@ -59,25 +57,14 @@ class CachedProposer(SlotProposer):
         lengths = self._cached[slots]
         ends = np.minimum(ends, lengths + _MAX_STEP_TOKENS - np.cumsum(ends - lengths) + (ends - lengths))
         count = np.count_nonzero(ends > lengths)  # the first ones
-        slots, lengths, ends = slots[:count], lengths[:count], ends[:count]
-        if (ends > self._room[slots]).any():
-            for slot, length, end in zip(slots.tolist(), lengths.tolist(), ends.tolist(), strict=True):
-                self._enlarge(slot, length, end)
-            placed = self._placed[slots]
-            slots, lengths, ends = slots[placed], lengths[placed], ends[placed]
-        rows = [self._rows[slot] for slot in slots.tolist()]
-        for row, length in zip(rows, lengths.tolist(), strict=True):
-            row.length = length
-        return slots, ends, rows
-
-    def _enlarge(self, slot: int, length: int, end: int) -> None:
-        """Make room in a row of `length` tokens for `end`; where there is none no more is drafted for it."""
-        row = self._rows[slot]
-        row.length = length
-        if row.reserve(end):
-            self._room[slot] = row.capacity
-        else:
-            self._give_up(slot)
+        slots, ends, rows = slots[:count], ends[:count], self._rows[slots[:count]]
+        self._cache.truncate(rows, lengths[:count])
+        short = np.flatnonzero(ends > self._cache.room(rows))
+        for i in short.tolist():
+            if not self._cache.reserve(int(rows[i]), int(ends[i])):
+                self._give_up(int(slots[i]))
+        placed = self._placed[slots]
+        return slots[placed], ends[placed], rows[placed]
 
     def _sample(self, slots: np.ndarray, logits: torch.Tensor, ends: np.ndarray) -> np.ndarray:
         """int32 `(n,)`: the tokens behind the first `ends` of each line; -1, and no more drafts, for requests whose

@@ -71,12 +71,12 @@ class DraftModelProposer(CachedProposer):
         mirrors = self.mirrors
         slots = slots[np.argsort(mirrors.ends[slots] - self._cached[slots], kind="stable")]
         slots, ends, rows = self._reserve(slots, mirrors.ends[slots])
-        if not rows:
+        if not len(rows):
             return slots
         complete = ends == mirrors.ends[slots]
         counts = ends - self._cached[slots]
         tokens = mirrors.tokens(slots, self._cached[slots], counts)
-        logits = self._model.forward_packed(rows, counts, tokens, complete.astype(np.int64)).logits
+        logits = self._model.forward(rows, counts, tokens, complete.astype(np.int64)).logits
         self._cached[slots] = ends
         slots = slots[complete]
         tokens = self._sample(slots, logits, mirrors.ends[slots])

@@ -1,13 +1,20 @@
 """Attention over packed rows of different lengths, registered with transformers' AttentionInterface.
 
 The positions of all rows are concatenated into one sequence `(1, N)`: linear layers, norms and embeddings see no
-padding. Only attention has to know where a row begins: the model is called with `ragged_batch=RaggedBatch(...)`,
-which transformers hands through to this function in every layer.
+padding. Only attention has to tell rows apart: the model is called with `ragged_batch=RaggedBatch(...)`, which
+transformers hands through to this function in every layer. Nothing here waits for the device.
+
+All rows are one call that reads the pages in place: compiled by us on CPUs, FlashAttention on GPUs
+(`torch.nn.attention.varlen`). What FlashAttention refuses is a masked call over gathered keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,99 +23,105 @@ import torch.nn.functional as F
 from torch import nn
 
 from specactor_ray.errors import ModelLoadError
-from specactor_ray.models.ragged_cache import CacheRow, LayerShape, RaggedCache
+from specactor_ray.models.cpu_attention import attend_pages
+from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.ragged import begins, places
 
+logger = logging.getLogger(__name__)
+
 ATTENTION_NAME = "specactor_ragged"
-_BATCHED_MAX_QUERY = 64
-"""Rows with more new positions than this (prefill chunks) are attended to one by one even on a GPU."""
+_LENGTH_STEP = 128
+"""Masked calls are this many keys long, or a multiple: backends that plan per shape then rarely meet a new one."""
+_LEAST_QUERIES = 64
+"""Rows with up to so many new positions share a masked call; longer ones one with rows of up to twice their length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a layer attends, beside causality."""
+
+    scaling: float
+    """Factor of the products of queries and keys."""
+    window: int | None
+    """Newest positions that are seen, the own one included; None sees all."""
+    softcap: float | None
+    """Bound of the scores, by a hyperbolic tangent (Gemma 2)."""
+    sinks: torch.Tensor | None
+    """`(heads,)`: scores of a key without a value (GPT-OSS)."""
 
 
 class RaggedBatch:
-    """The rows of one forward: which packed positions and which cache slots belong to which row.
+    """The rows of one forward. Its arrays are made once, and reach the device in one copy.
 
     Args:
-        cache: The pool; None in the probing forward that finds out the shapes.
-        rows: The cache row of each row, with room reserved for its new tokens.
-        counts: New positions of each row, in packed order.
-        padding: Packed positions at the end that belong to no row.
-        batched: Attend to all short rows in one padded call (few launches, for GPUs) instead of one call per row.
+        cache: Of the model.
+        rows: int `(n,)`, each with room for its new tokens.
+        counts: int64 `(n,)` new tokens of each row, at least 1.
+        arrays: Whatever else the forward needs on the device.
     """
 
-    def __init__(
-        self,
-        cache: RaggedCache | None,
-        rows: Sequence[CacheRow],
-        counts: Sequence[int],
-        padding: int,
-        device: torch.device,
-        batched: bool,
-    ) -> None:
-        self.cache, self.rows, self.counts, self.padding = cache, rows, counts, padding
-        self.device = device
-        self.batched = batched
-        self.seen_shapes: dict[int, LayerShape] = {}
-        *self.starts, self.num_tokens = begins(np.array(counts, np.int64)).tolist()
-        ends = np.array([row.offset + row.length for row in rows], np.int64)
-        self.slots = torch.from_numpy(places(ends, np.array(counts, np.int64))).to(device)
-        self._masks: dict[tuple[int, int | None], torch.Tensor | None] = {}
-        self._gathers: dict[int | None, _Gather] = {}
+    def __init__(self, cache: PagedCache, rows: np.ndarray, counts: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
+        self.cache, self.counts = cache, counts
+        cached, size = cache.lengths[rows], cache.page_size
+        self.starts = begins(counts)
+        """int64 `(n + 1,)`: where the queries of each row begin."""
+        self.lengths = cached + counts
+        """int64 `(n,)`: keys of each row."""
+        self.pages = cache.page_table(rows, self.lengths)
+        """int32 `(n, most pages)`."""
+        self.num_tokens = int(self.starts[-1])
+        positions = places(cached, counts)
+        slots = self.pages[np.repeat(np.arange(len(rows)), counts), positions // size] * np.int64(size)
+        per_row = (self.starts, begins(self.lengths), self.lengths, self.pages)
+        on_device = to_device(
+            (slots + positions % size, *arrays, *(array.astype(np.int32) for array in per_row)), cache.device
+        )
+        self.slots, self.arrays = on_device[0], on_device[1 : 1 + len(arrays)]
+        self.device_starts, self.device_key_starts, self.device_lengths, self.device_pages = on_device[-4:]
 
-    def mask(self, index: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Additive mask `(count, length)` of one row, None where causality alone says it; made once per forward."""
-        key = (index, window)
-        if key not in self._masks:
-            count, total = self.counts[index], self.rows[index].length + self.counts[index]
-            self._masks[key] = _causal_mask(count, total, window, dtype, self.device)
-        return self._masks[key]
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
+    ) -> torch.Tensor:
+        """Store new keys and values, and attend. Shapes as in `ragged_attention`."""
+        cache, used = self.cache, self.num_tokens
+        for pool, new in ((cache.keys[layer], key), (cache.values[layer], value)):
+            pool.flatten(0, 1).index_copy_(0, self.slots, new[0].transpose(0, 1)[:used])
+        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        attention = attention_for(cache, query.shape[1], shape, rules)
+        return attention(self, layer, query[0].transpose(0, 1), rules)[None]
 
-    def gather(self, window: int | None, dtype: torch.dtype) -> _Gather:
-        """Index tensors of the batched path; made once per forward."""
-        if window not in self._gathers:
-            self._gathers[window] = _Gather(self, window, dtype)
-        return self._gathers[window]
-
-
-def _causal_mask(
-    count: int, total: int, window: int | None, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor | None:
-    """Additive mask of the last `count` of `total` positions: each sees itself and what is before, in its window."""
-    if count == 1 and (window is None or total <= window):
-        return None
-    query = torch.arange(total - count, total, device=device).unsqueeze(1)
-    key = torch.arange(total, device=device).unsqueeze(0)
-    hidden = key > query
-    if window is not None:
-        hidden |= key <= query - window
-    return torch.zeros(count, total, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+    @functools.cached_property
+    def groups(self) -> list[_Group]:
+        """Rows of like counts, which share a masked call."""
+        sizes = np.frexp(np.maximum(self.counts - 1, _LEAST_QUERIES - 1))[1]
+        return [_Group(self, np.flatnonzero(sizes == size)) for size in np.unique(sizes)]
 
 
-class _Gather:
-    """Padded index tensors over the short rows: one attention call for all of them."""
+class ShapeProbe:
+    """Takes the place of a batch in a forward that finds out the shapes of all layers."""
 
-    def __init__(self, batch: RaggedBatch, window: int | None, dtype: torch.dtype) -> None:
-        self.indices = [i for i, count in enumerate(batch.counts) if count <= _BATCHED_MAX_QUERY]
-        if not self.indices:
-            return
-        device = batch.device
-        lengths = [batch.rows[i].length + batch.counts[i] for i in self.indices]
-        longest, queries = max(lengths), max(batch.counts[i] for i in self.indices)
-        offsets = torch.tensor([batch.rows[i].offset for i in self.indices], device=device).unsqueeze(1)
-        total = torch.tensor(lengths, device=device).unsqueeze(1)
-        key = torch.arange(longest, device=device).unsqueeze(0)
-        self.slots = offsets + torch.minimum(key, total - 1)
-        starts = torch.tensor([batch.starts[i] for i in self.indices], device=device).unsqueeze(1)
-        counts = torch.tensor([batch.counts[i] for i in self.indices], device=device).unsqueeze(1)
-        query = torch.arange(queries, device=device).unsqueeze(0)
-        self.queries = starts + torch.minimum(query, counts - 1)
-        self.valid = query < counts
-        position = (total - counts + query).unsqueeze(2)
-        hidden = (key.unsqueeze(1) > position) | (key.unsqueeze(1) >= total.unsqueeze(2))
-        if window is not None:
-            hidden |= key.unsqueeze(1) <= position - window
-        hidden &= self.valid.unsqueeze(2)
-        self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-        self.targets = self.queries[self.valid]
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
+    ) -> torch.Tensor:
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Arrays on a device, in one copy that nothing waits for."""
+    words = begins(np.array([-(-array.nbytes // 8) for array in arrays]))
+    packed = torch.empty(int(words[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
+    spans = list(zip(arrays, words[:-1].tolist(), words[1:].tolist(), strict=True))
+    for array, begin, end in spans:
+        packed.numpy()[begin:end].view(array.dtype)[: array.size] = array.ravel()
+    packed = packed.to(device, non_blocking=True)
+    return [
+        packed[begin:end].view(getattr(torch, array.dtype.name))[: array.size].view(array.shape)
+        for array, begin, end in spans
+    ]
 
 
 def ragged_attention(
@@ -118,7 +131,7 @@ def ragged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    ragged_batch: RaggedBatch | None = None,
+    ragged_batch: RaggedBatch | ShapeProbe | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -136,99 +149,159 @@ def ragged_attention(
         raise ModelLoadError(
             f"{type(module).__name__} does not pass keyword arguments to its attention, so this engine cannot serve it"
         )
-    batch, layer = ragged_batch, int(module.layer_idx)  # type: ignore[arg-type]
-    attend = _Attend(scaling, sliding_window, softcap, s_aux)
-    if batch.cache is None:
-        batch.seen_shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-        mask = _causal_mask(key.shape[2], key.shape[2], sliding_window, query.dtype, query.device)
-        return attend(query, key, value, mask).transpose(1, 2), None
-    used = batch.num_tokens
+    rules = Rules(1 / math.sqrt(query.shape[3]) if scaling is None else scaling, sliding_window, softcap, s_aux)
+    return ragged_batch.attend(int(module.layer_idx), query, key, value, rules), None  # type: ignore[arg-type]
+
+
+Attention = Callable[[RaggedBatch, int, torch.Tensor, Rules], torch.Tensor]
+"""(batch, layer, queries `(N, heads, dim)`, rules) → `(N, heads, value_dim)`. N counts the padding behind the last row,
+where anything may come out."""
+
+
+def attention_for(cache: PagedCache, heads: int, shape: LayerShape, rules: Rules) -> Attention:
+    """What serves a layer."""
+    if cache.device.type == "cpu":
+        return attend_on_cpu
+    extras = "soft-capped scores" if rules.softcap else "attention sinks" if rules.sinks is not None else ""
+    refused = why_masked(cache.device, cache.keys[0].dtype, cache.page_size, heads, shape, extras)
+    return attend_masked if refused else attend_varlen
+
+
+def attend_on_cpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """An `Attention` of all models on CPUs."""
+    cache = batch.cache
+    return attend_pages(
+        query, cache.keys[layer], cache.values[layer], batch.pages, batch.starts, batch.lengths,
+        scaling=rules.scaling, window=rules.window, softcap=rules.softcap, sinks=rules.sinks,
+    )  # fmt: skip
+
+
+# ---- FlashAttention over pages ----
+
+
+def attend_varlen(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """An `Attention` of models in half precision. One split of the keys makes a row independent of the others; more
+    give wrong results over pages (pytorch issue 194167)."""
+    from torch.nn.attention.varlen import varlen_attn
+
     keys, values = batch.cache.keys[layer], batch.cache.values[layer]
-    keys.index_copy_(1, batch.slots, key[0, :, :used])
-    values.index_copy_(1, batch.slots, value[0, :, :used])
-    output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
-    singles: Sequence[int] = range(len(batch.rows))
-    if batch.batched:
-        _attend_batched(attend, batch, query, keys, values, output)
-        singles = [i for i, count in enumerate(batch.counts) if count > _BATCHED_MAX_QUERY]
-    for i in singles:
-        _attend_row(attend, batch, i, query, keys, values, output)
-    return output, None
+    output = varlen_attn(
+        query,
+        keys,
+        values,
+        batch.device_starts,
+        batch.device_key_starts,
+        int(batch.counts.max()),
+        int(batch.lengths.max()),
+        scale=rules.scaling,
+        window_size=(-1 if rules.window is None else rules.window - 1, 0),
+        enable_gqa=query.shape[1] != keys.shape[2],
+        seqused_k=batch.device_lengths,
+        block_table=batch.device_pages,
+        num_splits=1,
+    )
+    assert isinstance(output, torch.Tensor)  # nothing else was asked for
+    return output
 
 
-def _attend_row(
-    attend: _Attend,
-    batch: RaggedBatch,
-    index: int,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    output: torch.Tensor,
-) -> None:
-    row, count, start = batch.rows[index], batch.counts[index], batch.starts[index]
-    begin, end = row.offset, row.offset + row.length + count
-    mask = batch.mask(index, attend.window, query.dtype)
-    q = query[:, :, start : start + count]
-    attended = attend(q, keys[None, :, begin:end], values[None, :, begin:end], mask)
-    output[0, start : start + count] = attended[0].transpose(0, 1)
+@functools.cache
+def why_masked(
+    device: torch.device, dtype: torch.dtype, page_size: int, heads: int, shape: LayerShape, extras: str
+) -> str:
+    """Why `attend_varlen` cannot serve such layers, by trying it; empty where it can. The log has it once."""
+    reason = extras or _refusal(device, dtype, page_size, heads, shape)
+    if reason:
+        logger.warning("attention of %d heads of %d with a mask over gathered keys: %s", heads, shape.key_dim, reason)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every shape
+    return reason
 
 
-def _attend_batched(
-    attend: _Attend,
-    batch: RaggedBatch,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    output: torch.Tensor,
-) -> None:
-    gather = batch.gather(attend.window, query.dtype)
-    if not gather.indices:
-        return
-    q = query[0][:, gather.queries].transpose(0, 1)
-    k = keys[:, gather.slots].transpose(0, 1)
-    v = values[:, gather.slots].transpose(0, 1)
-    attended = attend(q, k, v, gather.mask.unsqueeze(1)).transpose(1, 2)
-    output[0, gather.targets] = attended[gather.valid]
+def _refusal(device: torch.device, dtype: torch.dtype, page_size: int, heads: int, shape: LayerShape) -> str:
+    """What `attend_varlen` answers to a row of one token. What lies behind that token in its page must not matter."""
+    cache = PagedCache([shape], shape.bytes(dtype) * page_size, dtype, device, page_size)
+    row = cache.open(1)
+    assert row is not None
+    for pool, stored in ((cache.keys[0], 0), (cache.values[0], 1)):
+        pool.fill_(math.nan)
+        pool[0, 0] = stored
+    batch = RaggedBatch(cache, np.array([row]), np.ones(1, np.int64), ())
+    query = torch.zeros(1, heads, shape.key_dim, dtype=dtype, device=device)
+    try:
+        result = attend_varlen(batch, 0, query, Rules(1.0, None, None, None))
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return "" if bool((result == 1).all()) else "it reads behind the end of a row"
 
 
-class _Attend:
-    """Scaled dot-product attention with the extras some models ask for.
+# ---- a mask over gathered keys ----
 
-    Takes `(rows, heads, queries, dim)` queries, `(rows, kv_heads, keys, dim)` keys and values, and an additive mask
-    broadcastable to `(rows, heads, queries, keys)`; returns `(rows, heads, queries, value_dim)`.
+
+class _Group:
+    """Rows that share a masked call, padded to the longest of them: its index lists, made on the host.
+
+    Args:
+        batch: The forward.
+        rows: int `(rows,)`, by their places in the batch.
     """
 
-    def __init__(
-        self, scaling: float | None, window: int | None, softcap: float | None, sinks: torch.Tensor | None
-    ) -> None:
-        self.scaling, self.window, self.softcap, self.sinks = scaling, window, softcap, sinks
+    def __init__(self, batch: RaggedBatch, rows: np.ndarray) -> None:
+        counts, lengths = batch.counts[rows, None], batch.lengths[rows, None]
+        queries, keys = int(counts.max()), -(-int(lengths.max()) // _LENGTH_STEP) * _LENGTH_STEP
+        self.rows, self.num_queries, self.num_keys = len(rows), queries, keys
+        query, key = np.minimum(np.arange(queries), counts - 1), np.minimum(np.arange(keys), lengths - 1)
+        size = batch.cache.page_size
+        slots = np.take_along_axis(batch.pages[rows], key // size, axis=1) * np.int64(size) + key % size
+        packed, valid = batch.starts[rows, None] + query, np.arange(queries) < counts
+        self.slots, self.queries, self.positions, self.sources, self.targets = to_device(
+            (slots.ravel(), packed.ravel(), lengths - counts + query, np.flatnonzero(valid), packed[valid]),
+            batch.cache.device,
+        )
+        self._masks: dict[tuple[int | None, int, torch.dtype], torch.Tensor] = {}
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        if self.softcap is not None or self.sinks is not None:
-            return self._explicit(q, k, v, mask)
-        rows, heads, queries, dim = q.shape
-        kv_heads = k.shape[1]
-        if queries == 1 and heads != kv_heads and mask is None:
-            # The heads that share keys become query positions: one read of the keys serves the whole group.
-            folded = q.view(rows, kv_heads, heads // kv_heads, dim)
-            out = F.scaled_dot_product_attention(folded, k, v, scale=self.scaling)
-            return out.reshape(rows, heads, 1, v.shape[3])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scaling, enable_gqa=heads != kv_heads)
+    def mask(self, window: int | None, shared: int, dtype: torch.dtype) -> torch.Tensor:
+        """Additive mask `(rows, 1, shared * queries, keys)` for `shared` heads with the same keys."""
+        if (window, shared, dtype) not in self._masks:
+            key = torch.arange(self.num_keys, device=self.slots.device)
+            hidden = key > self.positions[..., None]
+            if window is not None:
+                hidden |= key <= self.positions[..., None] - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=key.device).masked_fill_(hidden, float("-inf"))
+            self._masks[window, shared, dtype] = mask.repeat(1, shared, 1)[:, None]
+        return self._masks[window, shared, dtype]
 
-    def _explicit(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Written out: with tanh soft-capping (Gemma 2) and attention sinks (one extra logit per head)."""
-        groups = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        scores = torch.matmul(q, k.transpose(2, 3)) * (q.shape[3] ** -0.5 if self.scaling is None else self.scaling)
-        if self.softcap is not None:
-            scores = torch.tanh(scores / self.softcap) * self.softcap
-        if mask is not None:
-            scores = scores + mask
-        if self.sinks is not None:
-            sink = self.sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
-            scores = torch.cat([scores, sink.to(scores.dtype)], dim=-1)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
-        return torch.matmul(weights[..., : k.shape[2]], v)
+
+def attend_masked(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """An `Attention` of all models. Heads that share keys become queries: keys are not repeated for them."""
+    keys, values = batch.cache.keys[layer].flatten(0, 1), batch.cache.values[layer].flatten(0, 1)
+    heads, kv_heads = query.shape[1], keys.shape[1]
+    output = query.new_zeros(len(query), heads, values.shape[2])
+    for group in batch.groups:
+        k, v = (
+            pool.index_select(0, group.slots).unflatten(0, (group.rows, group.num_keys)).transpose(1, 2)
+            for pool in (keys, values)
+        )
+        q = query.index_select(0, group.queries).view(group.rows, group.num_queries, kv_heads, heads // kv_heads, -1)
+        mask = group.mask(rules.window, heads // kv_heads, query.dtype)
+        attended = _attend(q.permute(0, 2, 3, 1, 4).flatten(2, 3), k, v, mask, rules)
+        attended = attended.unflatten(2, (-1, group.num_queries)).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
+        output.index_copy_(0, group.targets, attended.index_select(0, group.sources))
+    return output
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """Queries `(rows, kv_heads, shared * queries, dim)`, keys and values `(rows, kv_heads, keys, dim)`."""
+    if rules.softcap is None and rules.sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rules.scaling)
+    scores = torch.matmul(q, k.transpose(2, 3)) * rules.scaling
+    if rules.softcap is not None:
+        scores = torch.tanh(scores / rules.softcap) * rules.softcap
+    scores = scores + mask
+    if rules.sinks is not None:
+        sinks = rules.sinks.to(scores.dtype).view(q.shape[1], -1, 1)
+        sinks = sinks.expand(-1, -1, q.shape[2] // sinks.shape[1]).reshape(1, q.shape[1], q.shape[2], 1)
+        scores = torch.cat([scores, sinks.expand(len(q), -1, -1, -1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
+    return torch.matmul(weights[..., : k.shape[2]], v)
 
 
 def register() -> str:

@@ -1,4 +1,4 @@
-"""A transformers causal language model that runs packed rows of different lengths over a ragged cache.
+"""A transformers causal language model that runs packed rows of different lengths over a paged cache.
 
 Used by the target engine (`target/hf.py`) and by the small-model drafter (`draft/model.py`) alike.
 """
@@ -20,8 +20,8 @@ from specactor_ray.models.packed_linear import (
     cheapest_row_counts,
     pack_linears,
 )
-from specactor_ray.models.ragged_attention import RaggedBatch, register
-from specactor_ray.models.ragged_cache import CacheRow, RaggedCache
+from specactor_ray.models.paged_cache import PagedCache
+from specactor_ray.models.ragged_attention import RaggedBatch, ShapeProbe, register, to_device
 from specactor_ray.models.threads import thread_count
 from specactor_ray.ragged import places
 
@@ -32,19 +32,10 @@ _CHECK_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class RowChunk:
-    """The next tokens of one row: they are appended to its cache; the last `num_logits` of them yield logits."""
-
-    row: CacheRow
-    token_ids: Sequence[int]
-    num_logits: int
-
-
-@dataclass(frozen=True, slots=True)
 class RaggedOutput:
     """`logits` `(sum of num_logits, vocab)`, and the exported hidden states or None.
 
-    `hidden_states` `(sum of tokens, layers * hidden)`: of every position of every chunk, in the order of the chunks.
+    `hidden_states` `(sum of tokens, layers * hidden)`: of every position of every row, in the order of the rows.
     """
 
     logits: torch.Tensor
@@ -52,34 +43,26 @@ class RaggedOutput:
 
 
 class RaggedModel:
-    """Packed forwards of one model over one ragged cache. Not thread-safe.
+    """Packed forwards of one model over one paged cache. Not thread-safe.
 
     Args:
         model: A causal language model in evaluation mode; its attention and linears are replaced.
         cache_bytes: Memory budget of the key/value cache.
         hidden_layers: Decoder layers (0-based) whose output states are exported, concatenated in this order;
             `HEAD_INPUT` stands for the states that enter the output layer.
-        batched_attention: One padded attention call for all short rows. Default: on for GPUs.
 
     Raises:
         ModelLoadError: The model's attention cannot be replaced, or it keeps state elsewhere than in keys and
-            values (recurrent layers), or the budget holds not even one block.
+            values (recurrent layers), or the budget holds not even one page.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        cache_bytes: int,
-        hidden_layers: Sequence[int] = (),
-        batched_attention: bool | None = None,
-    ) -> None:
+    def __init__(self, model: Any, cache_bytes: int, hidden_layers: Sequence[int] = ()) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self.dtype = model.dtype
         self._threads = thread_count() if self.device.type == "cpu" else None
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.max_positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
-        self.batched = self.device.type != "cpu" if batched_attention is None else batched_attention
         self._tied = self._tied_names()
         self._pad_to = [0]
         _replace_attention(model)
@@ -92,44 +75,35 @@ class RaggedModel:
         self.cache = self._make_cache(cache_bytes)
         self._check_split_forward()
 
-    def forward(self, chunks: Sequence[RowChunk]) -> RaggedOutput:
-        """`forward_packed` of chunks."""
-        counts = np.array([len(chunk.token_ids) for chunk in chunks], np.int64)
-        tokens = np.array([token for chunk in chunks for token in chunk.token_ids], np.int64)
-        num_logits = np.array([chunk.num_logits for chunk in chunks], np.int64)
-        return self.forward_packed([chunk.row for chunk in chunks], counts, tokens, num_logits)
-
     @torch.inference_mode()
-    def forward_packed(
-        self, rows: Sequence[CacheRow], counts: np.ndarray, tokens: np.ndarray, num_logits: np.ndarray
-    ) -> RaggedOutput:
+    def forward(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, num_logits: np.ndarray) -> RaggedOutput:
         """Append tokens to rows and run all of them as one packed sequence.
 
-        Every row must have room (`CacheRow.reserve`) for its tokens. Afterwards `row.length` counts them; the
+        Every row must have room (`PagedCache.reserve`) for its tokens. Afterwards `cache.lengths` counts them; the
         caller truncates what it rejects.
 
         Args:
-            rows: `n` rows.
-            counts: `(n,)` tokens of each row.
+            rows: int `(n,)` rows of the cache.
+            counts: int64 `(n,)` tokens of each row, at least 1.
             tokens: `(sum(counts),)`, those of all rows one after the other.
-            num_logits: `(n,)`: so many of each row's tokens, the last ones, yield logits.
+            num_logits: int64 `(n,)`: so many of each row's tokens, the last ones, yield logits.
 
         Raises:
-            ValueError: A row asks for more logits than it has tokens; nothing was appended.
+            ValueError: A row has no token, or asks for more logits than it has tokens; nothing was appended.
         """
-        if (num_logits > counts).any():
-            raise ValueError("a chunk asks for more logits than it has tokens; they would be those of another row")
+        if (num_logits > counts).any() or (counts < 1).any():
+            raise ValueError("a row has no token, or asks for more logits than it has tokens")
         padding = self._padding(len(tokens))
-        batch = RaggedBatch(self.cache, rows, counts.tolist(), padding, self.device, self.batched)
-        positions = places(np.array([row.length for row in rows], np.int64), counts)
+        positions = places(self.cache.lengths[rows], counts)
         wanted = places(np.cumsum(counts) - num_logits, num_logits)
         # Positions whose logits are wanted are padded too: the head is the widest linear layer of all.
         keep = _padded(wanted, self._padding(len(wanted)), wanted[-1]) if len(wanted) else np.zeros(1, np.int64)
+        arrays = (_padded(tokens.astype(np.int64), padding, 0), _padded(positions, padding, 0), keep)
+        batch = RaggedBatch(self.cache, rows, counts, arrays)
         if self._threads is not None:
             self._threads.apply()
-        logits = self._run(_padded(tokens, padding, 0), _padded(positions, padding, 0), batch, keep)
-        for row, count in zip(rows, batch.counts, strict=True):
-            row.length += count
+        logits = self._run(batch, *batch.arrays)
+        self.cache.lengths[rows] += counts
         return RaggedOutput(logits[: len(wanted)], self._take_exported(len(tokens)))
 
     @property
@@ -157,10 +131,16 @@ class RaggedModel:
         self.model.to(self.device)
         self.cache.allocate()
 
-    def _run(self, tokens: np.ndarray, positions: np.ndarray, batch: RaggedBatch, keep: np.ndarray) -> torch.Tensor:
-        ids, at, kept = (torch.from_numpy(one).to(self.device, torch.long) for one in (tokens, positions, keep))
+    def _run(
+        self, batch: RaggedBatch | ShapeProbe, tokens: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits `(len(keep), V)` of positions in the pack."""
         output = self.model(
-            input_ids=ids[None], position_ids=at[None], use_cache=False, logits_to_keep=kept, ragged_batch=batch
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            ragged_batch=batch,
         )
         return output.logits[0]
 
@@ -214,27 +194,27 @@ class RaggedModel:
         self._exported.clear()
         return torch.cat(states, dim=-1)
 
-    def _make_cache(self, cache_bytes: int) -> RaggedCache:
-        probe = RaggedBatch(None, [], [], 0, self.device, batched=False)
+    def _make_cache(self, cache_bytes: int) -> PagedCache:
+        probe = ShapeProbe()
         with torch.inference_mode():
-            self._run(np.array([0, 0]), np.array([0, 1]), probe, np.array([1]))
-        layers = sorted(probe.seen_shapes)
+            self._run(probe, *to_device((np.array([0, 0]), np.array([0, 1]), np.array([1])), self.device))
+        layers = sorted(probe.shapes)
         if layers != list(range(len(layers))) or not layers:
             raise ModelLoadError(
                 f"{type(self.model).__name__} does not run its attention through transformers' AttentionInterface "
                 "in every layer, so this engine cannot serve it"
             )
-        cache = RaggedCache([probe.seen_shapes[i] for i in layers], cache_bytes, self.dtype, self.device)
-        if cache.slots == 0:
+        cache = PagedCache([probe.shapes[i] for i in layers], cache_bytes, self.dtype, self.device)
+        if cache.pages == 0:
             raise ModelLoadError(
-                f"a key/value cache of {cache_bytes} bytes holds no block of this model "
-                f"({cache.bytes_per_token} bytes per token); give it more memory (kv_cache_gb)"
+                f"a key/value cache of {cache_bytes} bytes holds no page of this model ({cache.page_size} tokens of "
+                f"{cache.bytes_per_token} bytes); give it more memory (kv_cache_gb)"
             )
         return cache
 
     def _check_split_forward(self) -> None:
         """A forward in two parts must equal one in a single part; it does not for models with recurrent layers."""
-        tokens = [(7 * i + 3) % self.vocab_size for i in range(6)]
+        tokens = (7 * np.arange(6) + 3) % self.vocab_size
         whole = self._check_logits([tokens])
         parts = self._check_logits([tokens[:4], tokens[4:]])
         gap = float((whole - parts).abs().max() / whole.abs().max().clamp_min(1e-6))
@@ -244,13 +224,12 @@ class RaggedModel:
                 f"(relative difference {gap:.3g}); it keeps state outside keys and values, which cannot be rolled back"
             )
 
-    def _check_logits(self, parts: Sequence[Sequence[int]]) -> torch.Tensor:
-        row = self.cache.open(16)
-        if row is None:
-            raise ModelLoadError("the key/value cache is too small for the model's self-check; raise kv_cache_gb")
+    def _check_logits(self, parts: Sequence[np.ndarray]) -> torch.Tensor:
+        row = self.cache.open(sum(map(len, parts)))
+        assert row is not None  # a page holds them
         for part in parts:
-            output = self.forward([RowChunk(row, part, 1)])
-        row.free()
+            output = self.forward(np.array([row]), np.array([len(part)]), part, np.ones(1, np.int64))
+        self.cache.free(row)
         return output.logits.float()
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.errors import InputError
-from specactor_ray.models.ragged_cache import CacheRow
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.models.wire import to_wire
 from specactor_ray.ragged import begins, enlarged, places
@@ -77,8 +76,8 @@ class HfEngine:
         self._rows = EngineRows(self.vocab_size, self.max_model_len, eos_token_ids, model.device)
         self._context = np.zeros((0, 0), np.int32)
         """int32 `(rows, tokens)`: prompt and output of each row."""
-        self._caches: dict[int, CacheRow] = {}
-        """Admitted rows, in the order of their admission."""
+        self._cached: dict[int, int] = {}
+        """Admitted rows, in the order of their admission, and their rows in the cache."""
         self._waiting: deque[int] = deque()
         warm_up(model.device, model.dtype, record_margins=record_margins)
 
@@ -104,9 +103,8 @@ class HfEngine:
     def remove(self, row: int) -> None:
         if not self._rows.close(row):
             return
-        cache = self._caches.pop(row, None)
-        if cache is not None:
-            cache.free()
+        if row in self._cached:
+            self._model.cache.free(self._cached.pop(row))
         else:
             self._waiting.remove(row)
 
@@ -125,8 +123,7 @@ class HfEngine:
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
         self.weight_version = version
-        for cache in self._caches.values():
-            cache.truncate(0)
+        self._model.cache.truncate(self._cache_rows(self._admitted()[0]), 0)
 
     def sleep(self) -> None:
         if self.has_work():
@@ -148,10 +145,9 @@ class HfEngine:
             return StepResult()
         begin = time.perf_counter()
         counts = plan.context + plan.drafted
-        caches = [self._caches[row] for row in plan.rows.tolist()]
         num_logits = np.where(plan.samples, 1 + plan.drafted, 0)
         tails = drafts.tokens[places(plan.firsts, plan.drafted)]
-        output = self._model.forward_packed(caches, counts, self._tokens(plan, counts, tails), num_logits)
+        output = self._model.forward(self._cache_rows(plan.rows), counts, self._tokens(plan, counts, tails), num_logits)
         forward_s = time.perf_counter() - begin
         begin = time.perf_counter()
         rows, drafted = plan.rows[plan.samples], plan.drafted[plan.samples]
@@ -166,17 +162,21 @@ class HfEngine:
 
     def _admitted(self) -> tuple[np.ndarray, np.ndarray]:
         """int32 rows, and how many of their tokens are in the cache."""
-        rows = np.fromiter(self._caches, np.int32, len(self._caches))
-        return rows, np.array([cache.length for cache in self._caches.values()], np.int64)
+        rows = np.fromiter(self._cached, np.int32, len(self._cached))
+        return rows, self._model.cache.lengths[self._cache_rows(rows)]
+
+    def _cache_rows(self, rows: np.ndarray) -> np.ndarray:
+        """int64 `(n,)`: of admitted rows."""
+        return np.array([self._cached[row] for row in rows.tolist()], np.int64)
 
     def _admit(self) -> None:
-        while self._waiting and len(self._caches) < self.max_batch:
+        while self._waiting and len(self._cached) < self.max_batch:
             row = self._waiting[0]
             length, limit = int(self._rows.length[row]), int(self._rows.limit[row])
-            cache = self._model.cache.open(min(limit, length + _FIRST_RESERVATION))
-            if cache is None:
+            cached = self._model.cache.open(min(limit, length + _FIRST_RESERVATION))
+            if cached is None:
                 break
-            self._caches[self._waiting.popleft()] = cache
+            self._cached[self._waiting.popleft()] = cached
 
     def _plan(self, drafts: Drafts) -> _Plan:
         """Decoding rows first, with one token each; then their tails; prefill chunks fill what is left."""
@@ -190,37 +190,38 @@ class HfEngine:
         firsts[:decoding], drafted[:decoding] = self._rows.cut(rows[:decoding], drafts, self.max_model_len, budget)
         budget += decoding - int(drafted.sum())
         context = np.clip(budget - (np.cumsum(pending) - pending), 0, pending)
-        planned = (context > 0) & self._reserve(rows, (cached + context).tolist(), drafted)
+        planned = (context > 0) & self._reserve(rows, cached + context, drafted)
         plan = _Plan(rows, cached, context, context == pending, drafted, firsts)
         return _Plan(*(column[planned] for column in plan))
 
-    def _reserve(self, rows: np.ndarray, tokens: Sequence[int], drafted: np.ndarray) -> np.ndarray:
-        """Make room in the cache: drop tails, then preempt the newest requests. Returns bool `(n,)`: who has room.
+    def _reserve(self, rows: np.ndarray, tokens: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+        """Make room in the cache: drop tails, then preempt the newest requests. Returns bool `(n,)`: rows with room.
 
         Args:
             rows: Admitted rows.
             tokens: Of their contexts, in the cache and in this forward.
             drafted: Draft tokens behind them; set to 0 where they are dropped.
         """
-        preemptions = self.preemptions
-        for i, (row, needed, more) in enumerate(zip(rows.tolist(), tokens, drafted.tolist(), strict=True)):
-            cache = self._caches.get(row)
-            if cache is None or cache.reserve(needed + more):
+        cache, preemptions = self._model.cache, self.preemptions
+        short = tokens + drafted > cache.room(self._cache_rows(rows))
+        for i in np.flatnonzero(short).tolist():
+            cached = self._cached.get(row := int(rows[i]))
+            if cached is None or cache.reserve(cached, int(tokens[i] + drafted[i])):
                 continue
             drafted[i] = 0
-            while not cache.reserve(needed) and self._preempt_newest() != row:
+            while not cache.reserve(cached, int(tokens[i])) and self._preempt_newest() != row:
                 pass
         if preemptions == self.preemptions:
             return np.ones(len(rows), np.bool_)
-        return np.array([row in self._caches for row in rows.tolist()], np.bool_)
+        return np.array([row in self._cached for row in rows.tolist()], np.bool_)
 
     def _preempt_newest(self) -> int:
         """Send the newest running request back to the queue; its tokens stay, its cache is recomputed.
 
         Keyed sampling makes the continuation the same. Returns its row.
         """
-        row, cache = self._caches.popitem()
-        cache.free()
+        row, cached = self._cached.popitem()
+        self._model.cache.free(cached)
         self._waiting.appendleft(row)
         self.preemptions += 1
         return row
@@ -245,12 +246,10 @@ class HfEngine:
         if len(rows):
             self._fit(0, int(self._rows.length[rows].max()))
         self._context[np.repeat(rows, result.lengths), places(before, result.lengths)] = result.tokens
-        lengths = self._rows.length[rows].tolist()
-        for row, length, finish in zip(rows.tolist(), lengths, result.finish.tolist(), strict=True):
-            if finish == Finish.RUNNING:
-                self._caches[row].truncate(length - 1)
-            else:
-                self.remove(row)
+        running = rows[result.finish == Finish.RUNNING]
+        self._model.cache.truncate(self._cache_rows(running), self._rows.length[running] - 1)
+        for row in rows[result.finish != Finish.RUNNING].tolist():
+            self.remove(row)
         return result
 
     def _fit(self, row: int, tokens: int) -> None:

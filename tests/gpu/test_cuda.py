@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,8 @@ from specactor_ray.benchmarks.gpu_check.settings import ON_GPU
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
 from specactor_ray.messages import SamplingParams
+from specactor_ray.models.paged_cache import LayerShape, PagedCache
+from specactor_ray.models.ragged_attention import RaggedBatch, Rules, attend_masked, attend_varlen, why_masked
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling import keyed as sampling
 from specactor_ray.sampling.keyed import sample_rows
@@ -37,6 +40,29 @@ class TestConformanceOnCuda(ModelConformance):
         torch.backends.cuda.matmul.allow_tf32 = False
         model = AutoModelForCausalLM.from_pretrained(tiny_target(), dtype=torch.float32).to("cuda")
         return HfEngine(RaggedModel(model, 64 << 20), [model.generation_config.eos_token_id], **limits)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_half_precision_runs_flash_attention_over_pages(window: int | None) -> None:
+    """Not refused, as exact as a masked call, and the same bits for a row alone and among others."""
+    torch.manual_seed(0)
+    device, shape, dtype = torch.device("cuda", 0), LayerShape(2, 64, 64), torch.bfloat16
+    cache = PagedCache([shape], shape.bytes(dtype) * 256 * 64, dtype, device)
+    assert why_masked(device, dtype, cache.page_size, 6, shape, "") == ""
+    for pool in (cache.keys[0], cache.values[0]):
+        pool.normal_()
+    counts, lengths = np.array([1, 5, 300, 1, 64]), np.array([900, 700, 300, 1, 1000])
+    rows = np.array([cache.open(int(length)) for length in lengths])
+    cache.lengths[rows] = lengths - counts
+    query = torch.randn(counts.sum(), 6, 64, dtype=dtype, device=device)
+    rules = Rules(64**-0.5, window, None, None)
+    together = RaggedBatch(cache, rows, counts, ())
+    flash = attend_varlen(together, 0, query, rules)
+    torch.testing.assert_close(flash, attend_masked(together, 0, query, rules), atol=0.02, rtol=0.02)
+    for i, begin in enumerate(together.starts[:-1].tolist()):
+        part = slice(begin, begin + int(counts[i]))
+        alone = attend_varlen(RaggedBatch(cache, rows[i : i + 1], counts[i : i + 1], ()), 0, query[part], rules)
+        assert torch.equal(alone, flash[part])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])

@@ -10,8 +10,7 @@ import torch
 
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.messages import SamplingParams
-from specactor_ray.models.ragged_cache import CacheRow
-from specactor_ray.models.ragged_model import RaggedModel, RaggedOutput, RowChunk
+from specactor_ray.models.ragged_model import RaggedModel, RaggedOutput
 from specactor_ray.sampling.keyed import own_noise, sample_rows
 from tests.by_name import ByName
 from tests.tiny import tiny_draft, tiny_prompt_ids
@@ -79,7 +78,7 @@ def test_tails_after_any_history_are_those_of_a_fresh_model(reference: torch.nn.
         assert base == len(committed[i])
         assert tail == expected_tail(reference, prompt, committed[i], samplings[i], 5)
         drafter.close(f"r{i}")
-    assert drafter._model.cache.allocator.free_slots == drafter._model.cache.slots, "cache was leaked"
+    assert drafter._model.cache.free_slots == drafter._model.cache.slots, "cache was leaked"
 
 
 def test_a_gap_or_an_unknown_request_asks_for_a_resync() -> None:
@@ -140,7 +139,7 @@ def test_a_request_that_outgrows_the_cache_leaves_its_place_to_another(reference
     assert drafter.tail("c")[1] == expected_tail(reference, (5, 6, 7), [9], sampling, 4)
     for name in ("a", "b", "c"):
         drafter.close(name)
-    assert drafter._places == 2 and drafter._model.cache.allocator.free_slots == drafter._model.cache.slots
+    assert drafter._places == 2 and drafter._model.cache.free_slots == drafter._model.cache.slots
 
 
 def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(reference: torch.nn.Module) -> None:
@@ -149,14 +148,14 @@ def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(reference: t
     for i, prompt in enumerate(prompts):
         drafter.open(f"r{i}", prompt, (), samplings[i], 5)
     drafter.extend()
-    bad, forward = drafter._rows[drafter.slots["r1"]], drafter._model.forward_packed
+    bad, forward = drafter._rows[drafter.slots["r1"]], drafter._model.forward
 
-    def poisoned(rows: list[CacheRow], *arrays: np.ndarray) -> RaggedOutput:
+    def poisoned(rows: np.ndarray, *arrays: np.ndarray) -> RaggedOutput:
         logits = forward(rows, *arrays).logits.clone()
-        logits[[i for i, row in enumerate(rows) if row is bad]] = float("nan")
+        logits[np.flatnonzero(rows == bad)] = float("nan")
         return RaggedOutput(logits, None)
 
-    drafter._model.forward_packed = poisoned
+    drafter._model.forward = poisoned
     assert sorted(drafter.extend()) == ["r0", "r1", "r2"], "also that there is no more of r1"
     assert len(drafter.tail("r1")[1]) == 1
     extend_fully(drafter)
@@ -166,15 +165,16 @@ def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(reference: t
     assert drafter.extend() == ["r1"], "each further commit is answered"
     for i in range(3):
         drafter.close(f"r{i}")
-    assert drafter._model.cache.allocator.free_slots == drafter._model.cache.slots, "cache was leaked"
+    assert drafter._model.cache.free_slots == drafter._model.cache.slots, "cache was leaked"
 
 
 def test_logits_of_no_token_are_refused() -> None:
     model = RaggedModel(load(), 4 << 20)
-    rows = [model.cache.open(8) for _ in range(2)]
-    with pytest.raises(ValueError, match="more logits than"):
-        model.forward([RowChunk(rows[0], [1, 2], 1), RowChunk(rows[1], [], 1)])
-    assert rows[0].length == 0
+    rows, one = np.array([model.cache.open(8) for _ in range(2)]), np.ones(2, np.int64)
+    for counts, num_logits in (([1, 2], 2 * one), ([3, 0], 0 * one)):
+        with pytest.raises(ValueError, match="no token, or asks for more logits"):
+            model.forward(rows, np.array(counts), np.array([1, 2, 3]), num_logits)
+    assert not model.cache.lengths.any()
 
 
 def test_new_weights_drop_tails_of_the_old_ones(reference: torch.nn.Module) -> None:

@@ -20,7 +20,6 @@ from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, 
 from specactor_ray.drafter_training.eagle_unroll import EagleBatch, unroll
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.messages import Features, SamplingParams
-from specactor_ray.models.ragged_cache import CacheRow
 from specactor_ray.sampling.keyed import own_noise, sample_rows
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
@@ -124,7 +123,7 @@ def test_tails_after_any_history_are_those_of_a_fresh_computation(seed: int) -> 
         expected = expected_tail(reference, request.states, request.tokens, len(request.prompt), request.sampling)
         assert drafter.tail(request.name) == (len(request.output), expected)
         drafter.close(request.name)
-    assert drafter._runner.cache.allocator.free_slots == drafter._runner.cache.slots, "cache was leaked"
+    assert drafter._runner.cache.free_slots == drafter._runner.cache.slots, "cache was leaked"
 
 
 def test_a_surviving_tail_is_gone_through_again_and_kept_where_it_still_fits() -> None:
@@ -225,9 +224,9 @@ def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing() -> None:
     drafter.extend()
     bad, forward = drafter._rows[drafter.slots["r1"]], drafter._runner.forward
 
-    def poisoned(rows: list[CacheRow], *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def poisoned(rows: np.ndarray, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         outputs, logits = (tensor.clone() for tensor in forward(rows, *arguments))
-        logits[[i for i, row in enumerate(rows) if row is bad]] = float("nan")
+        logits[np.flatnonzero(rows == bad)] = float("nan")
         return outputs, logits
 
     drafter._runner.forward = poisoned  # type: ignore[method-assign, assignment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 
 from specactor_ray.errors import InputError, ModelLoadError
 from specactor_ray.messages import SamplingParams
+from specactor_ray.models import ragged_attention
+from specactor_ray.models.ragged_attention import Attention, attend_masked, attend_on_cpu
 from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
 from specactor_ray.models.wire import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
@@ -26,11 +29,11 @@ def load(folder: Path | None = None) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder or tiny_target(), dtype=torch.float32)
 
 
-def raw(model: Any = None, cache_bytes: int = 64 << 20, batched: bool | None = None, **limits: Any) -> HfEngine:
+def raw(model: Any = None, cache_bytes: int = 64 << 20, **limits: Any) -> HfEngine:
     hidden = limits.pop("hidden_layers", ())
     model = model or load()
     eos = model.generation_config.eos_token_id
-    return HfEngine(RaggedModel(model, cache_bytes, hidden, batched_attention=batched), [eos], **limits)
+    return HfEngine(RaggedModel(model, cache_bytes, hidden), [eos], **limits)
 
 
 def make(*args: Any, **limits: Any) -> Driver:
@@ -43,12 +46,19 @@ class TestConformance(ModelConformance):
         return raw(**limits)
 
 
-class TestConformanceOfBatchedAttention(ModelConformance):
-    """The padded attention path that GPUs use, on the CPU."""
+class TestConformanceOfMaskedAttention(ModelConformance):
+    """What GPUs use where FlashAttention refuses, on the CPU."""
+
+    @pytest.fixture(autouse=True, scope="class")
+    @staticmethod
+    def masked() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ragged_attention, "attention_for", lambda *_: attend_masked)
+            yield
 
     @classmethod
     def make_engine(cls, **limits: Any) -> TargetEngine:
-        return raw(batched=True, **limits)
+        return raw(**limits)
 
 
 def test_greedy_equals_generate() -> None:
@@ -95,7 +105,7 @@ def test_memory_pressure_preempts_without_changing_tokens() -> None:
         tight.add(request)
     assert run(tight, noisy_tails(truth.tokens, random.Random(3), tight.vocab_size)).tokens == truth.tokens
     assert tight.preemptions > 0
-    assert tight._model.cache.allocator.free_slots == tight._model.cache.slots, "cache was leaked"
+    assert tight._model.cache.free_slots == tight._model.cache.slots, "cache was leaked"
 
 
 def test_a_prompt_beyond_the_budget_is_refused() -> None:
@@ -113,18 +123,18 @@ def test_unsampleable_logits_fail_that_request_alone() -> None:
     for request in batch:
         engine.add(request)
     truth = run(engine).tokens
-    forward = engine._model.forward_packed
+    forward = engine._model.forward
 
     def poisoned(rows: Any, counts: Any, tokens: Any, num_logits: Any) -> Any:
         output = forward(rows, counts, tokens, num_logits)
         ends = np.cumsum(num_logits)
         for row, count, end in zip(rows, num_logits, ends, strict=True):
-            if row is engine._caches.get(engine.row("r1")):
+            if row == engine._cached.get(engine.row("r1")):
                 with torch.inference_mode():
                     output.logits[end - count : end] = float("nan")
         return output
 
-    engine._model.forward_packed = poisoned
+    engine._model.forward = poisoned
     for request in batch:
         engine.add(request)
     collected = run(engine)
@@ -218,7 +228,7 @@ def tiny_random(config_class: str, **overrides: Any) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("attention", [attend_on_cpu, attend_masked])
 @pytest.mark.parametrize(
     ("config_class", "overrides"),
     [
@@ -231,7 +241,7 @@ def tiny_random(config_class: str, **overrides: Any) -> Any:
     ],
 )
 def test_other_architectures_match_their_own_forward(
-    config_class: str, overrides: dict[str, Any], batched: bool
+    config_class: str, overrides: dict[str, Any], attention: Attention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy tokens under drafts equal an argmax loop over fresh, uncached forwards of the library's own attention."""
     reference = tiny_random(config_class, **overrides)
@@ -243,7 +253,8 @@ def test_other_architectures_match_their_own_forward(
             with torch.no_grad():
                 context.append(int(reference(torch.tensor([context]), use_cache=False).logits[0, -1].argmax()))
         expected[str(i)] = context[len(prompt) :]
-    engine = Driver(HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20, batched_attention=batched)))
+    monkeypatch.setattr(ragged_attention, "attention_for", lambda *_: attention)
+    engine = Driver(HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20)))
     for i, prompt in enumerate(prompts):
         engine.add(TargetRequest(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=16)))
     drafted = run(engine, noisy_oracle(expected, 4, 256))

@@ -55,3 +55,14 @@ def test_processes_that_compile_at_once_share_one_cache(tmp_path: Path) -> None:
         assert process.returncode == 0
     output = python(CALL, tmp_path).communicate(timeout=200)[0]
     assert output == f"{[2.5 + 0j] * 4}\n4\n"
+
+
+def test_code_is_stale_where_a_source_has_changed(tmp_path: Path) -> None:
+    (tmp_path / "one_kernel.py").write_text(
+        "import parts\nfrom specactor_ray.jit import kernel\n"
+        "@kernel(sources=[parts])\ndef value():\n    return parts.VALUE\n"
+    )
+    for value in ("1", "2.5"):
+        (tmp_path / "parts.py").write_text(f"VALUE = {value}\n")
+        process = python("import one_kernel; print(one_kernel.value())", tmp_path)
+        assert process.communicate(timeout=200)[0] == f"{value}\n"

@@ -251,7 +251,7 @@ def test_requests_beyond_the_places_are_answered_and_get_the_next_place(name: st
         driver.close(slot, finished=False)
     assert proposer._places == 1
     if isinstance(proposer, CachedProposer):
-        assert proposer._cache.allocator.free_slots == proposer._cache.slots, "cache was leaked"
+        assert proposer._cache.free_slots == proposer._cache.slots, "cache was leaked"
 
 
 @every

@@ -47,7 +47,7 @@ def random_model(shape: ModelShape, dtype: str, device: str, seed: int = 0) -> A
 class SynchronizedModel(RaggedModel):
     """Waits for the device at the end of a forward, so that its time is not counted as the sampler's."""
 
-    def forward_packed(self, *args: Any) -> RaggedOutput:
-        output = super().forward_packed(*args)
+    def forward(self, *args: Any) -> RaggedOutput:
+        output = super().forward(*args)
         synchronize(self.device)
         return output

@@ -162,7 +162,7 @@ class EagleProposer(CachedProposer):
         self._depth[reading] = 0
         ends = self._cached[slots] + np.maximum(self._received[slots] - self._anchor[slots], 1)
         slots, ends, rows = self._reserve(slots, ends)
-        if not rows:
+        if not len(rows):
             return slots
         firsts, counts = self._first[slots], ends - self._cached[slots]
         reads = self._anchor[slots] < self._received[slots]

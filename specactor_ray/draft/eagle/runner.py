@@ -1,8 +1,8 @@
-"""Packed forwards of an EAGLE head over a ragged cache: the drafter's side of `eagle_head.py`."""
+"""Packed forwards of an EAGLE head over a paged cache: the drafter's side of `draft/eagle/head.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ from torch import nn
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.models.packed_linear import assign_weights, can_pack, pack_linears
+from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
-from specactor_ray.models.ragged_cache import CacheRow, LayerShape, RaggedCache
 
 
 class EagleRunner:
@@ -24,7 +24,7 @@ class EagleRunner:
         cache_bytes: Memory budget of keys and values.
 
     Raises:
-        ModelLoadError: The budget holds not even one block.
+        ModelLoadError: The budget holds not even one page.
     """
 
     def __init__(self, head: EagleHead, cache_bytes: int) -> None:
@@ -37,9 +37,9 @@ class EagleRunner:
         shape = LayerShape(attention.kv_heads, attention.head_dim, attention.head_dim)
         if can_pack(self.device, self.dtype):
             pack_linears(head)
-        self.cache = RaggedCache([shape], cache_bytes, self.dtype, self.device)
-        if self.cache.slots == 0:
-            raise ModelLoadError(f"a key/value cache of {cache_bytes} bytes holds no block; give more (kv_cache_gb)")
+        self.cache = PagedCache([shape], cache_bytes, self.dtype, self.device)
+        if self.cache.pages == 0:
+            raise ModelLoadError(f"a key/value cache of {cache_bytes} bytes holds no page; give more (kv_cache_gb)")
 
     @torch.inference_mode()
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ class EagleRunner:
     @torch.inference_mode()
     def forward(
         self,
-        rows: Sequence[CacheRow],
+        rows: np.ndarray,
         positions: np.ndarray,
         counts: np.ndarray,
         token_ids: np.ndarray,
@@ -58,9 +58,9 @@ class EagleRunner:
         """Append positions to rows, which must have room; the last one of each predicts.
 
         Args:
-            rows: `n` rows.
+            rows: int `(n,)` rows of the cache.
             positions: `(sum(counts),)` sequence positions of all rows one after the other; rows may begin anywhere.
-            counts: `(n,)` positions of each row.
+            counts: int64 `(n,)` positions of each row, at least 1.
             token_ids: `(sum(counts),)`: the token after each position.
             features: `(sum(counts), hidden)`: fused, or the head's own outputs.
 
@@ -68,21 +68,15 @@ class EagleRunner:
             `(outputs, logits)` of the last position of each row: `(n, hidden)` and `(n, vocab)`. Logits
             are over the *target's* vocabulary, -inf where the draft vocabulary has no such token.
         """
-        batch = RaggedBatch(self.cache, rows, counts.tolist(), 0, self.device, self._batched)
+        batch = RaggedBatch(self.cache, rows, counts, (token_ids.astype(np.int64), positions, np.cumsum(counts) - 1))
+        tokens, places, last = batch.arrays
 
         def attend(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return ragged_attention(module, q, k, v, None, ragged_batch=batch)[0].flatten(2)
 
-        outputs = self.head(
-            features.unsqueeze(0),
-            torch.from_numpy(token_ids).to(self.device, torch.long)[None],
-            torch.from_numpy(positions).to(self.device, torch.long)[None],
-            attend,
-        )[0]
-        for row, count in zip(rows, batch.counts, strict=True):
-            row.length += count
-        last = outputs[np.cumsum(counts) - 1]
-        return last, self._over_target_vocabulary(self.head.logits(last))
+        outputs = self.head(features[None], tokens[None], places[None], attend)[0].index_select(0, last)
+        self.cache.lengths[rows] += counts
+        return outputs, self._over_target_vocabulary(self.head.logits(outputs))
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Replace the trained weights (`eagle_checkpoint.trained_weights`); embedding and vocabulary stay.
@@ -92,10 +86,6 @@ class EagleRunner:
         """
         kept = {"embed_tokens.weight": self.head.embed_tokens.weight}
         assign_weights(self.head, {**kept, **state_dict}, {})
-
-    @property
-    def _batched(self) -> bool:
-        return self.device.type != "cpu"
 
     def _over_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         full = logits.new_full((len(logits), self.config.vocab_size), float("-inf"))

@@ -1,0 +1,206 @@
+"""Attention over pages on CPUs: right to float64, and the same bits in every company."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor_ray.errors import InputError
+from specactor_ray.models import cpu_attention
+from specactor_ray.models.cpu_attention import attend_pages
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@dataclass
+class Sequence:
+    """Queries, keys and values of every position of one row."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def sequence(
+    seed: int, length: int, heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype
+) -> Sequence:
+    made = torch.Generator().manual_seed(seed)
+    shapes = (length, heads, dim), (length, kv_heads, dim), (length, kv_heads, value_dim)
+    return Sequence(*(torch.randn(shape, generator=made).to(dtype) for shape in shapes))
+
+
+def attend(
+    parts: list[tuple[Sequence, int, int]], page_size: int = 16, padding: int = 0, seed: int = 0, **options: Any
+) -> list[torch.Tensor]:
+    """Queries [first, end) of sequences in one call, their pages anywhere in a cache that is full of NaN."""
+    first = parts[0][0]
+    needed = [-(-end // page_size) for _, _, end in parts]
+    order = np.random.default_rng(seed).permutation(sum(needed) + 3).astype(np.int32)
+    pages = np.zeros((len(parts), max(needed)), np.int32)
+    shape = (len(order), page_size)
+    keys = torch.full((*shape, *first.key.shape[1:]), torch.nan, dtype=first.key.dtype)
+    values = torch.full((*shape, *first.value.shape[1:]), torch.nan, dtype=first.value.dtype)
+    taken = 0
+    for row, ((one, _, end), count) in enumerate(zip(parts, needed, strict=True)):
+        pages[row, :count] = order[taken : taken + count]
+        taken += count
+        at = torch.arange(end)
+        page, slot = torch.from_numpy(pages[row].astype(np.int64))[at // page_size], at % page_size
+        keys[page, slot], values[page, slot] = one.key[:end], one.value[:end]
+    queries = torch.cat([one.query[begin:end] for one, begin, end in parts])
+    queries = torch.cat([queries, torch.full((padding, *queries.shape[1:]), torch.nan, dtype=queries.dtype)])
+    counts = [end - begin for _, begin, end in parts]
+    starts = np.cumsum([0, *counts]).astype(np.int64)
+    lengths = np.array([end for _, _, end in parts], np.int64)
+    output = attend_pages(queries, keys, values, pages, starts, lengths, **options)
+    assert output.shape == (len(queries), first.query.shape[1], first.value.shape[2])
+    assert output.dtype == first.query.dtype
+    assert not output[starts[-1] :].any()
+    return list(output[: starts[-1]].split(counts))
+
+
+def reference(one: Sequence, begin: int, end: int, **options: Any) -> torch.Tensor:
+    """The same in float64, written as the textbook does."""
+    group = one.query.shape[1] // one.key.shape[1]
+    key, value = (x[:end].double().repeat_interleave(group, 1) for x in (one.key, one.value))
+    scaling, window = options.get("scaling") or one.query.shape[2] ** -0.5, options.get("window")
+    scores = torch.einsum("qhd,khd->hqk", one.query[begin:end].double(), key) * scaling
+    if options.get("softcap"):
+        scores = torch.tanh(scores / options["softcap"]) * options["softcap"]
+    at, of = torch.arange(begin, end)[:, None], torch.arange(end)
+    hidden = (of > at) | ((of <= at - window) if window else torch.zeros_like(of > at))
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if options.get("sinks") is not None:
+        sinks = options["sinks"].double()[:, None, None].expand(-1, end - begin, 1)
+        scores = torch.cat([scores, sinks], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :end], value)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    kind = torch.int32 if one.element_size() == 4 else torch.int16
+    return torch.equal(one.contiguous().view(kind), other.contiguous().view(kind))
+
+
+heads_of = st.sampled_from([(1, 1), (4, 4), (6, 2), (9, 3), (8, 1), (40, 1)])
+dims = st.sampled_from([(64, 64), (16, 16), (8, 8), (80, 80), (24, 40), (96, 16), (128, 128)])
+options_of = st.fixed_dictionaries(
+    {},
+    optional={
+        "scaling": st.sampled_from([0.05, 0.3]),
+        "window": st.sampled_from([1, 7, 64, 100]),
+        "softcap": st.sampled_from([0.7, 30.0]),
+        "sinks": st.just(True),
+    },
+)
+
+
+def with_sinks(options: dict[str, Any], heads: int) -> dict[str, Any]:
+    return {**options, "sinks": torch.linspace(-3, 3, heads)} if "sinks" in options else options
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 150), st.integers(1, 200)), min_size=1, max_size=4),
+    heads_of, dims, st.sampled_from(DTYPES), st.sampled_from([1, 16, 48, 128]), st.integers(0, 3), options_of,
+)  # fmt: skip
+def test_against_float64(rows, heads, dim, dtype, page_size, padding, options) -> None:
+    options = with_sinks(options, heads[0])
+    parts = []
+    for seed, (count, before) in enumerate(rows):
+        one = sequence(seed, before + count, *heads, *dim, dtype)
+        parts.append((one, before, before + count))
+    found = attend(parts, page_size, padding, **options)
+    for part, output in zip(parts, found, strict=True):
+        torch.testing.assert_close(
+            output.double(), reference(*part, **options), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 300), st.randoms(use_true_random=False), heads_of, dims, st.sampled_from(DTYPES), options_of,
+)  # fmt: skip
+def test_bits_depend_on_the_query_and_its_keys_alone(length, random, heads, dim, dtype, options) -> None:
+    """Whole at once against parts of random lengths, among other rows, in other pages, beside padding."""
+    options = with_sinks(options, heads[0])
+    one, other = (sequence(seed, length, *heads, *dim, dtype) for seed in (1, 2))
+    (whole,) = attend([(one, 0, length)], 64, **options)
+    at = 0
+    while at < length:
+        end = min(at + random.choice([1, 1, 2, 5, 9, 40, 130]), length)
+        beside = [(other, max(length - random.randint(1, 9), 0), length) for _ in range(random.randint(0, 3))]
+        parts = [*beside, (one, at, end)]
+        random.shuffle(parts)
+        found = attend(parts, random.choice([4, 16, 128]), random.randint(0, 3), random.randint(0, 99), **options)
+        part = found[next(i for i, (which, _, _) in enumerate(parts) if which is one)]
+        assert same_bits(part, whole[at:end])
+        at = end
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu_attention._openmp() is not None, "PyTorch for Linux runs on GNU OpenMP"
+    monkeypatch.setattr(cpu_attention, "_WORK_PER_THREAD", 1)
+    parts = [(sequence(seed, 400, 9, 3, 64, 64, dtype), 400 - count, 400) for seed, count in enumerate((1, 5, 200, 1))]
+    before, outputs = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            outputs.append(torch.cat(attend(parts)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(same_bits(output, outputs[0]) for output in outputs[1:])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_number_stays_in_the_queries_that_see_it(bad: float) -> None:
+    good = sequence(3, 90, 6, 2, 64, 64, torch.float32)
+    worse = Sequence(good.query, good.key.clone(), good.value.clone())
+    worse.key[70, 0, 5] = worse.value[70, 0, 5] = bad
+    (clean,), (output,) = attend([(good, 0, 90)]), attend([(worse, 0, 90)])
+    assert same_bits(output[:70], clean[:70])
+    assert same_bits(output[:, 3:], clean[:, 3:]), "the other head of the keys"
+    assert not output[70:, :3, 5].isfinite().any()
+
+
+def test_scores_of_minus_infinity_weigh_nothing() -> None:
+    one = sequence(4, 80, 2, 2, 16, 16, torch.float32)
+    one.query = one.query.abs()
+    one.key[:70] = -torch.inf
+    (output,) = attend([(one, 79, 80)])
+    one.key[:70] = -1e30
+    torch.testing.assert_close(output, attend([(one, 79, 80)])[0])
+    assert output.isfinite().all()
+
+
+def test_views_are_read_in_place() -> None:
+    """Queries as `(1, heads, N, dim)` of transformers, keys of one layer of a larger tensor."""
+    one = sequence(5, 20, 4, 2, 32, 32, torch.bfloat16)
+    query = one.query.transpose(0, 1).contiguous().transpose(0, 1)
+    cache = torch.stack([one.key, one.value], dim=1).unflatten(0, (2, 10))
+    pages, starts, lengths = np.array([[0, 1]], np.int32), np.array([0, 20]), np.array([20])
+    output = attend_pages(query, cache[:, :, 0], cache[:, :, 1], pages, starts, lengths)
+    assert same_bits(output, attend([(one, 0, 20)])[0])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    one = sequence(6, 10, 4, 2, 32, 32, torch.float32)
+    keys, values = one.key[None], one.value[None]
+    pages, starts, lengths = np.zeros((1, 1), np.int32), np.array([0, 10]), np.array([10])
+    attend_pages(one.query, keys, values, pages, starts, lengths)
+    for changed, complaint in (
+        ({"query": one.query.double()}, "float64"),
+        ({"keys": keys.bfloat16()}, "bfloat16"),
+        ({"query": one.query[:, :3]}, "do not fit"),
+        ({"query": one.query[:9]}, "starts"),
+        ({"pages": pages.astype(np.int64)}, "int32"),
+        ({"lengths": lengths + 1}, "pages"),
+    ):
+        given_ = {"query": one.query, "keys": keys, "values": values, "pages": pages, "starts": starts}
+        with pytest.raises(InputError, match=complaint):
+            attend_pages(**{**given_, "lengths": lengths, **changed})
