@@ -13,14 +13,13 @@ from typing import Any, Self
 import numpy as np
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.draft.cached import CachedProposer
+from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.sampling.keyed import warm_up
 
 
-class DraftModelProposer(CachedProposer):
+class DraftModelProposer(ModelProposer):
     """`Proposer` over a `RaggedModel`.
 
     Args:
@@ -33,26 +32,14 @@ class DraftModelProposer(CachedProposer):
     traits = BUILT_IN[method].traits
 
     def __init__(self, model: RaggedModel, max_batch: int = 64, shared_noise: bool = True) -> None:
-        super().__init__(model.cache, model.max_positions, max_batch, shared_noise)
+        super().__init__(model.cache, model.dtype, model.vocab_size, model.max_positions, max_batch, shared_noise)
         self._model = model
-        self.vocab_size: int | None = model.vocab_size
-        warm_up(model.device, model.dtype)
 
     @classmethod
     def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
         assert config.model is not None  # validated
         model = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
         return cls(RaggedModel(model, int(config.kv_cache_gb * 2**30)), config.max_batch, config.shared_noise)
-
-    def extend(self) -> np.ndarray:
-        drafted = np.zeros(0, np.int64)
-        while not len(drafted) and len(slots := np.flatnonzero(self._extendable())):
-            drafted = self._forward(slots)
-        extendable = self._extendable()
-        answered = self._unanswered & ~extendable
-        answered[drafted] = True
-        self._unanswered[answered] = extendable[answered]
-        return np.flatnonzero(answered).astype(np.int32)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
@@ -62,23 +49,25 @@ class DraftModelProposer(CachedProposer):
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
         np.minimum.at(self._cached, slots, same)
 
-    def _extendable(self) -> np.ndarray:
-        """bool `(slots,)`: requests whose tails have room."""
-        return self._placed & (self.mirrors.ends < np.minimum(self.mirrors.limits, self.max_len))
+    def _ready(self) -> np.ndarray:
+        mirrors = self.mirrors
+        slots = np.flatnonzero(self._placed & (mirrors.ends < np.minimum(mirrors.limits, self.max_len)))
+        backlogs = mirrors.ends[slots] - self._cached[slots]
+        return slots[np.argsort(backlogs, kind="stable")] if backlogs.max(initial=1) > 1 else slots
 
     def _forward(self, slots: np.ndarray) -> np.ndarray:
-        """Run one forward, shortest backlogs first. Returns the slots that got a token."""
         mirrors = self.mirrors
-        slots = slots[np.argsort(mirrors.ends[slots] - self._cached[slots], kind="stable")]
-        slots, ends, rows = self._reserve(slots, mirrors.ends[slots])
-        if not len(rows):
+        slots, rows, counts = self._reserve(slots, mirrors.ends[slots] - self._cached[slots])
+        if not len(slots):
             return slots
+        begins = self._cached[slots]
+        tokens = mirrors.tokens(slots, begins, counts)
+        self._cached[slots] = ends = begins + counts
         complete = ends == mirrors.ends[slots]
-        counts = ends - self._cached[slots]
-        tokens = mirrors.tokens(slots, self._cached[slots], counts)
         logits = self._model.forward(rows, counts, tokens, complete.astype(np.int64)).logits
-        self._cached[slots] = ends
-        slots = slots[complete]
-        tokens = self._sample(slots, logits, mirrors.ends[slots])
-        mirrors.append(slots[tokens >= 0], tokens[tokens >= 0])
+        if not complete.all():
+            slots, ends = slots[complete], ends[complete]
+        tokens = self._sample(slots, logits, ends)
+        drawn = tokens >= 0
+        mirrors.append(slots[drawn], tokens[drawn])
         return slots

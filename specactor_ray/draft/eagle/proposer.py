@@ -19,17 +19,16 @@ import numpy as np
 import torch
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.draft.cached import CachedProposer
 from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.runner import EagleRunner
+from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.messages import Features
 from specactor_ray.models.wire import from_wire
 from specactor_ray.ragged import places
-from specactor_ray.sampling.keyed import warm_up
 
 
-class EagleProposer(CachedProposer):
+class EagleProposer(ModelProposer):
     """`Proposer` over an `EagleRunner`; it needs `add_features` after each `open` and `commit`.
 
     Args:
@@ -41,12 +40,13 @@ class EagleProposer(CachedProposer):
     method = "eagle"
     traits = BUILT_IN[method].traits
     _by_slot = (
-        *CachedProposer._by_slot, "_first", "_anchor", "_received", "_depth", "_promised", "_has_output"
+        *ModelProposer._by_slot, "_first", "_anchor", "_received", "_depth", "_promised", "_has_output"
     )  # fmt: skip
 
     def __init__(self, runner: EagleRunner, max_batch: int = 64, shared_noise: bool = True) -> None:
-        max_positions = int(runner.config.layer.get("max_position_embeddings", 1 << 30))
-        super().__init__(runner.cache, max_positions, max_batch, shared_noise)
+        config = runner.config
+        max_positions = int(config.layer.get("max_position_embeddings", 1 << 30))
+        super().__init__(runner.cache, runner.dtype, config.vocab_size, max_positions, max_batch, shared_noise)
         self._runner = runner
         self._first, self._anchor, self._received, self._depth = np.zeros((4, 0), np.int32)
         """`(slots,)`: the position of the first entry in the cache; the first position whose true state the head has
@@ -57,10 +57,8 @@ class EagleProposer(CachedProposer):
         self._promised, self._has_output = np.zeros((2, 0), np.bool_)
         """Slots that got a place late and lack the states up to then, so that they are to be opened afresh; slots that
         have a row in `_outputs`."""
-        self._outputs = torch.empty(0, runner.config.hidden_size, dtype=runner.dtype, device=runner.device)
+        self._outputs = torch.empty(0, config.hidden_size, dtype=runner.dtype, device=runner.device)
         """`(slots, hidden)`: what the head put out at the last entry; takes the place of the next position's state."""
-        self.vocab_size: int | None = runner.config.vocab_size
-        warm_up()
 
     @classmethod
     def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
@@ -94,16 +92,6 @@ class EagleProposer(CachedProposer):
             if span.end > received:
                 self._unread[slot].append(Features(received, span.states[received - span.begin :]))
                 self._received[slot] = span.end
-
-    def extend(self) -> np.ndarray:
-        while True:
-            slots = np.concatenate([np.flatnonzero(self._can_anchor()), np.flatnonzero(self._can_run_ahead())])
-            changed = self._forward(slots) if len(slots) else slots
-            reported = self._unanswered & ~self._can_anchor() & ~self._can_run_ahead()
-            self._unanswered[reported] = False
-            reported[changed] = True
-            if reported.any() or not len(slots):
-                return np.flatnonzero(reported).astype(np.int32)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         """New weights of the head. Entries that the old ones made stay: they are a little off, and rebuilding them
@@ -139,6 +127,9 @@ class EagleProposer(CachedProposer):
 
     # ---- one forward ----
 
+    def _ready(self) -> np.ndarray:
+        return np.concatenate([np.flatnonzero(self._can_anchor()), np.flatnonzero(self._can_run_ahead())])
+
     def _can_anchor(self) -> np.ndarray:
         """bool `(slots,)`: there are true states to read, and the token after each is known."""
         known = self.mirrors.known
@@ -152,28 +143,22 @@ class EagleProposer(CachedProposer):
         return self._placed & self._has_output & (self._anchor == known - 1) & (self._depth < room)
 
     def _forward(self, slots: np.ndarray) -> np.ndarray:
-        """Read true states, else go one entry further on the head's own output. Returns the slots whose tails changed.
-
-        Args:
-            slots: Those that read states come first.
-        """
+        """Read true states, else go one entry further on the head's own output."""
         reading = slots[self._anchor[slots] < self._received[slots]]
         self._cached[reading] = self._anchor[reading] - self._first[reading]
         self._depth[reading] = 0
-        ends = self._cached[slots] + np.maximum(self._received[slots] - self._anchor[slots], 1)
-        slots, ends, rows = self._reserve(slots, ends)
-        if not len(rows):
+        slots, rows, counts = self._reserve(slots, np.maximum(self._received[slots] - self._anchor[slots], 1))
+        if not len(slots):
             return slots
-        firsts, counts = self._first[slots], ends - self._cached[slots]
-        reads = self._anchor[slots] < self._received[slots]
+        begins, reads = self._first[slots] + self._cached[slots], self._anchor[slots] < self._received[slots]
         features = [self._outputs[slots[~reads]]]
         if reads.any():
             features.insert(0, self._read_states(slots[reads], counts[reads]))
-        begins = firsts + self._cached[slots]
         tokens = self.mirrors.tokens(slots, begins + 1, counts)
         outputs, logits = self._runner.forward(rows, places(begins, counts), counts, tokens, torch.cat(features))
-        self._anchor[slots[reads]] = (firsts + ends)[reads]
-        self._cached[slots], self._outputs[slots], self._has_output[slots] = ends, outputs, True
+        self._anchor[slots[reads]] = (begins + counts)[reads]
+        self._cached[slots] += counts
+        self._outputs[slots], self._has_output[slots] = outputs, True
         guessing = self._can_run_ahead()[slots]
         return self._guess(slots[guessing], logits[guessing])
 

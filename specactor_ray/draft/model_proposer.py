@@ -1,0 +1,115 @@
+"""What proposers with a model share: cache rows of the requests they draft for, the loop over forwards, sampling."""
+
+from __future__ import annotations
+
+import abc
+
+import numpy as np
+import torch
+
+from specactor_ray.draft.slots import SlotProposer
+from specactor_ray.models.paged_cache import PagedCache
+from specactor_ray.sampling.keyed import own_noise, verify_arrays, warm_up
+from specactor_ray.sampling.rules import Rules
+
+_MAX_STEP_TOKENS = 512
+"""Most positions in one forward; a long prompt is read in chunks of this size."""
+_FIRST_RESERVATION = 128
+
+
+class ModelProposer(SlotProposer):
+    """Implements `Proposer` by forwards of several requests.
+
+    Args:
+        cache: Of the model; it is the proposer's own.
+        dtype: Of its logits.
+        vocab_size: Of its logits.
+        max_positions: Longest sequence that the model reads.
+        max_batch: Most requests drafted for at once; those beyond it are answered with "no guess" until one ends.
+        shared_noise: Sample with the target's noise; without it with independent noise, to measure what sharing gains.
+    """
+
+    _by_slot = (*SlotProposer._by_slot, "_rows", "_cached")
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        dtype: torch.dtype,
+        vocab_size: int,
+        max_positions: int,
+        max_batch: int,
+        shared_noise: bool,
+    ) -> None:
+        super().__init__(max_batch)
+        self._cache, self._shared_noise = cache, shared_noise
+        self.vocab_size: int | None = vocab_size
+        self.max_len = min(max_positions, cache.slots)
+        self._rules = Rules(0, cache.device)
+        """How the slots are sampled; positions are those of the lines."""
+        self._rows, self._cached = np.zeros((2, 0), np.int32)
+        """`(slots,)`: rows in the cache of the requests that have a place, and their lengths at the next forward."""
+        warm_up(cache.device, dtype)
+
+    @abc.abstractmethod
+    def _ready(self) -> np.ndarray:
+        """Slots that a forward can draft for, int, those that are to be served first in front."""
+
+    @abc.abstractmethod
+    def _forward(self, slots: np.ndarray) -> np.ndarray:
+        """Run one forward for the first ones of `slots`, at least one. Returns the slots whose tails changed."""
+
+    def extend(self) -> np.ndarray:
+        slots = self._ready()
+        while True:
+            changed = self._forward(slots) if len(slots) else slots
+            slots = self._ready()
+            answered = self._unanswered.copy()
+            answered[slots] = False
+            self._unanswered ^= answered
+            answered[changed] = True
+            found = np.flatnonzero(answered)
+            if len(found) or not len(slots):
+                return found.astype(np.int32)
+
+    def _enter(self, slot: int, late: bool) -> bool:
+        row = self._cache.open(min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len))
+        if row is None:
+            return False
+        self._rows[slot], self._cached[slot] = row, 0
+        sampling = self.samplings[slot] if self._shared_noise else own_noise(self.samplings[slot])
+        self._rules.write([slot], [sampling], [-int(self.mirrors.prompts[slot])])
+        return True
+
+    def _leave(self, slot: int, finished: bool) -> None:
+        self._cache.free(int(self._rows[slot]))
+
+    def _reserve(self, slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Make room in the cache for `counts` more tokens of each slot; where there is none no more is drafted for it.
+
+        Returns:
+            Those of the slots that fit in one forward, their rows, and how many tokens of each fit, at least 1.
+        """
+        if counts.sum() > _MAX_STEP_TOKENS:
+            counts = np.minimum(counts, _MAX_STEP_TOKENS - np.cumsum(counts) + counts)
+            slots, counts = slots[counts > 0], counts[counts > 0]  # the first ones
+        rows, lengths = self._rows[slots], self._cached[slots]
+        self._cache.truncate(rows, lengths)
+        ends = lengths + counts
+        short = np.flatnonzero(ends > self._cache.room(rows)).tolist()
+        if not short:
+            return slots, rows, counts
+        for i in short:
+            if not self._cache.reserve(int(rows[i]), int(ends[i])):
+                self._give_up(int(slots[i]))
+        placed = self._placed[slots]
+        return slots[placed], rows[placed], counts[placed]
+
+    def _sample(self, slots: np.ndarray, logits: torch.Tensor, ends: np.ndarray) -> np.ndarray:
+        """int32 `(n,)`: the tokens behind the first `ends` of each line; -1, and no more drafts, for requests whose
+        logits `(n, V)` cannot be sampled from."""
+        rows, none = np.arange(len(slots)), np.zeros(len(slots) + 1, np.int64)
+        found = verify_arrays(logits, rows, none, none[:0], ends.astype(np.int64), slots, self._rules)
+        tokens = found.tokens[:, 0].astype(np.int32)
+        for slot in slots[tokens < 0].tolist():
+            self._give_up(slot)
+        return tokens
