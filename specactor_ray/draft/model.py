@@ -44,25 +44,25 @@ class DraftModelProposer(ModelProposer):
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
         self.mirrors.ends[:] = self.mirrors.known
-        self._cached[:] = 0
+        self._cache.truncate(self._rows[self._placed], 0)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
-        np.minimum.at(self._cached, slots, same)
+        placed = self._placed[slots]
+        np.minimum.at(self._cache.lengths, self._rows[slots[placed]], same[placed])
 
     def _ready(self) -> np.ndarray:
         mirrors = self.mirrors
         slots = np.flatnonzero(self._placed & (mirrors.ends < np.minimum(mirrors.limits, self.max_len)))
-        backlogs = mirrors.ends[slots] - self._cached[slots]
+        backlogs = mirrors.ends[slots] - self._cached(slots)
         return slots[np.argsort(backlogs, kind="stable")] if backlogs.max(initial=1) > 1 else slots
 
     def _forward(self, slots: np.ndarray) -> np.ndarray:
         mirrors = self.mirrors
-        slots, rows, counts = self._reserve(slots, mirrors.ends[slots] - self._cached[slots])
+        slots, rows, counts = self._reserve(slots, mirrors.ends[slots] - self._cached(slots))
         if not len(slots):
             return slots
-        begins = self._cached[slots]
-        tokens = mirrors.tokens(slots, begins, counts)
-        self._cached[slots] = ends = begins + counts
+        begins = self._cached(slots)
+        ends, tokens = begins + counts, mirrors.tokens(slots, begins, counts)
         complete = ends == mirrors.ends[slots]
         logits = self._model.forward(rows, counts, tokens, complete.astype(np.int64)).logits
         if not complete.all():

@@ -29,7 +29,7 @@ class ModelProposer(SlotProposer):
         shared_noise: Sample with the target's noise; without it with independent noise, to measure what sharing gains.
     """
 
-    _by_slot = (*SlotProposer._by_slot, "_rows", "_cached")
+    _by_slot = (*SlotProposer._by_slot, "_rows")
 
     def __init__(
         self,
@@ -46,9 +46,14 @@ class ModelProposer(SlotProposer):
         self.max_len = min(max_positions, cache.slots)
         self._rules = Rules(0, cache.device)
         """How the slots are sampled; positions are those of the lines."""
-        self._rows, self._cached = np.zeros((2, 0), np.int32)
-        """`(slots,)`: rows in the cache of the requests that have a place, and their lengths at the next forward."""
+        self._rows = np.zeros(0, np.int64)
+        """`(slots,)`: rows in the cache of the requests that have a place."""
         warm_up(cache.device, dtype)
+
+    def _cached(self, slots: np.ndarray) -> np.ndarray:
+        """int64 `(n,)`: tokens in the cache of slots that have a place."""
+        lengths: np.ndarray = self._cache.lengths[self._rows[slots]]
+        return lengths
 
     @abc.abstractmethod
     def _ready(self) -> np.ndarray:
@@ -59,15 +64,13 @@ class ModelProposer(SlotProposer):
         """Run one forward for the first ones of `slots`, at least one. Returns the slots whose tails changed."""
 
     def extend(self) -> np.ndarray:
-        slots = self._ready()
         while True:
-            changed = self._forward(slots) if len(slots) else slots
-            slots = self._ready()
-            answered = self._unanswered.copy()
-            answered[slots] = False
-            self._unanswered ^= answered
-            answered[changed] = True
+            slots, answered = self._ready(), self._unanswered.copy()
+            answered[slots] = False  # of the others nothing more can be guessed
+            if len(slots):
+                answered[self._forward(slots)] = True
             found = np.flatnonzero(answered)
+            self._unanswered[found] = False
             if len(found) or not len(slots):
                 return found.astype(np.int32)
 
@@ -75,7 +78,7 @@ class ModelProposer(SlotProposer):
         row = self._cache.open(min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len))
         if row is None:
             return False
-        self._rows[slot], self._cached[slot] = row, 0
+        self._rows[slot] = row
         sampling = self.samplings[slot] if self._shared_noise else own_noise(self.samplings[slot])
         self._rules.write([slot], [sampling], [-int(self.mirrors.prompts[slot])])
         return True
@@ -92,9 +95,8 @@ class ModelProposer(SlotProposer):
         if counts.sum() > _MAX_STEP_TOKENS:
             counts = np.minimum(counts, _MAX_STEP_TOKENS - np.cumsum(counts) + counts)
             slots, counts = slots[counts > 0], counts[counts > 0]  # the first ones
-        rows, lengths = self._rows[slots], self._cached[slots]
-        self._cache.truncate(rows, lengths)
-        ends = lengths + counts
+        rows = self._rows[slots]
+        ends = self._cache.lengths[rows] + counts
         short = np.flatnonzero(ends > self._cache.room(rows)).tolist()
         if not short:
             return slots, rows, counts

@@ -123,7 +123,8 @@ class EagleProposer(ModelProposer):
         """Forget all that was read; the context begins at position `first`."""
         self._unread[slot] = []
         self._first[slot] = self._anchor[slot] = self._received[slot] = first
-        self._cached[slot], self._has_output[slot] = 0, False
+        self._cache.truncate(self._rows[[slot]], 0)
+        self._has_output[slot] = False
 
     # ---- one forward ----
 
@@ -145,19 +146,18 @@ class EagleProposer(ModelProposer):
     def _forward(self, slots: np.ndarray) -> np.ndarray:
         """Read true states, else go one entry further on the head's own output."""
         reading = slots[self._anchor[slots] < self._received[slots]]
-        self._cached[reading] = self._anchor[reading] - self._first[reading]
+        self._cache.truncate(self._rows[reading], self._anchor[reading] - self._first[reading])
         self._depth[reading] = 0
         slots, rows, counts = self._reserve(slots, np.maximum(self._received[slots] - self._anchor[slots], 1))
         if not len(slots):
             return slots
-        begins, reads = self._first[slots] + self._cached[slots], self._anchor[slots] < self._received[slots]
+        begins, reads = self._first[slots] + self._cached(slots), self._anchor[slots] < self._received[slots]
         features = [self._outputs[slots[~reads]]]
         if reads.any():
             features.insert(0, self._read_states(slots[reads], counts[reads]))
         tokens = self.mirrors.tokens(slots, begins + 1, counts)
         outputs, logits = self._runner.forward(rows, places(begins, counts), counts, tokens, torch.cat(features))
         self._anchor[slots[reads]] = (begins + counts)[reads]
-        self._cached[slots] += counts
         self._outputs[slots], self._has_output[slots] = outputs, True
         guessing = self._can_run_ahead()[slots]
         return self._guess(slots[guessing], logits[guessing])
@@ -183,7 +183,7 @@ class EagleProposer(ModelProposer):
         tokens = self._sample(slots, logits, places)
         again = (places < mirrors.ends[slots]) & (mirrors.lines[slots, places] == tokens)
         self._depth[slots] += 1
-        changed = ~again & (tokens >= 0)
-        slots, places = slots[changed], places[changed]
-        mirrors.lines[slots, places], mirrors.ends[slots] = tokens[changed], places + 1
-        return slots
+        drawn = ~again & (tokens >= 0)
+        mirrors.lines[slots[drawn], places[drawn]] = tokens[drawn]
+        mirrors.ends[slots[drawn]] = places[drawn] + 1
+        return slots[~again]
