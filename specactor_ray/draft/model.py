@@ -1,8 +1,7 @@
 """`draft_model`: a smaller transformers model with the target's vocabulary drafts token by token, batched.
 
-It samples with the target's own keyed noise (same seed, same position), so it agrees with the target far more
-often than a drafter with draws of its own: P[match] >= (1 - TV) / (1 + TV) for total variation TV between the
-two distributions (Daliri, Musco, Suresh, arXiv 2408.07978). Independent draws match with sum_v p(v) q(v) only.
+It samples with the target's keyed noise (same seed, same position): P[match] >= (1 - TV) / (1 + TV) for total variation
+TV between the two distributions (Daliri, Musco, Suresh, arXiv 2408.07978); independent draws match with sum p(v) q(v).
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ class DraftModelProposer(ModelProposer):
     """`Proposer` over a `RaggedModel`.
 
     Args:
-        model: The small model with its cache; owned by the proposer from now on.
-        max_batch: Most requests drafted for at once; those beyond it are answered with "no guess" until one ends.
-        shared_noise: Sample with the target's noise; without it with independent noise, to measure what sharing gains.
+        model: The small model with its cache; owned by the proposer.
+        max_batch, shared_noise: See `ModelProposer`.
     """
 
     method = "draft_model"

@@ -21,12 +21,12 @@ class ModelProposer(SlotProposer):
     """Implements `Proposer` by forwards of several requests.
 
     Args:
-        cache: Of the model; it is the proposer's own.
-        dtype: Of its logits.
-        vocab_size: Of its logits.
-        max_positions: Longest sequence that the model reads.
-        max_batch: Most requests drafted for at once; those beyond it are answered with "no guess" until one ends.
-        shared_noise: Sample with the target's noise; without it with independent noise, to measure what sharing gains.
+        cache: Cache of the model; owned by the proposer.
+        dtype: Of the logits.
+        vocab_size: Of the logits.
+        max_positions: Longest sequence of the model.
+        max_batch: Most requests drafted for at once; others are answered with empty tails until one ends.
+        shared_noise: Sample with the target's noise, else with independent noise.
     """
 
     _by_slot = (*SlotProposer._by_slot, "_rows")
@@ -45,7 +45,7 @@ class ModelProposer(SlotProposer):
         self.vocab_size: int | None = vocab_size
         self.max_len = min(max_positions, cache.slots)
         self._rules = Rules(0, cache.device)
-        """How the slots are sampled; positions are those of the lines."""
+        """Sampling rules by slot; positions are those of the lines."""
         self._rows = np.zeros(0, np.int64)
         """`(slots,)`: rows in the cache of the requests that have a place."""
         warm_up(cache.device, dtype)
@@ -57,16 +57,16 @@ class ModelProposer(SlotProposer):
 
     @abc.abstractmethod
     def _ready(self) -> np.ndarray:
-        """Slots that a forward can draft for, int, those that are to be served first in front."""
+        """int `(n,)`: slots that a forward can draft for, most urgent first."""
 
     @abc.abstractmethod
     def _forward(self, slots: np.ndarray) -> np.ndarray:
-        """Run one forward for the first ones of `slots`, at least one. Returns the slots whose tails changed."""
+        """Run one forward for as many of `slots` as fit. Returns those whose tails changed, or that cannot go on."""
 
     def extend(self) -> np.ndarray:
         while True:
             slots, answered = self._ready(), self._unanswered.copy()
-            answered[slots] = False  # of the others nothing more can be guessed
+            answered[slots] = False  # the others have no more guesses
             if len(slots):
                 answered[self._forward(slots)] = True
             found = np.flatnonzero(answered)
@@ -87,10 +87,10 @@ class ModelProposer(SlotProposer):
         self._cache.free(int(self._rows[slot]))
 
     def _reserve(self, slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Make room in the cache for `counts` more tokens of each slot; where there is none no more is drafted for it.
+        """Make room in the cache for `counts` more tokens of each slot; slots without room are given up.
 
         Returns:
-            Those of the slots that fit in one forward, their rows, and how many tokens of each fit, at least 1.
+            The slots that fit in one forward, their cache rows, and their tokens in it, at least 1.
         """
         if counts.sum() > _MAX_STEP_TOKENS:
             counts = np.minimum(counts, _MAX_STEP_TOKENS - np.cumsum(counts) + counts)
@@ -107,8 +107,10 @@ class ModelProposer(SlotProposer):
         return slots[placed], rows[placed], counts[placed]
 
     def _sample(self, slots: np.ndarray, logits: torch.Tensor, ends: np.ndarray) -> np.ndarray:
-        """int32 `(n,)`: the tokens behind the first `ends` of each line; -1, and no more drafts, for requests whose
-        logits `(n, V)` cannot be sampled from."""
+        """Sample the tokens at the positions `ends` of the lines from logits `(n, V)`, int32 `(n,)`.
+
+        A row that cannot be sampled from is -1, and its slot is given up.
+        """
         rows, none = np.arange(len(slots)), np.zeros(len(slots) + 1, np.int64)
         found = verify_arrays(logits, rows, none, none[:0], ends.astype(np.int64), slots, self._rules)
         tokens = found.tokens[:, 0].astype(np.int32)

@@ -1,8 +1,7 @@
-"""`ngram`: copy what followed the longest match in the request's own text or in outputs of the same prompt.
+"""`ngram`: look-ups in the request's own text and in outputs of the same prompt.
 
-Prompt lookup decoding (Saxena, 2023), with the outputs of the other samples of the same prompt added as in
-SuffixDecoding (arXiv 2411.04975). It fills the window wherever there is a match; `suffix.py` also looks at other
-prompts, and weighs its guesses.
+Prompt lookup decoding (Saxena, 2023) with the other samples of the prompt, as in SuffixDecoding (arXiv 2411.04975). It
+fills the window wherever there is a match; `suffix.py` also looks at other prompts and limits its drafts.
 """
 
 from __future__ import annotations

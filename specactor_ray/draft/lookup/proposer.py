@@ -1,11 +1,11 @@
-"""What the lookup methods share: find where the last tokens occurred before and guess that the same follows.
+"""Base of the lookup methods: drafts what followed earlier occurrences of the last tokens.
 
-The rule. Let `text` = prompt + committed output + tail, and `known` its part without the tail. The sources are the
-request's own `known`, then the outputs of the same prompt, then (with two scopes) all outputs of the run, finished or
-not. In each the occurrences of the longest match of the end of `text` are followed by vote (`token_log.py`), and the
-source with the highest expected accepted length, the sum of the path's probabilities, is taken; of equals the first.
-Where its texts end before the window is full the search goes on with the guess as context. The tail never enters an
-index: a wrong guess is rolled back by forgetting it.
+Let `text` be prompt, committed output and tail, and `known` its part without the tail. Sources, in this order: `known`;
+the outputs of the same prompt; with two scopes all outputs of the run, finished or not. In each source the occurrences
+of the longest match of the end of `text` are followed by vote (`token_log.py`). A later source replaces an earlier one
+if its match is at least as long and its expected accepted length (the sum of the path's probabilities) is larger; a
+source without a guess is replaced by any. Where the texts end before the window is full, the search goes on with the
+guess as context. Tails never enter an index.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ from specactor_ray.draft.slots import SlotProposer
 
 
 class LookupProposer(SlotProposer):
-    """Drafts by look-ups on token ids of any vocabulary.
+    """Drafts by look-ups, on token ids of any vocabulary.
 
-    `extend` fills the windows of all requests that were opened or advanced since the last call, and reports each of
-    them once, also if there is no guess.
+    `extend` fills the windows of all requests that were opened or advanced since the last call and reports each of them
+    once, also without a guess.
 
     Args:
         min_match: Shortest suffix that counts as a match, at least 1.
         max_match: Longest suffix that is looked up, at least `min_match`.
-        history_tokens: Most tokens kept of the outputs of the run, running ones included; 0 keeps none, and then only
-            a request's own text is looked up.
+        history_tokens: Most tokens kept of outputs, running ones included; 0: only a request's own text is looked up.
         max_batch: Most requests drafted for at once, at least 1.
-        scopes: 1: outputs of the same prompt are looked up. 2: outputs of all prompts too.
+        scopes: 1: look up outputs of the same prompt. 2: also outputs of all prompts.
         length_factor: Most draft tokens per matched token; 0: no such limit.
-        min_probability: Least estimated probability that a whole guess is right, from 0 to below 1.
-        shared_noise: Let occurrences vote with the target's noise (temperatures above 0).
+        min_probability: Smallest estimated probability of a whole guess, from 0 to below 1.
+        shared_noise: Add the target's noise to the votes (temperatures above 0).
 
     Raises:
         ValueError: An argument is out of range.
@@ -85,7 +84,7 @@ class LookupProposer(SlotProposer):
         return slots
 
     def forget_history(self) -> None:
-        """Forget the run's outputs. Requests that are open do not add to new ones."""
+        """Clear the history; requests that are open add nothing to the new one."""
         if self._history is not None:
             self._history = RunHistory(*self._history_shape)
             self._log = self._history.log
@@ -94,12 +93,12 @@ class LookupProposer(SlotProposer):
 
     @property
     def history_tokens(self) -> int:
-        """Tokens kept of the run's outputs, with the ends of their prompts."""
+        """Tokens kept of outputs, with the ends of their prompts."""
         return self._history.log.num_tokens if self._history is not None else 0
 
     @property
     def history_bytes(self) -> int:
-        """Bytes set aside for the run's outputs and for the text of the open requests."""
+        """Bytes reserved for outputs and for the text of open requests, untouched pages included."""
         shared = self._history.nbytes if self._history is not None else 0
         return int(shared + self._own_rows.nbytes + self._own_heads.nbytes)
 
@@ -128,7 +127,7 @@ class LookupProposer(SlotProposer):
     def _write(self, slots: np.ndarray) -> None:
         """Bring the logs up to what is committed."""
         mirrors, log = self.mirrors, self._log
-        if self._odds.shape != mirrors.lines.shape:  # they have grown: index all texts again
+        if self._odds.shape != mirrors.lines.shape:  # the lines have grown: index all texts again
             (have, width), columns = mirrors.lines.shape, len(log.levels)
             self._own_rows = np.zeros((have, width, kernels.LINKS + columns), np.int32)
             self._own_heads = np.zeros((have, columns * width), np.int32)

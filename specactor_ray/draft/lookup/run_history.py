@@ -1,7 +1,7 @@
-"""All outputs a draft actor has seen, each visible to all others from its first token on.
+"""The outputs of a run in one log, each visible to all requests from its first token on.
 
-One log for the whole run: outputs of earlier epochs, of other prompts, and of the samples that are generated right
-now. The oldest tokens are overwritten first, so what older policies wrote fades away.
+It holds earlier epochs, other prompts and running samples. The oldest tokens, those of older policies, are overwritten
+first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specactor_ray.draft.lookup.token_log import TokenLog
 
 _GROUP_NUMBERS = 1 << 30
 _PROMPT_BYTES = 400
-"""That a prompt takes beside the log: its digest and its group in two dictionaries."""
+"""Bytes of a prompt beside the log: its digest and group in two dictionaries."""
 
 
 @dataclass(slots=True)
@@ -24,12 +24,12 @@ class Output:
     """One output of a prompt in the log."""
 
     prompt: bytes
-    """Digest of the prompt: prompts may be long, and the history outlives their requests."""
+    """Digest of the prompt."""
     group: int
     last: int
-    """Number of its last row, while it is not open."""
+    """Number of its last row when it was opened."""
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """int32: what was written before it was opened."""
+    """int32, tokens written before it was opened."""
 
 
 @dataclass(slots=True)
@@ -42,15 +42,15 @@ class _Group:
 class RunHistory:
     """Outputs by prompt, in one bounded `TokenLog`.
 
-    Each output stands behind the end of its prompt, so that its start is found too; those tokens are context only.
-    An output that is closed unfinished (moved to another drafter, or opened afresh) is continued where it ended when
-    its request comes back, so that nothing counts twice. The caller writes the tokens of open outputs.
+    Each output follows the end of its prompt, as context only, so that its start is found too. An output that is closed
+    unfinished (moved, or opened again) is continued when its request returns, so that no token counts twice. The caller
+    writes the tokens of open outputs.
 
     Args:
         max_tokens: Most tokens kept, outputs and the ends of their prompts, at least 1.
         min_match: Shortest match.
         max_match: Longest match.
-        max_unfinished: So many unfinished outputs may be continued later.
+        max_unfinished: Most unfinished outputs that are kept for continuation.
         scopes: See `TokenLog`.
     """
 
@@ -65,17 +65,16 @@ class RunHistory:
         self._next_group = 0
 
     def __len__(self) -> int:
-        """Prompts that have open outputs, or may have tokens in the log."""
+        """Prompts with open outputs or tokens in the log."""
         return len(self._groups)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the log, and about those of the prompts it distinguishes."""
+        """Bytes of the log and, estimated, of its prompts."""
         return self.log.nbytes + _PROMPT_BYTES * len(self)
 
     def open(self, request_id: str, prompt: np.ndarray, committed: np.ndarray) -> Output:
-        """Begin an output of a prompt (int32), or go on with one that agrees with `committed` (int32); pair it with
-        `close`."""
+        """Begin an output of a prompt (int32), or continue one that agrees with `committed` (int32)."""
         key = hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()
         group = self._groups.get(key)
         if group is None:
@@ -89,8 +88,14 @@ class RunHistory:
         return output
 
     def close(self, request_id: str, output: Output, last: int, committed: np.ndarray | None) -> None:
-        """The output ends here, or may go on later where its tokens so far, `committed` (int32), are given. What was
-        written stays; `last` is its last row."""
+        """End an output; its tokens stay.
+
+        Args:
+            request_id: Of its request.
+            output: From `open`.
+            last: Number of its last row.
+            committed: int32, its tokens if it may be continued; None if it is finished.
+        """
         if committed is not None:
             tokens = committed.copy() if len(committed) > len(output.tokens) else output.tokens
             self._unfinished[request_id] = Output(output.prompt, output.group, last, tokens)

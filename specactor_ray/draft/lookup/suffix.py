@@ -1,12 +1,10 @@
-"""`suffix`: what followed this context before, how often, and is the guess worth a verify row?
+"""`suffix`: look-ups in all outputs of the run, with drafts as long as their estimated probability allows.
 
-SuffixDecoding (arXiv 2411.04975) over what reinforcement learning has plenty of, many samples of the same prompts:
-earlier epochs, and the other samples of the group *while* they are generated; recent outputs count for more, as in DAS
-(arXiv 2511.13841). Beyond `ngram` it
+SuffixDecoding (arXiv 2411.04975) over the many samples per prompt of reinforcement learning; recent outputs count more,
+as in DAS (arXiv 2511.13841). Beyond `ngram` it
 
-- looks in a third source, all outputs of the run;
-- lets the target's own noise vote at temperatures above 0: where earlier samples went several ways, it takes the one
-  that this request's noise favours;
+- has a third source, all outputs of the run;
+- adds the target's noise to the votes at temperatures above 0;
 - stops at `length_factor` tokens per matched one, or when the path's probability falls below `min_probability`.
 """
 

@@ -1,9 +1,7 @@
-"""A bounded log of many texts that grow at once, in which contexts are looked up.
+"""A bounded log of many texts that grow at once: the index of the lookup methods.
 
-The index of the lookup methods. It answers what a suffix trie with counts answers (SuffixDecoding, arXiv 2411.04975),
-the longest match of a context, how often each token followed it, and the most frequent path from there, without a
-trie: it finds the occurrences of the context and walks along all of them at once. `docs/design/suffix-drafter.md` gives
-the reasons. Pure: numpy and numba, no torch, no clock.
+It replaces a suffix trie with counts (SuffixDecoding, arXiv 2411.04975): a look-up finds the occurrences of the longest
+match of a context and walks along all of them at once. See `docs/design/suffix-drafter.md`.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ class TokenLog:
     An *occurrence* of a context is a token of some text such that the `n` tokens before it, in its text, equal the
     last `n` of the context, `min_match <= n <= max_match`. Of the longest level that has occurrences the `MAX_VOTES`
     latest are compared, and those with the longest match vote for the next token. The winner is drafted, the
-    occurrences that agree with it go on to their next token and vote again: the counts of a trie, without one.
+    occurrences that agree with it go on to their next token and vote again.
 
     Args:
         capacity: Most tokens kept, at least 1. Beyond them each new token overwrites the oldest.
@@ -53,19 +51,15 @@ class TokenLog:
 
     @property
     def nbytes(self) -> int:
-        """Bytes set aside for the log; those not used yet are untouched memory."""
+        """Bytes reserved for the log, untouched pages included."""
         return int(self.rows.nbytes + self.heads.nbytes)
 
     def remembers(self, number: int) -> bool:
-        """Whether row `number`, counted from the first ever written, is still kept."""
+        """Whether row `number`, counted from the first ever written, is kept."""
         return 0 <= self.count - 1 - number < len(self.rows)
 
     def begin(self, context: np.ndarray) -> int:
-        """Begin a text with tokens (int32) that are context for what follows, and never drafted.
-
-        Returns:
-            The number of its last row; -1 without one.
-        """
+        """Begin a text with tokens (int32) that are context only. Returns the number of its last row, or -1."""
         back, none = -1, np.zeros(0, np.uint64)
         for token in context.tolist():
             slot = self.count % len(self.rows)
