@@ -8,6 +8,7 @@ own.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 from numba.core.sigutils import normalize_signature
+from numba.types import CPointer, void
 
 from specactor_ray.files import locked
 
@@ -72,16 +74,26 @@ def kernel(sources: Sequence[ModuleType] = (), **options: Any) -> Callable[[Call
     return compiled
 
 
-def c_function(signature: Any, sources: Sequence[ModuleType] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function for callers in C, cached on disk as a `kernel` is.
+class CFunction:
+    """Compiled code `void (void *)`. `address` is its place, `call` takes the bytes that it is given a pointer to."""
 
-    `ctypes` of the result is the function for Python, `address` that of its code.
+    def __init__(self, code: CFunc) -> None:
+        self._code, self.address = code, code.address
+        self.call = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(code.address)
+
+
+def c_function(given: Any, sources: Sequence[ModuleType] = ()) -> Callable[[Callable[..., Any]], CFunction]:
+    """Compile a function of one pointer for callers in C, cached on disk as a `kernel` is.
+
+    Args:
+        given: Type of what the pointer leads to.
+        sources: As of `kernel`.
     """
 
-    def compiled(function: Callable[..., Any]) -> Any:
-        made = CFunc(function, normalize_signature(signature), {}, {"nogil": True, "error_model": "numpy"})
-        made._cache = LockedCache(function, sources)
-        made.compile()
-        return made
+    def compiled(function: Callable[..., Any]) -> CFunction:
+        code = CFunc(function, normalize_signature(void(CPointer(given))), {}, {"nogil": True, "error_model": "numpy"})
+        code._cache = LockedCache(function, sources)
+        code.compile()
+        return CFunction(code)
 
     return compiled

@@ -107,7 +107,7 @@ class TargetConfig:
     """A local directory, a Hugging Face id, or the built-in `smollm2-135m`. `org/name@REVISION` pins an id to a commit,
     tag or branch."""
     backend: str = "hf"
-    """Engine that runs the target: `hf` (transformers model with a ragged cache) or `vllm` (its scheduler, paged
+    """Engine that runs the target: `hf` (transformers model with a paged cache) or `vllm` (its scheduler, paged
     attention and kernels, with the same tokens as `hf` up to near-ties)."""
     replicas: int = 1
     """Number of verifiers; requests are spread over them."""

@@ -10,32 +10,25 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
 
 from specactor_ray.jit import c_function, kernel
-from specactor_ray.models import lanes
+from specactor_ray.models import _lanes_numba, lanes
+from specactor_ray.models._lanes_numba import SIZE, exp, narrow, rotate, tanh, widen
 from specactor_ray.models.lanes import (
     LANES,
     add,
     divide,
     first_lane,
     float32_at,
-    fma,
     int32_at,
     int64_at,
     largest,
     load,
-    load_bfloat16,
-    load_float16,
     maximum,
-    move16,
     multiply,
-    power_of_two,
     set_float32,
     splat,
     store,
-    store_bfloat16,
-    store_float16,
     strip1,
     strip2,
     strip3,
@@ -44,18 +37,15 @@ from specactor_ray.models.lanes import (
     take_ticket,
     total,
     transpose,
-    unless_below,
-    with_sign,
     within,
 )
+from specactor_ray.models.openmp import padded
 
 BLOCK = 64
 """Keys between two rescalings of a query's sums."""
 TILE = 32
 """Rows (positions times heads of a group) that share what is loaded of a block."""
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-
-_jit: Any = kernel(sources=[lanes])
+_jit: Any = kernel(sources=[lanes, _lanes_numba])
 
 
 @_jit
@@ -79,111 +69,24 @@ _FIELDS = (
     "counters", "scratch", "scratch_bytes", "query", "query_token", "query_head", "keys", "key_page", "key_slot",
     "key_head", "values", "value_page", "value_slot", "value_head", "output", "query_kind", "kind", "pages",
     "page_columns", "page_size", "starts", "lengths", "rows", "heads", "kv_heads", "dim", "value_dim", "width",
-    "value_width", "window", "sinks",
+    "value_width", "window", "sinks", "cos", "sin", "angle_token", "angle_kind", "angles",
 )  # fmt: skip
 CALL = np.dtype([*((name, np.int64) for name in _FIELDS), ("scaling", np.float32), ("softcap", np.float32)])
 """What a call is given: addresses, strides in bytes and sizes; `sinks` and `softcap` are 0 without any.
 
 `counters`: two int64 zeros, the next task and the next part of the scratch. `output` is contiguous. `width` and
-`value_width`: `padded` dims.
+`value_width`: `padded` dims. `cos` and `sin`: `angles` numbers for each token that rotate its queries; none at 0.
 """
 PACKED = struct.Struct(f"={len(_FIELDS)}q2f")
 """`CALL` as bytes."""
-
-_SIZE = (4, 2, 2)
-_LOG2_E, _LN2_HIGH, _LN2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
-_SHIFT = np.float32(1.5 * 2.0**23 + 127)
-
-
-def padded(count: int) -> int:
-    """The next multiple of 16."""
-    return -(-count // LANES) * LANES
 
 
 def scratch_bytes(dim: int, value_dim: int, group: int) -> int:
     """Bytes that a thread works in."""
     rows = max(TILE, group)
     floats = rows * padded(dim) + 2 * padded(dim) * BLOCK
-    floats += BLOCK * padded(value_dim) + rows * BLOCK + rows * padded(value_dim) + 2 * rows + LANES
+    floats += BLOCK * padded(value_dim) + rows * BLOCK + rows * padded(value_dim) + 2 * rows + LANES + 2 * padded(dim)
     return 4 * padded(floats)
-
-
-@_jit
-def _move(source: Any, target: Any, bytes_: Any) -> None:
-    for at in range(0, bytes_, 2):
-        move16(source + at, target + at)
-
-
-@_jit
-def _load_kind(address: Any, kind: Any) -> Any:
-    if kind == BFLOAT16:
-        return load_bfloat16(address)
-    if kind == FLOAT16:
-        return load_float16(address)
-    return load(address)
-
-
-@_jit
-def _widen(source: Any, stride: Any, kind: Any, rows: Any, count: Any, target: Any, width: Any, spare: Any) -> None:
-    """Rows of `count` numbers of a kind become float32, zeros up to `width`; `spare` holds 64 bytes."""
-    whole = count // LANES * LANES
-    for r in range(rows):
-        begin, to = source + r * stride, target + 4 * r * width
-        if kind == BFLOAT16:
-            for i in range(0, whole, LANES):
-                store(load_bfloat16(begin + 2 * i), to + 4 * i)
-        elif kind == FLOAT16:
-            for i in range(0, whole, LANES):
-                store(load_float16(begin + 2 * i), to + 4 * i)
-        else:
-            for i in range(0, whole, LANES):
-                store(load(begin + 4 * i), to + 4 * i)
-        if whole < count:
-            store(splat(np.float32(0)), spare)
-            _move(begin + _SIZE[kind] * whole, spare, _SIZE[kind] * (count - whole))
-            store(_load_kind(spare, kind), to + 4 * whole)
-
-
-@_jit
-def _narrow(source: Any, scale: Any, kind: Any, count: Any, target: Any, spare: Any) -> None:
-    """`count` float32 numbers, each divided by `scale`, become numbers of a kind."""
-    divisor = splat(scale)
-    for i in range(0, count, LANES):
-        value = divide(load(source + 4 * i), divisor)
-        to = target + _SIZE[kind] * i if i + LANES <= count else spare
-        if kind == BFLOAT16:
-            store_bfloat16(value, to)
-        elif kind == FLOAT16:
-            store_float16(value, to)
-        else:
-            store(value, to)
-        if to == spare:
-            _move(spare, target + _SIZE[kind] * i, _SIZE[kind] * (count - i))
-
-
-@_jit
-def _exp(x: Any) -> Any:
-    """exp of x <= 0, relative error below 2e-7; 0 under e^-87, NaN of NaN."""
-    shifted = fma(x, splat(_LOG2_E), splat(_SHIFT))
-    k = subtract(shifted, splat(_SHIFT))
-    r = fma(k, splat(-_LN2_HIGH), x)
-    r = fma(k, splat(-_LN2_LOW), r)
-    p = splat(np.float32(1.0 / 5040.0))
-    p = fma(p, r, splat(np.float32(1.0 / 720.0)))
-    p = fma(p, r, splat(np.float32(1.0 / 120.0)))
-    p = fma(p, r, splat(np.float32(1.0 / 24.0)))
-    p = fma(p, r, splat(np.float32(1.0 / 6.0)))
-    p = fma(p, r, splat(np.float32(0.5)))
-    p = fma(p, r, splat(np.float32(1.0)))
-    p = fma(p, r, splat(np.float32(1.0)))
-    return unless_below(x, np.float32(-87.0), multiply(p, power_of_two(shifted)))
-
-
-@_jit
-def _tanh(x: Any) -> Any:
-    e = _exp(subtract(splat(np.float32(0)), with_sign(multiply(x, splat(np.float32(2))), splat(np.float32(0)))))
-    one = splat(np.float32(1))
-    return with_sign(divide(subtract(one, e), add(one, e)), x)
 
 
 @_jit
@@ -193,7 +96,7 @@ def _weigh(scores: Any, first: Any, end: Any, scaling: Any, softcap: Any, top: A
     for i in range(begin, end, LANES):
         x = multiply(load(scores + 4 * i), splat(scaling))
         if softcap > np.float32(0):
-            x = multiply(_tanh(divide(x, splat(softcap))), splat(softcap))
+            x = multiply(tanh(divide(x, splat(softcap))), splat(softcap))
         x = within(x, first - i, end - i)
         store(x, scores + 4 * i)
         best = maximum(best, x)
@@ -201,7 +104,7 @@ def _weigh(scores: Any, first: Any, end: Any, scaling: Any, softcap: Any, top: A
     base = top if top > np.float32(-np.inf) else np.float32(0)
     sums = splat(np.float32(0))
     for i in range(begin, end, LANES):
-        x = _exp(subtract(load(scores + 4 * i), splat(base)))
+        x = exp(subtract(load(scores + 4 * i), splat(base)))
         store(x, scores + 4 * i)
         sums = add(sums, x)
     return top, base, total(sums)
@@ -229,10 +132,10 @@ def _load_block(call: Any, row: Any, head: Any, begin: Any, count: Any, rows: An
         slot = begin + i - which * call.page_size
         page, n = int32_at(call.pages, row * call.page_columns + which), min(call.page_size - slot, count - i)
         key = call.keys + page * call.key_page + slot * call.key_slot + head * call.key_head
-        _widen(key, call.key_slot, call.kind, n, call.dim, rows + 4 * i * width, width, spare)
+        widen(key, call.key_slot, call.kind, n, call.dim, rows + 4 * i * width, width, spare)
         value = call.values + page * call.value_page + slot * call.value_slot + head * call.value_head
         target = values + 4 * i * call.value_width
-        _widen(value, call.value_slot, call.kind, n, call.value_dim, target, call.value_width, spare)
+        widen(value, call.value_slot, call.kind, n, call.value_dim, target, call.value_width, spare)
         i += n
     whole = (count + LANES - 1) // LANES * LANES
     _clear(rows + 4 * count * width, (whole - count) * width)
@@ -279,11 +182,19 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
     sums = scores + 4 * most * BLOCK
     tops = sums + 4 * most * value_width
     totals = tops + 4 * most
+    cos = totals + 4 * most
+    sin = cos + 4 * width
     start = int64_at(call.starts, row)
     for i in range(rows):
         token, which = start + first + i // group, head * group + i % group
         source = call.query + token * call.query_token + which * call.query_head
-        _widen(source, 0, call.query_kind, 1, call.dim, query + 4 * i * width, width, spare)
+        widen(source, 0, call.query_kind, 1, call.dim, query + 4 * i * width, width, spare)
+        if call.angles > 0:
+            if i % group == 0:
+                angles = token * call.angle_token
+                widen(call.cos + angles, 0, call.angle_kind, 1, call.angles, cos, width, spare)
+                widen(call.sin + angles, 0, call.angle_kind, 1, call.angles, sin, width, spare)
+            rotate(query + 4 * i * width, cos, sin, call.angles)
         top, weight = np.float32(-np.inf), np.float32(0)
         if call.sinks != 0:
             top, weight = float32_at(call.sinks + 4 * which), np.float32(1)
@@ -307,7 +218,7 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
             for m in range(i * group, (i + 1) * group):
                 old = float32_at(tops + 4 * m)
                 top, base, weight = _weigh(scores + 4 * m * BLOCK, low, high, call.scaling, call.softcap, old)
-                fade = first_lane(_exp(splat(old - base)))
+                fade = first_lane(exp(splat(old - base)))
                 set_float32(top, tops + 4 * m)
                 set_float32(float32_at(totals + 4 * m) * fade + weight, totals + 4 * m)
                 if fade != np.float32(1):
@@ -316,11 +227,11 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
                     shared_end)  # fmt: skip
     for i in range(rows):
         token, which = start + first + i // group, head * group + i % group
-        target = call.output + (token * call.heads + which) * call.value_dim * _SIZE[call.query_kind]
-        _narrow(sums + 4 * i * value_width, float32_at(totals + 4 * i), call.query_kind, call.value_dim, target, spare)
+        target = call.output + (token * call.heads + which) * call.value_dim * SIZE[call.query_kind]
+        narrow(sums + 4 * i * value_width, float32_at(totals + 4 * i), call.query_kind, call.value_dim, target, spare)
 
 
-@c_function(types.void(types.CPointer(numba.from_dtype(CALL))), sources=[lanes])
+@c_function(numba.from_dtype(CALL), sources=[lanes, _lanes_numba])
 def attend(address: Any) -> None:
     """Work on a call's tasks until none is left; every thread of a team runs this. The longest tasks come first."""
     call = numba.carray(address, 1)[0]

@@ -7,36 +7,59 @@ pages or the threads. Threads are those of PyTorch's OpenMP pool: a pool of our 
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import threading
-from collections.abc import Callable
-from pathlib import Path
+import struct
 
 import numpy as np
 import torch
 
 from specactor_ray.errors import InputError
+from specactor_ray.models.openmp import KINDS, padded, run, workspace
 
 _WORK_PER_THREAD = 200_000
 """Multiplications (queries x heads x keys x dim) from which another thread pays: some 10 us."""
 _UNBOUNDED = 1 << 40
+_STORE = struct.Struct("=28q")
 
-_local = threading.local()
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines `(N, angles)` of one layout; they rotate the pairs (i, i + angles / 2) of a head's numbers."""
+
+
+class PageRows:
+    """The packed rows of a forward and their pages.
+
+    Args:
+        pages: int32 `(rows, most pages)`: the pages of each row in the order of its keys.
+        starts: int64 `(rows + 1,)`: where each row's queries begin.
+        lengths: int64 `(rows,)`: keys of each row, those of its queries included.
+
+    Raises:
+        InputError: Shapes or dtypes do not fit each other.
+    """
+
+    def __init__(self, pages: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+        rows = len(lengths)
+        if pages.dtype != np.int32 or starts.dtype != np.int64 or lengths.dtype != np.int64:
+            raise InputError("pages are int32; starts and lengths are int64")
+        if len(pages) != rows or len(starts) != rows + 1:
+            raise InputError(f"{len(pages)} rows of pages, {len(starts)} starts and {rows} lengths do not fit")
+        self._arrays = [np.ascontiguousarray(array) for array in (pages, starts, lengths)]
+        addresses = [array.ctypes.data for array in self._arrays]
+        self.queries, self.longest = int(starts[-1]), int(lengths.max(initial=0))
+        self.page_columns, self.rows = pages.shape[1], rows
+        self.pages, self.starts, self.lengths = addresses
 
 
 def attend_pages(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    pages: np.ndarray,
-    starts: np.ndarray,
-    lengths: np.ndarray,
+    rows: PageRows,
     *,
     scaling: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    rotary: Rotary | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed rows over a paged cache; query j of n sees its row's keys [0, length - n + j].
 
@@ -44,13 +67,12 @@ def attend_pages(
         query: `(N, heads, dim)` float32, bfloat16 or float16; positions behind the last row's are padding.
         keys: `(num_pages, page_size, kv_heads, dim)`, one of these dtypes, the last dimension contiguous.
         values: `(num_pages, page_size, kv_heads, value_dim)`, of the dtype of `keys`.
-        pages: int32 `(rows, most pages)`: the pages of each row in the order of its keys.
-        starts: int64 `(rows + 1,)`: where each row's queries begin.
-        lengths: int64 `(rows,)`: keys of each row, those of its queries included.
+        rows: Rows and pages.
         scaling: Factor of the scores; None takes `dim ** -0.5`.
         window: Keys that a query sees, itself included; None takes all.
         softcap: Bound c of scores, c tanh(score / c).
         sinks: `(heads,)`: an extra score per head that has no value.
+        rotary: Rotates the queries.
 
     Returns:
         `(N, heads, value_dim)` in the dtype of `query`; zeros at padding.
@@ -62,86 +84,93 @@ def attend_pages(
 
     tokens, heads, dim = query.shape
     page_size, kv_heads, value_dim = values.shape[1:]
-    _check(query, keys, values, pages, starts, lengths)
-    query, keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, keys, values))
-    pages, starts, lengths = np.ascontiguousarray(pages), np.ascontiguousarray(starts), np.ascontiguousarray(lengths)
-    sinks = None if sinks is None else sinks.detach().to(torch.float32).contiguous()
+    _check(query, keys, values, rows)
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    if sinks is not None:
+        sinks = sinks.detach().to(torch.float32).contiguous()
     output = query.new_empty(tokens, heads, value_dim)
-    used = int(starts[-1])
-    if used < tokens:
-        output[used:] = 0
-    if not used:
-        return output
-    work = used * min(int(lengths.max()), window or _UNBOUNDED) * heads * dim
-    threads = max(min(torch.get_num_threads(), 1 + work // _WORK_PER_THREAD), 1)
+    if rows.queries < tokens:
+        output[rows.queries :] = 0
+    work = rows.queries * min(rows.longest, window or _UNBOUNDED) * heads * dim
+    threads = min(torch.get_num_threads(), 1 + work // _WORK_PER_THREAD)
     scratch_bytes = compiled.scratch_bytes(dim, value_dim, heads // kv_heads)
-    counters, scratch = _workspace(threads * scratch_bytes)
+    counters, scratch = workspace(threads * scratch_bytes)
     size, kind = query.element_size(), keys.element_size()
     call = compiled.PACKED.pack(
         counters, scratch, scratch_bytes,
         query.data_ptr(), *(size * stride for stride in query.stride()[:2]),
         keys.data_ptr(), *(kind * stride for stride in keys.stride()[:3]),
         values.data_ptr(), *(kind * stride for stride in values.stride()[:3]),
-        output.data_ptr(), _KINDS[query.dtype], _KINDS[keys.dtype],
-        _address(pages), pages.shape[1], page_size, _address(starts), _address(lengths), len(lengths),
-        heads, kv_heads, dim, value_dim, compiled.padded(dim), compiled.padded(value_dim),
-        window or _UNBOUNDED, 0 if sinks is None else sinks.data_ptr(),
+        output.data_ptr(), KINDS[query.dtype], KINDS[keys.dtype],
+        rows.pages, rows.page_columns, page_size, rows.starts, rows.lengths, rows.rows,
+        heads, kv_heads, dim, value_dim, padded(dim), padded(value_dim),
+        window or _UNBOUNDED, 0 if sinks is None else sinks.data_ptr(), *_angles(rotary),
         dim**-0.5 if scaling is None else scaling, softcap or 0.0,
     )  # fmt: skip
-    team = _openmp() if threads > 1 else None
-    if team is None:
-        compiled.attend.ctypes(call)
-    else:
-        team(compiled.attend.address, call, threads, 0)
+    run(compiled.attend, call, threads)
     return output
 
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+def store_pages(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    rotary: Rotary | None = None,
+) -> None:
+    """Write keys and values of new tokens into pages.
+
+    Args:
+        key: `(N, kv_heads, dim)`; the first `len(slots)` tokens are stored.
+        value: `(N, kv_heads, value_dim)`, likewise.
+        keys: `(num_pages, page_size, kv_heads, dim)`.
+        values: `(num_pages, page_size, kv_heads, value_dim)`.
+        slots: int64 `(tokens,)`: page times page size plus place in the page.
+        rotary: Rotates the keys.
+    """
+    from specactor_ray.models import _cpu_layers_numba as compiled
+
+    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
+    heads, dim = key.shape[1:]
+    value_dim = value.shape[2]
+    _, scratch = workspace(4 * (16 + 3 * padded(max(dim, value_dim))))
+    size, kind = key.element_size(), keys.element_size()
+    call = _STORE.pack(
+        scratch, len(slots), slots.data_ptr(), keys.shape[1], heads, dim, value_dim,
+        key.data_ptr(), *(size * stride for stride in key.stride()[:2]),
+        value.data_ptr(), *(size * stride for stride in value.stride()[:2]), KINDS[key.dtype],
+        keys.data_ptr(), *(kind * stride for stride in keys.stride()[:3]),
+        values.data_ptr(), *(kind * stride for stride in values.stride()[:3]), KINDS[keys.dtype],
+        *_angles(rotary),
+    )  # fmt: skip
+    run(compiled.store_pages, call)
 
 
-def _check(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: np.ndarray, starts: np.ndarray,
-    lengths: np.ndarray,
-) -> None:  # fmt: skip
-    if query.dtype not in _KINDS or keys.dtype not in _KINDS or keys.dtype != values.dtype:
+def _angles(rotary: Rotary | None) -> tuple[int, int, int, int, int]:
+    """Addresses, stride in bytes, kind and count."""
+    if rotary is None:
+        return 0, 0, 0, 0, 0
+    cos, sin = rotary
+    return cos.data_ptr(), sin.data_ptr(), cos.element_size() * cos.stride(0), KINDS[cos.dtype], cos.shape[1]
+
+
+def _check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: PageRows) -> None:
+    if query.dtype not in KINDS or keys.dtype not in KINDS or keys.dtype != values.dtype:
         raise InputError(
             f"attention on CPUs takes float32, bfloat16 and float16; query, keys and values are of {query.dtype}, "
             f"{keys.dtype} and {values.dtype}"
         )
-    if keys.shape[:3] != values.shape[:3] or keys.shape[3] != query.shape[2] or query.shape[1] % keys.shape[2]:
+    shape = keys.shape
+    if shape[:3] != values.shape[:3] or shape[3] != query.shape[2] or query.shape[1] % shape[2]:
         raise InputError(
-            f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fit each "
-            "other"
+            f"query {tuple(query.shape)}, keys {tuple(shape)} and values {tuple(values.shape)} do not fit each other"
         )
-    rows = len(lengths)
-    if pages.dtype != np.int32 or starts.dtype != np.int64 or lengths.dtype != np.int64:
-        raise InputError("pages are int32; starts and lengths are int64")
-    if len(pages) != rows or len(starts) != rows + 1 or starts[-1] > len(query):
-        raise InputError(f"{len(pages)} rows of pages, {len(starts)} starts and {rows} lengths do not fit each other")
-    if rows and int(lengths.max()) > pages.shape[1] * keys.shape[1]:
-        raise InputError(f"a row of {lengths.max()} keys needs more than {pages.shape[1]} pages of {keys.shape[1]}")
-
-
-def _address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _workspace(size: int) -> tuple[int, int]:
-    """Addresses of two zeros (int64) and of at least `size` bytes, both of the calling thread."""
-    made: tuple[np.ndarray, torch.Tensor] | None = getattr(_local, "workspace", None)
-    if made is None or made[1].numel() < size:
-        made = _local.workspace = np.zeros(2, np.int64), torch.empty(size, dtype=torch.uint8)
-    made[0].fill(0)
-    return _address(made[0]), made[1].data_ptr()
-
-
-@functools.cache
-def _openmp() -> Callable[[int, bytes, int, int], None] | None:
-    """`GOMP_parallel` of the OpenMP library that PyTorch runs on; None where it is another kind of library."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"))
-        team = library.GOMP_parallel
-    except (OSError, AttributeError):
-        return None
-    team.argtypes, team.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-    return team
+    if rows.queries > len(query) or rows.longest > rows.page_columns * shape[1]:
+        raise InputError(
+            f"rows of {rows.queries} queries and up to {rows.longest} keys do not fit {len(query)} queries and "
+            f"{rows.page_columns} pages of {shape[1]} keys"
+        )
+    if keys.stride(3) != 1 or values.stride(3) != 1:
+        raise InputError("the last dimension of keys and values is not contiguous")

@@ -161,15 +161,15 @@ def maximum(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
-@_operation(_lanes, _lanes, _f32, _lanes)
-def unless_below(builder: Any, x: Any, bound: Any, y: Any) -> Any:
-    """y, and 0 where x < bound."""
-    return builder.select(builder.fcmp_ordered("<", x, _spread(builder, bound)), _constant(_F32, 0.0), y)
+@_operation(_lanes, _lanes, _f32, _lanes, _lanes)
+def where_below(builder: Any, x: Any, bound: Any, y: Any, z: Any) -> Any:
+    """y where x < bound, else z."""
+    return builder.select(builder.fcmp_ordered("<", x, _spread(builder, bound)), y, z)
 
 
 @_operation(_lanes, _lanes, _lanes)
 def with_sign(builder: Any, x: Any, sign: Any) -> Any:
-    """A positive x with the sign bit of another number."""
+    """x with its sign bit set where that of another number is."""
     kind = ir.VectorType(_I32, LANES)
     bit = builder.and_(builder.bitcast(sign, kind), _constant(_I32, 0x80000000))
     return builder.bitcast(builder.or_(builder.bitcast(x, kind), bit), _VECTOR)

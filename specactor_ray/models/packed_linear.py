@@ -2,14 +2,14 @@
 
 On CPUs the time of a decode step is the time of streaming the weights. `torch.nn.functional.linear` lays the
 weight out anew for every call; oneDNN can keep it in its blocked layout. Two properties matter here: five rows
-cost hardly more than one (what makes verifying drafts cheap), and on the machines it was tried on a row's result
-does not depend on how many rows share the call, bit for bit (what keeps a verify step equal to a decode step).
+cost hardly more than one (what makes verifying drafts cheap), and a row's result does not depend on how many rows share
+the call, bit for bit (what keeps a verify step equal to a decode step); the few row counts where it does are padded.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -44,8 +44,10 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN serves this device and dtype."""
-    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    """Whether oneDNN serves this device and dtype: float32, and bfloat16 where the CPU multiplies it (AVX512_BF16)."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
 
 
 def pack_linears(model: nn.Module) -> None:
@@ -96,18 +98,41 @@ def check_names_and_shapes(new: Mapping[str, torch.Tensor], shapes: Mapping[str,
             raise InputError(f"weight {name} has shape {tuple(new[name].shape)}; the model wants {shape}")
 
 
-def cheapest_row_counts(layer: PackedLinear, up_to: int = 8, repeats: int = 5) -> list[int]:
-    """For n = 0..up_to rows, the number of rows m >= n to pad to because m rows take less time than n.
+def cheapest_row_counts(layers: Sequence[PackedLinear], up_to: int = 12, repeats: int = 3) -> list[int]:
+    """For n = 0..up_to rows, the number of rows m >= n to pad to.
 
-    oneDNN's kernels for one to three rows are slower than those for four on some CPUs; padding then helps.
-    A larger count is chosen only where it is at least a tenth faster. Returns a list of `up_to + 1` counts.
+    oneDNN has other kernels for few rows. Some add in another order (one row of 1536 -> 576 does): those counts are
+    padded, so that a row's result does not depend on its company. Some are slower: padding to m then takes less time,
+    which counts where it is at least a tenth. Returns `up_to + 1` counts.
     """
-    seconds = [0.0] + [_seconds(layer, rows, repeats) for rows in range(1, up_to + 1)]
+    widest = max(layers, key=lambda layer: layer.in_features * layer.out_features)
+    shapes = {(layer.in_features, layer.out_features): layer for layer in layers}
+    same = set(range(1, up_to + 1)).intersection(*(_invariant_counts(layer, up_to) for layer in shapes.values()))
+    seconds = {n: _seconds(widest, n, repeats) for n in same}
     choice = [0]
     for rows in range(1, up_to + 1):
-        best = min(range(rows, up_to + 1), key=lambda m: seconds[m])
-        choice.append(best if seconds[best] < 0.9 * seconds[rows] else rows)
+        first, *others = [n for n in sorted(same) if n >= rows] or [rows]
+        best = min(others, key=lambda n: seconds[n], default=first)
+        choice.append(best if others and seconds[best] < 0.9 * seconds[first] else first)
     return choice
+
+
+def _invariant_counts(layer: PackedLinear, up_to: int, company: int = 32) -> set[int]:
+    """Row counts up to `up_to` whose rows come out the same, bit for bit, as among `company` rows.
+
+    Shown with weights of 1 and rows that sum to 0: what is left is the rounding of the order of additions.
+    """
+    made = torch.Generator().manual_seed(0)
+    half = torch.randn(company, layer.in_features // 2, generator=made)
+    half *= 2.0 ** torch.randint(-12, 13, half.shape, generator=made)
+    x = torch.zeros(company, layer.in_features)
+    x[:, : 2 * half.shape[1]] = torch.cat([half, -half.flip(1)], dim=1)
+    x, ones = (
+        x.to(layer.dtype),
+        PackedLinear(torch.ones(layer.out_features, layer.in_features, dtype=layer.dtype), None),
+    )
+    together = ones(x)
+    return {n for n in range(1, up_to + 1) if torch.equal(ones(x[:n]), together[:n])}
 
 
 def _seconds(layer: PackedLinear, rows: int, repeats: int) -> float:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specactor_ray.errors import ModelLoadError
-from specactor_ray.models.cpu_attention import attend_pages
+from specactor_ray.models.cpu_attention import PageRows, Rotary, attend_pages, store_pages
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.ragged import begins, places
 
@@ -37,7 +37,7 @@ _LEAST_QUERIES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class AttentionRules:
     """How a layer attends, beside causality."""
 
     scaling: float
@@ -58,6 +58,9 @@ class RaggedBatch:
         rows: int `(n,)`, each with room for its new tokens.
         counts: int64 `(n,)` new tokens of each row, at least 1.
         arrays: Whatever else the forward needs on the device.
+
+    Raises:
+        ValueError: A row has no room, so that it would write into pages of others.
     """
 
     def __init__(self, cache: PagedCache, rows: np.ndarray, counts: np.ndarray, arrays: Sequence[np.ndarray]) -> None:
@@ -67,9 +70,12 @@ class RaggedBatch:
         """int64 `(n + 1,)`: where the queries of each row begin."""
         self.lengths = cached + counts
         """int64 `(n,)`: keys of each row."""
+        if (self.lengths > cache.room(rows)).any():
+            raise ValueError("a row has no room for its new tokens; reserve it first")
         self.pages = cache.page_table(rows, self.lengths)
         """int32 `(n, most pages)`."""
         self.num_tokens = int(self.starts[-1])
+        self.most_queries, self.most_keys = int(counts.max()), int(self.lengths.max())
         positions = places(cached, counts)
         slots = self.pages[np.repeat(np.arange(len(rows)), counts), positions // size] * np.int64(size)
         per_row = (self.starts, begins(self.lengths), self.lengths, self.pages)
@@ -80,15 +86,35 @@ class RaggedBatch:
         self.device_starts, self.device_key_starts, self.device_lengths, self.device_pages = on_device[-4:]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rules: AttentionRules,
+        rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        """Store new keys and values, and attend. Shapes as in `ragged_attention`."""
+        """Store new keys and values, and attend. Shapes as in `ragged_attention`.
+
+        Args:
+            rotary: Cosines and sines `(N, angles)` by which queries and keys are still to be rotated.
+        """
         cache, used = self.cache, self.num_tokens
+        attention = attention_for(cache, query.shape[1], LayerShape(key.shape[1], key.shape[3], value.shape[3]), rules)
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        if attention is attend_on_cpu:
+            store_pages(key, value, cache.keys[layer], cache.values[layer], self.slots, rotary)
+            return attend_on_cpu(self, layer, query, rules, rotary)[None]
+        if rotary is not None:
+            query, key = rotated(query, rotary), rotated(key, rotary)
         for pool, new in ((cache.keys[layer], key), (cache.values[layer], value)):
-            pool.flatten(0, 1).index_copy_(0, self.slots, new[0].transpose(0, 1)[:used])
-        shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-        attention = attention_for(cache, query.shape[1], shape, rules)
-        return attention(self, layer, query[0].transpose(0, 1), rules)[None]
+            pool.flatten(0, 1).index_copy_(0, self.slots, new[:used])
+        return attention(self, layer, query, rules)[None]
+
+    @functools.cached_property
+    def page_rows(self) -> PageRows:
+        """What attention on CPUs reads."""
+        return PageRows(self.pages, self.starts, self.lengths)
 
     @functools.cached_property
     def groups(self) -> list[_Group]:
@@ -104,7 +130,7 @@ class ShapeProbe:
         self.shapes: dict[int, LayerShape] = {}
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
@@ -149,16 +175,18 @@ def ragged_attention(
         raise ModelLoadError(
             f"{type(module).__name__} does not pass keyword arguments to its attention, so this engine cannot serve it"
         )
-    rules = Rules(1 / math.sqrt(query.shape[3]) if scaling is None else scaling, sliding_window, softcap, s_aux)
+    rules = AttentionRules(
+        1 / math.sqrt(query.shape[3]) if scaling is None else scaling, sliding_window, softcap, s_aux
+    )
     return ragged_batch.attend(int(module.layer_idx), query, key, value, rules), None  # type: ignore[arg-type]
 
 
-Attention = Callable[[RaggedBatch, int, torch.Tensor, Rules], torch.Tensor]
+Attention = Callable[[RaggedBatch, int, torch.Tensor, AttentionRules], torch.Tensor]
 """(batch, layer, queries `(N, heads, dim)`, rules) → `(N, heads, value_dim)`. N counts the padding behind the last row,
 where anything may come out."""
 
 
-def attention_for(cache: PagedCache, heads: int, shape: LayerShape, rules: Rules) -> Attention:
+def attention_for(cache: PagedCache, heads: int, shape: LayerShape, rules: AttentionRules) -> Attention:
     """What serves a layer."""
     if cache.device.type == "cpu":
         return attend_on_cpu
@@ -167,19 +195,29 @@ def attention_for(cache: PagedCache, heads: int, shape: LayerShape, rules: Rules
     return attend_masked if refused else attend_varlen
 
 
-def attend_on_cpu(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Rules) -> torch.Tensor:
+def attend_on_cpu(
+    batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules, rotary: Rotary | None = None
+) -> torch.Tensor:
     """An `Attention` of all models on CPUs."""
-    cache = batch.cache
+    keys, values = batch.cache.keys[layer], batch.cache.values[layer]
     return attend_pages(
-        query, cache.keys[layer], cache.values[layer], batch.pages, batch.starts, batch.lengths,
-        scaling=rules.scaling, window=rules.window, softcap=rules.softcap, sinks=rules.sinks,
+        query, keys, values, batch.page_rows,
+        scaling=rules.scaling, window=rules.window, softcap=rules.softcap, sinks=rules.sinks, rotary=rotary,
     )  # fmt: skip
+
+
+def rotated(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """`(N, heads, dim)` with its pairs (i, i + angles / 2) rotated."""
+    cos, sin = (angle[:, None] for angle in rotary)
+    whole, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = whole.chunk(2, dim=-1)
+    return torch.cat([whole * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
 
 
 # ---- FlashAttention over pages ----
 
 
-def attend_varlen(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Rules) -> torch.Tensor:
+def attend_varlen(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
     """An `Attention` of models in half precision. One split of the keys makes a row independent of the others; more
     give wrong results over pages (pytorch issue 194167)."""
     from torch.nn.attention.varlen import varlen_attn
@@ -191,8 +229,8 @@ def attend_varlen(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Ru
         values,
         batch.device_starts,
         batch.device_key_starts,
-        int(batch.counts.max()),
-        int(batch.lengths.max()),
+        batch.most_queries,
+        batch.most_keys,
         scale=rules.scaling,
         window_size=(-1 if rules.window is None else rules.window - 1, 0),
         enable_gqa=query.shape[1] != keys.shape[2],
@@ -227,7 +265,7 @@ def _refusal(device: torch.device, dtype: torch.dtype, page_size: int, heads: in
     batch = RaggedBatch(cache, np.array([row]), np.ones(1, np.int64), ())
     query = torch.zeros(1, heads, shape.key_dim, dtype=dtype, device=device)
     try:
-        result = attend_varlen(batch, 0, query, Rules(1.0, None, None, None))
+        result = attend_varlen(batch, 0, query, AttentionRules(1.0, None, None, None))
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         return str(error).splitlines()[0]
     return "" if bool((result == 1).all()) else "it reads behind the end of a row"
@@ -270,7 +308,7 @@ class _Group:
         return self._masks[window, shared, dtype]
 
 
-def attend_masked(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Rules) -> torch.Tensor:
+def attend_masked(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
     """An `Attention` of all models. Heads that share keys become queries: keys are not repeated for them."""
     keys, values = batch.cache.keys[layer].flatten(0, 1), batch.cache.values[layer].flatten(0, 1)
     heads, kv_heads = query.shape[1], keys.shape[1]
@@ -288,7 +326,9 @@ def attend_masked(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: Ru
     return output
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rules: AttentionRules
+) -> torch.Tensor:
     """Queries `(rows, kv_heads, shared * queries, dim)`, keys and values `(rows, kv_heads, keys, dim)`."""
     if rules.softcap is None and rules.sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rules.scaling)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from specactor_ray.errors import ModelLoadError
+from specactor_ray.models.cpu_layers import fuse
 from specactor_ray.models.packed_linear import (
     PackedLinear,
     assign_weights,
@@ -73,6 +74,8 @@ class RaggedModel:
         self._hidden_layers = tuple(hidden_layers)
         self._hook_hidden_layers()
         self.cache = self._make_cache(cache_bytes)
+        if self.device.type == "cpu":
+            fuse(model, lambda: self._check_logits([np.arange(6) % self.vocab_size]))
         self._check_split_forward()
 
     @torch.inference_mode()
@@ -160,9 +163,7 @@ class RaggedModel:
 
     def _tune_padding(self) -> list[int]:
         layers = [module for module in self.model.modules() if isinstance(module, PackedLinear)]
-        if not layers:
-            return [0]
-        return cheapest_row_counts(max(layers, key=lambda layer: layer.in_features * layer.out_features))
+        return cheapest_row_counts(layers) if layers else [0]
 
     def _hook_hidden_layers(self) -> None:
         if not self._hidden_layers:

@@ -15,7 +15,7 @@ from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
 from specactor_ray.messages import SamplingParams
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
-from specactor_ray.models.ragged_attention import RaggedBatch, Rules, attend_masked, attend_varlen, why_masked
+from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch, attend_masked, attend_varlen, why_masked
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling import keyed as sampling
 from specactor_ray.sampling.keyed import sample_rows
@@ -55,7 +55,7 @@ def test_half_precision_runs_flash_attention_over_pages(window: int | None) -> N
     rows = np.array([cache.open(int(length)) for length in lengths])
     cache.lengths[rows] = lengths - counts
     query = torch.randn(counts.sum(), 6, 64, dtype=dtype, device=device)
-    rules = Rules(64**-0.5, window, None, None)
+    rules = AttentionRules(64**-0.5, window, None, None)
     together = RaggedBatch(cache, rows, counts, ())
     flash = attend_varlen(together, 0, query, rules)
     torch.testing.assert_close(flash, attend_masked(together, 0, query, rules), atol=0.02, rtol=0.02)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specactor_ray.errors import InputError
-from specactor_ray.models import cpu_attention
-from specactor_ray.models.cpu_attention import attend_pages
+from specactor_ray.models import cpu_attention, openmp
+from specactor_ray.models.cpu_attention import PageRows, attend_pages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -57,7 +57,7 @@ def attend(
     counts = [end - begin for _, begin, end in parts]
     starts = np.cumsum([0, *counts]).astype(np.int64)
     lengths = np.array([end for _, _, end in parts], np.int64)
-    output = attend_pages(queries, keys, values, pages, starts, lengths, **options)
+    output = attend_pages(queries, keys, values, PageRows(pages, starts, lengths), **options)
     assert output.shape == (len(queries), first.query.shape[1], first.value.shape[2])
     assert output.dtype == first.query.dtype
     assert not output[starts[-1] :].any()
@@ -93,7 +93,7 @@ options_of = st.fixed_dictionaries(
     optional={
         "scaling": st.sampled_from([0.05, 0.3]),
         "window": st.sampled_from([1, 7, 64, 100]),
-        "softcap": st.sampled_from([0.7, 30.0]),
+        "softcap": st.sampled_from([0.01, 0.7, 30.0]),
         "sinks": st.just(True),
     },
 )
@@ -144,7 +144,7 @@ def test_bits_depend_on_the_query_and_its_keys_alone(length, random, heads, dim,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_change_no_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cpu_attention._openmp() is not None, "PyTorch for Linux runs on GNU OpenMP"
+    assert openmp._team() is not None, "PyTorch for Linux runs on GNU OpenMP"
     monkeypatch.setattr(cpu_attention, "_WORK_PER_THREAD", 1)
     parts = [(sequence(seed, 400, 9, 3, 64, 64, dtype), 400 - count, 400) for seed, count in enumerate((1, 5, 200, 1))]
     before, outputs = torch.get_num_threads(), []
@@ -184,7 +184,7 @@ def test_views_are_read_in_place() -> None:
     query = one.query.transpose(0, 1).contiguous().transpose(0, 1)
     cache = torch.stack([one.key, one.value], dim=1).unflatten(0, (2, 10))
     pages, starts, lengths = np.array([[0, 1]], np.int32), np.array([0, 20]), np.array([20])
-    output = attend_pages(query, cache[:, :, 0], cache[:, :, 1], pages, starts, lengths)
+    output = attend_pages(query, cache[:, :, 0], cache[:, :, 1], PageRows(pages, starts, lengths))
     assert same_bits(output, attend([(one, 0, 20)])[0])
 
 
@@ -192,15 +192,18 @@ def test_what_does_not_fit_is_refused() -> None:
     one = sequence(6, 10, 4, 2, 32, 32, torch.float32)
     keys, values = one.key[None], one.value[None]
     pages, starts, lengths = np.zeros((1, 1), np.int32), np.array([0, 10]), np.array([10])
-    attend_pages(one.query, keys, values, pages, starts, lengths)
+    given_ = {"query": one.query, "keys": keys, "values": values}
+    attend_pages(**given_, rows=PageRows(pages, starts, lengths))
     for changed, complaint in (
         ({"query": one.query.double()}, "float64"),
         ({"keys": keys.bfloat16()}, "bfloat16"),
         ({"query": one.query[:, :3]}, "do not fit"),
-        ({"query": one.query[:9]}, "starts"),
-        ({"pages": pages.astype(np.int64)}, "int32"),
-        ({"lengths": lengths + 1}, "pages"),
+        ({"query": one.query[:9]}, "10 queries"),
+        ({"rows": PageRows(pages, starts, lengths + 1)}, "11 keys"),
+        ({"keys": keys.transpose(2, 3).contiguous().transpose(2, 3)}, "contiguous"),
     ):
-        given_ = {"query": one.query, "keys": keys, "values": values, "pages": pages, "starts": starts}
         with pytest.raises(InputError, match=complaint):
-            attend_pages(**{**given_, "lengths": lengths, **changed})
+            attend_pages(**{"rows": PageRows(pages, starts, lengths), **given_, **changed})
+    for wrong in ((pages.astype(np.int64), starts, lengths), (pages, starts, lengths[:0])):
+        with pytest.raises(InputError):
+            PageRows(*wrong)

@@ -94,6 +94,9 @@ def test_a_fork_takes_no_page_before_one_of_the_two_writes() -> None:
     before = cache.free_slots
     fork = cache.fork(row)
     assert cache.free_slots == before and cache.room(np.array([row, fork])).tolist() == [0, 0]
+    for shared in (row, fork):
+        with pytest.raises(ValueError, match="no room"):
+            write(cache, shared, [7])
     assert cache.reserve(fork, 7) and cache.free_slots == before - 4, "the page in which it goes on is copied"
     assert cache.reserve(row, 8) and cache.free_slots == before - 4, "it is the row's own again"
     write(cache, fork, [9])
@@ -165,5 +168,5 @@ def test_packed_linear_equals_linear() -> None:
         for rows in (1, 2, 5, 33):
             x = torch.randn(rows, 48)
             assert torch.allclose(packed(x), linear(x), atol=1e-5)
-    choice = cheapest_row_counts(packed, up_to=6)
+    choice = cheapest_row_counts([packed], up_to=6)
     assert choice[0] == 0 and all(rows <= choice[rows] <= 6 for rows in range(1, 7))

@@ -23,8 +23,8 @@ from specactor_ray.models import paged_cache, ragged_attention
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import (
     Attention,
+    AttentionRules,
     RaggedBatch,
-    Rules,
     attend_masked,
     attend_on_cpu,
     attend_varlen,
@@ -106,7 +106,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Case:
     batch: RaggedBatch
     query: torch.Tensor
-    rules: Rules
+    rules: AttentionRules
 
     def outputs(self, attention: Attention) -> torch.Tensor:
         return attention(self.batch, 0, self.query, self.rules)
@@ -162,7 +162,7 @@ def make(seed: int, dtype: torch.dtype, page_size: int, most: int, extras: bool)
                 pool[page, :end] = torch.randn(end, *pool.shape[2:]).to(dtype)
     batch = RaggedBatch(cache, np.array(rows), counts, ())
     query = torch.randn(kv_heads * shared, batch.num_tokens, dim).to(dtype).transpose(0, 1)
-    rules = Rules(
+    rules = AttentionRules(
         float(rng.choice([0.2, 1.0])),
         int(rng.integers(1, most)) if rng.random() < 0.5 else None,
         float(rng.choice([2.0, 20.0])) if extras and rng.random() < 0.5 else None,
@@ -296,17 +296,22 @@ def test_nothing_in_a_layer_waits_for_the_device(attention: Attention, monkeypat
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, *_, **__: torch.zeros_like(query))
     monkeypatch.setattr(ragged_attention, "attention_for", lambda *_: attention)
     layers: list[set[str]] = []
-    attend = RaggedBatch.attend
+    attend, run = RaggedBatch.attend, model._run
 
     def watched(batch: RaggedBatch, layer: int, *tensors: Any) -> torch.Tensor:
-        if attention is attend_masked and not layer:
-            assert batch.groups, "made once per forward, on the host"
         with Watch() as watch, NoHost():
             output = attend(batch, layer, *tensors)
         layers.append(watch.seen)
         return output
 
+    def watched_whole(batch: RaggedBatch, *arrays: torch.Tensor) -> torch.Tensor:
+        if attention is attend_masked:
+            assert batch.groups, "made once per forward, on the host"
+        with Watch():
+            return run(batch, *arrays)
+
     monkeypatch.setattr(RaggedBatch, "attend", watched)
+    monkeypatch.setattr(model, "_run", watched_whole)
     rows = np.array([model.cache.open(100) for _ in range(3)])
     for counts in (np.array([70, 3, 1]), np.array([1, 2, 1])):
         model.forward(rows, counts, np.ones(counts.sum(), np.int64), np.ones(3, np.int64))

@@ -1,0 +1,178 @@
+"""Norms, gated MLPs and rotary attention of transformers' models, each in one compiled call on CPUs.
+
+A decode step of a small model spends as long in the many small operators between its linear layers as in these. A
+module is replaced only where the compiled form gives what the module gives, which one forward at load shows; any
+other module stays as it is. Numbers depend on their own row alone, which PyTorch's float32 SiLU does not keep.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from specactor_ray.errors import InputError
+from specactor_ray.models.openmp import KINDS, run, workspace
+from specactor_ray.models.packed_linear import PackedLinear
+from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch
+
+_NUMBERS_PER_THREAD = 100_000
+"""Numbers from which another thread pays: some 10 us."""
+_DOUBLE, _NORM, _GATE = struct.Struct("=d"), struct.Struct("=8qdq"), struct.Struct("=5q")
+
+
+def fuse(model: nn.Module, forward: Callable[[], object]) -> None:
+    """Replace the modules of a model that compiled forms agree with in a forward.
+
+    Args:
+        model: A model whose linears are packed.
+        forward: Runs the model over a cache.
+    """
+    trials = [_Trial(module, forms) for module in model.modules() if (forms := list(_forms(module)))]
+    try:
+        forward()
+    finally:
+        for trial in trials:
+            trial.end()
+
+
+class _Trial:
+    """Runs a module and its compiled forms on the same arguments."""
+
+    def __init__(self, module: nn.Module, forms: list[Any]) -> None:
+        self._module, self._forms, self._original, self._ran = module, forms, module.forward, False
+        module.forward = self._run  # type: ignore[method-assign]
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = _Recorder(kwargs["ragged_batch"]) if isinstance(kwargs.get("ragged_batch"), RaggedBatch) else None
+        expected = self._original(*args, **({**kwargs, "ragged_batch": recorder} if recorder else kwargs))
+        self._ran = True
+        self._forms = [form for form in self._forms if _agrees(form, recorder, expected, args, kwargs)]
+        return expected
+
+    def end(self) -> None:
+        self._module.__dict__.pop("forward")
+        if self._ran and self._forms:
+            self._module.forward = self._forms[0]  # type: ignore[method-assign]
+
+
+class _Recorder:
+    """A batch that notes by which rules a layer attends."""
+
+    def __init__(self, batch: RaggedBatch) -> None:
+        self._batch = batch
+        self.rules: AttentionRules | None = None
+
+    def attend(self, layer: int, query: Any, key: Any, value: Any, rules: AttentionRules) -> torch.Tensor:
+        self.rules = rules
+        return self._batch.attend(layer, query, key, value, rules)
+
+
+def _agrees(form: Any, recorder: _Recorder | None, expected: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a form takes these arguments and gives what the module gives, to a few roundings."""
+    if isinstance(form, _Attention):
+        if recorder is None or recorder.rules is None:
+            return False
+        form.rules = recorder.rules
+    try:
+        found = form(*args, **kwargs)
+    except (TypeError, InputError):
+        return False
+    found, expected = (x[0] if isinstance(x, tuple) else x for x in (found, expected))
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    error = (found.float() - expected.float()).norm() / expected.float().norm()
+    return bool(error <= max(2 * torch.finfo(expected.dtype).eps, 1e-5))
+
+
+def _forms(module: nn.Module) -> Iterator[Any]:
+    """Compiled forms that may stand for a module."""
+    children = dict(module.named_children())
+    packed = {name for name, child in children.items() if type(child) is PackedLinear}
+    others = children.keys() - packed
+    if "RMSNorm" in type(module).__name__ and not children:
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if isinstance(eps, float) and isinstance(getattr(module, "weight", None), nn.Parameter):
+            yield from (_RmsNorm(module, eps, offset) for offset in (0, 1))
+    elif packed == {"gate_proj", "up_proj", "down_proj"} and others == {"act_fn"}:
+        yield _GatedMlp(module)
+    elif packed == {"q_proj", "k_proj", "v_proj", "o_proj"} and others <= {"q_norm", "k_norm"}:
+        yield from [_Attention(module)] if hasattr(module, "head_dim") and hasattr(module, "layer_idx") else []
+
+
+def _threads(numbers: int) -> int:
+    return min(torch.get_num_threads(), 1 + numbers // _NUMBERS_PER_THREAD)
+
+
+class _RmsNorm:
+    """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last dimension."""
+
+    def __init__(self, module: Any, eps: float, offset: int) -> None:
+        self._module, self._eps, self._offset = module, eps, offset
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        from specactor_ray.models import _cpu_layers_numba as compiled
+
+        weight, dim = self._module.weight, x.shape[-1]
+        if dim % 16 or weight.shape != x.shape[-1:]:
+            raise InputError(f"a norm of {dim} numbers is not compiled")
+        x = x.contiguous()
+        out, count = torch.empty_like(x), x.numel()
+        call = _NORM.pack(
+            workspace(0)[0], count // dim, dim, x.data_ptr(), weight.data_ptr(), out.data_ptr(), KINDS[x.dtype],
+            KINDS[weight.dtype], self._eps, self._offset,
+        )  # fmt: skip
+        run(compiled.rms_norm, call, _threads(count))
+        return out
+
+
+class _GatedMlp:
+    """`down_proj(silu(gate_proj(x)) * up_proj(x))`."""
+
+    def __init__(self, module: Any) -> None:
+        self._gate, self._up, self._down = (getattr(module, f"{name}_proj").forward for name in ("gate", "up", "down"))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        from specactor_ray.models import _cpu_layers_numba as compiled
+
+        gate, up = self._gate(x), self._up(x)
+        count = gate.numel()
+        if gate.shape[-1] % 16:
+            raise InputError(f"a gate of {gate.shape[-1]} numbers is not compiled")
+        call = _GATE.pack(workspace(0)[0], count // 16, gate.data_ptr(), up.data_ptr(), KINDS[gate.dtype])
+        run(compiled.silu_gate, call, _threads(count))
+        return self._down(gate)
+
+
+class _Attention:
+    """Projections, norms of heads, rotation, the cache and attention."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._layer, self._dim = module, module.layer_idx, module.head_dim
+        self._projections = [getattr(module, f"{name}_proj").forward for name in "qkv"]
+        self._out = module.o_proj.forward
+        self._norms = [getattr(module, f"{name}_norm", None) for name in "qk"]
+        self.rules = AttentionRules(1.0, None, None, None)
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        *,
+        ragged_batch: RaggedBatch,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        tokens = hidden_states.shape[1]
+        query, key, value = (project(hidden_states).view(tokens, -1, self._dim) for project in self._projections)
+        query_norm, key_norm = self._norms
+        query = query if query_norm is None else query_norm(query)
+        key = key if key_norm is None else key_norm(key)
+        rotary = position_embeddings[0][0], position_embeddings[1][0]
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        output = ragged_batch.attend(self._layer, query, key, value, self.rules, rotary)
+        return self._out(output.view(1, tokens, -1)), None

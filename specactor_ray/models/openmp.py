@@ -1,0 +1,55 @@
+"""Compiled functions on the threads of PyTorch's OpenMP pool: a pool of our own would spin against it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from specactor_ray.jit import CFunction
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Numbers that compiled functions read and write."""
+
+_local = threading.local()
+
+
+def padded(count: int) -> int:
+    """The next multiple of 16."""
+    return -(-count // 16) * 16
+
+
+def run(function: CFunction, call: bytes, threads: int = 1) -> None:
+    """Run a `c_function` on the same call in every thread of a team."""
+    team = _team() if threads > 1 else None
+    if team is None:
+        function.call(call)
+    else:
+        team(function.address, call, threads, 0)
+
+
+def workspace(size: int) -> tuple[int, int]:
+    """Addresses of two zeros (int64) and of at least `size` bytes; both belong to the calling thread."""
+    made: tuple[np.ndarray, int, torch.Tensor] | None = getattr(_local, "workspace", None)
+    if made is None or made[2].numel() < size:
+        zeros = np.zeros(2, np.int64)
+        made = _local.workspace = zeros, zeros.ctypes.data, torch.empty(size, dtype=torch.uint8)
+    made[0].fill(0)
+    return made[1], made[2].data_ptr()
+
+
+@functools.cache
+def _team() -> Callable[[int, bytes, int, int], None] | None:
+    """`GOMP_parallel` of the OpenMP library that PyTorch runs on; None where it is another kind of library."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"))
+        team = library.GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    team.argtypes, team.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return team

@@ -1,0 +1,78 @@
+"""Tokens and log-probabilities are the same bits in every mode where kernels do not depend on the batch: `hf` on CPUs.
+
+Plain decoding of one request at a time is compared with verification of drafts of changing lengths, right and wrong
+ones, among changing numbers of other requests, whose prompts arrive in chunks.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from specactor_ray.models.loading import load_model
+from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.target.base import TargetRequest
+from specactor_ray.target.hf import HfEngine
+from tests.tiny import tiny_target
+from tests.unit.engine_conformance import Collected, Driver, requests
+
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="this CPU has no AVX512_BF16: bfloat16 is not packed for oneDNN"
+)
+
+
+def engine(model: str, dtype: str, **limits: Any) -> Driver:
+    return Driver(HfEngine(RaggedModel(load_model(model, dtype=dtype), 128 << 20), **limits))
+
+
+def alone(engine: Driver, batch: list[TargetRequest]) -> Collected:
+    found = Collected()
+    for request in batch:
+        engine.add(request)
+        while engine.has_work():
+            found.step(engine)
+    return found
+
+
+def together(engine: Driver, batch: list[TargetRequest], truth: Collected, seed: int, longest: int) -> Collected:
+    """Requests come while others run; every step drafts 0 to `longest` tokens per row, a third of them with an error."""
+    rng, found, waiting = random.Random(seed), Collected(), list(batch)
+    while waiting or engine.has_work():
+        while waiting and rng.random() < 0.4:
+            engine.add(waiting.pop())
+        tails = {}
+        for name in engine.decoding():
+            at = engine.committed[name]
+            tail = truth.tokens[name][at : at + rng.randint(0, longest)]
+            if tail and rng.random() < 0.3:
+                tail[rng.randrange(len(tail))] ^= 1
+            tails[name] = tail
+        found.step(engine, tails)
+    return found
+
+
+def check(model: str, dtype: str, count: int, max_tokens: int) -> None:
+    batch = requests(count, 0.9, max_tokens=max_tokens, ignore_eos=True)
+    truth = alone(engine(model, dtype), batch)
+    for seed, (longest, limits) in enumerate(
+        ((1, {}), (4, {"max_step_tokens": 24}), (9, {}), (16, {"max_batch": 3, "max_step_tokens": 40}))
+    ):
+        found = together(engine(model, dtype, **limits), batch, truth, seed, longest)
+        assert found.tokens == truth.tokens
+        assert found.logprobs == truth.logprobs, "not the same bits"
+        assert any(output.num_accepted for output in found.outputs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_bfloat16)])
+def test_tiny_model(dtype: str) -> None:
+    check(str(tiny_target()), dtype, count=12, max_tokens=40)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@needs_bfloat16
+def test_smollm2() -> None:
+    check("smollm2-135m", "bfloat16", count=8, max_tokens=40)

@@ -1,0 +1,156 @@
+"""Compiled norms, gates and rotary attention: what they stand for, and when they do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from specactor_ray.models import cpu_layers, openmp
+from specactor_ray.models.cpu_attention import store_pages
+from specactor_ray.models.cpu_layers import _GatedMlp, _RmsNorm
+from specactor_ray.models.packed_linear import PackedLinear, cheapest_row_counts
+from specactor_ray.models.ragged_attention import rotated
+from specactor_ray.models.ragged_model import RaggedModel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    eps = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found.double(), expected.double(), atol=2 * eps, rtol=2 * eps)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(cpu_layers, "_NUMBERS_PER_THREAD", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_norm(dtype: torch.dtype, offset: int, threads: None) -> None:
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.randn(48).to(dtype), requires_grad=False)
+    x = (torch.randn(2, 50, 48) * 3).to(dtype)
+    norm = _RmsNorm(module, 1e-5, offset)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (module.weight.double() + offset)
+    close(norm(x), expected)
+    assert torch.equal(norm(x[:, 7:8]), norm(x)[:, 7:8]), "a row alone"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate(dtype: torch.dtype, threads: None) -> None:
+    torch.manual_seed(0)
+    module = nn.Module()
+    module.gate_proj, module.up_proj, module.down_proj = (nn.Identity() for _ in range(3))
+    mlp = _GatedMlp(module)
+    x = torch.cat([torch.randn(60, 48) * 4, torch.tensor([[-1e4, -90, -88, -5, 0, 88, 90, 1e4] * 6])]).to(dtype)
+    wide = x.double()
+    expected = wide * torch.sigmoid(wide) * wide
+    found = mlp(x.clone())
+    fits = expected.abs() < torch.finfo(dtype).max
+    close(found[fits], expected[fits])
+    assert all(torch.equal(mlp(x[i : i + 1].clone()), found[i : i + 1]) for i in range(61))
+    assert mlp(torch.full((1, 16), torch.nan, dtype=dtype)).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "angles"), [(64, 64), (64, 32), (24, 24), (16, 8)])
+def test_keys_and_values_on_their_way_into_pages(dtype: torch.dtype, dim: int, angles: int) -> None:
+    torch.manual_seed(0)
+    tokens = 6
+    key, value = torch.randn(tokens + 2, 2, dim).to(dtype), torch.randn(tokens + 2, 2, 40).to(dtype)
+    angle = torch.randn(tokens + 2, angles)
+    rotary = angle.cos(), angle.sin()
+    slots = torch.tensor([3, 17, 4, 40, 41, 0])
+    keys, values = torch.zeros(3, 16, 2, dim, dtype=dtype), torch.zeros(3, 16, 2, 40, dtype=dtype)
+    store_pages(key, value, keys, values, slots, rotary)
+    close(keys.flatten(0, 1)[slots], rotated(key.double(), rotary)[:tokens])
+    assert torch.equal(values.flatten(0, 1)[slots], value[:tokens])
+    assert values.flatten(0, 1).count_nonzero() == value[:tokens].count_nonzero(), "nothing elsewhere"
+    store_pages(key, value, keys, values, slots)
+    assert torch.equal(keys.flatten(0, 1)[slots], key[:tokens])
+
+
+def tiny(kind: str, **options: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **options})).eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data.add_(torch.randn_like(weight) * 0.2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "replaced"),
+    [
+        ("llama", {}, {"_RmsNorm": 5, "_GatedMlp": 2, "_Attention": 2}),
+        ("qwen2", {}, {"_RmsNorm": 5, "_GatedMlp": 2, "_Attention": 2}),
+        ("qwen3", {}, {"_RmsNorm": 9, "_GatedMlp": 2, "_Attention": 2}),
+        ("gemma2", {"sliding_window": 4}, {"_RmsNorm": 9, "_Attention": 2}),  # its gate is no SiLU
+        ("cohere", {}, {"_GatedMlp": 2}),  # rotates neighbours, norms without a mean of squares
+        ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2}, {}),
+    ],
+)
+def test_what_agrees_is_replaced_and_nothing_else(
+    kind: str, options: dict[str, Any], replaced: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, rows = np.arange(40) * 7 % 96, np.array([40])
+
+    def logits() -> torch.Tensor:
+        model = RaggedModel(tiny(kind, **options), 4 << 20)
+        counts.update(
+            type(module.__dict__["forward"]).__name__ for module in model.model.modules() if "forward" in vars(module)
+        )
+        return model.forward(np.array([model.cache.open(40)]), rows, tokens, rows).logits
+
+    counts: Counter[str] = Counter()
+    found = logits()
+    assert counts == replaced
+    monkeypatch.setattr(cpu_layers, "_forms", lambda module: [])
+    expected = logits()
+    assert counts == replaced, "none this time"
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    theirs = tiny(kind, **options)(torch.from_numpy(tokens)[None]).logits[0]
+    torch.testing.assert_close(found, theirs, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_counts_whose_bits_differ_are_padded(dtype: torch.dtype) -> None:
+    """A sum of 1536 numbers that cancel shows the order of additions; one row alone has another with some kernels."""
+    if dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
+        pytest.skip("this CPU has no AVX512_BF16: bfloat16 is not packed for oneDNN")
+    layer = PackedLinear(torch.ones(576, 1536, dtype=dtype), None)
+    half = torch.randn(64, 768, generator=torch.Generator().manual_seed(1)) * 2.0 ** torch.arange(-12, 12).repeat(32)
+    x = torch.cat([half, -half.flip(1)], dim=1).to(dtype)
+    together = layer(x)
+    for rows, count in enumerate(cheapest_row_counts([layer])):
+        padded = torch.cat([x[:rows], torch.zeros(count - rows, 1536, dtype=dtype)])
+        assert torch.equal(layer(padded)[:rows], together[:rows])
+
+
+def test_a_team_needs_the_pool_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another library than GNU OpenMP all is done by the calling thread."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(cpu_layers, "_NUMBERS_PER_THREAD", 1)
+    monkeypatch.setattr(openmp, "_team", lambda: None)
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(32), requires_grad=False)
+    x = torch.randn(100, 32)
+    close(_RmsNorm(module, 0.0, 0)(x), x / x.square().mean(-1, keepdim=True).sqrt())
