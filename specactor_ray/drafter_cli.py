@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specactor_ray.drafter_training.recipe import LEARNING_RATES, METHODS, CorpusRecipe, TrainRecipe
+from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe
 from specactor_ray.errors import EXIT_INTERRUPTED, InputError
 
 _CORPUS = CorpusRecipe(target="")
@@ -42,15 +42,11 @@ def train(
     target: Target,
     data: Data,
     output: Annotated[Path, typer.Option(help="The drafter's folder; the same command again goes on in it.")],
-    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = _RECIPE.method,
-    layers: Annotated[
-        str, typer.Option(help="draft_model: how many of the target's layers to keep, or which: 0,1,15,28,29.")
-    ] = _RECIPE.layers,
     draft_vocab: Annotated[
-        int, typer.Option(help="eagle: token ids the head can say, the most frequent ones.")
+        int, typer.Option(help="Size of the head's vocabulary, the most frequent token ids.")
     ] = _RECIPE.draft_vocab,
     depths: Annotated[
-        int, typer.Option(help="eagle: tokens ahead that it is trained on its own predictions.")
+        int, typer.Option(help="Tokens ahead that the head is trained on its own predictions.")
     ] = _RECIPE.depths,
     minutes: Annotated[
         float | None, typer.Option(help="Time for training, rollouts not included. Default: 15, without --epochs.")
@@ -66,9 +62,7 @@ def train(
         Path | None, typer.Option(help="Prompts to measure on. Default: a tenth of --data.", show_default=False)
     ] = None,
     corpus: Corpus = None,
-    learning_rate: Annotated[
-        float | None, typer.Option(help="At its highest. Default: 0.003 for eagle, 0.001 for draft_model.")
-    ] = None,
+    learning_rate: Annotated[float, typer.Option(help="At its highest.")] = _RECIPE.learning_rate,
     batch_tokens: Annotated[int, typer.Option(help="Most positions of a training batch.")] = _RECIPE.batch_tokens,
     dtype: Annotated[str, typer.Option(help="Arithmetic of training.")] = _RECIPE.dtype,
     seed: Seed = 0,
@@ -80,9 +74,9 @@ def train(
     trust_remote_code: Trust = False,
     log_level: LogLevel = "WARNING",
 ) -> None:
-    """Record the target's rollouts of the prompts in --data, train a drafter on them, and measure it.
+    """Record the target's rollouts of the prompts in --data, train an EAGLE head on them, and measure it.
 
-    Ctrl-C keeps what was done. Use it afterwards with: 'drafters=[{method: draft_model, model: OUTPUT}]'
+    Ctrl-C keeps what was done. Use it afterwards with: 'drafters=[{method: eagle, model: OUTPUT}]'
     """
     _refuse_folder_that_a_job_loses(output)
     console = _console(log_level)
@@ -91,14 +85,12 @@ def train(
 
     recipe = TrainRecipe(
         CorpusRecipe(target, temperature, samples, max_tokens, seed, chat, trust_remote_code),
-        method=method,
         tokens=tokens,
-        layers=layers,
         draft_vocab=draft_vocab,
         depths=depths,
         minutes=_RECIPE.minutes if minutes is None and epochs is None else minutes,
         epochs=epochs,
-        learning_rate=LEARNING_RATES.get(method, _RECIPE.learning_rate) if learning_rate is None else learning_rate,
+        learning_rate=learning_rate,
         batch_tokens=batch_tokens,
         dtype=dtype,
     )
@@ -107,7 +99,7 @@ def train(
     _show(outcome, f"{output}: acceptance on held-out rollouts")
     if outcome.status == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
-    _say(f"drafter: drafters=[{{method: {method}, model: {output.resolve()}}}]")
+    _say(f"drafter: drafters=[{{method: eagle, model: {output.resolve()}}}]")
 
 
 @drafter.command("eval")

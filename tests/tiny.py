@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +215,7 @@ def _build_eagle(folder: Path) -> None:
     import torch
 
     from specactor_ray.draft.eagle.checkpoint import save_head
-    from specactor_ray.drafter_training.eagle import batches_by_length, expected_counts, make_batch, new_head
+    from specactor_ray.drafter_training.eagle import expected_counts, make_batch, new_head
     from specactor_ray.drafter_training.eagle_unroll import unroll_loss
     from specactor_ray.models.loading import load_model
 
@@ -228,12 +228,28 @@ def _build_eagle(folder: Path) -> None:
         trained = [weight for weight in head.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=2e-3)
         for epoch in range(3):
-            for batch in batches_by_length(examples, 1500, random.Random(epoch)):
+            for batch in _batches_by_length(examples, 1500, random.Random(epoch)):
                 loss, _ = unroll_loss(head, make_batch(batch, head), 3)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
     save_head(head.eval(), folder)
+
+
+def _batches_by_length(examples: Sequence[Any], max_positions: int, rng: random.Random) -> Iterator[list[Any]]:
+    """Batches of similar lengths in random order, each of at most `max_positions` padded positions (or one example)."""
+    ranked = sorted(examples, key=lambda example: len(example) + rng.uniform(0, 32))
+    batches, current, longest = list[list[Any]](), list[Any](), 0
+    for example in ranked:
+        if current and max(longest, len(example)) * (len(current) + 1) > max_positions:
+            batches.append(current)
+            current, longest = [], 0
+        current.append(example)
+        longest = max(longest, len(example))
+    if current:
+        batches.append(current)
+    rng.shuffle(batches)
+    yield from batches
 
 
 def _eagle_examples() -> list[Any]:

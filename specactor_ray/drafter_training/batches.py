@@ -1,15 +1,46 @@
-"""The order of training: which records form a batch, a function of (records, seed, epoch)."""
+"""Batches of recorded rollouts. Their order is a function of (records, seed, epoch)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specactor_ray.drafter_training.corpus import Record
 
+if TYPE_CHECKING:
+    import torch
+
 _BUCKET = 16
 """Batches' worth of records that are sorted by length together: less padding, and still a new mix every epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rollouts of one training step."""
+
+    records: tuple[Record, ...]
+    states: tuple[torch.Tensor, ...]
+    """Hidden states of the target per record, `(tokens - 1, width)`; see `EagleStudent.hidden_layers`."""
+
+
+def load_batch(records: Sequence[Record], states: Callable[[int], torch.Tensor]) -> Batch:
+    """A batch with the states that `states(record index)` reads."""
+    return Batch(tuple(records), tuple(states(record.index) for record in records))
+
+
+def add_sums(total: dict[str, float], part: Mapping[str, float]) -> None:
+    """Add `part` to `total`, name by name."""
+    for name, value in part.items():
+        total[name] = total.get(name, 0.0) + value
+
+
+def means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Sums over tokens → means per token, without `tokens` itself."""
+    tokens = max(sums.get("tokens", 0.0), 1.0)
+    return {name: value / tokens for name, value in sums.items() if name != "tokens"}
 
 
 def batches_of_epoch(records: Sequence[Record], max_tokens: int, seed: int, epoch: int) -> list[list[int]]:

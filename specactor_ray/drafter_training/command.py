@@ -13,8 +13,6 @@ from typing import Any
 from rich.console import Console
 
 from specactor_ray.config.schema import DrafterConfig
-from specactor_ray.draft.proposer import Checkpoint
-from specactor_ray.draft.registry import traits
 from specactor_ray.drafter_training.card import (
     TargetIdentity,
     check_vocabulary,
@@ -23,6 +21,7 @@ from specactor_ray.drafter_training.card import (
     write_card,
 )
 from specactor_ray.drafter_training.corpus import claim_corpus, differences
+from specactor_ray.drafter_training.eagle_student import EagleStudent
 from specactor_ray.drafter_training.loop import CHECKPOINT_FILE, LoopProgress, TrainLoop
 from specactor_ray.drafter_training.measuring import head_config, measure
 from specactor_ray.drafter_training.recipe import (
@@ -31,8 +30,6 @@ from specactor_ray.drafter_training.recipe import (
     TrainRecipe,
     check,
     check_corpus,
-    choose_layers,
-    parse_layers,
 )
 from specactor_ray.drafter_training.rollouts import (
     HELD_OUT,
@@ -45,7 +42,6 @@ from specactor_ray.drafter_training.rollouts import (
     split_prompts,
     target_config,
 )
-from specactor_ray.drafter_training.student import Student, student_of
 from specactor_ray.errors import InputError
 from specactor_ray.files import write_json
 from specactor_ray.json_text import read_foreign
@@ -58,6 +54,7 @@ from specactor_ray.rollout.preflight import require_named_model
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
 from specactor_ray.training.stop_signal import StopSignal
 
+METHOD = "eagle"
 WORK_FOLDER, CORPUS_FOLDER, RECIPE_FILE, PLOT_FILE = "training", "corpus", "recipe.json", "training.png"
 
 
@@ -97,7 +94,7 @@ class DrafterOutcome:
 def train_drafter(
     recipe: TrainRecipe, paths: TrainPaths, limits: EngineLimits, window: int, console: Console
 ) -> DrafterOutcome:
-    """Record the target's rollouts, train a drafter on them, save it and measure it.
+    """Record the target's rollouts, train an EAGLE head on them, save it and measure it.
 
     Everything that can be checked beforehand is. A second call with the same recipe goes on where the first one was
     interrupted, or shows what it made.
@@ -115,8 +112,6 @@ def train_drafter(
     data = read_prompts(paths.data)
     held_out = None if paths.held_out is None else read_prompts(paths.held_out)
     target = identify(recipe.corpus.target, recipe.corpus.trust_remote_code)
-    if traits(recipe.method).checkpoint is Checkpoint.MODEL:  # it is made of layers of the target
-        choose_layers(target.num_layers, parse_layers(recipe.layers))
     prompts = _split(data, held_out, recipe.corpus, target)
     work = paths.output / WORK_FOLDER
     _claim_output(paths.output, {**recipe.facts(), "prompts": prompts.digest(), "config": target.config_hash})
@@ -125,7 +120,7 @@ def train_drafter(
         return DrafterOutcome("finished", done["acceptance"], f"{paths.output} was finished before; nothing was done")
     with StopSignal() as stop:
         try:
-            student = student_of(recipe, limits.device)
+            student = EagleStudent.from_recipe(recipe, limits.device)
             folder = paths.corpus or work / CORPUS_FOLDER
             claim_corpus(folder, corpus_facts(recipe.corpus, target, prompts, student.hidden_layers))
             corpus = Corpus(recipe.corpus, prompts, folder, limits, console)
@@ -189,12 +184,12 @@ def eval_drafter(
 
 
 def _train(
-    student: Student, recipe: TrainRecipe, corpus: Corpus, work: Path, stop: StopSignal, console: Console
+    student: EagleStudent, recipe: TrainRecipe, corpus: Corpus, work: Path, stop: StopSignal, console: Console
 ) -> tuple[TrainLoop, float]:
     """The trained loop, and the seconds that training took in this process."""
     train, held_out = ((corpus.records[part], corpus.stores[part]) for part in (TRAIN, HELD_OUT))
     student.prepare(train[0], train[1].states)
-    with PhaseProgress(console, f"training {recipe.method}", 1.0) as progress:
+    with PhaseProgress(console, "training an EAGLE head", 1.0) as progress:
         loop = TrainLoop(
             student, recipe, train, held_out, work, time.monotonic, stop.shielded, on_progress=_show_step(progress)
         )
@@ -220,9 +215,7 @@ def _finish(
     tokenizer = load_tokenizer(corpus_recipe.target, trust_remote_code=corpus_recipe.trust_remote_code)
     facts = loop.student.save(paths.output)
     tokenizer.save_pretrained(paths.output)
-    drafter = DrafterConfig(
-        method=recipe.method, model=str(paths.output), trust_remote_code=corpus_recipe.trust_remote_code
-    )
+    drafter = DrafterConfig(method=METHOD, model=str(paths.output), trust_remote_code=corpus_recipe.trust_remote_code)
     rows = measure(drafter, target_config(corpus_recipe, limits, ()), corpus, window, console)
     training = {
         "recipe": recipe.facts(),
@@ -239,7 +232,7 @@ def _finish(
         "versions": versions(),
     }
     plot_training(paths.output / PLOT_FILE, state.history, rows)
-    write_card(paths.output, recipe.method, target, training, rows)
+    write_card(paths.output, METHOD, target, training, rows)
     (paths.output / WORK_FOLDER / CHECKPOINT_FILE).unlink(missing_ok=True)
     first, last = state.history[0], state.history[-1]
     speeds = ", ".join(f"{part} {speed:.0f}" for part, speed in training["tokens_per_s"].items())

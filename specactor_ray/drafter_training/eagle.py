@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,24 +83,6 @@ def expected_counts(model: Any, example: EagleExample) -> torch.Tensor:
     final = example.final[example.num_prompt - 1 - example.first :].to(model.dtype)
     logits = model.get_output_embeddings()(final).float() / example.temperature
     return torch.softmax(logits, dim=-1).sum(0)
-
-
-def batches_by_length(
-    examples: Sequence[EagleExample], max_positions: int, rng: random.Random
-) -> Iterator[list[EagleExample]]:
-    """Batches of similar lengths in random order, each of at most `max_positions` padded positions (or one example)."""
-    ranked = sorted(examples, key=lambda example: len(example) + rng.uniform(0, 32))
-    batches, current, longest = list[list[EagleExample]](), list[EagleExample](), 0
-    for example in ranked:
-        if current and max(longest, len(example)) * (len(current) + 1) > max_positions:
-            batches.append(current)
-            current, longest = [], 0
-        current.append(example)
-        longest = max(longest, len(example))
-    if current:
-        batches.append(current)
-    rng.shuffle(batches)
-    yield from batches
 
 
 def new_head(model: Any, name: str, counts: torch.Tensor, draft_vocab_size: int) -> EagleHead:

@@ -1,4 +1,4 @@
-"""`eagle`: a head trained to say, several tokens ahead, what the target says.
+"""An EAGLE head in training: it learns to predict, several tokens ahead, the target's own distributions.
 
 Loss per depth: cross entropy against the target's own distribution over the draft vocabulary, plus the distance between
 what enters the head's output layer and what enters the target's. The second term is what makes little data go far:
@@ -17,11 +17,11 @@ from torch import nn
 
 from specactor_ray.draft.eagle.checkpoint import save_head, trained_weights
 from specactor_ray.draft.eagle.head import EagleHead, default_aux_layers
+from specactor_ray.drafter_training.batches import Batch
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch, new_head
 from specactor_ray.drafter_training.eagle_unroll import EagleBatch, unroll, unroll_loss
 from specactor_ray.drafter_training.recipe import TrainRecipe
-from specactor_ray.drafter_training.student import Batch
 from specactor_ray.errors import InputError
 from specactor_ray.learner.engines.torch_engine import autocast
 from specactor_ray.models.loading import load_model
@@ -33,7 +33,7 @@ _COUNTED_ROLLOUTS = 128
 
 
 class EagleStudent:
-    """`Student` over a new head for the recipe's target.
+    """A new head for the recipe's target, on its device.
 
     Args:
         target: The target, a transformers model of the Llama family; only what the head starts from is kept.
@@ -64,6 +64,7 @@ class EagleStudent:
 
     @property
     def module(self) -> EagleHead:
+        """The head, after `prepare`."""
         if self._head is None:
             raise RuntimeError("prepare() comes first")
         return self._head
@@ -81,6 +82,7 @@ class EagleStudent:
         self._head, self._target = head.to(self._device), None
 
     def backward(self, batch: Batch) -> dict[str, float]:
+        """Add the gradient of the batch's mean loss per output token; returns sums: `tokens`, `loss`, `overlap`."""
         examples = self._examples(batch)
         with autocast(self._device, self._recipe.dtype):
             loss, overlaps = unroll_loss(self.module, examples, self._recipe.depths)
@@ -90,6 +92,8 @@ class EagleStudent:
 
     @torch.no_grad()
     def held_out(self, batch: Batch) -> dict[str, float]:
+        """Sums over the output tokens: `tokens`, `loss`, `overlap`, and `matches`, the tokens that the head samples as
+        the target did, with the target's noise after the recorded prefix."""
         examples, head = self._examples(batch), self.module
         loss, overlaps = unroll_loss(head, examples, self._recipe.depths)
         outputs, rows = next(unroll(head, examples, 1))
@@ -110,15 +114,18 @@ class EagleStudent:
         }
 
     def trained(self) -> dict[str, torch.Tensor]:
+        """Name → trained weight."""
         return trained_weights(self.module)
 
     def load_trained(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Load what `trained` returned. Raises ValueError for weights of another head."""
         own = self.trained()
         if own.keys() != weights.keys():
             raise ValueError(f"the weights are those of {len(weights)} parameters, and {len(own)} are trained")
         self.module.load_state_dict(dict(weights), strict=False)
 
     def save(self, folder: Path) -> dict[str, Any]:
+        """Write the head as its proposer loads it; returns facts for `drafter.json`."""
         save_head(self.module, folder)
         config = self.module.config
         trained = sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
@@ -158,5 +165,5 @@ def reject_foreign_layers(model: Any, name: str) -> None:
         except AttributeError:
             raise InputError(
                 f"--target: a head cannot be made for {name} ({type(model).__name__}): its layers have no {wanted}. "
-                "Fix: a target of the Llama family (Llama, Qwen, Mistral, SmolLM), or --method draft_model"
+                "Fix: a target of the Llama family (Llama, Qwen, Mistral, SmolLM)"
             ) from None

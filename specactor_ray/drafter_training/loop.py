@@ -1,4 +1,4 @@
-"""The training loop of every drafter: batches, schedule, held-out figures, checkpoints, time budget.
+"""The training loop: batches, schedule, held-out figures, checkpoints, time budget.
 
 Weights after n steps are a function of recipe and corpus, also when training was interrupted: between two steps the
 state is whole, and a checkpoint holds all of it. Only where the time budget sets the learning rate does the clock
@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from specactor_ray.drafter_training.batches import batches_of_epoch, cut
+from specactor_ray.drafter_training.batches import add_sums, batches_of_epoch, cut, load_batch, means
 from specactor_ray.drafter_training.corpus import Record, RecordStore
+from specactor_ray.drafter_training.eagle_student import EagleStudent
 from specactor_ray.drafter_training.recipe import TrainRecipe
-from specactor_ray.drafter_training.student import Student, add_sums, load_batch, means
 from specactor_ray.errors import InputError
 from specactor_ray.files import replacing
 from specactor_ray.learner.engines.torch_engine import parameter_groups
@@ -83,7 +83,7 @@ class TrainLoop:
 
     def __init__(
         self,
-        student: Student,
+        student: EagleStudent,
         recipe: TrainRecipe,
         train: tuple[Sequence[Record], RecordStore],
         held_out: tuple[Sequence[Record], RecordStore],

@@ -1,10 +1,8 @@
-"""What makes a trained drafter: everything that a result depends on, checked before anything is loaded."""
+"""Settings of a trained EAGLE head, checked before anything is loaded."""
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,9 +11,6 @@ from specactor_ray.config.validate import DTYPES
 from specactor_ray.errors import InputError
 
 DEVICES = ("cpu", "cuda")
-LEARNING_RATES = {"draft_model": 1e-3, "eagle": 3e-3}
-"""Trainable method → learning rate. A head is one layer, most of it untrained, and takes larger steps."""
-METHODS = tuple(LEARNING_RATES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +34,21 @@ class CorpusRecipe:
 
 @dataclass(frozen=True, slots=True)
 class TrainRecipe:
-    """How a drafter is trained."""
+    """How a head is trained."""
 
     corpus: CorpusRecipe
-    method: str = "draft_model"
     tokens: int = 40_000
     """Output tokens to train on."""
-    layers: str = "6"
-    """`draft_model`: how many of the target's layers to keep (the outer ones), or which: `6`, or `0,1,15,28,29`."""
     draft_vocab: int = 8192
-    """`eagle`: token ids the head can say, the most frequent ones; at most the target's vocabulary."""
+    """Size of the head's vocabulary, the most frequent token ids; at most the target's."""
     depths: int = 4
-    """`eagle`: how many tokens ahead it is trained on its own predictions (training-time test)."""
+    """Tokens ahead that the head is trained on its own predictions (training-time test)."""
     minutes: float | None = 15.0
     """Training ends after this time; collecting rollouts comes on top."""
     epochs: float | None = None
     """Training ends after this many passes over the corpus."""
-    learning_rate: float = 1e-3
-    """At its highest; `LEARNING_RATES` says what suits a method."""
+    learning_rate: float = 3e-3
+    """At its highest."""
     warmup_steps: int = 10
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
@@ -66,7 +58,7 @@ class TrainRecipe:
     """Arithmetic of training; weights are float32."""
 
     def facts(self) -> dict[str, Any]:
-        """As plain data; two recipes with equal facts give the same drafter."""
+        """As plain data; two recipes with equal facts give the same head."""
         return asdict(self)
 
 
@@ -76,8 +68,6 @@ def check(recipe: TrainRecipe) -> None:
     Raises:
         InputError: The first option that is wrong, with what is allowed.
     """
-    if recipe.method not in METHODS:
-        raise InputError(f"--method: {recipe.method!r} cannot be trained; use one of {', '.join(METHODS)}")
     if recipe.minutes is None and recipe.epochs is None:
         raise InputError("--minutes or --epochs must say when training ends")
     check_corpus(recipe.corpus)
@@ -86,7 +76,6 @@ def check(recipe: TrainRecipe) -> None:
             raise InputError(f"--{name.replace('_', '-')}: {value!r} is out of range; use {allowed}")
     if recipe.dtype not in DTYPES:
         raise InputError(f"--dtype: {recipe.dtype!r} is not known; use one of {', '.join(DTYPES)}")
-    parse_layers(recipe.layers)
 
 
 def check_corpus(recipe: CorpusRecipe) -> None:
@@ -113,50 +102,3 @@ def _ranges(recipe: TrainRecipe) -> tuple[tuple[str, float | None, Callable[[flo
         ("draft_vocab", recipe.draft_vocab, lambda value: value >= 2, "2 or more"),
         ("depths", recipe.depths, lambda value: 1 <= value <= 16, "1 to 16"),
     )
-
-
-def parse_layers(text: str) -> int | tuple[int, ...]:
-    """`6` → 6; `0,4,29` → (0, 4, 29).
-
-    Raises:
-        InputError: It is neither a number nor a rising list of numbers, or a number below 2.
-    """
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise InputError(f"--layers: {text!r} is neither a number of layers nor a list of layers such as 0,1,15,28,29")
-    numbers = tuple(int(part) for part in text.split(","))
-    if len(numbers) > 1:
-        if any(later <= earlier for earlier, later in itertools.pairwise(numbers)):
-            raise InputError(f"--layers: the layers {text} must rise, each named once")
-        return numbers
-    if numbers[0] < 2:
-        raise InputError(
-            f"--layers: {numbers[0]} is too few; the first and the last layer are always kept: use 2 or more"
-        )
-    return numbers[0]
-
-
-def choose_layers(num_layers: int, wanted: int | tuple[int, ...]) -> tuple[int, ...]:
-    """Which of the target's layers (0 to num_layers - 1) to keep: the outer ones, as many from the front as from the
-    back (one more from the front if the number is odd), or those that are named.
-
-    Middle layers change their input least; without them the rest still fits together better than evenly spaced layers
-    do, and training is the shorter for it (measured: docs/design/drafter-training.md).
-
-    Raises:
-        InputError: The target has not so many.
-    """
-    if isinstance(wanted, tuple):
-        if wanted[-1] >= num_layers:
-            raise InputError(f"--layers: there is no layer {wanted[-1]}; the target has layers 0 to {num_layers - 1}")
-        chosen = wanted
-    elif wanted < num_layers:
-        back = wanted // 2
-        chosen = (*range(wanted - back), *range(num_layers - back, num_layers))
-    else:
-        chosen = tuple(range(num_layers))
-    if len(chosen) >= num_layers:
-        raise InputError(
-            f"--layers: {wanted if isinstance(wanted, int) else len(wanted)} of the target's {num_layers} layers would "
-            f"draft no faster than the target; use 2 to {num_layers - 1}"
-        )
-    return chosen

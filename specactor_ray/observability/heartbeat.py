@@ -1,29 +1,30 @@
-"""A line now and then while something takes long and reports nothing."""
+"""One thread that shows progress now and then while something takes long."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 
+logger = logging.getLogger(__name__)
+
 
 class Heartbeat:
-    """Shows `what, 10 s` every few seconds until `stop`, or the end of the `with` block.
+    """Calls `beat` at an interval from a thread of its own, until `stop` or the end of the `with` block.
 
     Args:
-        show: Shows a line; called from a thread.
-        what: What is under way.
-        interval_s: Seconds between lines.
+        beat: Shows progress, given the seconds since the beginning. Its errors are logged and ignored.
+        interval_s: Seconds between calls.
     """
 
-    def __init__(self, show: Callable[[str], None], what: str, interval_s: float = 5.0) -> None:
-        self._show, self._what, self._interval_s = show, what, interval_s
-        self._begin, self._ended = time.monotonic(), threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+    def __init__(self, beat: Callable[[float], None], interval_s: float = 5.0) -> None:
+        self._beat, self._interval_s, self._ended = beat, interval_s, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
-        self._thread.start()
+        self.start()
         return self
 
     def __exit__(
@@ -31,10 +32,24 @@ class Heartbeat:
     ) -> None:
         self.stop()
 
-    def stop(self) -> None:
-        """Harmless when repeated."""
-        self._ended.set()
+    def start(self) -> None:
+        self._thread.start()
 
-    def _beat(self) -> None:
+    def stop(self) -> None:
+        """End the calls; one under way is given two seconds. Idempotent."""
+        self._ended.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+
+    def _run(self) -> None:
+        begin = time.monotonic()
         while not self._ended.wait(self._interval_s):
-            self._show(f"{self._what}, {time.monotonic() - self._begin:.0f} s")
+            try:
+                self._beat(time.monotonic() - begin)
+            except Exception:  # a figure that cannot be shown must not end the work
+                logger.debug("progress could not be shown", exc_info=True)
+
+
+def elapsed(show: Callable[[str], None], what: str) -> Callable[[float], None]:
+    """A beat that shows `what, 10 s`."""
+    return lambda seconds: show(f"{what}, {seconds:.0f} s")

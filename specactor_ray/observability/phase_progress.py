@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -12,8 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID, TaskProgressColumn
 
 from specactor_ray.observability.console import make_bar, say
-
-logger = logging.getLogger(__name__)
+from specactor_ray.observability.heartbeat import Heartbeat
 
 _POLL_S = 0.5
 
@@ -46,8 +43,8 @@ class PhaseProgress:
         self._done, self._figures = 0.0, ""
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        self._poll, self._ended = poll, threading.Event()
-        self._thread = threading.Thread(target=self._poll_often, name="progress", daemon=True)
+        self._poll = poll
+        self._polls = None if poll is None else Heartbeat(lambda _: poll(self), _POLL_S)
 
     def __enter__(self) -> PhaseProgress:
         self._begin = self._last_line = self._clock()
@@ -55,16 +52,15 @@ class PhaseProgress:
             self._bar = make_bar(self._console, TaskProgressColumn())
             self._task = self._bar.add_task(self._title, total=self._total, figures="")
             self._bar.start()
-        if self._poll is not None:
-            self._thread.start()
+        if self._polls is not None:
+            self._polls.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._poll is not None:
-            self._ended.set()
-            self._thread.join(2.0)
+        if self._poll is not None and self._polls is not None:
+            self._polls.stop()
             self._poll(self)
         if self._bar is not None:
             self._bar.stop()
@@ -97,13 +93,6 @@ class PhaseProgress:
             self._last_line = self._clock()
             left = f", {self._left()} left" if self._left() else ""
             say(self._console, self._line() + left)
-
-    def _poll_often(self) -> None:
-        while self._poll is not None and not self._ended.wait(_POLL_S):
-            try:
-                self._poll(self)
-            except Exception:  # a figure that cannot be shown must not end the work
-                logger.debug("progress could not be shown", exc_info=True)
 
     def _left(self) -> str:
         """Estimate of the time left; empty while there is none, and at the very end, where it would stand still."""

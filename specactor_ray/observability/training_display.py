@@ -3,7 +3,6 @@ then within a long step, where there is no terminal."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specactor_ray.observability.console import say
+from specactor_ray.observability.heartbeat import Heartbeat
 
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
 """Name, and the cell of a step's record."""
@@ -59,12 +59,11 @@ class TrainingDisplay:
     ) -> None:
         self.rollout_progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Trajectories of the step under way that have ended, and how many it has."""
-        self._console, self._steps, self._columns, self._interval_s = console, steps, columns, line_interval_s
+        self._console, self._steps, self._columns = console, steps, columns
         self._rows: deque[Mapping[str, Any]] = deque(maxlen=_ROWS)
         self._step, self._phase, self._since = 0, "starting Ray, verifiers and trainer", 0.0
         self._live: Live | None = None
-        self._ended = threading.Event()
-        self._lines = threading.Thread(target=self._say_lines, name="progress", daemon=True)
+        self._lines = Heartbeat(lambda _: say(self._console, self.doing()), line_interval_s)
 
     def __enter__(self) -> TrainingDisplay:
         self._since = time.monotonic()
@@ -81,8 +80,8 @@ class TrainingDisplay:
         self.stop()
 
     def stop(self) -> None:
-        """Harmless when repeated."""
-        self._ended.set()
+        """Idempotent."""
+        self._lines.stop()
         if self._live is not None:
             self._phase = "done"
             self._live.stop()
@@ -110,10 +109,6 @@ class TrainingDisplay:
         count = f" {done}/{total}" if self._phase == "rollout" and total else ""
         step = f"step {self._step}/{self._steps}: " if self._step else ""
         return f"{step}{self._phase}{count}, {time.monotonic() - self._since:.0f} s"
-
-    def _say_lines(self) -> None:
-        while not self._ended.wait(self._interval_s):
-            say(self._console, self.doing())
 
     def _view(self) -> Group:
         return Group(steps_table(list(self._rows), self._columns), Text(self.doing()))

@@ -285,7 +285,7 @@ def _check_card(head: str, key: str, config: Config) -> None:
                 f"the head was trained for {made_for['name']} with {name}={made_for[name]}; the target "
                 f"{target.name} has {name}={getattr(target, name)}."
             )
-            raise ConfigError(key, problem, "train one for this target: specactor drafter train --method eagle")
+            raise ConfigError(key, problem, "train one for this target: specactor drafter train")
     if made_for["config_hash"] != target.config_hash:
         logger.warning(
             "%s: the head was trained for %s, whose configuration is not that of the target %s. If the weights differ, "

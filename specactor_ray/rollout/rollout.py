@@ -23,7 +23,7 @@ from specactor_ray.models.loading import locate_model, parse_dtype, weight_shape
 from specactor_ray.models.policy_weights import Weights, fitting_weights
 from specactor_ray.models.weight_buckets import WeightBucket, pack_as_they_come
 from specactor_ray.observability.console import log_by_default
-from specactor_ray.observability.heartbeat import Heartbeat
+from specactor_ray.observability.heartbeat import Heartbeat, elapsed
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.memory import require_memory
 from specactor_ray.rollout.metrics import RolloutMetrics
@@ -81,7 +81,7 @@ class Rollout:
         self._tokenizer = check_drafters_fit_target(config)
         require_memory(config)
         warn_without_drafters(config)
-        with Heartbeat(logger.info, f"starting Ray and {config.mode.value} actors"):
+        with Heartbeat(elapsed(logger.info, f"starting Ray and {config.mode.value} actors")):
             self._connection: Connection = connect(config.cluster)
             try:
                 self._controller, self.run_name = start_controller(config, priors=priors)

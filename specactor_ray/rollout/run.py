@@ -22,7 +22,7 @@ from specactor_ray.files import write_json
 from specactor_ray.models.loading import load_tokenizer, require_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
-from specactor_ray.observability.heartbeat import Heartbeat
+from specactor_ray.observability.heartbeat import Heartbeat, elapsed
 from specactor_ray.observability.progress import ProgressState, RolloutProgress
 from specactor_ray.rollout.memory import memory_lines
 from specactor_ray.rollout.output import (
@@ -115,7 +115,8 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
         if config.data.output is not None:  # whoever continues the run may be in another folder
             config.data.output = str(Path(config.data.output).absolute())
         folder = unfinished or claim_run_folder(config)
-        heartbeat = Heartbeat(functools.partial(say, console), f"run {config.run.name}: checking and starting")
+        shown = functools.partial(say, console)
+        heartbeat = Heartbeat(elapsed(shown, f"run {config.run.name}: checking and starting"))
         try:
             output = config.data.output or folder / TRAJECTORIES_FILE
             with heartbeat, TrajectoryWriter(output, resume=unfinished is not None) as writer:

@@ -205,4 +205,5 @@ def test_a_run_is_resolved_before_anything_is_written(
     assert [(one.mode, one.target.cores) for one in seen] == [(ModeName.coupled, 2)]
     assert config.mode is ModeName.auto
     if where == "rollout":
-        assert saved == seen and out.getvalue().startswith("mode: coupled (") and out.getvalue().count("\n") == 2
+        lines = [line for line in out.getvalue().splitlines() if "checking and starting" not in line]  # a slow machine
+        assert saved == seen and lines[0].startswith("mode: coupled (") and len(lines) == 2

@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "trl": ("integrations/trl.py",),
     "triton": ("sampling/triton.py",),
     "deepspeed": ("learner/engines/deepspeed_engine.py",),
-    "transformers": ("models/", "training/", "drafter_training/", "benchmarks/gpu_check/"),
+    "transformers": ("models/", "draft/eagle/head.py", "training/", "drafter_training/", "benchmarks/gpu_check/"),
     "torch": (
         "sampling/",
         "models/",

@@ -9,7 +9,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from specactor_ray.observability.heartbeat import Heartbeat
+from specactor_ray.observability.heartbeat import Heartbeat, elapsed
 from specactor_ray.observability.phase_progress import PhaseProgress, show_tokens
 from specactor_ray.observability.progress import ProgressState, RolloutProgress, figures
 
@@ -78,7 +78,7 @@ class TestRollout:
 
 def test_a_heartbeat_shows_lines_until_it_is_stopped() -> None:
     shown: queue.Queue[str] = queue.Queue()
-    with Heartbeat(shown.put, "starting", interval_s=0.001) as heartbeat:
+    with Heartbeat(elapsed(shown.put, "starting"), interval_s=0.001) as heartbeat:
         assert [shown.get(timeout=30.0) for _ in range(2)] == ["starting, 0 s"] * 2
         heartbeat.stop()
         heartbeat._thread.join(30.0)

@@ -248,7 +248,7 @@ def _reject_other_target(config: EagleHeadConfig, name: str, target: str, model:
         if wanted != is_:
             raise ModelLoadError(
                 f"The EAGLE head {name!r}{made_for} needs a target with {what.format(wanted)}; the target {target!r} "
-                f"has {is_}. Fix: use a head trained for this target (specactor drafter train --method eagle)."
+                f"has {is_}. Fix: use a head trained for this target (specactor drafter train)."
             )
 
 

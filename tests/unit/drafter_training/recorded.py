@@ -34,9 +34,9 @@ def requests(n: int, seed: int, temperature: float = 1.0, max_tokens: int = 40) 
 
 @functools.cache
 def recorded(part: str) -> tuple[list[Record], RecordStore]:
-    """`train` (80 rollouts), `heldout` (20) and `greedy` (8)."""
+    """`train` (80 rollouts), `heldout` (20) and `greedy` (8), with the states of a head's layers."""
     folder = Path(tempfile.mkdtemp(prefix="specactor-test-corpus-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     wanted = {"train": requests(80, 5), "heldout": requests(20, 6), "greedy": requests(8, 6, 0.0)}[part]
     store = RecordStore(folder, part)
-    return collect(make_engine(max_batch=32), wanted, store), store
+    return collect(make_engine(hidden_layers=(0, 1, 2, HEAD_INPUT), max_batch=32), wanted, store), store

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import io
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from rich.console import Console
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.eagle.runner import EagleRunner
 from specactor_ray.draft.registry import build_proposer
-from specactor_ray.drafter_training.command import TrainPaths, train_drafter
+from specactor_ray.drafter_training.batches import load_batch
 from specactor_ray.drafter_training.corpus import RecordStore, collect
 from specactor_ray.drafter_training.eagle_student import EagleStudent, reject_foreign_layers
 from specactor_ray.drafter_training.evaluation import replay
 from specactor_ray.drafter_training.measuring import head_config
 from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe
-from specactor_ray.drafter_training.rollouts import EngineLimits
-from specactor_ray.drafter_training.student import load_batch
 from specactor_ray.errors import InputError
 from specactor_ray.messages import Features
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from tests.by_name import ByName
-from tests.tiny import tiny_eagle, tiny_prompts, tiny_target
+from tests.tiny import tiny_eagle, tiny_target
 from tests.unit.drafter_training.recorded import make_engine, requests
 
 LAYERS = (0, 1, 2, HEAD_INPUT)
 RECIPE = TrainRecipe(
     CorpusRecipe(str(tiny_target()), max_tokens=32),
-    method="eagle",
     tokens=400,
     draft_vocab=256,
     depths=2,
@@ -94,22 +86,6 @@ def test_matches_are_what_the_proposer_hits_after_the_recorded_prefix(corpus: Re
     # The first token of an output is predicted from inside the prompt: an anchor that no proposer ever has.
     assert abs(hits - sums["matches"]) <= len(records)
     assert tried == sums["tokens"] - len(records)
-
-
-def test_from_prompts_to_a_head_that_a_configuration_takes(tmp_path: Path) -> None:
-    data, output = tmp_path / "prompts.jsonl", tmp_path / "out"
-    prompts = dict.fromkeys(tiny_prompts(20, 4))
-    data.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    limits = EngineLimits(max_batch=16, kv_cache_gb=0.05)
-    outcome = train_drafter(RECIPE, TrainPaths(data, output), limits, 3, Console(file=io.StringIO()))
-    assert outcome.status == "finished"
-    rows = [(row["temperature"], row["noise"], len(row["by_position"])) for row in outcome.acceptance]
-    assert rows == [(1.0, "shared", 3), (1.0, "own", 3), (0.0, "-", 3)]
-    drafter = DrafterConfig(method="eagle", model=str(output), kv_cache_gb=0.01)
-    proposer = build_proposer(drafter, TargetConfig(model=str(tiny_target())), "cpu")
-    assert isinstance(proposer, EagleProposer) and proposer.vocab_size == 512
-    card = json.loads((output / "drafter.json").read_text())
-    assert card["method"] == "eagle" and card["training"]["layers_read"] == [0, 1, 2]
 
 
 def test_a_trained_head_is_right_ahead_and_shared_noise_helps(corpus: RecordStore) -> None:

@@ -1,4 +1,4 @@
-"""Recipes: which layers are kept, and what is refused before anything is loaded."""
+"""Recipes: what is refused before anything is loaded; batches of an epoch."""
 
 from __future__ import annotations
 
@@ -11,50 +11,16 @@ from hypothesis import strategies as st
 
 from specactor_ray.drafter_training.batches import batches_of_epoch
 from specactor_ray.drafter_training.corpus import Record
-from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe, check, choose_layers, parse_layers
+from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe, check
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams
 
 RECIPE = TrainRecipe(CorpusRecipe("target"))
 
 
-@given(st.integers(3, 100), st.data())
-def test_the_outer_layers_are_kept(total: int, data: st.DataObject) -> None:
-    wanted = data.draw(st.integers(2, total - 1))
-    kept = choose_layers(total, wanted)
-    assert len(kept) == wanted and kept[0] == 0 and kept[-1] == total - 1 and list(kept) == sorted(set(kept))
-    dropped = [layer for layer in range(total) if layer not in kept]
-    assert dropped == list(range(dropped[0], dropped[-1] + 1)), "one stretch in the middle"
-    assert 0 <= dropped[0] - (total - 1 - dropped[-1]) <= 1
-
-
-def test_layers_may_be_named() -> None:
-    assert choose_layers(30, parse_layers("0,1,15,29")) == (0, 1, 15, 29)
-    assert choose_layers(30, parse_layers("6")) == (0, 1, 2, 27, 28, 29)
-    assert choose_layers(30, parse_layers("5")) == (0, 1, 2, 28, 29)
-
-
-@pytest.mark.parametrize(
-    ("layers", "problem"),
-    [
-        ("1", "1 is too few"),
-        ("30", "would draft no faster"),
-        ("0,30", "no layer 30"),
-        ("3,1", "must rise"),
-        ("2,2", "must rise"),
-        ("six", "neither a number"),
-        ("", "neither a number"),
-    ],
-)
-def test_layers_that_cannot_be_kept(layers: str, problem: str) -> None:
-    with pytest.raises(InputError, match=problem):
-        choose_layers(30, parse_layers(layers))
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"method": "medusa"}, "'medusa' cannot be trained; use one of draft_model"),
         ({"minutes": None, "epochs": None}, "--minutes or --epochs"),
         ({"minutes": 0.0}, "--minutes: 0.0 is out of range"),
         ({"minutes": float("nan")}, "--minutes"),
@@ -63,7 +29,8 @@ def test_layers_that_cannot_be_kept(layers: str, problem: str) -> None:
         ({"learning_rate": 0.0}, "--learning-rate"),
         ({"batch_tokens": 0}, "--batch-tokens"),
         ({"dtype": "int8"}, "--dtype"),
-        ({"layers": "1"}, "--layers"),
+        ({"draft_vocab": 1}, "--draft-vocab"),
+        ({"depths": 17}, "--depths"),
         ({"corpus": CorpusRecipe("t", temperature=-1.0)}, "--temperature"),
         ({"corpus": CorpusRecipe("t", samples=0)}, "--samples"),
         ({"corpus": CorpusRecipe("t", max_tokens=0)}, "--max-tokens"),
