@@ -4,17 +4,19 @@
 Prints ratios within one run; absolute figures belong to the machine they were taken on.
 
     python scripts/bench_engine.py --threads 1 --batches 1,4,16
+    python scripts/bench_engine.py --linears --dtype bfloat16 --threads 2
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,6 +28,7 @@ from rich.table import Table
 
 from specactor_ray.messages import SamplingParams
 from specactor_ray.models.loading import load_model
+from specactor_ray.models.packed_linear import PackedLinear
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.target.base import Drafts, TargetRequest
 from specactor_ray.target.hf import HfEngine
@@ -116,10 +119,53 @@ def verify_table(model_name: str, args: argparse.Namespace) -> Table:
     return table
 
 
+def linears_table(model_name: str, args: argparse.Namespace) -> Table:
+    """A plain step beside its linear layers alone, by turns: the same layers, packed, on as many rows."""
+    table = Table(title="plain step and its linears alone, ms (median, CPU time of all threads in parentheses)")
+    for column in ("batch", "step", "linears", "ratio", "ratio by CPU time"):
+        table.add_column(column, justify="right")
+    model = RaggedModel(load_model(model_name, dtype=args.dtype), 1 << 30)
+    engine, linears = HfEngine(model), [one for one in model.model.modules() if isinstance(one, PackedLinear)]
+
+    @torch.inference_mode()
+    def linears_alone(rows: int) -> None:
+        for linear in linears:
+            linear(torch.zeros(rows, linear.in_features, dtype=linear.dtype))
+
+    for batch in track(args.batches, description="linears"):
+        for i, prompt in enumerate(make_prompts(batch, args.prompt_tokens, engine.vocab_size)):
+            params = SamplingParams(1.0, max_tokens=args.tokens + 8, seed=i, ignore_eos=True)
+            engine.add(i, TargetRequest(str(i), tuple(prompt), params))
+        while len(engine.decoding()) < batch:
+            engine.step()
+        rows = batch + model._padding(batch)
+        times = []
+        for _ in range(args.tokens):
+            step = timed(engine.step)
+            linears_alone(rows)  # the caches as it leaves them
+            times.append((*step, *timed(functools.partial(linears_alone, rows))))
+        for i in range(batch):
+            engine.remove(i)
+        step_s, step_cpu, alone_s, alone_cpu = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+        ratios = [statistics.median(one[i] / one[2 + i] for one in times) for i in range(2)]
+        steps = (f"{step_s:.1f} ({step_cpu:.1f})", f"{alone_s:.1f} ({alone_cpu:.1f})")
+        table.add_row(str(batch), *steps, *(f"{ratio:.2f}" for ratio in ratios))
+    return table
+
+
+def timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Wall-clock and CPU seconds."""
+    begin, cpu = time.perf_counter(), time.process_time()
+    call()
+    return time.perf_counter() - begin, time.process_time() - cpu
+
+
 def main() -> None:
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="float32", help="of the table of linears")
+    parser.add_argument("--linears", action="store_true", help="a plain step beside its linear layers, nothing else")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default 1)")
     parser.add_argument("--batches", type=numbers, default=[1, 4, 16], help="default 1,4,16")
     parser.add_argument("--drafts", type=numbers, default=[0, 1, 2, 4, 8, 15], help="draft tokens per row")
@@ -131,7 +177,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     console = Console()
     machine = platform.processor() or platform.machine()
-    console.print(f"{args.model}, fp32, {args.threads} thread(s), torch {torch.__version__}, {machine}")
+    console.print(f"{args.model}, {args.dtype}, {args.threads} thread(s), torch {torch.__version__}, {machine}")
+    if args.linears:
+        console.print(linears_table(args.model, args))
+        return
     console.print(verify_table(args.model, args))
     console.print(decode_table(args.model, args))
 

@@ -13,13 +13,18 @@ import numpy as np
 
 from specactor_ray.jit import c_function, kernel
 from specactor_ray.models import _lanes_numba, lanes
-from specactor_ray.models._lanes_numba import SIZE, exp, narrow, rotate, tanh, widen
+from specactor_ray.models._lanes_numba import BFLOAT16, FLOAT16, FLOAT32, SIZE, exp, narrow, rotate, tanh, widen
 from specactor_ray.models.lanes import (
     LANES,
     add,
+    address_of,
     divide,
     first_lane,
     float32_at,
+    half1,
+    half2,
+    half3,
+    half4,
     int32_at,
     int64_at,
     largest,
@@ -37,6 +42,7 @@ from specactor_ray.models.lanes import (
     take_ticket,
     total,
     transpose,
+    transpose_bfloat16,
     within,
 )
 from specactor_ray.models.openmp import padded
@@ -45,6 +51,9 @@ BLOCK = 64
 """Keys between two rescalings of a query's sums."""
 TILE = 32
 """Rows (positions times heads of a group) that share what is loaded of a block."""
+_FEW = 8
+"""Rows up to which values are read from their pages by each strip of rows, instead of once to float32."""
+
 _jit: Any = kernel(sources=[lanes, _lanes_numba])
 
 
@@ -66,15 +75,15 @@ def _add_product(a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride:
 # --- attention --------------------------------------------------------------------------------------------------
 
 _FIELDS = (
-    "counters", "scratch", "scratch_bytes", "query", "query_token", "query_head", "keys", "key_page", "key_slot",
-    "key_head", "values", "value_page", "value_slot", "value_head", "output", "query_kind", "kind", "pages",
+    "next_task", "next_part", "scratch", "scratch_bytes", "query", "query_token", "query_head", "keys", "key_page",
+    "key_slot", "key_head", "values", "value_page", "value_slot", "value_head", "output", "query_kind", "kind", "pages",
     "page_columns", "page_size", "starts", "lengths", "rows", "heads", "kv_heads", "dim", "value_dim", "width",
     "value_width", "window", "sinks", "cos", "sin", "angle_token", "angle_kind", "angles",
 )  # fmt: skip
 CALL = np.dtype([*((name, np.int64) for name in _FIELDS), ("scaling", np.float32), ("softcap", np.float32)])
 """What a call is given: addresses, strides in bytes and sizes; `sinks` and `softcap` are 0 without any.
 
-`counters`: two int64 zeros, the next task and the next part of the scratch. `output` is contiguous. `width` and
+Threads take the next task and part of the scratch from the call itself. `output` is contiguous. `width` and
 `value_width`: `padded` dims. `cos` and `sin`: `angles` numbers for each token that rotate its queries; none at 0.
 """
 PACKED = struct.Struct(f"={len(_FIELDS)}q2f")
@@ -84,7 +93,7 @@ PACKED = struct.Struct(f"={len(_FIELDS)}q2f")
 def scratch_bytes(dim: int, value_dim: int, group: int) -> int:
     """Bytes that a thread works in."""
     rows = max(TILE, group)
-    floats = rows * padded(dim) + 2 * padded(dim) * BLOCK
+    floats = rows * padded(dim) + padded(dim) * (LANES + BLOCK)
     floats += BLOCK * padded(value_dim) + rows * BLOCK + rows * padded(value_dim) + 2 * rows + LANES + 2 * padded(dim)
     return 4 * padded(floats)
 
@@ -123,48 +132,100 @@ def _clear(target: Any, floats: Any) -> None:
 
 
 @_jit
-def _load_block(call: Any, row: Any, head: Any, begin: Any, count: Any, rows: Any, columns: Any, values: Any,
-                spare: Any) -> None:  # fmt: skip
-    """Keys [begin, begin + count) of a row and a head become columns, `(dim, 64)`; their values stay rows."""
-    width, i = call.width, 0
-    while i < count:
-        which = (begin + i) // call.page_size
-        slot = begin + i - which * call.page_size
-        page, n = int32_at(call.pages, row * call.page_columns + which), min(call.page_size - slot, count - i)
-        key = call.keys + page * call.key_page + slot * call.key_slot + head * call.key_head
-        widen(key, call.key_slot, call.kind, n, call.dim, rows + 4 * i * width, width, spare)
-        value = call.values + page * call.value_page + slot * call.value_slot + head * call.value_head
-        target = values + 4 * i * call.value_width
-        widen(value, call.value_slot, call.kind, n, call.value_dim, target, call.value_width, spare)
-        i += n
-    whole = (count + LANES - 1) // LANES * LANES
-    _clear(rows + 4 * count * width, (whole - count) * width)
-    for i in range(0, whole, LANES):
-        for d in range(0, width, LANES):
-            transpose(rows + 4 * (i * width + d), 4 * width, columns + 4 * (d * BLOCK + i), 4 * BLOCK)
+def _place(call: Any, row: Any, position: Any) -> Any:
+    """(page, slot) of a row's key."""
+    which = position // call.page_size
+    return int32_at(call.pages, row * call.page_columns + which), position - which * call.page_size
 
 
 @_jit
-def _add_values(scores: Any, values: Any, sums: Any, width: Any, count: Any, group: Any, position: Any, window: Any,
-                first: Any, end: Any) -> None:  # fmt: skip
+def _load_rows(call: Any, row: Any, begin: Any, count: Any, source: Any, page_stride: Any, stride: Any, dim: Any,
+               target: Any, width: Any, spare: Any) -> None:  # fmt: skip
+    """Keys or values [begin, begin + count) of a row become rows of float32."""
+    i = 0
+    while i < count:
+        page, slot = _place(call, row, begin + i)
+        n = min(call.page_size - slot, count - i)
+        widen(source + page * page_stride + slot * stride, stride, call.kind, n, dim, target + 4 * i * width, width,
+              spare)  # fmt: skip
+        i += n
+
+
+@_jit
+def _load_columns(call: Any, row: Any, head: Any, begin: Any, count: Any, rows: Any, columns: Any, spare: Any) -> None:
+    """Keys [begin, begin + count) of a row and a head become columns, `(dim, 64)`."""
+    width, source = call.width, call.keys + head * call.key_head
+    in_place = call.page_size % LANES == 0 and call.kind != FLOAT16
+    in_place = in_place and call.dim % (LANES if call.kind == FLOAT32 else 2 * LANES) == 0
+    for i in range(0, count, LANES):
+        n, target = min(count - i, LANES), columns + 4 * i
+        if in_place and n == LANES:
+            page, slot = _place(call, row, begin + i)
+            key = source + page * call.key_page + slot * call.key_slot
+            if call.kind == BFLOAT16:
+                for d in range(0, width, 2 * LANES):
+                    transpose_bfloat16(key + 2 * d, call.key_slot, target + 4 * BLOCK * d, 4 * BLOCK)
+            else:
+                for d in range(0, width, LANES):
+                    transpose(key + 4 * d, call.key_slot, target + 4 * BLOCK * d, 4 * BLOCK)
+        else:
+            _load_rows(call, row, begin + i, n, source, call.key_page, call.key_slot, call.dim, rows, width, spare)
+            _clear(rows + 4 * n * width, (LANES - n) * width)
+            for d in range(0, width, LANES):
+                transpose(rows + 4 * d, 4 * width, target + 4 * BLOCK * d, 4 * BLOCK)
+
+
+@_jit
+def _add_half_product(a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, rows: Any, columns: Any,
+                      first: Any, end: Any) -> None:  # fmt: skip
+    """`_add_product` with b of bfloat16."""
+    while rows >= 4:
+        half4(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
+        a, c, rows = a + 4 * a_stride, c + 4 * c_stride, rows - 4
+    if rows == 3:
+        half3(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
+    elif rows == 2:
+        half2(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
+    elif rows == 1:
+        half1(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
+
+
+@_jit
+def _add_values(call: Any, row: Any, head: Any, begin: Any, values: Any, scores: Any, sums: Any, rows: Any, first: Any,
+                end: Any) -> None:  # fmt: skip
+    """Add the weighted values of a block's keys [first, end); those in `values`, or those in their pages if it is 0."""
+    width, t = 4 * call.value_width, first
+    while t < end and values == 0:
+        page, slot = _place(call, row, begin + t)
+        n = min(call.page_size - slot, end - t)
+        source = call.values + head * call.value_head + page * call.value_page + (slot - t) * call.value_slot
+        if call.kind == BFLOAT16:
+            _add_half_product(scores, 4 * BLOCK, source, call.value_slot, sums, width, rows, call.value_width, t, t + n)
+        else:
+            _add_product(scores, 4 * BLOCK, source, call.value_slot, sums, width, rows, call.value_width, t, t + n)
+        t += n
+    if t < end:
+        _add_product(scores, 4 * BLOCK, values, width, sums, width, rows, call.value_width, t, end)
+
+
+@_jit
+def _add_all_values(call: Any, row: Any, head: Any, begin: Any, values: Any, scores: Any, sums: Any, count: Any,
+                    position: Any, first: Any, end: Any) -> None:  # fmt: skip
     """Add a block's weighted values: keys [first, end) to all queries at once, each query's others in its order.
 
     `position`: that of the first query, from the block's begin.
     """
+    group = call.heads // call.kv_heads
+    stride, width = 4 * group * BLOCK, 4 * group * call.value_width
     if first >= end:
         first, end = np.int64(BLOCK), np.int64(BLOCK)
     for i in range(count):
-        low, high = max(position + i - window + 1, 0), min(position + i + 1, first)
-        if low < high:
-            _add_product(scores + 4 * i * group * BLOCK, 4 * BLOCK, values, 4 * width, sums + 4 * i * group * width,
-                         4 * width, group, width, low, high)  # fmt: skip
-    if first < end:
-        _add_product(scores, 4 * BLOCK, values, 4 * width, sums, 4 * width, count * group, width, first, end)
+        low, high = max(position + i - call.window + 1, 0), min(position + i + 1, first)
+        _add_values(call, row, head, begin, values, scores + i * stride, sums + i * width, group, low, high)
+    _add_values(call, row, head, begin, values, scores, sums, count * group, first, end)
     for i in range(count):
-        low, high = max(position + i - window + 1, end), min(position + i + 1, BLOCK)
-        if low < high:
-            _add_product(scores + 4 * i * group * BLOCK, 4 * BLOCK, values, 4 * width, sums + 4 * i * group * width,
-                         4 * width, group, width, low, high)  # fmt: skip
+        low, high = max(position + i - call.window + 1, end), min(position + i + 1, BLOCK)
+        _add_values(call, row, head, begin, values, scores + i * stride, sums + i * width, group, low, high)
 
 
 @_jit
@@ -176,7 +237,7 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
     spare = scratch
     query = spare + 4 * LANES
     key_rows = query + 4 * most * width
-    keys = key_rows + 4 * BLOCK * width
+    keys = key_rows + 4 * LANES * width
     values = keys + 4 * width * BLOCK
     scores = values + 4 * BLOCK * value_width
     sums = scores + 4 * most * BLOCK
@@ -184,6 +245,8 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
     totals = tops + 4 * most
     cos = totals + 4 * most
     sin = cos + 4 * width
+    if rows <= _FEW and call.kind != FLOAT16 and call.value_dim == value_width:
+        values = np.int64(0)
     start = int64_at(call.starts, row)
     for i in range(rows):
         token, which = start + first + i // group, head * group + i % group
@@ -204,7 +267,10 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
     position = int64_at(call.lengths, row) - (int64_at(call.starts, row + 1) - start) + first
     for begin in range(max(position - call.window + 1, 0) // BLOCK * BLOCK, position + count, BLOCK):
         filled = min(BLOCK, position + count - begin)
-        _load_block(call, row, head, begin, filled, key_rows, keys, values, spare)
+        _load_columns(call, row, head, begin, filled, key_rows, keys, spare)
+        if values != 0:
+            _load_rows(call, row, begin, filled, call.values + head * call.value_head, call.value_page,
+                       call.value_slot, call.value_dim, values, value_width, spare)  # fmt: skip
         _clear(scores, rows * BLOCK)
         _add_product(query, 4 * width, keys, 4 * BLOCK, scores, 4 * BLOCK, rows,
                      (filled + LANES - 1) // LANES * LANES, 0, call.dim)  # fmt: skip
@@ -223,8 +289,7 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
                 set_float32(float32_at(totals + 4 * m) * fade + weight, totals + 4 * m)
                 if fade != np.float32(1):
                     _scale(sums + 4 * m * value_width, value_width, fade)
-        _add_values(scores, values, sums, value_width, count, group, position - begin, call.window, shared_first,
-                    shared_end)  # fmt: skip
+        _add_all_values(call, row, head, begin, values, scores, sums, count, position - begin, shared_first, shared_end)
     for i in range(rows):
         token, which = start + first + i // group, head * group + i % group
         target = call.output + (token * call.heads + which) * call.value_dim * SIZE[call.query_kind]
@@ -234,15 +299,15 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
 @c_function(numba.from_dtype(CALL), sources=[lanes, _lanes_numba])
 def attend(address: Any) -> None:
     """Work on a call's tasks until none is left; every thread of a team runs this. The longest tasks come first."""
-    call = numba.carray(address, 1)[0]
-    scratch = call.scratch + take_ticket(call.counters + 8) * call.scratch_bytes
+    call, tickets = numba.carray(address, 1)[0], address_of(address)
+    scratch = call.scratch + take_ticket(tickets + 8) * call.scratch_bytes
     tile = max(TILE * call.kv_heads // call.heads, 1)
-    index, wanted = np.int64(0), take_ticket(call.counters)
+    index, wanted = np.int64(0), take_ticket(tickets)
     for row in range(call.rows - 1, -1, -1):
         count = int64_at(call.starts, row + 1) - int64_at(call.starts, row)
         for first in range((count - 1) // tile * tile, -1, -tile):
             for head in range(call.kv_heads):
                 if index == wanted:
                     _attend(call, scratch, row, head, first, min(tile, count - first))
-                    wanted = take_ticket(call.counters)
+                    wanted = take_ticket(tickets)
                 index += 1

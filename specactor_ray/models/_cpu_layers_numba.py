@@ -1,7 +1,7 @@
 """The compiled half of `cpu_layers`: norms, gates, and keys and values on their way into pages.
 
 A call's sizes, addresses and strides (in bytes) are int64 numbers, in the order of the first line of each function.
-Threads take blocks of rows by a counter; a number depends on its own row alone.
+Threads take blocks of rows by a counter, the first of these numbers; a number depends on its own row alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from specactor_ray.models._lanes_numba import SIZE, exp, load_kind, narrow, rota
 from specactor_ray.models.lanes import (
     LANES,
     add,
+    address_of,
     divide,
     fma,
     int64_at,
@@ -38,7 +39,8 @@ _function: Any = c_function(types.int64, sources=[lanes, _lanes_numba])
 @_function
 def rms_norm(address: Any) -> None:
     """out = x / sqrt(mean(x^2) + eps) * (weight + offset) in float32, rounded once."""
-    counter, rows, dim, x, weight, out, kind, weight_kind, eps, offset = numba.carray(address, 10)
+    _, rows, dim, x, weight, out, kind, weight_kind, eps, offset = numba.carray(address, 10)
+    counter = address_of(address)
     size = SIZE[kind]
     shift, floor = splat(np.float32(offset)), np.int64(eps).view(np.float64)
     begin = take_ticket(counter) * BLOCK
@@ -61,7 +63,8 @@ def rms_norm(address: Any) -> None:
 @_function
 def silu_gate(address: Any) -> None:
     """gate = gate / (1 + exp(-gate)) * up in float32, rounded once; `vectors` of 16 numbers."""
-    counter, vectors, gate, up, kind = numba.carray(address, 5)
+    _, vectors, gate, up, kind = numba.carray(address, 5)
+    counter = address_of(address)
     step = LANES * SIZE[kind]
     one = splat(np.float32(1))
     begin = take_ticket(counter) * BLOCK

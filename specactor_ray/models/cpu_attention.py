@@ -7,7 +7,9 @@ pages or the threads. Threads are those of PyTorch's OpenMP pool: a pool of our 
 
 from __future__ import annotations
 
+import functools
 import struct
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +82,7 @@ def attend_pages(
     Raises:
         InputError: Shapes or dtypes do not fit each other.
     """
-    from specactor_ray.models import _cpu_attention_numba as compiled
+    compiled = _attention()
 
     tokens, heads, dim = query.shape
     page_size, kv_heads, value_dim = values.shape[1:]
@@ -95,10 +97,9 @@ def attend_pages(
     work = rows.queries * min(rows.longest, window or _UNBOUNDED) * heads * dim
     threads = min(torch.get_num_threads(), 1 + work // _WORK_PER_THREAD)
     scratch_bytes = compiled.scratch_bytes(dim, value_dim, heads // kv_heads)
-    counters, scratch = workspace(threads * scratch_bytes)
     size, kind = query.element_size(), keys.element_size()
     call = compiled.PACKED.pack(
-        counters, scratch, scratch_bytes,
+        0, 0, workspace(threads * scratch_bytes), scratch_bytes,
         query.data_ptr(), *(size * stride for stride in query.stride()[:2]),
         keys.data_ptr(), *(kind * stride for stride in keys.stride()[:3]),
         values.data_ptr(), *(kind * stride for stride in values.stride()[:3]),
@@ -130,12 +131,12 @@ def store_pages(
         slots: int64 `(tokens,)`: page times page size plus place in the page.
         rotary: Rotates the keys.
     """
-    from specactor_ray.models import _cpu_layers_numba as compiled
+    compiled = compiled_layers()
 
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
     heads, dim = key.shape[1:]
     value_dim = value.shape[2]
-    _, scratch = workspace(4 * (16 + 3 * padded(max(dim, value_dim))))
+    scratch = workspace(4 * (16 + 3 * padded(max(dim, value_dim))))
     size, kind = key.element_size(), keys.element_size()
     call = _STORE.pack(
         scratch, len(slots), slots.data_ptr(), keys.shape[1], heads, dim, value_dim,
@@ -146,6 +147,21 @@ def store_pages(
         *_angles(rotary),
     )  # fmt: skip
     run(compiled.store_pages, call)
+
+
+@functools.cache
+def _attention() -> Any:
+    from specactor_ray.models import _cpu_attention_numba
+
+    return _cpu_attention_numba
+
+
+@functools.cache
+def compiled_layers() -> Any:
+    """The compiled functions of norms, gates and storing, made at the first call."""
+    from specactor_ray.models import _cpu_layers_numba
+
+    return _cpu_layers_numba
 
 
 def _angles(rotary: Rotary | None) -> tuple[int, int, int, int, int]:

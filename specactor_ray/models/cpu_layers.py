@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from specactor_ray.errors import InputError
-from specactor_ray.models.openmp import KINDS, run, workspace
+from specactor_ray.models.cpu_attention import compiled_layers
+from specactor_ray.models.openmp import KINDS, run
 from specactor_ray.models.packed_linear import PackedLinear
 from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch
 
@@ -114,18 +115,16 @@ class _RmsNorm:
         self._module, self._eps, self._offset = module, eps, offset
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        from specactor_ray.models import _cpu_layers_numba as compiled
-
         weight, dim = self._module.weight, x.shape[-1]
         if dim % 16 or weight.shape != x.shape[-1:]:
             raise InputError(f"a norm of {dim} numbers is not compiled")
         x = x.contiguous()
         out, count = torch.empty_like(x), x.numel()
         call = _NORM.pack(
-            workspace(0)[0], count // dim, dim, x.data_ptr(), weight.data_ptr(), out.data_ptr(), KINDS[x.dtype],
+            0, count // dim, dim, x.data_ptr(), weight.data_ptr(), out.data_ptr(), KINDS[x.dtype],
             KINDS[weight.dtype], self._eps, self._offset,
         )  # fmt: skip
-        run(compiled.rms_norm, call, _threads(count))
+        run(compiled_layers().rms_norm, call, _threads(count))
         return out
 
 
@@ -136,14 +135,12 @@ class _GatedMlp:
         self._gate, self._up, self._down = (getattr(module, f"{name}_proj").forward for name in ("gate", "up", "down"))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        from specactor_ray.models import _cpu_layers_numba as compiled
-
         gate, up = self._gate(x), self._up(x)
         count = gate.numel()
         if gate.shape[-1] % 16:
             raise InputError(f"a gate of {gate.shape[-1]} numbers is not compiled")
-        call = _GATE.pack(workspace(0)[0], count // 16, gate.data_ptr(), up.data_ptr(), KINDS[gate.dtype])
-        run(compiled.silu_gate, call, _threads(count))
+        call = _GATE.pack(0, count // 16, gate.data_ptr(), up.data_ptr(), KINDS[gate.dtype])
+        run(compiled_layers().silu_gate, call, _threads(count))
         return self._down(gate)
 
 

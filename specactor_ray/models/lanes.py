@@ -66,7 +66,7 @@ def _pointer(builder: Any, address: Any, kind: ir.Type) -> Any:
 
 
 def _read(builder: Any, address: Any, kind: ir.Type = _VECTOR) -> Any:
-    return builder.load(_pointer(builder, address, kind), align=2 if kind == ir.VectorType(_I16, LANES) else 4)
+    return builder.load(_pointer(builder, address, kind), align=2 if kind in (_I16, ir.VectorType(_I16, LANES)) else 4)
 
 
 def _write(builder: Any, value: Any, address: Any) -> None:
@@ -102,10 +102,14 @@ def store(builder: Any, value: Any, address: Any) -> None:
     _write(builder, value, address)
 
 
-@_operation(_lanes, _i64)
-def load_bfloat16(builder: Any, address: Any) -> Any:
+def _widened(builder: Any, address: Any) -> Any:
     bits = builder.zext(_read(builder, address, ir.VectorType(_I16, LANES)), ir.VectorType(_I32, LANES))
     return builder.bitcast(builder.shl(bits, _constant(_I32, 16)), _VECTOR)
+
+
+@_operation(_lanes, _i64)
+def load_bfloat16(builder: Any, address: Any) -> Any:
+    return _widened(builder, address)
 
 
 @_operation(types.void, _lanes, _i64)
@@ -218,10 +222,9 @@ def largest(builder: Any, x: Any) -> Any:
     return _folded(builder, x, lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 
 
-@_operation(types.void, _i64, _i64, _i64, _i64)
-def transpose(builder: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> None:
-    """16 rows of 16 numbers become columns."""
-    rows = [_read(builder, builder.add(source, builder.mul(source_stride, _I64(i)))) for i in range(LANES)]
+def _transposed(builder: Any, source: Any, stride: Any, kind: ir.Type) -> list[Any]:
+    """The columns of 16 rows of 16 numbers."""
+    rows = [_read(builder, builder.add(source, builder.mul(stride, _I64(i))), kind) for i in range(LANES)]
     for width in (1, 2, 4, 8):
         # Swap the off-diagonal halves of every square of 2 * width; lanes stay in their 128-bit part while width < 4.
         low = [lane if not lane & width else lane - width + LANES for lane in range(LANES)]
@@ -230,8 +233,29 @@ def transpose(builder: Any, source: Any, source_stride: Any, target: Any, target
             if not i & width:
                 a, b = rows[i], rows[i + width]
                 rows[i], rows[i + width] = _pick(builder, a, b, low), _pick(builder, a, b, high)
-    for i, row in enumerate(rows):
-        _write(builder, row, builder.add(target, builder.mul(target_stride, _I64(i))))
+    return rows
+
+
+@_operation(types.void, _i64, _i64, _i64, _i64)
+def transpose(builder: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> None:
+    """16 rows of 16 float32 become columns."""
+    for i, column in enumerate(_transposed(builder, source, source_stride, _VECTOR)):
+        _write(builder, column, builder.add(target, builder.mul(target_stride, _I64(i))))
+
+
+@_operation(types.void, _i64, _i64, _i64, _i64)
+def transpose_bfloat16(builder: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> None:
+    """16 rows of 32 bfloat16 become columns of float32: neighbours travel as one number."""
+    for i, column in enumerate(_transposed(builder, source, source_stride, ir.VectorType(_I32, LANES))):
+        even = builder.shl(column, _constant(_I32, 16))
+        odd = builder.and_(column, _constant(_I32, 0xFFFF0000))
+        for at, half in ((2 * i, even), (2 * i + 1, odd)):
+            _write(builder, builder.bitcast(half, _VECTOR), builder.add(target, builder.mul(target_stride, _I64(at))))
+
+
+@intrinsic
+def address_of(context: Any, pointer: Any) -> Any:
+    return _i64(pointer), lambda context, builder, signature, values: builder.ptrtoint(values[0], _I64)
 
 
 @_operation(_i64, _i64)
@@ -268,8 +292,11 @@ def move16(builder: Any, source: Any, target: Any) -> None:
 # --- products of matrices ---------------------------------------------------------------------------------------
 
 
-def _strip(rows: int, wide: int) -> Any:
-    """c[r][x] += a[r][t] b[t][x] in the order of t in [first, end), for `rows` rows and all columns x."""
+def _strip(rows: int, wide: int, half: bool = False) -> Any:
+    """c[r][x] += a[r][t] b[t][x] in the order of t in [first, end), for `rows` rows and all columns x.
+
+    b is of bfloat16 where `half`, all else of float32.
+    """
 
     @_operation(types.void, *[_i64] * 9)
     def strip(builder: Any, *given: Any) -> None:
@@ -277,21 +304,22 @@ def _strip(rows: int, wide: int) -> Any:
         step = _I64(4 * LANES * wide)
         whole = builder.mul(builder.sdiv(builder.mul(columns, _I64(4)), step), step)
         with cgutils.for_range_slice(builder, _I64(0), whole, step, _I64) as (at, _):
-            _columns(builder, rows, wide, at, *given)
+            _columns(builder, rows, wide, half, at, *given)
         if wide > 1:
             end = builder.mul(columns, _I64(4))
             with cgutils.for_range_slice(builder, whole, end, _I64(4 * LANES), _I64) as (at, _):
-                _columns(builder, rows, 1, at, *given)
+                _columns(builder, rows, 1, half, at, *given)
 
     return strip
 
 
 def _columns(
-    builder: Any, rows: int, wide: int, at: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any,
-    columns: Any, first: Any, end: Any,
+    builder: Any, rows: int, wide: int, half: bool, at: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any,
+    c_stride: Any, columns: Any, first: Any, end: Any,
 ) -> None:  # fmt: skip
     """A strip's `wide` vectors of columns, the first one at byte `at`: its sums stay in registers."""
     offsets = [_I64(4 * LANES * x) for x in range(wide)]
+    steps = [_I64((2 if half else 4) * LANES * x) for x in range(wide)]
     targets = [builder.add(builder.add(c, at), builder.mul(c_stride, _I64(r))) for r in range(rows)]
     begin = [_read(builder, builder.add(target, x)) for target in targets for x in offsets]
     factors = [builder.add(a, builder.mul(a_stride, _I64(r))) for r in range(rows)]
@@ -299,8 +327,8 @@ def _columns(
     builder.cbranch(builder.icmp_signed("<", first, end), loop, done)
     with builder.goto_block(loop):
         t, sums = builder.phi(_I64), [builder.phi(_VECTOR) for _ in begin]
-        source = builder.add(builder.add(b, at), builder.mul(t, b_stride))
-        vectors = [_read(builder, builder.add(source, x)) for x in offsets]
+        source = builder.add(builder.add(b, builder.lshr(at, _I64(int(half)))), builder.mul(t, b_stride))
+        vectors = [(_widened if half else _read)(builder, builder.add(source, x)) for x in steps]
         after = []
         for r in range(rows):
             factor = _spread(builder, _read(builder, builder.add(factors[r], builder.mul(t, _I64(4))), _F32))
@@ -321,3 +349,5 @@ def _columns(
 
 
 strip1, strip2, strip3, strip4 = _strip(1, 4), _strip(2, max(_WIDE, 2)), _strip(3, _WIDE), _strip(4, _WIDE)
+half1, half2 = _strip(1, 4, half=True), _strip(2, max(_WIDE, 2), half=True)
+half3, half4 = _strip(3, _WIDE, half=True), _strip(4, _WIDE, half=True)

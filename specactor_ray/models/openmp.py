@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from specactor_ray.jit import CFunction
@@ -25,7 +24,7 @@ def padded(count: int) -> int:
 
 
 def run(function: CFunction, call: bytes, threads: int = 1) -> None:
-    """Run a `c_function` on the same call in every thread of a team."""
+    """Run a `c_function` on the same call in every thread of a team; what is taken is counted in its bytes."""
     team = _team() if threads > 1 else None
     if team is None:
         function.call(call)
@@ -33,14 +32,13 @@ def run(function: CFunction, call: bytes, threads: int = 1) -> None:
         team(function.address, call, threads, 0)
 
 
-def workspace(size: int) -> tuple[int, int]:
-    """Addresses of two zeros (int64) and of at least `size` bytes; both belong to the calling thread."""
-    made: tuple[np.ndarray, int, torch.Tensor] | None = getattr(_local, "workspace", None)
-    if made is None or made[2].numel() < size:
-        zeros = np.zeros(2, np.int64)
-        made = _local.workspace = zeros, zeros.ctypes.data, torch.empty(size, dtype=torch.uint8)
-    made[0].fill(0)
-    return made[1], made[2].data_ptr()
+def workspace(size: int) -> int:
+    """Address of at least `size` bytes that belong to the calling thread."""
+    made: tuple[int, int, torch.Tensor] | None = getattr(_local, "workspace", None)
+    if made is None or made[0] < size:
+        room = torch.empty(size, dtype=torch.uint8)
+        made = _local.workspace = size, room.data_ptr(), room
+    return made[1]
 
 
 @functools.cache

@@ -98,7 +98,7 @@ def check_names_and_shapes(new: Mapping[str, torch.Tensor], shapes: Mapping[str,
             raise InputError(f"weight {name} has shape {tuple(new[name].shape)}; the model wants {shape}")
 
 
-def cheapest_row_counts(layers: Sequence[PackedLinear], up_to: int = 12, repeats: int = 3) -> list[int]:
+def cheapest_row_counts(layers: Sequence[PackedLinear], up_to: int = 12, repeats: int = 5) -> list[int]:
     """For n = 0..up_to rows, the number of rows m >= n to pad to.
 
     oneDNN has other kernels for few rows. Some add in another order (one row of 1536 -> 576 does): those counts are
@@ -140,7 +140,7 @@ def _seconds(layer: PackedLinear, rows: int, repeats: int) -> float:
     layer(x)
     best = float("inf")
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = time.process_time()
         layer(x)
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, time.process_time() - begin)
     return best

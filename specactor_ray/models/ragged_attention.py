@@ -97,7 +97,7 @@ class RaggedBatch:
         """Store new keys and values, and attend. Shapes as in `ragged_attention`.
 
         Args:
-            rotary: Cosines and sines `(N, angles)` by which queries and keys are still to be rotated.
+            rotary: Cosines and sines `(N, angles)` by which queries and keys are still to be rotated; on CPUs alone.
         """
         cache, used = self.cache, self.num_tokens
         attention = attention_for(cache, query.shape[1], LayerShape(key.shape[1], key.shape[3], value.shape[3]), rules)
@@ -105,8 +105,6 @@ class RaggedBatch:
         if attention is attend_on_cpu:
             store_pages(key, value, cache.keys[layer], cache.values[layer], self.slots, rotary)
             return attend_on_cpu(self, layer, query, rules, rotary)[None]
-        if rotary is not None:
-            query, key = rotated(query, rotary), rotated(key, rotary)
         for pool, new in ((cache.keys[layer], key), (cache.values[layer], value)):
             pool.flatten(0, 1).index_copy_(0, self.slots, new[:used])
         return attention(self, layer, query, rules)[None]
@@ -204,14 +202,6 @@ def attend_on_cpu(
         query, keys, values, batch.page_rows,
         scaling=rules.scaling, window=rules.window, softcap=rules.softcap, sinks=rules.sinks, rotary=rotary,
     )  # fmt: skip
-
-
-def rotated(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """`(N, heads, dim)` with its pairs (i, i + angles / 2) rotated."""
-    cos, sin = (angle[:, None] for angle in rotary)
-    whole, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = whole.chunk(2, dim=-1)
-    return torch.cat([whole * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
 
 
 # ---- FlashAttention over pages ----

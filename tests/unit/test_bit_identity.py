@@ -38,7 +38,7 @@ def alone(engine: Driver, batch: list[TargetRequest]) -> Collected:
 
 
 def together(engine: Driver, batch: list[TargetRequest], truth: Collected, seed: int, longest: int) -> Collected:
-    """Requests come while others run; every step drafts 0 to `longest` tokens per row, a third of them with an error."""
+    """Requests come while others run; every step drafts 0 to `longest` tokens per row, a third of them wrong ones."""
     rng, found, waiting = random.Random(seed), Collected(), list(batch)
     while waiting or engine.has_work():
         while waiting and rng.random() < 0.4:

@@ -14,10 +14,17 @@ from specactor_ray.models import cpu_layers, openmp
 from specactor_ray.models.cpu_attention import store_pages
 from specactor_ray.models.cpu_layers import _GatedMlp, _RmsNorm
 from specactor_ray.models.packed_linear import PackedLinear, cheapest_row_counts
-from specactor_ray.models.ragged_attention import rotated
 from specactor_ray.models.ragged_model import RaggedModel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rotated(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """`(N, heads, dim)` with its pairs (i, i + angles / 2) rotated."""
+    cos, sin = (angle[:, None] for angle in rotary)
+    whole, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = whole.chunk(2, dim=-1)
+    return torch.cat([whole * cos + torch.cat([-second, first], dim=-1) * sin, rest], dim=-1)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:

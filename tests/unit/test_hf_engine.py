@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 
 from specactor_ray.errors import InputError, ModelLoadError
 from specactor_ray.messages import SamplingParams
-from specactor_ray.models import ragged_attention
-from specactor_ray.models.ragged_attention import Attention, attend_masked, attend_on_cpu
+from specactor_ray.models.ragged_attention import Attention, attend_masked
 from specactor_ray.models.ragged_model import HEAD_INPUT, RaggedModel
 from specactor_ray.models.wire import from_wire
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.target.hf import HfEngine
+from tests.attention import attending
 from tests.tiny import tiny_target
 from tests.unit.engine_conformance import Driver, ModelConformance, noisy_oracle, noisy_tails, requests, run
 
@@ -52,8 +53,7 @@ class TestConformanceOfMaskedAttention(ModelConformance):
     @pytest.fixture(autouse=True, scope="class")
     @staticmethod
     def masked() -> Iterator[None]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ragged_attention, "attention_for", lambda *_: attend_masked)
+        with attending(attend_masked):
             yield
 
     @classmethod
@@ -228,7 +228,7 @@ def tiny_random(config_class: str, **overrides: Any) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("attention", [attend_on_cpu, attend_masked])
+@pytest.mark.parametrize("attention", [None, attend_masked])
 @pytest.mark.parametrize(
     ("config_class", "overrides"),
     [
@@ -241,7 +241,7 @@ def tiny_random(config_class: str, **overrides: Any) -> Any:
     ],
 )
 def test_other_architectures_match_their_own_forward(
-    config_class: str, overrides: dict[str, Any], attention: Attention, monkeypatch: pytest.MonkeyPatch
+    config_class: str, overrides: dict[str, Any], attention: Attention | None
 ) -> None:
     """Greedy tokens under drafts equal an argmax loop over fresh, uncached forwards of the library's own attention."""
     reference = tiny_random(config_class, **overrides)
@@ -253,11 +253,11 @@ def test_other_architectures_match_their_own_forward(
             with torch.no_grad():
                 context.append(int(reference(torch.tensor([context]), use_cache=False).logits[0, -1].argmax()))
         expected[str(i)] = context[len(prompt) :]
-    monkeypatch.setattr(ragged_attention, "attention_for", lambda *_: attention)
-    engine = Driver(HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20)))
-    for i, prompt in enumerate(prompts):
-        engine.add(TargetRequest(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=16)))
-    drafted = run(engine, noisy_oracle(expected, 4, 256))
+    with attending(attention) if attention else nullcontext():
+        engine = Driver(HfEngine(RaggedModel(tiny_random(config_class, **overrides), 8 << 20)))
+        for i, prompt in enumerate(prompts):
+            engine.add(TargetRequest(str(i), prompt, SamplingParams(temperature=0.0, max_tokens=16)))
+        drafted = run(engine, noisy_oracle(expected, 4, 256))
     assert drafted.tokens == expected and any(output.num_accepted for output in drafted.outputs)
 
 
