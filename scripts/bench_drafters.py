@@ -33,9 +33,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from specactor_ray.draft.lookup.mirror import common_prefix
 from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.lookup.suffix import SuffixProposer
+from specactor_ray.draft.mirror import common_prefix
 from specactor_ray.draft.proposer import packed
 from specactor_ray.messages import SamplingParams
 

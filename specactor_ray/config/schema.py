@@ -223,8 +223,8 @@ class DrafterConfig:
     max_match: int = 8
     """For `ngram` and `suffix`: longest suffix that is looked up."""
     history_tokens: int | None = None
-    """For `ngram`: most tokens kept of earlier outputs of the same prompts. For `suffix`: of all outputs, those under
-    way included, at 64 to 88 bytes per token. 0 keeps none. Default: 65536 for `ngram`, 1048576 for `suffix`."""
+    """For `ngram` and `suffix`: most tokens kept of outputs, running ones included, at 32 to 40 and 48 to 64 bytes per
+    token. `ngram` looks at those of the same prompt, `suffix` at all. 0 keeps none. Default: 65536 and 1048576."""
     length_factor: float = 2.0
     """For `suffix`: most draft tokens per matched token."""
     min_probability: float = 0.1

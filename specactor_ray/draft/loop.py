@@ -1,7 +1,7 @@
-"""The draft loop: keep drafting ahead of the last commit that is known, publish whole tails.
+"""The draft loop: drafts ahead of the last known commits and publishes whole tails.
 
-A plain class around a proposer. Other threads put messages and commands in, and replace its list of verifiers; one
-thread calls `run`. It knows no Ray: a verifier is a link.
+A plain class around a proposer, without Ray: a verifier is a link. Other threads deliver messages and commands; one
+thread calls `run`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
-from specactor_ray.draft.mirrors import Mirrors
 from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.fallbacks import fallbacks
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import CommitBatch, TailBatch
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 8
 _MOST_COSTS = 31
-"""Measurements of what a draft token costs that are kept."""
+"""Measured seconds per draft token that are kept."""
 
 
 class DraftLoop(Loop):
     """Drives one proposer, in a thread of its own (`run`) or in that of a verifier (`run_guarded`).
 
     Args:
-        drafter_id: Incarnation id of this draft actor; goes into every message.
+        drafter_id: Incarnation id of this draft actor, part of every message.
         proposer: The draft method.
-        clock: What waits and the cost of a draft token are measured by.
+        clock: Clock of waits and of the cost of a draft token.
     """
 
     def __init__(self, drafter_id: str, proposer: Proposer, clock: Clock = SYSTEM) -> None:
@@ -46,40 +46,40 @@ class DraftLoop(Loop):
         self.proposer = proposer
         self._inbox = inbox.for_drafter(proposer.vocab_size)
         self._links: Mapping[str, Link[TailBatch]] = {}
-        """Verifier → where to send tails, as listed last; any thread may replace it."""
-        self._mirrors = Mirrors(drafter_id, proposer)
+        """Verifier id → link for tails; any thread may replace it."""
+        self._requests = DraftRequests(drafter_id, proposer)
         self._costs = deque[float](maxlen=_MOST_COSTS)
         self._token_s = 0.0
-        """Lower quartile of `_costs`: a delayed forward, or one that also reads a prompt, must not count."""
+        """Lower quartile of `_costs`, seconds: leaves out delayed forwards and those that read prompts."""
         self._failures_in_a_row = 0
 
     # ---- called from other threads ----
 
     def deliver(self, message: CommitBatch) -> None:
-        """Take a message of a verifier; returns at once. A malformed one is dropped and counted for its sender."""
+        """Queue a message of a verifier; returns at once. A malformed one is dropped and counted for its sender."""
         self._inbox.put(message)
         self._wake.set()
 
     def set_verifiers(self, links: Mapping[str, Link[TailBatch]]) -> None:
-        """The complete list of verifiers, id → where to send tails. Requests of those that left are dropped."""
+        """Replace the list of verifiers, id → link for tails. Requests of verifiers that left are dropped."""
         for link in links.values():
             link.on_free = self._wake.set
         self._links = dict(links)
         self._wake.set()
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
-        """Replace the proposer's weights between two steps; the future raises what it raises."""
+        """Replace the proposer's weights between two steps; the future raises its errors."""
         return self.call(functools.partial(self.proposer.load_weights, version, state_dict))
 
     def forget_history(self) -> Future[None]:
-        """Let the proposer forget earlier outputs, if it keeps any."""
+        """Clear the proposer's history between two steps."""
         return self.call(self.proposer.forget_history)
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters, open requests, messages that wait (`inbox`), seconds of a draft token of a model (`token_s`) and of
-        the step under way so far (`busy_s`), and what a proposer that remembers outputs takes for them."""
-        counters: dict[str, Any] = {**self._mirrors.counters, **self._inbox.snapshot()}
-        counters |= {"open_requests": len(self._mirrors), "inbox": len(self._inbox), "token_s": self._token_s}
+        """Counters, open requests, queued messages (`inbox`), seconds per draft token of a model (`token_s`) and of the
+        running step (`busy_s`), and the size of the proposer's history."""
+        counters: dict[str, Any] = {**self._requests.counters, **self._inbox.snapshot()}
+        counters |= {"open_requests": len(self._requests), "inbox": len(self._inbox), "token_s": self._token_s}
         counters |= {"busy_s": self.busy_s, "fallbacks": fallbacks()}
         counters["links"] = {verifier_id: link.snapshot() for verifier_id, link in self._links.items()}
         for name in ("history_tokens", "history_bytes"):
@@ -90,8 +90,7 @@ class DraftLoop(Loop):
     # ---- the loop ----
 
     def run(self) -> None:
-        """Loop until `stop`. A failing proposer is logged and counted; drafts are only a matter of speed. If steps fail
-        again and again without drafting in between (a broken device stays broken), the loop ends."""
+        """Loop until `stop`. Failed steps are logged and counted; after `_MAX_FAILURES` in a row the loop ends."""
         while not self._stopping.is_set():
             if not self.run_guarded():
                 self._wake.wait(IDLE_WAIT_S)
@@ -100,28 +99,28 @@ class DraftLoop(Loop):
                 return
 
     def run_guarded(self) -> bool:
-        """`run_once`; a failure is logged and counted, and loses the open requests."""
+        """`run_once`; a failure is logged, counted, and drops the open requests."""
         try:
             return self.run_once()
         except Exception:
-            self._mirrors.counters["failures"] += 1
+            self._requests.counters["failures"] += 1
             self._failures_in_a_row += 1
             logger.exception("%s: a draft step failed; its requests will be opened again", self.drafter_id)
-            self._mirrors.lose_all()
+            self._requests.lose_all()
             return False
 
     def _step(self, begin: float) -> bool:
         """Drain, extend, publish."""
         messages = self._inbox.drain()
         for message in messages:
-            self._mirrors.take(message)
+            self._requests.take(message)
         begin = self._clock.now()
         changed = np.asarray(self.proposer.extend(), np.int32)
         if len(changed):
             if not self.proposer.traits.looks_up:  # a model drafts one token for each of its requests
                 self._costs.append(self._clock.now() - begin)
                 self._token_s = sorted(self._costs)[len(self._costs) // 4]
-            self._mirrors.counters["extends"] += 1
+            self._requests.counters["extends"] += 1
             self._failures_in_a_row = 0
-        self._mirrors.publish(changed, self._links, self._inbox.cut_off, self._token_s)
+        self._requests.publish(changed, self._links, self._inbox.cut_off, self._token_s)
         return bool(messages) or len(changed) > 0

@@ -1,8 +1,7 @@
 """`draft_model`: a smaller transformers model with the target's vocabulary drafts token by token, batched.
 
-It samples with the target's own keyed noise (same seed, same position), so it agrees with the target far more
-often than a drafter with draws of its own: P[match] >= (1 - TV) / (1 + TV) for total variation TV between the
-two distributions (Daliri, Musco, Suresh, arXiv 2408.07978). Independent draws match with sum_v p(v) q(v) only.
+It samples with the target's keyed noise (same seed, same position): P[match] >= (1 - TV) / (1 + TV) for total variation
+TV between the two distributions (Daliri, Musco, Suresh, arXiv 2408.07978); independent draws match with sum p(v) q(v).
 """
 
 from __future__ import annotations
@@ -13,31 +12,27 @@ from typing import Any, Self
 import numpy as np
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.draft.cached import CachedProposer
+from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import RaggedModel
-from specactor_ray.sampling.keyed import warm_up
 
 
-class DraftModelProposer(CachedProposer):
+class DraftModelProposer(ModelProposer):
     """`Proposer` over a `RaggedModel`.
 
     Args:
-        model: The small model with its cache; owned by the proposer from now on.
-        max_batch: Most requests drafted for at once; those beyond it are answered with "no guess" until one ends.
-        shared_noise: Sample with the target's noise; without it with independent noise, to measure what sharing gains.
+        model: The small model with its cache; owned by the proposer.
+        max_batch, shared_noise: See `ModelProposer`.
     """
 
     method = "draft_model"
     traits = BUILT_IN[method].traits
 
     def __init__(self, model: RaggedModel, max_batch: int = 64, shared_noise: bool = True) -> None:
-        super().__init__(model.cache, model.max_positions, max_batch, shared_noise)
+        super().__init__(model.cache, model.dtype, model.vocab_size, model.max_positions, max_batch, shared_noise)
         self._model = model
-        self.vocab_size: int | None = model.vocab_size
-        warm_up(model.device, model.dtype)
 
     @classmethod
     def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
@@ -47,41 +42,33 @@ class DraftModelProposer(CachedProposer):
         cache = drafter_cache_bytes(config, model.config.get_text_config(), model.dtype.itemsize, total)
         return cls(RaggedModel(model, cache), config.max_batch, config.shared_noise)
 
-    def extend(self) -> np.ndarray:
-        drafted = np.zeros(0, np.int64)
-        while not len(drafted) and len(slots := np.flatnonzero(self._extendable())):
-            drafted = self._forward(slots)
-        extendable = self._extendable()
-        answered = self._unanswered & ~extendable
-        answered[drafted] = True
-        self._unanswered[answered] = extendable[answered]
-        return np.flatnonzero(answered).astype(np.int32)
-
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
         self.mirrors.ends[:] = self.mirrors.known
-        self._cached[:] = 0
+        self._cache.truncate(self._rows[self._placed], 0)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
-        np.minimum.at(self._cached, slots, same)
+        placed = self._placed[slots]
+        np.minimum.at(self._cache.lengths, self._rows[slots[placed]], same[placed])
 
-    def _extendable(self) -> np.ndarray:
-        """bool `(slots,)`: requests whose tails have room."""
-        return self._placed & (self.mirrors.ends < np.minimum(self.mirrors.limits, self.max_len))
+    def _ready(self) -> np.ndarray:
+        mirrors = self.mirrors
+        slots = np.flatnonzero(self._placed & (mirrors.ends < np.minimum(mirrors.limits, self.max_len)))
+        backlogs = mirrors.ends[slots] - self._cached(slots)
+        return slots[np.argsort(backlogs, kind="stable")] if backlogs.max(initial=1) > 1 else slots
 
     def _forward(self, slots: np.ndarray) -> np.ndarray:
-        """Run one forward, shortest backlogs first. Returns the slots that got a token."""
         mirrors = self.mirrors
-        slots = slots[np.argsort(mirrors.ends[slots] - self._cached[slots], kind="stable")]
-        slots, ends, rows = self._reserve(slots, mirrors.ends[slots])
-        if not len(rows):
+        slots, rows, counts = self._reserve(slots, mirrors.ends[slots] - self._cached(slots))
+        if not len(slots):
             return slots
+        begins = self._cached(slots)
+        ends, tokens = begins + counts, mirrors.tokens(slots, begins, counts)
         complete = ends == mirrors.ends[slots]
-        counts = ends - self._cached[slots]
-        tokens = mirrors.tokens(slots, self._cached[slots], counts)
         logits = self._model.forward(rows, counts, tokens, complete.astype(np.int64)).logits
-        self._cached[slots] = ends
-        slots = slots[complete]
-        tokens = self._sample(slots, logits, mirrors.ends[slots])
-        mirrors.append(slots[tokens >= 0], tokens[tokens >= 0])
+        if not complete.all():
+            slots, ends = slots[complete], ends[complete]
+        tokens = self._sample(slots, logits, ends)
+        drawn = tokens >= 0
+        mirrors.append(slots[drawn], tokens[drawn])
         return slots

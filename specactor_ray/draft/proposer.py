@@ -1,9 +1,8 @@
-"""The proposer: a plain class that keeps guessing ahead of the last commit it knows.
+"""The proposer: a plain class that drafts ahead of the last known commits of its requests.
 
-A proposer holds one mirror per request. It knows no Ray, no clock and no network; the draft loop
-(`draft/loop.py`) feeds it messages and sends off its tails. Requests are slots and arrays here; what goes from request
-to request derives from `RowProposer` (`draft/slots.py`). Nothing it does can change a sampled token:
-the target checks every draft token.
+It uses no Ray, no clock and no network; the draft loop (`draft/loop.py`) calls it and sends its tails. Requests are
+slots and arrays; a proposer that drafts for one request at a time derives from `RowProposer` (`draft/slots.py`). Drafts
+never change a sampled token: the target checks every one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Enum):
-    """What `drafters.N.model` has to name."""
+    """What `drafters.N.model` names."""
 
     NONE = "nothing"
     MODEL = "a local directory or a Hugging Face id of the same vocabulary"
@@ -33,32 +32,32 @@ class Checkpoint(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a proposer is: everything that its drivers have to know about it."""
+    """Properties of a proposer that its drivers act on."""
 
     looks_up: bool = False
-    """Guesses are found in microseconds, whole windows at once: it follows every request it has room for, and its
-    seconds per token are not measured."""
+    """Fills whole windows in microseconds: it follows every request it has room for, and its seconds per token are not
+    measured."""
     keeps_history: bool = False
-    """It learns from finished outputs and is sent their last tokens; it implements `forget_history`."""
+    """Learns from finished outputs, receives their last tokens, and implements `forget_history`."""
     reads_features: bool = False
-    """It is sent the target's hidden states of committed positions; it implements `add_features`."""
+    """Receives the target's hidden states of committed positions and implements `add_features`."""
     draws_noise: bool = False
-    """It samples, so `drafters.N.shared_noise` changes its guesses."""
+    """Samples, so `drafters.N.shared_noise` changes its drafts."""
     checkpoint: Checkpoint = Checkpoint.NONE
 
 
 class Tails(NamedTuple):
-    """What is guessed of `n` requests."""
+    """Tails of `n` requests."""
 
     bases: np.ndarray
-    """int32 `(n,)`: the committed length that the mirror knows."""
+    """int32 `(n,)`: committed output tokens of the mirror."""
     lengths: np.ndarray
-    """int32 `(n,)`: tokens guessed after it."""
+    """int32 `(n,)`: draft tokens after them."""
     tokens: np.ndarray
-    """int32, those of all requests one after the other."""
+    """int32 `(sum of lengths,)`, request by request."""
 
     def rows(self) -> Iterator[tuple[int, list[int]]]:
-        """Base and tokens, one request after the other."""
+        """Yields base and tokens of each request."""
         end, tokens = 0, self.tokens.tolist()
         for base, length in zip(self.bases.tolist(), self.lengths.tolist(), strict=True):
             begin, end = end, end + length
@@ -73,15 +72,15 @@ def packed(commits: Sequence[tuple[int, int, Sequence[int]]]) -> tuple[np.ndarra
 
 
 class Proposer(abc.ABC):
-    """What a draft method implements.
+    """Interface of a draft method.
 
-    A request has a slot from `open` to `close`: a small number that is used again. Positions are output positions.
+    A request has a slot, a small number that is reused, from `open` to `close`. Positions are output positions.
     """
 
     method: str
-    """The method's name: `ngram`, `draft_model`, ..."""
+    """Name of the method: `ngram`, `draft_model`, ..."""
     vocab_size: int | None
-    """Size of the drafter's vocabulary; None when the method works on token ids of any vocabulary."""
+    """Size of the drafter's vocabulary; None: any vocabulary."""
     traits = Traits()
 
     @abc.abstractmethod
@@ -97,62 +96,59 @@ class Proposer(abc.ABC):
         """Start a mirror of this request, replacing one in the same slot.
 
         Args:
-            slot: 0 or more, and less than the number of requests that were ever open at once.
-            request_id: Unique; one that comes back goes on with the same output.
+            slot: 0 or more, and below the largest number of requests ever open at once.
+            request_id: Unique; one that returns continues the same output.
             prompt_token_ids: The prompt.
-            committed_token_ids: Output tokens that are final.
-            sampling: How the target chooses tokens.
-            window: Most tokens the tail may hold.
+            committed_token_ids: Final output tokens.
+            sampling: Sampling parameters of the target.
+            window: Most tokens of the tail.
         """
 
     @abc.abstractmethod
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Output tokens of `n` requests are final: keep the parts of the tails that agree, drop the rest. Repeated and
-        late commits are harmless.
+        """Final output tokens of `n` requests: keeps the parts of the tails that agree, drops the rest. Idempotent.
 
         Args:
             slots: int32 `(n,)`.
             starts: int32 `(n,)`: output position of the first token.
             lengths: int32 `(n,)`.
-            tokens: int32, those of all requests one after the other.
+            tokens: int32 `(sum of lengths,)`, request by request.
 
         Returns:
             bool `(n,)`: False where the slot is not open, tokens before `start` are missing (a gap), or the tokens
-            contradict committed ones: the caller then asks for a fresh `open`.
+            contradict committed ones; the request is then opened again.
         """
 
     @abc.abstractmethod
     def extend(self) -> np.ndarray:
-        """Extend the tails of requests that have room in their window: autoregressive methods by one token
-        each in one batched forward, others by as much as they like.
+        """Extend tails that have room in their windows: models by one token each in one forward, lookups to the end.
 
         Returns:
-            int32: slots whose tail changed, or about whose newest commit it is now known that there is no guess.
-            Empty when there was nothing to do: the caller may then sleep until a message comes.
+            int32: slots whose tail changed, or whose newest commit has no guess. Empty: nothing to do until the next
+            message.
         """
 
     @abc.abstractmethod
     def tails(self, slots: np.ndarray) -> Tails:
-        """The guesses of open slots as they are now."""
+        """Current tails of open slots."""
 
     @abc.abstractmethod
     def close(self, slot: int, finished: bool) -> None:
-        """Forget the request; a slot that is not open is ignored. `finished`: its output is complete and may be learned
-        from."""
+        """Close the request; a slot that is not open is ignored. `finished`: its output is complete."""
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:  # noqa: B027
-        """Take new weights (name → tensor). Default: there are none."""
+        """Replace the weights (name → tensor). Default: nothing."""
 
     def add_features(self, slot: int, features: Sequence[Features]) -> None:  # noqa: B027
-        """States of consecutive sequence positions came along with the last `open` or `commit`. They may overlap with
-        earlier ones or leave gaps; a slot that is not open is ignored. Called where the traits say `reads_features`."""
+        """Hidden states of consecutive sequence positions, after an `open` or `commit`. They may overlap or leave gaps;
+        a slot that is not open is ignored. Called with the trait `reads_features`."""
 
     def forget_history(self) -> None:  # noqa: B027
-        """Forget finished outputs; open requests stay. Does something where the traits say `keeps_history`."""
+        """Clear the history; open requests stay. Overridden with the trait `keeps_history`."""
 
     @classmethod
     def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
-        """Make the proposer of a section of `drafters` for this target, on `device` (`cpu` or `cuda`).
+        """Build the proposer of a section of `drafters` for this target, on `device` (`cpu` or `cuda`).
 
         Raises:
             ModelLoadError: Its model cannot be loaded or served.

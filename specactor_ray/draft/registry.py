@@ -1,4 +1,4 @@
-"""Draft methods by name, and what each of them is. Imports a proposer only when it is asked for."""
+"""Draft methods by name and their traits. Imports the class of a method on use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class BuiltIn(NamedTuple):
-    """A method that comes with the package, described without importing it: its module loads torch or numba."""
+    """A method of the package, described without importing torch or numba."""
 
     place: str
     """`module:Class` below `specactor_ray.draft`."""
@@ -37,7 +37,7 @@ BUILT_IN = {
 
 
 def traits(method: str, key: str = "drafters.N.method") -> Traits:
-    """What a method's proposers are. That of a user's own class is found by importing it.
+    """Traits of a method; a user's own class is imported.
 
     Raises:
         ConfigError: There is no such method; `key` is named.
@@ -52,7 +52,7 @@ def reads_head(method: str) -> bool:
 
 
 def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
-    """Make the configured proposer for this target on `device` (`cpu` or `cuda`).
+    """Build the configured proposer for this target on `device` (`cpu` or `cuda`).
 
     Raises:
         ConfigError: There is no such method.
@@ -72,7 +72,7 @@ def _class_of(method: str, key: str) -> type[Proposer]:
 
 
 def _check(found: Any, method: str, key: str) -> None:
-    """Refuse what is no complete proposer, and traits that contradict its methods."""
+    """Refuse incomplete proposers and traits that contradict their methods."""
     missing = [name for name, value in vars(Proposer).items() if callable(value) and not hasattr(found, name)]
     missing += sorted(getattr(found, "__abstractmethods__", ()))
     if missing or not (isinstance(found, type) and issubclass(found, Proposer)):

@@ -1,7 +1,7 @@
-"""Base classes of proposers: requests in a `MirrorTable`, of which some are drafted for.
+"""Base classes of proposers: requests in a `MirrorTable`, up to `max_batch` of which are drafted for.
 
-Requests beyond `max_batch` are mirrored, too. Their commits are answered with empty tails, so that no verifier waits
-for drafts or opens them again; they are drafted for from the first of their commits at which a place is free.
+The others are mirrored, too, and their commits are answered with empty tails. Each is drafted for from its first commit
+on at which a place is free.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specactor_ray.draft.lookup.mirror import MirrorTable, warm_up
+from specactor_ray.draft.mirror import MirrorTable, warm_up
 from specactor_ray.draft.proposer import Proposer, Tails
 from specactor_ray.messages import SamplingParams
 from specactor_ray.ragged import enlarged
@@ -31,7 +31,7 @@ class SlotProposer(Proposer):
     """
 
     _by_slot: tuple[str, ...] = ("_placed", "_waiting", "_unanswered")
-    """Names of the arrays `(slots,)` that grow with the table; new slots begin with 0."""
+    """Names of the arrays `(slots,)` that grow with the table, filled with 0."""
 
     def __init__(self, max_batch: int = 64) -> None:
         if max_batch < 1:
@@ -40,20 +40,20 @@ class SlotProposer(Proposer):
         self.request_ids, self.samplings = dict[int, str](), dict[int, SamplingParams]()
         """By open slot."""
         self._places = max_batch
-        """Requests that may yet be drafted for."""
+        """Free places."""
         self._placed, self._waiting, self._unanswered = np.zeros((3, 0), np.bool_)
-        """Slots that are drafted for, that found no place, and whose newest commit `extend` has not answered."""
+        """bool `(slots,)`: drafted for; open without a place; with a commit that `extend` has not answered."""
         warm_up()
 
     def _enter(self, slot: int, late: bool) -> bool:
-        """There is a place for this request, at its `open` or `late`, at a commit. False: it cannot be used now."""
+        """Take resources for a request, at its `open` or `late`, at a commit. False: there are none now."""
         return True
 
     def _leave(self, slot: int, finished: bool) -> None:
-        """Give back what `_enter` took. The mirror is still there."""
+        """Free what `_enter` took; the mirror is still open."""
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
-        """These mirrors took new tokens; up to the token `same` their lines are what they were."""
+        """Called after `commit` for slots with new tokens; their lines are unchanged up to the token `same`."""
 
     def open(
         self,
@@ -77,7 +77,7 @@ class SlotProposer(Proposer):
         moved = slots[advanced]
         self._unanswered[moved] = True
         self._advance(moved, same[advanced])
-        for slot in moved[self._waiting[moved]].tolist():
+        for slot in moved[self._waiting[moved]].tolist() if self._places else ():
             self._admit(slot, late=True)
         return same >= 0
 
@@ -95,13 +95,13 @@ class SlotProposer(Proposer):
             del self.request_ids[slot], self.samplings[slot]
 
     def _admit(self, slot: int, late: bool) -> None:
-        """Draft for a request that waits, if there is a place."""
+        """Give a waiting request a place, if one is free."""
         if self._places and self._waiting[slot] and self._enter(slot, late):
             self._places -= 1
             self._placed[slot], self._waiting[slot] = True, False
 
     def _give_up(self, slot: int, finished: bool = False) -> None:
-        """Draft no more for this request: another one may have its place."""
+        """Stop drafting for a request and free its place."""
         if self._placed[slot]:
             self._placed[slot] = False
             self._places += 1
@@ -115,21 +115,21 @@ class SlotProposer(Proposer):
 
 
 class RowProposer(SlotProposer):
-    """Goes from request to request: the base class of most proposers of a user's own, which implement `guess`.
+    """Base class of a user's own proposer, which implements `guess` for one request.
 
-    Where the traits say `looks_up` a commit is answered by one call of `guess`, else by calls until the window is full
-    or nothing more is guessed: a model guesses a token per call.
+    With the trait `looks_up` a commit is answered by one call of `guess`, else by calls until the window is full or the
+    guess is empty.
     """
 
     @abc.abstractmethod
     def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> Sequence[int] | np.ndarray:
-        """Guess how an output goes on.
+        """Guess the next tokens of an output.
 
         Args:
-            slot: The request.
+            slot: Slot of the request.
             prompt: int32, its prompt.
-            output: int32, its committed tokens and what was guessed after them so far.
-            room: Most tokens wanted, at least 1.
+            output: int32, its committed tokens and its tail so far.
+            room: Most tokens used, at least 1.
 
         Returns:
             Token ids; those beyond `room` are dropped.

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.draft.lookup.mirror import common_prefix
+from specactor_ray.draft.mirror import common_prefix
 from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.messages import Features

@@ -1,16 +1,23 @@
-"""What `TokenLog` promises, by looking at every token. The oracle of the tests of the `suffix` method."""
+"""What `TokenLog` promises, by looking at every token. The oracle of the tests of the lookup methods."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from specactor_ray.draft.lookup.token_log import Noise
 from specactor_ray.sampling.keyed import gumbel_noise
 
 DOUBT = 0.5
 VOCABULARY = 8
+
+
+class Noise(NamedTuple):
+    """The target's noise of a request from an output position on."""
+
+    seed: int
+    position: int
 
 
 @dataclass

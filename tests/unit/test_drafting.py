@@ -15,9 +15,9 @@ from specactor_ray.config.schema import SpeculationConfig, TargetConfig
 from specactor_ray.controller.state import Mode, VerifierSpec
 from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.draft.mirrors import Mirrors
 from specactor_ray.draft.proposer import Traits
 from specactor_ray.draft.registry import traits
+from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.messages import CommitBatch, SamplingParams, TailBatch
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec._kernels import Committed
@@ -129,7 +129,7 @@ def ended() -> tuple[CommitBatch, tuple[int, ...]]:
     output that begins alike."""
     proposer = NgramProposer(min_match=1, max_match=2, history_tokens=100, max_batch=4)
     heard: list[CommitBatch] = []
-    mirrors = Mirrors("d", proposer)
+    mirrors = DraftRequests("d", proposer)
 
     def receive(message: CommitBatch) -> None:
         heard.append(message)

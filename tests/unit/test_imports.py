@@ -38,7 +38,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("controller.state",),
     ("controller.decide",),
     ("loops",),
-    ("draft.mirrors",),
+    ("draft.requests",),
     ("draft.loop",),
     ("verify",),
     ("actors",),

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.draft.lookup.mirror import MirrorTable, common_prefix
+from specactor_ray.draft.mirror import MirrorTable, common_prefix
 from specactor_ray.draft.proposer import packed
 from specactor_ray.messages import SamplingParams
 

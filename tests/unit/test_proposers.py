@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from specactor_ray.benchmarks.gpu_check.rollouts import OracleProposer
-from specactor_ray.draft.cached import CachedProposer
 from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.lookup.suffix import SuffixProposer
 from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.draft.slots import RowProposer, SlotProposer
 from specactor_ray.messages import Features, SamplingParams
@@ -250,7 +250,7 @@ def test_requests_beyond_the_places_are_answered_and_get_the_next_place(name: st
     for slot in (1, 2):
         driver.close(slot, finished=False)
     assert proposer._places == 1
-    if isinstance(proposer, CachedProposer):
+    if isinstance(proposer, ModelProposer):
         assert proposer._cache.free_slots == proposer._cache.slots, "cache was leaked"
 
 

@@ -1,8 +1,8 @@
-"""EAGLE-3 heads on disk, in the formats others use.
+"""EAGLE-3 heads on disk.
 
-Written is the `speculators` format: `config.json` with `speculators_model_type: eagle3` beside `model.safetensors`;
-vLLM loads it as it is. Read are that one and the format of the EAGLE authors (a Llama `config.json` with
-`draft_vocab_size`, weights under `midlayer.`). Embeddings that a checkpoint leaves out are the target's.
+Writes the `speculators` format, which vLLM loads: `config.json` with `speculators_model_type: eagle3` beside
+`model.safetensors`. Reads that and the format of the EAGLE authors (a Llama `config.json` with `draft_vocab_size`,
+weights under `midlayer.`). A checkpoint without embeddings uses the target's.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from specactor_ray.models.loading import (
 )
 
 _OWN_KEY = "specactor_ray"
-"""Facts of ours in `config.json` that the format has no place for."""
+"""Section of `config.json` for values outside of the format."""
 _EMBEDDING = "embed_tokens.weight"
 _EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
 _FROZEN = (_EMBEDDING, "d2t", "t2d")
 
 
 def read_head_config(name: str, target: str, *, trust_remote_code: bool = False) -> EagleHeadConfig:
-    """The shape of the head in a directory, checked against the target it shall draft for.
+    """Read the shape of a head and check it against the target.
 
     Args:
         name: Directory of the head.
@@ -56,7 +56,7 @@ def read_head_config(name: str, target: str, *, trust_remote_code: bool = False)
 def load_head(
     name: str, target: str, *, dtype: str = "float32", device: str = "cpu", trust_remote_code: bool = False
 ) -> EagleHead:
-    """The head with its weights; its embedding is the target's where the checkpoint has none.
+    """Load a head; its embedding is the target's if the checkpoint has none.
 
     Raises:
         ModelLoadError: As `read_head_config`; or weights are missing, unknown or of another shape.
@@ -80,8 +80,7 @@ def load_head(
 
 
 def save_head(head: EagleHead, folder: Path) -> None:
-    """Write `config.json` and `model.safetensors` into an existing folder. The embedding is left out: it is the
-    target's."""
+    """Write `config.json` and `model.safetensors`, without the embedding, into an existing folder."""
     from safetensors.torch import save_file
 
     config = head.config
@@ -112,12 +111,12 @@ def save_head(head: EagleHead, folder: Path) -> None:
 
 
 def trained_weights(head: EagleHead) -> dict[str, torch.Tensor]:
-    """Name → tensor of everything that training changes: what an update of a running head carries."""
+    """Name → tensor of the weights that training changes; an update of a running head carries these."""
     return {key: tensor for key, tensor in head.state_dict().items() if key not in _FROZEN}
 
 
 def target_embedding(target: str, *, trust_remote_code: bool = False) -> torch.Tensor:
-    """`(vocab, hidden)`: the target's input embedding, read alone where its files allow that."""
+    """`(vocab, hidden)`: the target's input embedding, read alone from safetensors files."""
     from safetensors import safe_open
 
     source = resolve_model(target)
@@ -141,10 +140,10 @@ def _read_json(folder: Path) -> dict[str, Any]:
 
 
 def _whole(folder: Path, facts: Mapping[str, Any], key: str, default: int | None) -> int | None:
-    """The whole number of 1 or more at a key; the default where there is none.
+    """The integer of 1 or more at a key, or the default.
 
     Raises:
-        ModelLoadError: Something else stands there.
+        ModelLoadError: The value is something else.
     """
     value = facts.get(key)
     if value is None:
@@ -155,7 +154,7 @@ def _whole(folder: Path, facts: Mapping[str, Any], key: str, default: int | None
 
 
 def _section(folder: Path, facts: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The section at a key, empty where there is none; raises as `_whole`."""
+    """The section at a key, empty if missing; raises as `_whole`."""
     value = facts.get(key) or {}
     if not isinstance(value, dict):
         raise ModelLoadError(f"{folder}/config.json: {key} is {value!r:.80}, not a section of keys and values.")
@@ -232,15 +231,15 @@ _LAYER_KEYS = (
 
 
 _LAYER_DEFAULTS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
-"""Of Llama; written out, since vLLM takes the layer's configuration as it is."""
+"""Defaults of Llama, written out because vLLM reads the layer's configuration as it is."""
 
 
 def _reject_other_target(config: EagleHeadConfig, name: str, target: str, model: Any) -> None:
-    """Names what the head was made for and what the target is."""
+    """Raise if vocabulary, width or layers of the target differ from those of the head."""
     made_for = f" (made for {config.verifier})" if config.verifier else ""
     layers = config.verifier_layers if config.verifier_layers is not None else int(model.num_hidden_layers)
     if max(config.aux_layers) > int(model.num_hidden_layers):
-        layers = max(config.aux_layers)  # more than there are, whatever the checkpoint says
+        layers = max(config.aux_layers)  # more than the target has
     for what, wanted, is_ in (
         ("a vocabulary of {} tokens", config.vocab_size, int(model.vocab_size)),
         ("hidden states of {} numbers", config.target_hidden_size, int(model.hidden_size)),
@@ -248,7 +247,7 @@ def _reject_other_target(config: EagleHeadConfig, name: str, target: str, model:
     ):
         if wanted != is_:
             raise ModelLoadError(
-                f"The EAGLE head {name!r}{made_for} wants a target with {what.format(wanted)}; the target {target!r} "
+                f"The EAGLE head {name!r}{made_for} needs a target with {what.format(wanted)}; the target {target!r} "
                 f"has {is_}. Fix: use a head trained for this target (specactor drafter train)."
             )
 
@@ -273,7 +272,7 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _our_name(key: str) -> str:
-    """`midlayer.` is the one layer; some checkpoints put `model.` or `draft_model.` in front."""
+    """Map `midlayer.` to the one layer; strips the prefixes `model.` and `draft_model.`."""
     for prefix in ("model.", "draft_model."):
         key = key.removeprefix(prefix)
     return f"layers.0.{key.removeprefix('midlayer.')}" if key.startswith("midlayer.") else key

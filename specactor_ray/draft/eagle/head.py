@@ -1,11 +1,11 @@
-"""The EAGLE head: one decoder layer that predicts the target's next tokens from the target's own hidden states.
+"""The EAGLE head: one decoder layer that predicts the target's next tokens from the target's hidden states.
 
-EAGLE-3 (arXiv 2503.01840). At sequence position `i` the head sees the target's hidden states of position `i` (of a
-low, a middle and a high layer, fused by `fc` into one *feature*) and the token of position `i + 1`, and predicts the
-token of position `i + 2`. Further tokens are predicted from the head's own output in place of the feature, so it can
-run ahead without the target. Its vocabulary is reduced to the target's most frequent ids; `d2t` maps back.
+EAGLE-3 (arXiv 2503.01840). At sequence position `i` the input is the target's hidden states of position `i` (of a low,
+a middle and a high layer, fused by `fc` into one *feature*) and the token of position `i + 1`; the output predicts the
+token of position `i + 2`. Further ahead the head's own output replaces the feature. The draft vocabulary holds the
+target's most frequent ids; `d2t` maps back.
 
-    feature      h_i = fc([low_i, middle_i, high_i])          (from the target) or g_{i-1} (own, running ahead)
+    feature      h_i = fc([low_i, middle_i, high_i])          (from the target) or g_{i-1} (own output)
     layer        a = h_i + attention([norm_e(embed(x_{i+1})), norm_h(h_i)]);  g_i = a + mlp(norm_a(a))
     logits       lm_head(norm(g_i)) over the draft vocabulary
 
@@ -27,25 +27,25 @@ Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.T
 
 @dataclass(frozen=True)
 class EagleHeadConfig:
-    """Shape of a head. `layer` holds the keys of a transformers Llama configuration of one layer."""
+    """Shape of a head."""
 
     layer: dict[str, Any]
-    """Llama keys: hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim, rms_norm_eps,
-    vocab_size (the target's), rope parameters, max_position_embeddings."""
+    """Keys of a transformers Llama configuration of one layer: hidden_size, intermediate_size, num_attention_heads,
+    num_key_value_heads, head_dim, rms_norm_eps, vocab_size (the target's), rope parameters, max_position_embeddings."""
     draft_vocab_size: int
     target_hidden_size: int
     aux_layers: tuple[int, ...]
-    """vLLM's numbering: `i` is what *enters* decoder layer `i`, the output of layer `i - 1`."""
+    """vLLM's numbering: `i` is the input of decoder layer `i`, the output of layer `i - 1`."""
     norm_before_residual: bool = False
-    """The residual stream starts from the normalised feature."""
+    """Whether the residual stream starts from the normalised feature."""
     verifier: str = ""
     """Name of the target the head was trained for."""
     verifier_layers: int | None = None
-    """Decoder layers of that target; None where the checkpoint does not say."""
+    """Decoder layers of that target; None if the checkpoint has no such entry."""
     window: int = 5
     """Draft tokens per step that the checkpoint recommends."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further facts of the checkpoint, kept as they are."""
+    """Other entries of the checkpoint, kept unchanged."""
 
     @property
     def hidden_size(self) -> int:
@@ -53,23 +53,22 @@ class EagleHeadConfig:
 
     @property
     def vocab_size(self) -> int:
-        """Of the target."""
+        """Vocabulary size of the target."""
         return int(self.layer["vocab_size"])
 
     @property
     def feature_size(self) -> int:
-        """Width of the target's hidden states as they are streamed: all auxiliary layers side by side."""
+        """Width of the streamed hidden states: all auxiliary layers side by side."""
         return len(self.aux_layers) * self.target_hidden_size
 
     @property
     def exported_layers(self) -> tuple[int, ...]:
-        """The same layers as indices of decoder layers whose *outputs* are exported (`target.hidden_layers`)."""
+        """The same layers as indices of exported decoder layer outputs (`target.hidden_layers`)."""
         return tuple(layer - 1 for layer in self.aux_layers)
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """A low, a middle and a high layer in vLLM's numbering: those of the published EAGLE-3 heads, where there are so
-    many layers."""
+    """A low, a middle and a high layer in vLLM's numbering; from 8 layers on those of published EAGLE-3 heads."""
     if num_layers < 8:
         return (1, max(num_layers // 2, 1), max(num_layers - 1, 1))
     return (2, num_layers // 2, num_layers - 3)
@@ -130,11 +129,11 @@ class EagleHead(nn.Module):
     """The head with its embedding (the target's, frozen) and reduced output layer.
 
     Args:
-        config: Its shape.
+        config: Shape of the head.
     """
 
     d2t: torch.Tensor
-    """`(draft_vocab,)` int64: the target's id of draft token `j` is `j + d2t[j]`."""
+    """int64 `(draft_vocab,)`: draft token `j` is the target's id `j + d2t[j]`."""
 
     def __init__(self, config: EagleHeadConfig) -> None:
         from transformers import LlamaConfig
@@ -152,7 +151,7 @@ class EagleHead(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     def draft_token_ids(self) -> torch.Tensor:
-        """`(draft_vocab,)` int64: the target's id of each draft token."""
+        """int64 `(draft_vocab,)`: the target's id of each draft token."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
@@ -168,10 +167,10 @@ class EagleHead(nn.Module):
             features: `(B, N, hidden)`: fused features, or the head's own outputs.
             token_ids: `(B, N)`: the token after each position.
             positions: `(B, N)`: sequence positions.
-            attend: The attention; it owns keys and values.
+            attend: The attention over cached keys and values.
 
         Returns:
-            `(B, N, hidden)`: what takes the place of the next position's feature, and, through `logits`, predicts.
+            `(B, N, hidden)`: inputs of `logits`, and features of the next positions when running ahead.
         """
         rope = self.rotary(features, positions)
         return self.layers[0](self.embed_tokens(token_ids), features, rope, attend)
@@ -182,10 +181,10 @@ class EagleHead(nn.Module):
 
 
 def most_frequent_ids(counts: torch.Tensor, size: int, always: Sequence[int] = ()) -> torch.Tensor:
-    """The draft vocabulary: `size` ids with the largest `counts` `(vocab,)`, ascending; `always` are among them."""
+    """The `size` ids with the largest `counts` `(vocab,)` and `always`, ascending: the draft vocabulary."""
     ranked = counts.to(torch.float64).clone()
     ranked[list(always)] = float("inf")
     size = min(size, len(ranked))
-    # Of equal counts the lower id, so that the choice is reproducible.
+    # The lower id wins ties, so the choice is reproducible.
     order = torch.argsort(ranked, descending=True, stable=True)
     return order[:size].sort().values

@@ -1,13 +1,12 @@
-"""`eagle`: a small head that predicts the target's next tokens from the target's own hidden states.
+"""`eagle`: a small head that predicts the target's next tokens from the target's hidden states.
 
-EAGLE-3 (arXiv 2503.01840; the head itself: `draft/eagle/head.py`). The verifier streams the hidden states of
-committed positions along with its commits. The head runs ahead of them on its own outputs, and whenever true ones
-arrive it restarts from the newest (*re-anchors*): it goes through the surviving tail again, keeps it as far as it
-would still guess the same, and replaces the rest. So guesses rest on at most one window of predicted features.
+EAGLE-3 (arXiv 2503.01840; the head: `draft/eagle/head.py`). The verifier streams the hidden states of committed
+positions with its commits. The head runs ahead of them on its own outputs and *re-anchors* when states arrive: it
+restarts from the newest state, goes through the surviving tail again, and replaces it from the first token on that it
+would no longer draft. So a draft rests on at most one window of predicted features.
 
-Of an output of `L` tokens in all (prompt included) the target's states of positions `0..L-2` are known: position `L-1`
-holds the newest token, which the target has not read yet. The head's entry for position `i` is (state of `i`, token of
-`i + 1`) and predicts the token of `i + 2`.
+For `L` committed tokens, prompt included, the states of positions `0..L-2` are known: the target has not read the
+newest token yet. The head's entry for position `i`, (state of `i`, token of `i + 1`), predicts the token of `i + 2`.
 """
 
 from __future__ import annotations
@@ -19,50 +18,47 @@ import numpy as np
 import torch
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.draft.cached import CachedProposer
 from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.runner import EagleRunner
 from specactor_ray.draft.footprint import head_text
+from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.messages import Features
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.wire import from_wire
 from specactor_ray.ragged import places
-from specactor_ray.sampling.keyed import warm_up
 
 
-class EagleProposer(CachedProposer):
+class EagleProposer(ModelProposer):
     """`Proposer` over an `EagleRunner`; it needs `add_features` after each `open` and `commit`.
 
     Args:
-        runner: The head with its cache; owned by the proposer from now on.
-        max_batch: Most requests drafted for at once; those beyond it are answered with "no guess" until one ends.
-        shared_noise: Sample with the target's own noise (same seed, same position).
+        runner: The head with its cache; owned by the proposer.
+        max_batch, shared_noise: See `ModelProposer`.
     """
 
     method = "eagle"
     traits = BUILT_IN[method].traits
     _by_slot = (
-        *CachedProposer._by_slot, "_first", "_anchor", "_received", "_depth", "_promised", "_has_output"
+        *ModelProposer._by_slot, "_first", "_anchor", "_received", "_depth", "_promised", "_has_output"
     )  # fmt: skip
 
     def __init__(self, runner: EagleRunner, max_batch: int = 64, shared_noise: bool = True) -> None:
-        max_positions = int(runner.config.layer.get("max_position_embeddings", 1 << 30))
-        super().__init__(runner.cache, max_positions, max_batch, shared_noise)
+        config = runner.config
+        max_positions = int(config.layer.get("max_position_embeddings", 1 << 30))
+        super().__init__(runner.cache, runner.dtype, config.vocab_size, max_positions, max_batch, shared_noise)
         self._runner = runner
         self._first, self._anchor, self._received, self._depth = np.zeros((4, 0), np.int32)
-        """`(slots,)`: the position of the first entry in the cache; the first position whose true state the head has
-        not read; the first whose true state has not come; tail tokens that were guessed, or found again, from the
-        anchor on. Entries behind the anchor rest on the head's own outputs: they belong to the tail."""
+        """int32 `(slots,)`: position of the first cache entry; first position with an unread state; first position
+        without a state; tail tokens drafted or confirmed since the anchor. Entries from the anchor on rest on own
+        outputs."""
         self._unread: dict[int, list[Features]] = {}
-        """Slot → true states of the positions from `anchor` to `received`."""
+        """Slot → states of the positions from `_anchor` to `_received`."""
         self._promised, self._has_output = np.zeros((2, 0), np.bool_)
-        """Slots that got a place late and lack the states up to then, so that they are to be opened afresh; slots that
-        have a row in `_outputs`."""
-        self._outputs = torch.empty(0, runner.config.hidden_size, dtype=runner.dtype, device=runner.device)
-        """`(slots, hidden)`: what the head put out at the last entry; takes the place of the next position's state."""
-        self.vocab_size: int | None = runner.config.vocab_size
-        warm_up()
+        """bool `(slots,)`: got a place late and lacks earlier states, so it has to be opened again; has a row in
+        `_outputs`."""
+        self._outputs = torch.empty(0, config.hidden_size, dtype=runner.dtype, device=runner.device)
+        """`(slots, hidden)`: the head's output at its last entry, the feature of the next position."""
 
     @classmethod
     def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
@@ -79,8 +75,8 @@ class EagleProposer(CachedProposer):
         return good
 
     def add_features(self, slot: int, features: Sequence[Features]) -> None:
-        """True states came; they are read by the next `extend`. What is known already is passed over; behind a gap the
-        head starts over, with less context. None are kept of a request that is too long for the head."""
+        """Queue states for the next `extend`. Known positions are skipped; after a gap the head starts over with less
+        context; a request that is too long for the head is given up."""
         if not self.mirrors.is_open(slot) or not self._placed[slot]:
             return
         if self.mirrors.known[slot] > self.max_len:
@@ -99,19 +95,8 @@ class EagleProposer(CachedProposer):
                 self._unread[slot].append(Features(received, span.states[received - span.begin :]))
                 self._received[slot] = span.end
 
-    def extend(self) -> np.ndarray:
-        while True:
-            slots = np.concatenate([np.flatnonzero(self._can_anchor()), np.flatnonzero(self._can_run_ahead())])
-            changed = self._forward(slots) if len(slots) else slots
-            reported = self._unanswered & ~self._can_anchor() & ~self._can_run_ahead()
-            self._unanswered[reported] = False
-            reported[changed] = True
-            if reported.any() or not len(slots):
-                return np.flatnonzero(reported).astype(np.int32)
-
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        """New weights of the head. Entries that the old ones made stay: they are a little off, and rebuilding them
-        would take states that are gone."""
+        """Replace the weights of the head. Cache entries of the old ones stay: their states are gone."""
         self._runner.load_weights(state_dict)
 
     # ---- places ----
@@ -136,53 +121,49 @@ class EagleProposer(CachedProposer):
         self.mirrors.ends[slot] = self.mirrors.known[slot]
 
     def _begin_anew(self, slot: int, first: int) -> None:
-        """Forget all that was read; the context begins at position `first`."""
+        """Restart with an empty cache; the context begins at position `first`."""
         self._unread[slot] = []
         self._first[slot] = self._anchor[slot] = self._received[slot] = first
-        self._cached[slot], self._has_output[slot] = 0, False
+        self._cache.truncate(self._rows[[slot]], 0)
+        self._has_output[slot] = False
 
     # ---- one forward ----
 
+    def _ready(self) -> np.ndarray:
+        return np.concatenate([np.flatnonzero(self._can_anchor()), np.flatnonzero(self._can_run_ahead())])
+
     def _can_anchor(self) -> np.ndarray:
-        """bool `(slots,)`: there are true states to read, and the token after each is known."""
+        """bool `(slots,)`: has unread states, with a known token after each."""
         known = self.mirrors.known
         return self._placed & (self._anchor < self._received) & (self._received < known) & (known <= self.max_len)
 
     def _can_run_ahead(self) -> np.ndarray:
-        """bool `(slots,)`: the head has read all that is committed, and its tail may be lengthened or has to be gone
-        through again."""
+        """bool `(slots,)`: has read all states, and the tail has room or unconfirmed tokens."""
         known = self.mirrors.known
         room = np.minimum(self.mirrors.limits, self.max_len) - known
         return self._placed & self._has_output & (self._anchor == known - 1) & (self._depth < room)
 
     def _forward(self, slots: np.ndarray) -> np.ndarray:
-        """Read true states, else go one entry further on the head's own output. Returns the slots whose tails changed.
-
-        Args:
-            slots: Those that read states come first.
-        """
+        """Read the unread states, or append one entry on the head's own output."""
         reading = slots[self._anchor[slots] < self._received[slots]]
-        self._cached[reading] = self._anchor[reading] - self._first[reading]
+        self._cache.truncate(self._rows[reading], self._anchor[reading] - self._first[reading])
         self._depth[reading] = 0
-        ends = self._cached[slots] + np.maximum(self._received[slots] - self._anchor[slots], 1)
-        slots, ends, rows = self._reserve(slots, ends)
-        if not len(rows):
+        slots, rows, counts = self._reserve(slots, np.maximum(self._received[slots] - self._anchor[slots], 1))
+        if not len(slots):
             return slots
-        firsts, counts = self._first[slots], ends - self._cached[slots]
-        reads = self._anchor[slots] < self._received[slots]
+        begins, reads = self._first[slots] + self._cached(slots), self._anchor[slots] < self._received[slots]
         features = [self._outputs[slots[~reads]]]
         if reads.any():
             features.insert(0, self._read_states(slots[reads], counts[reads]))
-        begins = firsts + self._cached[slots]
         tokens = self.mirrors.tokens(slots, begins + 1, counts)
         outputs, logits = self._runner.forward(rows, places(begins, counts), counts, tokens, torch.cat(features))
-        self._anchor[slots[reads]] = (firsts + ends)[reads]
-        self._cached[slots], self._outputs[slots], self._has_output[slots] = ends, outputs, True
+        self._anchor[slots[reads]] = (begins + counts)[reads]
+        self._outputs[slots], self._has_output[slots] = outputs, True
         guessing = self._can_run_ahead()[slots]
         return self._guess(slots[guessing], logits[guessing])
 
     def _read_states(self, slots: np.ndarray, counts: np.ndarray) -> torch.Tensor:
-        """The next unread states of each slot, fused."""
+        """Take `counts` unread states of each slot; returns their features `(sum(counts), hidden)`."""
         parts = []
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
             unread = self._unread[slot]
@@ -196,13 +177,12 @@ class EagleProposer(CachedProposer):
         return self._runner.fuse(torch.cat(parts))
 
     def _guess(self, slots: np.ndarray, logits: torch.Tensor) -> np.ndarray:
-        """Sample the tail tokens at `depth`; one that differs from the token there replaces all from there on. Returns
-        the slots whose tails changed."""
+        """Sample the tail tokens at `_depth`; another token replaces the rest of the tail. Returns changed slots."""
         mirrors, places = self.mirrors, self.mirrors.known[slots] + self._depth[slots]
         tokens = self._sample(slots, logits, places)
         again = (places < mirrors.ends[slots]) & (mirrors.lines[slots, places] == tokens)
         self._depth[slots] += 1
-        changed = ~again & (tokens >= 0)
-        slots, places = slots[changed], places[changed]
-        mirrors.lines[slots, places], mirrors.ends[slots] = tokens[changed], places + 1
-        return slots
+        drawn = ~again & (tokens >= 0)
+        mirrors.lines[slots[drawn], places[drawn]] = tokens[drawn]
+        mirrors.ends[slots[drawn]] = places[drawn] + 1
+        return slots[~again]

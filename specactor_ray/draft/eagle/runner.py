@@ -20,7 +20,7 @@ class EagleRunner:
     """Runs a head. Not thread-safe.
 
     Args:
-        head: Owned by the runner from now on; its linears may be packed.
+        head: Owned by the runner; its linears may be packed.
         cache_bytes: Memory budget of keys and values.
 
     Raises:
@@ -55,18 +55,18 @@ class EagleRunner:
         token_ids: np.ndarray,
         features: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append positions to rows, which must have room; the last one of each predicts.
+        """Append positions to rows, which must have room; the last position of each row predicts.
 
         Args:
             rows: int `(n,)` rows of the cache.
-            positions: `(sum(counts),)` sequence positions of all rows one after the other; rows may begin anywhere.
+            positions: `(sum(counts),)` sequence positions, row by row; a row may begin anywhere.
             counts: int64 `(n,)` positions of each row, at least 1.
             token_ids: `(sum(counts),)`: the token after each position.
             features: `(sum(counts), hidden)`: fused, or the head's own outputs.
 
         Returns:
-            `(outputs, logits)` of the last position of each row: `(n, hidden)` and `(n, vocab)`. Logits
-            are over the *target's* vocabulary, -inf where the draft vocabulary has no such token.
+            Outputs `(n, hidden)` and logits `(n, vocab)` of the last position of each row. Logits are over the
+            target's vocabulary, -inf for tokens outside of the draft vocabulary.
         """
         batch = RaggedBatch(self.cache, rows, counts, (token_ids.astype(np.int64), positions, np.cumsum(counts) - 1))
         tokens, places, last = batch.arrays
@@ -79,7 +79,7 @@ class EagleRunner:
         return outputs, self._over_target_vocabulary(self.head.logits(outputs))
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Replace the trained weights (`eagle_checkpoint.trained_weights`); embedding and vocabulary stay.
+        """Replace the trained weights (`checkpoint.trained_weights`); embedding and vocabulary stay.
 
         Raises:
             InputError: A name or shape does not fit; nothing was changed.

@@ -1,18 +1,18 @@
-"""The kernels behind `token_log.py`: appending to a log of tokens and drafting from it, compiled by numba.
+"""The kernels behind `token_log.py` and `lookup/proposer.py`, compiled by numba: logs of tokens, and drafts from them.
 
-The log is a ring of rows, one per token, the oldest overwritten first. A row is one line of an int32 table:
+A log is a ring of rows, one per token, the oldest overwritten first. A row is one line of an int32 table:
 
     TOKEN  the token id
     BACK   slot of the token before it in the same text, -1 without one
     NEXT   slot of the token after it in the same text, -1 while it is the last
-    GROUP  which prompt the text answers; -1 for tokens that are context only and never a guess
+    GROUP  number of the prompt that the text answers; -1 for tokens that are context only and never a guess
     links  per scope and level: slot of the previous row of the same hash bucket, -1 at the end
 
-so texts that grow at the same time may interleave. Level `l` hashes the `levels[l]` tokens before a row. The scope says
-whose rows share a bucket: scope 0 those of one group, scope 1 all. As in LZ77 dictionaries links hold slots without
-knowing whether the slot was overwritten since. They need not: a link leads to an older row, and an overwritten slot is
-younger than the row that points there, so a walk ends when age does not increase. A bucket may hold rows of other
-contexts; whatever is found is compared token by token.
+so texts that grow at the same time may interleave. Level `l` hashes the `levels[l]` tokens before a row. Rows share a
+bucket in scope 0 with those of their group, in scope 1 with all. As in LZ77 dictionaries links are not repaired when
+their slot is overwritten: a link leads to an older row, and an overwritten slot is younger than the row that points
+there, so a walk ends when age does not increase. A bucket may hold rows of other contexts; rows are compared token by
+token.
 """
 
 from __future__ import annotations
@@ -34,14 +34,9 @@ DOUBT = 0.5
 
 _FACTOR, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
+_SMALLEST = 64
 
 _jit: Any = kernel()
-
-
-@_jit
-def _roll(h: Any, token: Any) -> Any:
-    """The hash of a context that is one token longer, towards its beginning."""
-    return np.uint64(np.uint64(h + np.uint64(token + 1)) * _FACTOR)
 
 
 @_jit
@@ -54,80 +49,64 @@ def _bucket(h: Any, group: Any, mask: Any) -> Any:
 
 
 @_jit
+def _age(newest: Any, slot: Any, capacity: Any) -> Any:
+    """Rows written after `slot`, where `newest` is the slot of the newest."""
+    return newest - slot if newest >= slot else newest - slot + capacity
+
+
+@_jit
+def hash_context(line: Any, end: Any, levels: Any, hashes: Any) -> Any:
+    """How many levels the tokens before `line[end]` have; `hashes` `(levels,)` uint64 is filled with theirs."""
+    h, length = np.uint64(0), 0
+    for level in range(levels.shape[0]):
+        if levels[level] > end:
+            return level
+        while length < levels[level]:
+            length += 1
+            h = np.uint64(np.uint64(h + np.uint64(line[end - length] + 1)) * _FACTOR)
+        hashes[level] = h
+    return levels.shape[0]
+
+
+@_jit
 def append(
-    rows: Any, heads: Any, levels: Any, scopes: Any, count: Any, last: Any, tokens: Any, group: Any, guess: Any
-) -> Any:
-    """Write `tokens` behind row number `last` (-1 begins a text). Returns the number of the last row written.
+    rows: Any, heads: Any, levels: Any, scopes: Any, slot: Any, back: Any, token: Any, group: Any, hashes: Any,
+    hashed: Any,
+) -> None:  # fmt: skip
+    """Write a token behind the row in the slot `back` (-1 begins a text).
 
     Args:
-        rows: (capacity, LINKS + scopes * levels) int32.
-        heads: (scopes * levels, power of two) int32: slot + 1 of the newest row of a bucket, 0 without one.
-        levels: Context lengths, ascending, int32.
+        rows: `(capacity, LINKS + scopes * levels)` int32.
+        heads: `(scopes * levels * buckets,)` int32: slot + 1 of the newest row, 0 without one; 2**n buckets.
+        levels: `(levels,)` int32, context lengths, ascending.
         scopes: 1 (group) or 2 (group and all).
-        count: Rows written so far; row number n is in slot n % capacity.
-        tokens: (n,) int32.
-        group: 0 or more.
-        guess: False: these tokens are context only.
+        slot: That of the newest row of the log from now on.
+        group: 0 or more, or CONTEXT_ONLY: it is never a guess.
+        hashes: From `hash_context`, with `hashed` levels.
     """
-    for token in tokens:
-        _write(rows, heads, levels, scopes, count, last, token, group if guess else CONTEXT_ONLY)
-        last = count
-        count += 1
-    return last
-
-
-@_jit
-def rewrite(old: Any, count: Any, rows: Any, heads: Any, levels: Any, scopes: Any) -> None:
-    """Write the first `count` rows of a log that never overwrote any into a larger one; all keep their numbers."""
-    for number in range(count):
-        _write(rows, heads, levels, scopes, number, old[number, BACK], old[number, TOKEN], old[number, GROUP])
-
-
-@_jit
-def _write(rows: Any, heads: Any, levels: Any, scopes: Any, count: Any, last: Any, token: Any, group: Any) -> None:
-    capacity, back = rows.shape[0], -1
-    slot = count % capacity
-    if last >= 0 and count - last < capacity:
-        back = last % capacity
+    if back >= 0:
         rows[back, NEXT] = slot
     rows[slot, TOKEN], rows[slot, BACK], rows[slot, NEXT], rows[slot, GROUP] = token, back, -1, group
-    rows[slot, LINKS:] = -1
-    if group != CONTEXT_ONLY:
-        _link(rows, heads, levels, scopes, slot, group, heads.shape[1] - 1)
+    buckets = heads.shape[0] // (scopes * levels.shape[0])
+    for scope in range(scopes):
+        for level in range(levels.shape[0]):
+            column, previous = scope * levels.shape[0] + level, -1
+            if level < hashed and group != CONTEXT_ONLY:
+                bucket = column * buckets + _bucket(hashes[level], group if scope == 0 else -1, buckets - 1)
+                if heads[bucket] != slot + 1:
+                    previous = heads[bucket] - 1
+                heads[bucket] = slot + 1
+            rows[slot, LINKS + column] = previous
 
 
 @_jit
-def _link(rows: Any, heads: Any, levels: Any, scopes: Any, slot: Any, group: Any, mask: Any) -> None:
-    """Put a new row at the head of the buckets of its context."""
-    capacity, h, length, age, level = rows.shape[0], np.uint64(0), 0, 0, 0
-    at = rows[slot, BACK]
-    while at >= 0 and level < levels.shape[0]:
-        older = (slot - at) % capacity
-        if older <= age:
-            return
-        age = older
-        h = _roll(h, rows[at, TOKEN])
-        length += 1
-        if length == levels[level]:
-            for scope in range(scopes):
-                column = scope * levels.shape[0] + level
-                bucket = _bucket(h, group if scope == 0 else -1, mask)
-                previous = heads[column, bucket] - 1
-                if previous != slot:
-                    rows[slot, LINKS + column] = previous
-                heads[column, bucket] = slot + 1
-            level += 1
-        at = rows[at, BACK]
-
-
-@_jit
-def _match(rows: Any, newest: Any, slot: Any, context: Any) -> Any:
-    """Tokens before a row that equal the end of `context`."""
-    capacity, length = rows.shape[0], 0
-    age, at = (newest - slot) % capacity, rows[slot, BACK]
-    while at >= 0 and length < context.shape[0]:
-        older = (newest - at) % capacity
-        if older <= age or rows[at, TOKEN] != context[context.shape[0] - 1 - length]:
+def _match(rows: Any, newest: Any, slot: Any, line: Any, end: Any, high: Any) -> Any:
+    """Tokens before a row that equal those before `line[end]`, at most `high`."""
+    capacity, length, most = rows.shape[0], 0, min(high, end)
+    age, at = _age(newest, slot, capacity), rows[slot, BACK]
+    while at >= 0 and length < most:
+        older = _age(newest, at, capacity)
+        if older <= age or rows[at, TOKEN] != line[end - 1 - length]:
             break
         age = older
         length += 1
@@ -136,36 +115,27 @@ def _match(rows: Any, newest: Any, slot: Any, context: Any) -> Any:
 
 
 @_jit
-def find(rows: Any, heads: Any, levels: Any, scope: Any, group: Any, count: Any, context: Any, found: Any) -> Any:
-    """(match length, how many): the rows behind the longest match of the end of `context`, the latest first.
+def _find(
+    rows: Any, heads: Any, levels: Any, scopes: Any, scope: Any, group: Any, newest: Any, line: Any, end: Any,
+    high: Any, hashes: Any, hashed: Any, found: Any,
+) -> Any:  # fmt: skip
+    """(match length, how many): the rows behind the longest match of the end of `line[:end]`, the latest first.
 
     Levels are tried from the longest on; within a level the longest match among the `MAX_VOTES` latest rows of the
     bucket counts.
-
-    Args:
-        context: The last tokens of a text, int32; longer matches than this are not told apart.
-        found: (MAX_VOTES,) int32, is filled with slots.
     """
-    capacity, mask, newest = rows.shape[0], heads.shape[1] - 1, count - 1
-    hashes = np.zeros(levels.shape[0], np.uint64)
-    h, level = np.uint64(0), 0
-    for length in range(1, context.shape[0] + 1):
-        h = _roll(h, context[context.shape[0] - length])
-        if level < levels.shape[0] and length == levels[level]:
-            hashes[level] = h
-            level += 1
-    while level > 0:
-        level -= 1
-        best, votes, age = levels[level], 0, -1
+    capacity, buckets = rows.shape[0], heads.shape[0] // (scopes * levels.shape[0])
+    for level in range(hashed - 1, -1, -1):
+        best, votes, age = np.int64(levels[level]), 0, -1
         column = scope * levels.shape[0] + level
-        slot = heads[column, _bucket(hashes[level], group if scope == 0 else -1, mask)] - 1
+        slot = heads[column * buckets + _bucket(hashes[level], group if scope == 0 else -1, buckets - 1)] - 1
         for _ in range(MAX_VOTES):
-            if slot < 0 or (newest - slot) % capacity <= age:
+            if slot < 0 or _age(newest, slot, capacity) <= age:
                 break
-            age = (newest - slot) % capacity
+            age = _age(newest, slot, capacity)
             owner = rows[slot, GROUP]
             if owner == group or (scope == 1 and owner != CONTEXT_ONLY):
-                length = _match(rows, newest, slot, context)
+                length = _match(rows, newest, slot, line, end, high)
                 if length > best:
                     best, votes = length, 0
                 if length == best:
@@ -184,6 +154,8 @@ def _elect(rows: Any, found: Any, votes: Any, key: Any, tokens: Any, ballots: An
     With `noisy`, the one with the largest log(votes) + g: g is the target's own noise at this position, so this is
     what the target would sample if its distribution were that of the votes.
     """
+    if votes == 1:
+        return rows[found[0], TOKEN], 1
     distinct = 0
     for i in range(votes):
         token, j = rows[found[i], TOKEN], 0
@@ -205,32 +177,39 @@ def _elect(rows: Any, found: Any, votes: Any, key: Any, tokens: Any, ballots: An
 
 @_jit
 def draft(
-    rows: Any, heads: Any, levels: Any, scope: Any, group: Any, count: Any, context: Any,
-    limit: Any, factor: Any, drafted: Any, floor: Any, path: Any, noise: Any, out_tokens: Any, out_odds: Any,
+    rows: Any, heads: Any, levels: Any, scopes: Any, scope: Any, group: Any, newest: Any, line: Any, end: Any,
+    high: Any, hashes: Any, hashed: Any, limit: Any, factor: Any, drafted: Any, floor: Any, path: Any, noise: Any,
+    scratch: Any, out_tokens: Any, out_odds: Any,
 ) -> Any:  # fmt: skip
-    """Find the longest match and follow the elected tokens from there.
+    """Find the longest match of the end of `line[:end]` and follow the elected tokens from there.
 
     Args:
-        limit: Most tokens wanted.
+        scope: 0 looks among the texts of `group`, 1 among all.
+        newest: Slot of the newest row.
+        high: Longest match that counts.
+        hashes: From `hash_context`, with `hashed` levels.
+        limit: Most tokens, 1 or more.
         factor: At most this many tokens per matched one, `drafted` included; 0 sets no such limit.
-        drafted: Tokens at the end of `context` that are guesses themselves; they do not count as matched.
+        drafted: Tokens at the end of the context that are guesses themselves; they do not count as matched.
         floor: Stop before the probability of the path falls below this.
         path: Probability of the path so far.
-        noise: (low word of the seed, high word, position of the first token, 1 if it is to be used), uint32.
+        noise: (seed, position of the first token, whether it is to be used); else the majority decides.
+        scratch: (3, MAX_VOTES) int32.
         out_tokens, out_odds: (limit,) int32 and float64, filled with the tokens and their share of the votes.
 
     Returns:
         (match length, tokens drafted, sum of the path probabilities, whether the texts ended before anything else did).
     """
-    found = np.empty(MAX_VOTES, np.int32)
-    matched, votes = find(rows, heads, levels, scope, group, count, context, found)
-    tokens, ballots = np.empty(MAX_VOTES, np.int32), np.empty(MAX_VOTES, np.int32)
+    found = scratch[0]
+    matched, votes = _find(rows, heads, levels, scopes, scope, group, newest, line, end, high, hashes, hashed, found)
     if factor > 0.0:
         limit = min(limit, np.int64(factor * max(matched - drafted, 0)) - drafted)
-    length, score, noisy = 0, 0.0, noise[3] == 1
+    length, score = 0, 0.0
+    seed, position, noisy = noise
+    low, top = np.uint32(seed & np.uint64(0xFFFFFFFF)), np.uint32(seed >> _SHIFT)
     while length < limit and votes > 0:
-        key = (noise[0], noise[1], np.uint32(noise[2] + np.uint32(length)))
-        token, ballot = _elect(rows, found, votes, key, tokens, ballots, noisy)
+        key = (low, top, np.uint32(position + length))
+        token, ballot = _elect(rows, found, votes, key, scratch[1], scratch[2], noisy)
         odds = ballot / (votes + DOUBT)
         path *= odds
         if path < floor:
@@ -246,3 +225,100 @@ def draft(
                 alive += 1
         votes = alive
     return matched, length, score, votes == 0 and length < limit
+
+
+@_jit
+def advance(
+    lines: Any, prompts: Any, known: Any, own_rows: Any, own_heads: Any, indexed: Any, buckets: Any,
+    rows: Any, heads: Any, levels: Any, scopes: Any, count: Any, groups: Any, lasts: Any, written: Any, slots: Any,
+) -> Any:  # fmt: skip
+    """Write the new tokens of `slots` into the logs of their own and into that of the run. Returns its new `count`.
+
+    Args:
+        lines: `(slots, width)` int32; `prompts` and `known` `(slots,)` int32: see `MirrorTable`.
+        own_rows: `(slots, width, LINKS + levels)` int32: rows of the logs of the requests' own text.
+        own_heads: `(slots, levels * width)` int32: their heads.
+        indexed: `(slots,)` int64: tokens in these logs; 0 begins anew.
+        buckets: `(slots,)` int64: their buckets, a power of two that grows with the text; 0: the request has no log.
+        count: Rows ever written to the log of the run; row number n is in slot n % capacity.
+        groups: `(slots,)` int64: each request's group there; -1: it writes nothing there.
+        lasts: `(slots,)` int64: the number of its last row.
+        written: `(slots,)` int64: its output tokens there.
+        slots: int32.
+    """
+    capacity, hashes = rows.shape[0], np.empty(levels.shape[0], np.uint64)
+    for slot in slots:
+        if buckets[slot] == 0:
+            continue
+        line, end = lines[slot], known[slot]
+        if indexed[slot] == 0 or end > buckets[slot]:
+            indexed[slot], buckets[slot] = 0, _SMALLEST
+            while buckets[slot] < end:
+                buckets[slot] *= 2
+            buckets[slot] = min(buckets[slot], lines.shape[1])
+            own_heads[slot, : levels.shape[0] * buckets[slot]] = 0
+        own, own_head = own_rows[slot], own_heads[slot, : levels.shape[0] * buckets[slot]]
+        shared, last = prompts[slot] + written[slot], lasts[slot]
+        back = last % capacity if last >= 0 and count - last < capacity else -1
+        for position in range(indexed[slot], end):
+            hashed = hash_context(line, position, levels, hashes)
+            append(own, own_head, levels, 1, position, position - 1, line[position], 0, hashes, hashed)
+            if groups[slot] >= 0 and position >= shared:
+                place = count % capacity
+                append(rows, heads, levels, scopes, place, back, line[position], groups[slot], hashes, hashed)
+                lasts[slot], back = count, place
+                count += 1
+                written[slot] += 1
+        indexed[slot] = end
+    return count
+
+
+@_jit
+def fill(
+    lines: Any, prompts: Any, known: Any, ends: Any, limits: Any, odds: Any,
+    own_rows: Any, own_heads: Any, buckets: Any, rows: Any, heads: Any, levels: Any, scopes: Any, count: Any,
+    groups: Any, seeds: Any, noisy: Any, high: Any, factor: Any, floor: Any, slots: Any,
+) -> None:  # fmt: skip
+    """Lengthen the tails of `slots` by the rule of `lookup/proposer.py`; arguments as in `advance` and `draft`.
+
+    Args:
+        odds: `(slots, width)` float64: of each tail token its share of the votes.
+        seeds: `(slots,)` uint64: seeds of the target's noise, used where `noisy` `(slots,)` is True.
+    """
+    most, newest = 1, (count - 1) % rows.shape[0]
+    for slot in slots:
+        most = max(most, limits[slot] - ends[slot])
+    tokens, shares, scratch = np.empty((2, most), np.int32), np.empty((2, most)), np.empty((3, MAX_VOTES), np.int32)
+    hashes = np.empty(levels.shape[0], np.uint64)
+    for slot in slots:
+        if buckets[slot] == 0:
+            continue
+        line, own, group = lines[slot], own_rows[slot], groups[slot]
+        own_head = own_heads[slot, : levels.shape[0] * buckets[slot]]
+        begin, end, limit, this, least = known[slot], np.int64(ends[slot]), np.int64(limits[slot]), 0, factor
+        while end < limit:
+            room, path, guessed = limit - end, 1.0, end - begin
+            for position in range(begin, end):
+                path *= odds[slot, position]
+            noise = (seeds[slot], end - prompts[slot], noisy[slot])
+            hashed = hash_context(line, end, levels, hashes)
+            matched, length, score, cut = draft(
+                own, own_head, levels, 1, 0, 0, begin - 1, line, end, high, hashes, hashed, room, least, guessed,
+                floor, path, noise, scratch, tokens[this], shares[this],
+            )  # fmt: skip
+            for scope in range(scopes if group >= 0 else 0):
+                found = draft(
+                    rows, heads, levels, scopes, scope, group, newest, line, end, high, hashes, hashed, room, least,
+                    guessed, floor, path, noise, scratch, tokens[1 - this], shares[1 - this],
+                )  # fmt: skip
+                if found[2] > score and (length == 0 or found[0] >= matched):
+                    matched, length, score, cut = found
+                    this = 1 - this
+            for i in range(length):
+                line[end + i], odds[slot, end + i] = tokens[this, i], shares[this, i]
+            if least > 0.0 and length:
+                limit, least = min(limit, begin + np.int64(factor * (matched - guessed))), 0.0
+            end += length
+            if not length or not cut:
+                break
+        ends[slot] = end

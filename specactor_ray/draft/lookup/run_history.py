@@ -1,37 +1,35 @@
-"""All outputs a draft actor has seen, each visible to all others from its first token on.
+"""The outputs of a run in one log, each visible to all requests from its first token on.
 
-One log for the whole run: outputs of earlier epochs, of other prompts, and of the samples that are generated right
-now. The oldest tokens are overwritten first, so what older policies wrote fades away.
+It holds earlier epochs, other prompts and running samples. The oldest tokens, those of older policies, are overwritten
+first.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from specactor_ray.draft.lookup.mirror import common_prefix
-from specactor_ray.draft.lookup.token_log import Text, TokenLog
-
-GROUP, RUN = 0, 1
-"""Scopes of a look-up: outputs of the same prompt, all outputs."""
+from specactor_ray.draft.lookup.token_log import TokenLog
 
 _GROUP_NUMBERS = 1 << 30
 _PROMPT_BYTES = 400
-"""That a prompt takes beside the log: its digest and its group in two dictionaries."""
+"""Bytes of a prompt beside the log: its digest and group in two dictionaries."""
 
 
 @dataclass(slots=True)
 class Output:
-    """One output of a prompt, as far as it was written."""
+    """One output of a prompt in the log."""
 
     prompt: bytes
-    """Digest of the prompt: prompts may be long, and the history outlives their requests."""
-    text: Text
-    tokens: list[int] = field(default_factory=list)
+    """Digest of the prompt."""
+    group: int
+    last: int
+    """Number of its last row when it was opened."""
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32, tokens written before it was opened."""
 
 
 @dataclass(slots=True)
@@ -44,19 +42,22 @@ class _Group:
 class RunHistory:
     """Outputs by prompt, in one bounded `TokenLog`.
 
-    Each output stands behind the end of its prompt, so that its start is found too; those tokens are context only.
-    An output that is closed unfinished (moved to another drafter, or opened afresh) is continued where it ended when
-    its request comes back, so that nothing counts twice.
+    Each output follows the end of its prompt, as context only, so that its start is found too. An output that is closed
+    unfinished (moved, or opened again) is continued when its request returns, so that no token counts twice. The caller
+    writes the tokens of open outputs.
 
     Args:
         max_tokens: Most tokens kept, outputs and the ends of their prompts, at least 1.
         min_match: Shortest match.
         max_match: Longest match.
-        max_unfinished: So many unfinished outputs may be continued later.
+        max_unfinished: Most unfinished outputs that are kept for continuation.
+        scopes: See `TokenLog`.
     """
 
-    def __init__(self, max_tokens: int, min_match: int, max_match: int, max_unfinished: int = 64) -> None:
-        self.log = TokenLog(max_tokens, min_match, max_match, scopes=2)
+    def __init__(
+        self, max_tokens: int, min_match: int, max_match: int, max_unfinished: int = 64, scopes: int = 2
+    ) -> None:
+        self.log = TokenLog(max_tokens, min_match, max_match, scopes)
         self._lead, self._max_unfinished = max_match, max_unfinished
         self._groups: dict[bytes, _Group] = {}
         self._idle: OrderedDict[bytes, int] = OrderedDict()
@@ -64,16 +65,16 @@ class RunHistory:
         self._next_group = 0
 
     def __len__(self) -> int:
-        """Prompts that have open outputs, or may have tokens in the log."""
+        """Prompts with open outputs or tokens in the log."""
         return len(self._groups)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the log, and about those of the prompts it distinguishes."""
+        """Bytes of the log and, estimated, of its prompts."""
         return self.log.nbytes + _PROMPT_BYTES * len(self)
 
     def open(self, request_id: str, prompt: np.ndarray, committed: np.ndarray) -> Output:
-        """Begin an output of a prompt (int32), or go on with it; pair it with `close`."""
+        """Begin an output of a prompt (int32), or continue one that agrees with `committed` (int32)."""
         key = hashlib.blake2b(prompt.tobytes(), digest_size=16).digest()
         group = self._groups.get(key)
         if group is None:
@@ -82,22 +83,22 @@ class RunHistory:
         group.users += 1
         self._idle.pop(key, None)
         output = self._unfinished.pop(request_id, None)
-        if output is None or output.text.group != group.number or not _agree(output.tokens, committed.tolist()):
-            output = Output(key, Text(group.number))
-            self.log.append(output.text, prompt[-self._lead :], guess=False)
-        self.write(output, committed)
+        if output is None or output.group != group.number or not _agree(output.tokens, committed):
+            output = Output(key, group.number, self.log.begin(prompt[-self._lead :]))
         return output
 
-    def write(self, output: Output, committed: np.ndarray) -> None:
-        """The output is `committed` (int32) by now; what is new is visible at once."""
-        fresh = committed[len(output.tokens) :]
-        output.tokens.extend(fresh.tolist())
-        self.log.append(output.text, fresh)
+    def close(self, request_id: str, output: Output, last: int, committed: np.ndarray | None) -> None:
+        """End an output; its tokens stay.
 
-    def close(self, request_id: str, output: Output, finished: bool) -> None:
-        """The output ends here (`finished`), or may go on later. What was written stays."""
-        if not finished:
-            self._unfinished[request_id] = output
+        Args:
+            request_id: Of its request.
+            output: From `open`.
+            last: Number of its last row.
+            committed: int32, its tokens if it may be continued; None if it is finished.
+        """
+        if committed is not None:
+            tokens = committed.copy() if len(committed) > len(output.tokens) else output.tokens
+            self._unfinished[request_id] = Output(output.prompt, output.group, last, tokens)
             if len(self._unfinished) > self._max_unfinished:
                 self._unfinished.popitem(last=False)
         group = self._groups[output.prompt]
@@ -115,6 +116,7 @@ class RunHistory:
             del self._idle[prompt], self._groups[prompt]
 
 
-def _agree(one: Sequence[int], other: Sequence[int]) -> bool:
+def _agree(one: np.ndarray, other: np.ndarray) -> bool:
     """Whether one is a prefix of the other."""
-    return common_prefix(one, other) == min(len(one), len(other))
+    length = min(len(one), len(other))
+    return bool((one[:length] == other[:length]).all())

@@ -11,7 +11,7 @@ _jit: Any = kernel()
 
 @_jit
 def reach(prompts: Any, known: Any, windows: Any, slots: Any, starts: Any, lengths: Any, total: Any) -> Any:
-    """The width that lines must have for these commits, one slot's in turn, of `total` tokens."""
+    """Width of lines that these commits, of `total` tokens in all, need."""
     width = 0
     for i in range(len(slots)):
         slot = slots[i]
@@ -38,10 +38,9 @@ def commit(
 
 @_jit
 def _settle(line: Any, known: Any, end: Any, start: Any, tokens: Any) -> Any:
-    """(up to where the line is what it was, tokens known, end of the tail) when `tokens` are final from `start` on.
+    """Returns (end of the unchanged part, tokens known, end of the tail) after `tokens` are final from `start` on.
 
-    A contradiction to committed tokens cannot come from one truth (a request has moved, or a message was garbled): it
-    is treated as a gap, so that opening afresh repairs it.
+    A contradiction to committed tokens (a request that moved, a garbled message) is a gap: the request is opened again.
     """
     stop = start + len(tokens)
     for at in range(start, min(known, stop)):

@@ -1,6 +1,6 @@
-"""A drafter's picture of its requests: what is committed, and the guess after it.
+"""Mirrors of a proposer's requests by slot: committed tokens and the tail after them.
 
-Commits may come twice, late or overlapping; what matters is only which output positions they fill.
+Commits may be repeated, late or overlapping.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specactor_ray.draft.lookup import _mirror_numba as kernels
+from specactor_ray.draft import _mirror_numba as kernels
 from specactor_ray.draft.proposer import Tails
 from specactor_ray.messages import SamplingParams
 from specactor_ray.ragged import enlarged
@@ -19,13 +19,13 @@ _MOST = 2**31 - 1
 
 
 class MirrorTable:
-    """Prompt, committed output and tail of each request stand one after the other in the line of its slot."""
+    """One line of tokens per slot: prompt, committed output, tail."""
 
     def __init__(self) -> None:
         self.lines = np.zeros((0, 0), np.int32)
-        """`(slots, width)` tokens; each open line has room for its committed tokens and a whole tail."""
+        """int32 `(slots, width)` tokens; an open line has room for its committed tokens and a whole tail."""
         self.prompts = np.zeros(0, np.int32)
-        """`(slots,)` tokens of the prompt, as `known`, `ends`, `windows` and `lasts`."""
+        """int32 `(slots,)` tokens of the prompt; so are `known`, `ends`, `windows` and `lasts`."""
         self.known = np.zeros(0, np.int32)
         """Tokens of prompt and committed output; -1: the slot is not open."""
         self.ends = np.zeros(0, np.int32)
@@ -40,16 +40,16 @@ class MirrorTable:
 
     @property
     def limits(self) -> np.ndarray:
-        """`(slots,)`: where tails have to end, by window and by the length of the output; -1 where nothing is open."""
+        """int32 `(slots,)`: where tails end, by window and `max_tokens`; -1 where nothing is open."""
         limits: np.ndarray = np.minimum(self.known + self.windows, self.lasts)
         return limits
 
     def prompt(self, slot: int) -> np.ndarray:
-        """A view."""
+        """int32, a view."""
         return self.lines[slot, : self.prompts[slot]]
 
     def committed(self, slot: int) -> np.ndarray:
-        """A view of the output's final tokens."""
+        """int32, a view of the final output tokens."""
         return self.lines[slot, self.prompts[slot] : self.known[slot]]
 
     def open(
@@ -70,11 +70,11 @@ class MirrorTable:
     def commit(
         self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Output tokens are final, as in `Proposer.commit`; of a tail that disagrees nothing is left.
+        """See `Proposer.commit`; a tail that disagrees is dropped as a whole.
 
         Returns:
-            int32 `(n,)`: up to which token the line, tail included, is what it was (-1: the commit does not fit, and
-            changed nothing), and how many output tokens are new.
+            int32 `(n,)` each: the token up to which the line, tail included, is unchanged (-1: the commit does not fit
+            and changed nothing); new output tokens.
         """
         # Copies: kernels are compiled for arrays of their own, not for those of a message, which may be read-only.
         slots, starts, lengths, tokens = (np.array(array, np.int32) for array in (slots, starts, lengths, tokens))
@@ -86,13 +86,13 @@ class MirrorTable:
         return same, fresh
 
     def append(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Lengthen tails by a token each."""
+        """Append one token to each tail."""
         ends = self.ends[slots]
         self.lines[slots, ends] = tokens
         self.ends[slots] = ends + 1
 
     def lengthen(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
-        """Lengthen a tail, as far as its limit."""
+        """Append tokens to a tail, up to its limit."""
         begin = int(self.ends[slot])
         tokens = tokens[: max(int(self.limits[slot]) - begin, 0)]
         self.lines[slot, begin : begin + len(tokens)] = tokens
@@ -130,7 +130,7 @@ def _doubled(have: int, wanted: int) -> int:
 
 @functools.cache
 def warm_up() -> None:
-    """Compile or load the kernels now, not while a verifier waits."""
+    """Compile or load the kernels."""
     table, zero = MirrorTable(), np.zeros(1, np.int32)
     table.open(0, (1,), (), SamplingParams(), 1)
     table.commit(zero, zero, zero, zero[:0])

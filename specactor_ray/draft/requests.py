@@ -1,4 +1,4 @@
-"""The requests of a drafter by slot: messages of verifiers reach the proposer, and its tails reach the verifiers."""
+"""Open requests of a draft actor: applies messages of verifiers to the proposer, sends its tails to the verifiers."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ _NONE = -1
 
 @dataclass(slots=True, eq=False)
 class _Verifier:
-    """A verifier that is drafted for."""
+    """A verifier with open requests."""
 
     number: int
-    """Stands for it in `Mirrors`; never used again."""
+    """Identifies it in `DraftRequests`; never reused."""
     session: int
-    """The newest of its sessions; see `CommitBatch`."""
+    """Its newest session; see `CommitBatch`."""
     slots: np.ndarray = field(default_factory=lambda: np.full(1, _NONE, np.int32))
-    """Row → slot; the last one has none."""
+    """Row → slot; the last entry has none."""
     lost: dict[int, int] = field(default_factory=dict)
-    """Rows that have to be opened again → generation."""
+    """Rows to open again → generation."""
 
 
-class Mirrors:
-    """Keeps the proposer consistent with the messages of verifiers, and hands out its slots. For the loop's thread.
+class DraftRequests:
+    """Applies messages of verifiers to the proposer and hands out its slots. Not thread-safe.
 
     Args:
-        drafter_id: Incarnation id of the draft actor; goes into every message.
+        drafter_id: Incarnation id of the draft actor, part of every message.
         proposer: The draft method.
     """
 
     def __init__(self, drafter_id: str, proposer: Proposer) -> None:
         self.counters = dict.fromkeys(("opens", "resyncs", "extends", "tails", "failures"), 0)
-        """What was done so far, by the loop and here."""
+        """Totals, of the loop too."""
         self._drafter_id, self._proposer = drafter_id, proposer
         self._verifiers: dict[str, _Verifier] = {}
         self._next_number = 0
         self._slots: dict[str, int] = {}
         """Request → slot."""
         self._open: dict[int, tuple[str, _Verifier]] = {}
-        """Slot → request, and where it runs."""
+        """Slot → request and its verifier."""
         self._free: list[int] = []
         self._owners, self._rows, self._generations = np.full((3, 1), _NONE, np.int32)
-        """`(slots,)`: number of the verifier, row and generation; the last slot is never handed out."""
+        """int32 `(slots,)`: number of the verifier, row and generation; the last slot stays free."""
         self._changed = np.zeros(1, np.bool_)
-        """`(slots,)`: tails that have yet to be sent."""
+        """bool `(slots,)`: tails to send."""
         _mark(self._changed, self._owners, np.zeros(0, np.int32))  # compile it now
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class Mirrors:
     # ---- messages ----
 
     def take(self, message: CommitBatch) -> None:
-        """Follow a message, unless it is of an old session; where that fails, only its request is lost."""
+        """Apply a message; one of an old session is ignored. A failure drops only its request."""
         verifier = self._verifiers.get(message.verifier_id)
         if verifier is None or message.session > verifier.session:
             self._drop(message.verifier_id)
@@ -88,7 +88,7 @@ class Mirrors:
 
     def _find(self, verifier: _Verifier, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
         """Slots of handles, int32; `_NONE` where nothing is open."""
-        slots = verifier.slots[np.minimum(rows, len(verifier.slots) - 1)]
+        slots: np.ndarray = verifier.slots[np.minimum(rows, len(verifier.slots) - 1)]
         slots[self._generations[slots] != generations] = _NONE
         return slots
 
@@ -97,7 +97,7 @@ class Mirrors:
         row, request_id = opened.row, opened.request_id
         if row >= len(verifier.slots) - 1:
             verifier.slots = _longer(verifier.slots, 2 * row + 2)
-        # The row's last request is over, and how it ended is unknown; this one may have moved here from another row.
+        # The row's last request has ended, finished or not; this one may have moved here from another row.
         self._close(int(verifier.slots[row]))
         self._close(self._slots.get(request_id, _NONE))
         verifier.lost.pop(row, None)
@@ -138,14 +138,13 @@ class Mirrors:
                         self._fail(self._name(taken[row]), error)
 
     def _follow(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """`Proposer.commit`. Where it fails each request is tried alone (commits may be repeated), and only those that
-        it fails for are lost."""
+        """`Proposer.commit`; after a failure once more for each request alone, and those that fail are dropped."""
         try:
             taken = np.asarray(self._proposer.commit(slots, starts, lengths, tokens), np.bool_)
             if taken.shape != slots.shape:
                 raise ValueError(f"{len(slots)} commits were answered by an array of shape {taken.shape}")
             return taken
-        except Exception as error:  # noqa: BLE001 - it is logged with the request that it is about
+        except Exception as error:  # noqa: BLE001 - it is logged
             if len(slots) > 1:
                 parts = np.split(tokens, np.cumsum(lengths)[:-1])
                 columns = (np.split(column, len(slots)) for column in (slots, starts, lengths))
@@ -153,10 +152,10 @@ class Mirrors:
             self._fail(self._name(int(slots[0])), error)
             return np.zeros(1, np.bool_)
 
-    # ---- requests that are followed no more ----
+    # ---- closing ----
 
     def _close(self, slot: int, finished: bool = False) -> None:
-        """Nothing where the slot is not open. `finished`: its output is complete."""
+        """Close a slot, if it is open. `finished`: its output is complete."""
         if slot not in self._open:
             return
         request_id, verifier = self._open.pop(slot)
@@ -170,7 +169,7 @@ class Mirrors:
             self._fail(request_id, error)
 
     def _drop(self, verifier_id: str) -> None:
-        """Close all requests of a verifier, if it has any."""
+        """Close all requests of a verifier."""
         if (verifier := self._verifiers.pop(verifier_id, None)) is not None:
             for slot in np.flatnonzero(self._owners == verifier.number).tolist():
                 self._close(slot)
@@ -179,13 +178,13 @@ class Mirrors:
         return self._open[slot][0] if slot in self._open else ""
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        """What was to be done for this request has failed, which costs this request alone."""
+        """Log a failure and drop its request."""
         self.counters["failures"] += 1
         logger.error("%s: request %s has failed and is dropped", self._drafter_id, request_id, exc_info=error)
         self._lose(self._slots.get(request_id, _NONE))
 
     def lose_all(self) -> None:
-        """Drop all requests, and ask for them again."""
+        """Drop all requests; their verifiers open them again."""
         for slot in list(self._open):
             self._lose(slot)
 
@@ -200,14 +199,15 @@ class Mirrors:
     def publish(
         self, changed: np.ndarray, links: Mapping[str, Link[TailBatch]], cut_off: Container[str], token_s: float
     ) -> None:
-        """Send verifiers what has changed, unless they are still busy with the last delivery.
+        """Offer changed tails to their verifiers; a busy link takes them later.
 
-        Requests of verifiers that are not in `links`, or are cut off, are dropped. If a verifier's messages arrive
-        before the list that names it, its next commits are of unknown requests, and the verifier opens those again.
+        Requests of verifiers that are cut off or not in `links` are dropped. After messages that arrive before the list
+        that names their verifier, its next commits are of unknown requests, which it then opens again.
 
         Args:
-            changed: Slots whose tails have changed, int32; those that are not open are passed over.
-            links: The verifiers there are now, id → where to send tails.
+            changed: int32, slots whose tails changed; slots that are not open are ignored.
+            links: Verifier id → link for tails.
+            cut_off: Ids of verifiers whose messages are refused.
             token_s: See `TailBatch`.
         """
         slots, owners = _mark(self._changed, self._owners, changed)
@@ -221,7 +221,7 @@ class Mirrors:
                 link.offer(functools.partial(self._tails, verifier, mine, token_s))
 
     def _tails(self, verifier: _Verifier, slots: np.ndarray, token_s: float) -> TailBatch:
-        """Whole tails of the slots of a verifier that have changed."""
+        """Whole tails of changed slots of a verifier."""
         self._changed[slots] = False
         lost, verifier.lost = verifier.lost, {}
         self.counters["tails"] += len(slots)
@@ -251,7 +251,7 @@ def _mark(marked: Any, owners: Any, slots: Any) -> Any:
 
 
 def _longer(array: np.ndarray, length: int) -> np.ndarray:
-    """A copy that is filled up with `_NONE` (False)."""
+    """A copy, filled up with `_NONE` (False)."""
     filled = np.full(length, _NONE if array.dtype == np.int32 else False, array.dtype)
     filled[: len(array)] = array
     return filled

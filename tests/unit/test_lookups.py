@@ -1,0 +1,578 @@
+"""The lookup methods against a brute-force reading of their rule, their sources, and their life cycle."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.draft.lookup import _token_log_numba as kernels
+from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.lookup.proposer import LookupProposer
+from specactor_ray.draft.lookup.run_history import RunHistory
+from specactor_ray.draft.lookup.suffix import SuffixProposer
+from specactor_ray.draft.registry import build_proposer
+from specactor_ray.messages import SamplingParams
+from tests.by_name import ByName
+from tests.unit.brute_force_log import BruteForceLog, Noise
+
+GREEDY = SamplingParams(temperature=0.0)
+LONG = SamplingParams(temperature=0.0, max_tokens=10_000)
+
+
+def ngram(*arguments: int, **limits: int) -> ByName:
+    return ByName(NgramProposer(*arguments, **limits))
+
+
+def suffix(*arguments: float, **limits: float) -> ByName:
+    return ByName(SuffixProposer(*arguments, **limits))  # type: ignore[arg-type]
+
+
+both = pytest.mark.parametrize("method", [ngram, suffix])
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+class Open:
+    """A request as the rule sees it."""
+
+    def __init__(self, prompt: tuple[int, ...], committed: list[int], sampling: SamplingParams, window: int) -> None:
+        self.prompt, self.committed, self.sampling, self.window = prompt, committed, sampling, window
+        self.tail: list[int] = []
+        self.odds: list[float] = []
+        self.text = -1
+        self.written: list[int] = []
+
+
+class Reference:
+    """The documented rule, word for word, without any index. `factor` 0: no limit; `runs`: looks at all outputs."""
+
+    def __init__(self, low: int, high: int, kept: int, factor: float, floor: float, runs: bool, noise: bool) -> None:
+        self.low, self.high, self.factor, self.floor, self.runs, self.noise = low, high, factor, floor, runs, noise
+        self.run = BruteForceLog(kept, low, high) if kept else None
+        self.groups: dict[tuple[int, ...], int] = {}
+        self.texts = itertools.count()
+        self.unfinished: dict[str, Open] = {}
+
+    def open(self, request_id: str, request: Open) -> None:
+        if self.run is None:
+            return
+        group = self.groups.setdefault(request.prompt, len(self.groups))
+        earlier = self.unfinished.pop(request_id, None)
+        if earlier and earlier.prompt == request.prompt:
+            overlap = min(len(earlier.written), len(request.committed))
+            if earlier.written[:overlap] == request.committed[:overlap]:
+                request.text, request.written = earlier.text, earlier.written
+        if request.text < 0:
+            request.text = next(self.texts)
+            self.run.append(request.text, request.prompt[-self.high :], group, guess=False)
+        self.write(request)
+
+    def write(self, request: Open) -> None:
+        if self.run is not None and request.text >= 0:
+            fresh = request.committed[len(request.written) :]
+            request.written = request.written + fresh
+            self.run.append(request.text, fresh, self.groups[request.prompt])
+
+    def forget(self, requests: dict[str, Open]) -> None:
+        if self.run is not None:
+            self.run.rows.clear()
+            self.groups.clear()
+            self.unfinished.clear()
+        for request in requests.values():
+            request.text = -1
+
+    def fill(self, request: Open) -> None:
+        guessed, budget = len(request.tail), None
+        own = BruteForceLog(10**6, self.low, self.high)
+        own.append(0, [*request.prompt, *request.committed], 0)
+        while True:
+            position = len(request.committed) + len(request.tail)
+            room = min(request.window - len(request.tail), request.sampling.max_tokens - position)
+            context = [*request.prompt, *request.committed, *request.tail]
+            noisy = self.noise and request.sampling.temperature > 0
+            noise = Noise(request.sampling.seed, position) if noisy else None
+            best = (0, list[int](), list[float](), 0.0, False)
+            sources: list[tuple[BruteForceLog, int | None]] = [(own, 0)]
+            if self.run is not None and request.text >= 0:
+                sources += [(self.run, self.groups[request.prompt])] + [(self.run, None)] * self.runs
+            for log, group in sources:
+                limit = room
+                matched, _ = log.occurrences(context, group)
+                if self.factor and budget is None:
+                    limit = min(room, int(self.factor * max(matched - guessed, 0)) - guessed)
+                elif budget is not None:
+                    limit = min(room, budget - len(request.tail))
+                draft = log.draft(context, limit, group, noise, self.floor, prod(request.odds))
+                if draft[3] > best[3] and (not best[1] or matched >= best[0]):
+                    best = draft
+            if not best[1]:
+                return
+            if self.factor and budget is None:
+                budget = int(self.factor * (best[0] - guessed))
+            request.tail += best[1]
+            request.odds += best[2]
+            if not best[4]:
+                return
+
+
+class Follower:
+    """Drives a proposer and the reference alike, and compares them."""
+
+    def __init__(self, proposer: ByName, reference: Reference) -> None:
+        self.proposer, self.reference = proposer, reference
+        self.requests: dict[str, Open] = {}
+        self.dirty: list[str] = []
+
+    def open(self, name: str, prompt: tuple[int, ...], committed: list[int], sampling: Any, window: int) -> None:
+        self.end(name)
+        self.proposer.open(name, prompt, committed, sampling, window)
+        self.requests[name] = Open(prompt, committed, sampling, window)
+        self.reference.open(name, self.requests[name])
+        self.dirty.append(name)
+
+    def extend(self) -> None:
+        assert sorted(self.proposer.extend()) == sorted(self.dirty)
+        for each in self.dirty:
+            self.reference.fill(self.requests[each])
+        self.dirty = []
+
+    def end(self, name: str, finished: bool = False) -> None:
+        closed = self.requests.pop(name, None)
+        if closed and closed.text >= 0 and not finished:
+            self.reference.unfinished[name] = closed
+        self.dirty = [r for r in self.dirty if r != name]
+
+    def close(self, name: str, finished: bool) -> None:
+        self.proposer.close(name, finished)
+        self.end(name, finished)
+
+    def commit(self, name: str, fresh: list[int], overlap: int = 0) -> None:
+        r = self.requests[name]
+        overlap = min(len(r.committed), overlap)
+        start = len(r.committed) - overlap
+        assert self.proposer.commit(name, start, r.committed[start:] + fresh) is True
+        agreed = r.tail[: len(fresh)] == fresh[: len(r.tail)]
+        r.tail, r.odds = (r.tail[len(fresh) :], r.odds[len(fresh) :]) if agreed else ([], [])
+        r.committed = r.committed + fresh
+        self.reference.write(r)
+        self.dirty += [name] if fresh and name not in self.dirty else []
+
+    def compare(self) -> None:
+        for each, r in self.requests.items():
+            assert self.proposer.tail(each) == (len(r.committed), tuple(r.tail))
+            assert len(r.tail) <= r.window
+        kept = self.reference.run.alive() if self.reference.run else []
+        assert self.proposer.history_tokens == len(kept)
+
+
+tokens = st.integers(0, 2)
+prompts = st.lists(tokens, max_size=10).map(tuple)
+kinds = [
+    "open", "reopen", "commit", "commit", "commit", "late", "gap", "extend", "extend", "close", "stop", "forget"
+]  # fmt: skip
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(kinds), st.sampled_from("abc"), st.integers(0, 6), st.lists(tokens, min_size=1, max_size=5),
+        st.integers(0, 2),
+    ),
+    min_size=6,
+    max_size=26,
+)  # fmt: skip
+
+
+@both
+@settings(max_examples=130, deadline=None)
+@given(
+    low=st.integers(1, 3), extra=st.integers(0, 4), kept=st.sampled_from([0, 1, 12, 40, 4000]),
+    factor=st.sampled_from([1.0, 2.5]), floor=st.sampled_from([0.0, 0.15]), temperature=st.sampled_from([0.0, 1.0]),
+    known_prompts=st.lists(prompts, min_size=1, max_size=2), sequence=operations,
+)  # fmt: skip
+def test_tails_are_those_of_the_rule(
+    method: Any, low: int, extra: int, kept: int, factor: float, floor: float, temperature: float,
+    known_prompts: list[tuple[int, ...]], sequence: list[Any],
+) -> None:  # fmt: skip
+    high = low + extra
+    if method is suffix:
+        f = Follower(suffix(low, high, kept, 64, factor, floor), Reference(low, high, kept, factor, floor, True, True))
+    else:
+        f = Follower(ngram(low, high, kept), Reference(low, high, kept, 0.0, 0.0, False, False))
+    for kind, name, number, ids, which in sequence:
+        if kind in ("open", "reopen"):
+            committed, prompt = list(ids), known_prompts[which % len(known_prompts)]
+            f.end(name)
+            if kind == "reopen" and name in f.reference.unfinished:  # more, or less, of what was there
+                earlier = f.reference.unfinished[name]
+                committed, prompt = (earlier.written + ids)[: len(earlier.written) + number - 3], earlier.prompt
+            f.open(name, prompt, committed, SamplingParams(temperature, max_tokens=14, seed=ord(name)), number)
+        elif kind == "extend":
+            f.extend()
+        elif kind in ("close", "stop"):
+            f.close(name, finished=kind == "close")
+        elif kind == "forget" and number == 0:
+            f.proposer.forget_history()
+            f.reference.forget(f.requests)
+        elif name not in f.requests:
+            assert f.proposer.commit(name, 0, ids) is False
+        elif kind == "gap":
+            assert f.proposer.commit(name, len(f.requests[name].committed) + 1 + which, ids) is False
+        elif kind == "late":
+            committed = f.requests[name].committed
+            start, stop = max(0, len(committed) - number), max(0, len(committed) - which)
+            assert f.proposer.commit(name, start, committed[start:stop]) is True
+        else:  # half of the commits agree with the tail, as far as they go
+            f.commit(name, (f.requests[name].tail + ids)[:number] if which else ids, overlap=which)
+        f.compare()
+
+
+@both
+@pytest.mark.parametrize("kept", [12, 50, 3000])
+def test_long_texts_are_found_as_short_ones_are(method: Any, kept: int) -> None:
+    """Indexes that grow, buckets with rows of several contexts, and a history that is overwritten many times."""
+    rng = random.Random(kept)
+    phrases = [[rng.randrange(60) for _ in range(rng.randint(3, 9))] for _ in range(4 if kept < 100 else 25)]
+    runs = method is suffix
+    reference = Reference(2, 6, kept, 4.0 * runs, 0.1 * runs, runs, runs)
+    f = Follower(method(2, 6, kept, 64, 4.0, 0.1) if runs else method(2, 6, kept), reference)
+    for number in range(4):
+        f.open(str(number), (1, 2, number % 2), [], LONG, 5)
+    for step in range(30):
+        for name in f.requests:
+            tail = f.requests[name].tail
+            f.commit(name, tail[: rng.randrange(3)] + rng.choice(phrases)[: rng.randint(1, 9)])
+        f.extend()
+        f.compare()
+        if step % 10 == 9:
+            f.close("3", finished=True)
+            f.open("3", (1, 2, step % 2), [], LONG, 5)
+    assert f.proposer.history_tokens == min(len(reference.run.rows), kept)  # type: ignore[union-attr]
+
+
+def drafted(proposer: ByName, request_id: str = "r") -> list[int]:
+    proposer.extend()
+    return list(proposer.tail(request_id)[1])
+
+
+def learn(proposer: ByName, prompt: list[int], *outputs: list[int]) -> None:
+    for number, output in enumerate(outputs):
+        proposer.open(f"earlier{number}", prompt, output, LONG, 4)
+        proposer.close(f"earlier{number}")
+
+
+# ---- both ----
+
+
+@both
+def test_every_commit_is_answered_once_also_without_a_guess(method: Any) -> None:
+    proposer = method()
+    proposer.open("r", [1, 2, 3], [], GREEDY, 4)
+    assert proposer.extend() == ["r"] and proposer.extend() == []
+    proposer.commit("r", 0, [9])
+    assert proposer.extend() == ["r"] and proposer.tail("r") == (1, ())
+    proposer.commit("r", 0, [9])
+    assert proposer.extend() == [], "a repeated commit asks nothing new"
+    proposer.load_weights(3, {})
+    assert proposer.history_tokens == 4, "outputs of another policy are still worth something"
+
+
+@both
+def test_siblings_see_what_is_committed_at_once(method: Any) -> None:
+    proposer = method(2, 8)
+    proposer.open("a", [1, 2, 3], [], GREEDY, 4)
+    proposer.open("b", [1, 2, 3], [], GREEDY, 4)
+    assert drafted(proposer, "b") == []
+    proposer.commit("a", 0, [10, 11, 12])
+    proposer.open("c", [1, 2, 3], [], GREEDY, 4)
+    assert drafted(proposer, "c") == [10, 11, 12], "from its first token on, and not past its end"
+    proposer.commit("b", 0, [10])
+    assert drafted(proposer, "b") == [11, 12]
+    proposer.commit("a", 3, [13])
+    proposer.commit("b", 1, [11])
+    assert drafted(proposer, "b") == [12, 13]
+
+
+@both
+def test_the_majority_leads_and_of_equals_the_latest(method: Any) -> None:
+    proposer = method(2, 2)
+    learn(proposer, [1, 2], [5, 1], [5, 3], [6, 2])
+    proposer.open("r", [1, 2], [], GREEDY, 2)
+    assert drafted(proposer) == [5, 3]
+    learn(proposer, [1, 2], [6, 4])
+    proposer.open("r", [1, 2], [], GREEDY, 2)
+    assert drafted(proposer)[0] == 6
+
+
+@both
+def test_only_the_latest_occurrences_vote(method: Any) -> None:
+    proposer = method(2, 4, max_batch=200)
+    learn(proposer, [1, 2], *[[7]] * 100, *[[8]] * (kernels.MAX_VOTES // 2 + 1))
+    proposer.open("r", [1, 2], [], GREEDY, 1)
+    assert drafted(proposer) == [8]
+
+
+@both
+def test_no_match_reaches_across_the_ends_of_outputs(method: Any) -> None:
+    proposer = method(1, 4)
+    learn(proposer, [8, 9], [1, 2, 5], [2, 3])
+    proposer.open("r", [8, 9], [5], GREEDY, 4)
+    assert drafted(proposer) == [], "an output that ended there was followed by the lead of the next"
+    proposer.open("r", [8, 9], [4, 2], GREEDY, 1)
+    assert drafted(proposer) == [3], "of equal matches the latest"
+
+
+@both
+def test_the_oldest_is_forgotten_first(method: Any) -> None:
+    proposer = method(2, 2, history_tokens=12)
+    learn(proposer, [1, 2], [10, 11])
+    proposer.open("r", [1, 2], [], GREEDY, 2)
+    assert drafted(proposer) == [10, 11]
+    for number in range(3):
+        learn(proposer, [3, 4], [6, 7, 8, 9 + number])
+    proposer.open("s", [1, 2], [], GREEDY, 2)
+    assert drafted(proposer, "s") == []
+    assert proposer.history_tokens == 12
+
+
+@both
+def test_without_history_only_the_own_text(method: Any) -> None:
+    proposer = method(2, 8, history_tokens=0)
+    proposer.open("a", [1, 2], [5, 6, 7], GREEDY, 4)
+    proposer.open("b", [1, 2], [5, 6], GREEDY, 4)
+    assert drafted(proposer, "b") == []
+    proposer.open("b", [1, 2], [5, 6, 5], GREEDY, 1)
+    proposer.commit("b", 3, [6])
+    assert drafted(proposer, "b") == [5]
+    assert proposer.history_tokens == 0
+
+
+@both
+def test_a_request_that_gets_a_place_late_brings_all_its_text(method: Any) -> None:
+    proposer = method(2, 4, max_batch=1)
+    proposer.open("a", [1, 2, 3, 1, 2], [], GREEDY, 2)
+    proposer.open("b", [1, 2, 3, 1, 2], [3], GREEDY, 1)
+    assert proposer.extend() == ["a", "b"]
+    assert proposer.tail("b") == (1, ()) and proposer.history_tokens == 4
+    assert proposer.commit("b", 1, [1]) is True
+    proposer.close("a")
+    assert proposer.extend() == ["b"], "a place alone asks nothing new"
+    assert proposer.commit("b", 2, [2]) is True
+    assert drafted(proposer, "b") == [3]
+    assert proposer.history_tokens == 4 + 4 + 3, "the ends of both prompts, and the output of the second"
+
+
+@both
+def test_nothing_is_compiled_once_it_drafts(method: Any) -> None:
+    """A kernel that is compiled in the middle of a rollout keeps verifiers waiting."""
+    compiled_ones = [kernel for kernel in vars(kernels).values() if hasattr(kernel, "signatures")]
+    proposer = method(1, 8, 1000, 64)
+    compiled = [list(kernel.signatures) for kernel in compiled_ones]
+    for temperature in (0.0, 1.0):
+        sampling = SamplingParams(temperature=temperature, max_tokens=500, seed=3)
+        proposer.open(f"t{temperature}", [*range(200)] * 2, [1, 2], sampling, 6)
+        proposer.extend()
+        assert proposer.commit(f"t{temperature}", 2, [3])
+        proposer.extend()
+        assert proposer.tail(f"t{temperature}")[1]
+        proposer.close(f"t{temperature}")
+    assert compiled_ones and [list(kernel.signatures) for kernel in compiled_ones] == compiled
+
+
+LIMITS = [(0, 4), (3, 2), (1, 2, -1), (1, 2, 0, 0)]
+SUFFIX_LIMITS = [(1, 2, 0, 1, 0.0), (1, 2, 0, 1, 1.0, 1.0), (1, 2, 0, 1, 1.0, -0.1)]
+
+
+@pytest.mark.parametrize(
+    ("proposer", "arguments"),
+    [(NgramProposer, one) for one in LIMITS] + [(SuffixProposer, one) for one in LIMITS + SUFFIX_LIMITS],
+)
+def test_bad_arguments_are_refused(proposer: type[LookupProposer], arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=r"is -?[0-9]"):
+        proposer(*arguments)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("ngram", 1 << 16), ("suffix", 1 << 20)])
+def test_keys_of_the_configuration(name: str, kept: int) -> None:
+    proposer = ByName(build_proposer(DrafterConfig(method=name, history_tokens=3), TargetConfig(), "cpu"))
+    assert isinstance(proposer.proposer, LookupProposer) and (proposer.method, proposer.vocab_size) == (name, None)
+    proposer.open("a", [1, 2], [3, 4, 5, 6], GREEDY, 4)
+    assert proposer.history_tokens == 3
+    default = ByName(build_proposer(DrafterConfig(method=name), TargetConfig(), "cpu"))
+    default.open("a", [1, 2], [3] * 70_000, GREEDY, 4)
+    assert default.history_tokens == min(70_002, kept)
+
+
+@both
+def test_a_longer_match_is_not_given_up_for_more_votes(method: Any) -> None:
+    proposer = method(2, 8)
+    prompt = [9, 8, 5, 6, 30, 1, 2, 3]
+    learn(proposer, prompt, *[[7, 5, 6, 40]] * 6)
+    proposer.open("r", prompt, [9, 8, 5, 6], GREEDY, 1)
+    assert drafted(proposer) == [30], "four tokens match in the prompt, two in the other outputs"
+    learn(proposer, prompt, *[[9, 8, 5, 6, 50]] * 6)
+    proposer.open("r", prompt, [9, 8, 5, 6], GREEDY, 1)
+    assert drafted(proposer) == [50]
+
+
+# ---- ngram ----
+
+
+def test_copies_what_followed_the_longest_match() -> None:
+    proposer = ngram(2, 4)
+    proposer.open("r", [7, 1, 2, 3, 40, 41, 8, 2, 3, 50, 51, 9], [1, 2, 3], GREEDY, 3)
+    assert drafted(proposer) == [40, 41, 8]
+
+
+def test_periodic_text_continues_past_its_end() -> None:
+    proposer = ngram(2, 8)
+    proposer.open("r", [1, 2, 3], [1, 2], GREEDY, 10)
+    assert drafted(proposer) == [3, 1, 2, 3, 1, 2, 3, 1, 2, 3]
+
+
+def test_refills_behind_a_surviving_tail_and_rolls_back_cleanly() -> None:
+    proposer = ngram(2, 8)
+    proposer.open("r", [1, 2, 3, 4, 5, 6, 7, 8], [1, 2], GREEDY, 3)
+    assert drafted(proposer) == [3, 4, 5]
+    assert proposer.commit("r", 2, [3, 4])
+    assert drafted(proposer) == [5, 6, 7]
+    assert proposer.commit("r", 4, [9])
+    assert drafted(proposer) == []
+    assert proposer.commit("r", 5, [1, 2])
+    assert drafted(proposer) == [3, 4, 9], "the latest occurrence is the own output; the wrong 5, 6, 7 left no trace"
+
+
+def test_ngram_serves_the_same_prompt_only() -> None:
+    proposer = ngram(2, 8)
+    learn(proposer, [1, 2, 3], [10, 11, 12, 13])
+    proposer.open("c", [0, 2, 3], [], GREEDY, 6)
+    assert drafted(proposer, "c") == []
+
+
+def test_own_text_is_preferred_at_equal_worth_and_takes_over_where_history_ends() -> None:
+    proposer = ngram(2, 8)
+    learn(proposer, [1, 2, 3, 9, 4, 5, 6, 7], [4, 5])
+    proposer.open("r", [1, 2, 3, 9, 4, 5, 6, 7], [], GREEDY, 4)
+    assert drafted(proposer) == [4, 5, 6, 7]
+    learn(proposer, [1, 2, 3, 0], [1, 2, 8])
+    proposer.open("r", [1, 2, 3, 0], [7, 1, 2], GREEDY, 1)
+    assert drafted(proposer) == [3]
+
+
+# ---- suffix ----
+
+
+def test_a_lone_occurrence_is_no_certainty() -> None:
+    proposer = suffix(2, 8, min_probability=0.0, length_factor=8)
+    learn(proposer, [1, 2], [5, 6, 7, 8], [5, 6, 9], [5, 6, 7, 4])
+    proposer.open("r", [1, 2], [5], GREEDY, 3)
+    assert drafted(proposer) == [6, 7, 4], "4 and 8 are as frequent; 4 came later"
+    odds = proposer._odds[proposer.slots["r"], 3:6]
+    assert odds.tolist() == [3 / 3.5, 2 / 3.5, 1 / 2.5]
+
+
+def test_other_prompts_help_when_nothing_nearer_does() -> None:
+    proposer = suffix(2, 8)
+    proposer.open("a", [1, 2], [20, 21, 22, 23], GREEDY, 4)
+    proposer.open("b", [3, 4], [20, 21], GREEDY, 2)
+    assert drafted(proposer, "b") == [22, 23]
+    proposer.open("c", [3, 4], [20, 21, 40, 41, 20, 21], GREEDY, 2)
+    assert drafted(proposer, "c") == [40, 41], "of equal scores the own text"
+
+
+def test_the_noise_of_the_target_chooses_among_what_was_seen() -> None:
+    """Outputs that split evenly: requests whose noise favours the one or the other are drafted for accordingly."""
+    from specactor_ray.sampling.keyed import gumbel_noise
+
+    proposer, majority = suffix(2, 8), suffix(2, 8, shared_noise=False)
+    for number in range(6):
+        for each in (proposer, majority):
+            each.open(str(number), [1, 2], [5 + number % 2], GREEDY, 4)
+    guesses = set()
+    for seed in (*range(12), 2**64 - 1):
+        proposer.open("r", [1, 2], [], SamplingParams(1.0, seed=seed), 1)
+        g = gumbel_noise(seed, 0, 8)
+        assert drafted(proposer) == [5 if g[5] > g[6] else 6]
+        guesses.update(drafted(proposer))
+    assert guesses == {5, 6}
+    majority.open("r", [1, 2], [], SamplingParams(1.0, seed=1), 1)
+    assert drafted(majority) == [6]
+
+
+def test_a_tail_that_survives_is_lengthened_as_if_it_were_new() -> None:
+    """Its confirmed part no longer counts against the probability of the whole."""
+    proposer = suffix(2, 8, history_tokens=0, length_factor=2, min_probability=0.2)
+    text = list(range(10, 40))
+    proposer.open("r", text, text[:8], GREEDY, 20)
+    assert drafted(proposer) == text[8:11], "0.67 ** 4 is below 0.2"
+    proposer.commit("r", 8, text[8:10])
+    assert drafted(proposer) == text[10:13]
+
+
+def test_an_output_that_comes_back_does_not_count_twice() -> None:
+    proposer = suffix(2, 8)
+    proposer.open("a", [1, 2], [5, 6], GREEDY, 4)
+    proposer.open("a", [1, 2], [5, 6, 7], GREEDY, 4)
+    proposer.close("a", finished=False)
+    proposer.open("a", [1, 2], [5], GREEDY, 4)
+    assert proposer.history_tokens == 5
+    proposer.commit("a", 1, [6, 7, 8])
+    assert proposer.history_tokens == 6
+    proposer.open("a", [1, 2], [5, 9], GREEDY, 4)
+    assert proposer.history_tokens == 10, "another output under the same name is an output of its own"
+
+
+# ---- the history ----
+
+
+def test_prompts_are_forgotten_with_their_tokens() -> None:
+    history, nothing = RunHistory(50, 2, 4, max_unfinished=3), ints()
+    held = history.open("held", ints(9, 9), nothing)
+    for number in range(500):
+        output = history.open(str(number), ints(number, number, number), nothing)
+        history.close(str(number), output, output.last, None if number % 2 == 0 else nothing)
+        assert len(history) <= 50 / 3 + 2
+        assert len(history._unfinished) <= 3
+    history.close("held", held, held.last, None)
+    assert len(history._idle) == len(history)
+
+
+def test_an_output_whose_prompt_was_forgotten_begins_anew() -> None:
+    proposer = suffix(2, 4, history_tokens=20)
+    proposer.open("a", [1, 2], [5, 6], GREEDY, 4)
+    proposer.close("a", finished=False)
+    learn(proposer, [3, 4], [7] * 30)
+    assert len(proposer._history) == 1
+    for name in ("a", "d"):
+        proposer.open(name, [1, 2], [5, 6, 8] if name == "a" else [], GREEDY, 3)
+    assert drafted(proposer, "d") == [5, 6, 8]
+
+
+def test_of_a_long_prompt_a_digest_is_kept() -> None:
+    history = RunHistory(1000, 2, 8)
+    prompt = np.arange(100_000, dtype=np.int32)
+    before = sys.getrefcount(prompt)
+    for committed in (ints(1, 2, 3), None):
+        output = history.open("a", prompt, ints(1, 2, 3))
+        history.close("a", output, output.last, committed)
+        assert len(history) == 1 and sys.getrefcount(prompt) == before, "the prompt is kept"
+    assert history.nbytes < history.log.nbytes + 1000
+
+
+def test_bytes_are_reported() -> None:
+    proposer = suffix(2, 8, history_tokens=1000)
+    empty = proposer.history_bytes
+    assert empty == 1000 * 4 * (4 + 4) + 4 * 1024 * 4
+    proposer.open("a", [1] * 500, [2] * 5000, LONG, 4)
+    assert proposer.history_bytes >= empty + 5500 * 4 * (6 + 2)
+    proposer.close("a")
+    learn(proposer, [1, 2], *[[3] * 1000] * 5)
+    assert proposer.history_bytes <= empty + 2 * 8192 * 4 * (6 + 2) + 800, "bounded by the longest text"
