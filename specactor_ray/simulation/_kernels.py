@@ -17,8 +17,8 @@ _jit: Any = kernel()
 # Rows of `SimulatedEngine`'s table: tokens of the prompt, output tokens so far and in all, positions that are not in
 # the cache yet, and max_tokens.
 PROMPT, OUTPUT, END, MISSING, MOST = range(5)
-# Rows of `SimulatedProposer`'s table: tokens of prompt, committed output and tail, most of the tail (0: the slot is not
-# open), and known guesses.
+# Rows of `SimulatedProposer`'s table: tokens of the prompt (0: the slot is not open), of committed output and tail, most of
+# the tail, and known guesses.
 _, BASE, LENGTH, WINDOW, KNOWN = range(5)
 NO_GUESS = -1
 _LIMIT, _STOP, _RUNNING = (np.uint8(one) for one in (Finish.LENGTH, Finish.STOP, Finish.RUNNING))
@@ -105,7 +105,7 @@ def follow(known: Any, table: Any, changed: Any, slots: Any, starts: Any, length
     good, news, begin = np.zeros(len(slots), np.bool_), 0, 0
     for i in range(len(slots)):
         slot, size, begin = slots[i], lengths[i], begin + lengths[i]
-        if slot >= len(changed) or table[WINDOW, slot] == 0 or table[BASE, slot] < starts[i]:
+        if slot >= len(changed) or table[PROMPT, slot] == 0 or table[BASE, slot] < starts[i]:
             continue
         base, length = table[BASE, slot], table[LENGTH, slot]
         fresh = max(size - (base - starts[i]), 0)

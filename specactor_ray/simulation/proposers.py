@@ -78,7 +78,7 @@ class SimulatedProposer(Proposer):
         return good
 
     def close(self, slot: int, finished: bool) -> None:
-        if slot >= len(self._changed) or not self._table[_kernels.WINDOW, slot]:
+        if slot >= len(self._changed) or not self._table[_kernels.PROMPT, slot]:
             return
         if not self._time.is_lookup:
             self._cached -= int(self._table[[_kernels.PROMPT, _kernels.BASE], slot].sum())

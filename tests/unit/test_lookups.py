@@ -402,11 +402,11 @@ def test_bad_arguments_are_refused(proposer: type[LookupProposer], arguments: tu
 
 @pytest.mark.parametrize(("name", "kept"), [("ngram", 1 << 16), ("suffix", 1 << 20)])
 def test_keys_of_the_configuration(name: str, kept: int) -> None:
-    proposer = ByName(build_proposer(DrafterConfig(method=name, history_tokens=3), TargetConfig(), "cpu"))
+    proposer = ByName(build_proposer(DrafterConfig(method=name, history_tokens=3, max_batch=8), TargetConfig(), "cpu"))
     assert isinstance(proposer.proposer, LookupProposer) and (proposer.method, proposer.vocab_size) == (name, None)
     proposer.open("a", [1, 2], [3, 4, 5, 6], GREEDY, 4)
     assert proposer.history_tokens == 3
-    default = ByName(build_proposer(DrafterConfig(method=name), TargetConfig(), "cpu"))
+    default = ByName(build_proposer(DrafterConfig(method=name, max_batch=8), TargetConfig(), "cpu"))
     default.open("a", [1, 2], [3] * 70_000, GREEDY, 4)
     assert default.history_tokens == min(70_002, kept)
 

@@ -95,9 +95,9 @@ def test_a_cache_is_that_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cache_that_holds_no_block_of_hf(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LlamaConfig(**LLAMA, max_position_embeddings=4096)
-    check(monkeypatch, model, backend="hf", kv_cache_gb=128 / 2**20)
-    with pytest.raises(ConfigError, match="holds 0 tokens of m in blocks of 128, and a request may have 1") as error:
-        check(monkeypatch, model, backend="hf", kv_cache_gb=127 / 2**20)
+    check(monkeypatch, model, backend="hf", kv_cache_gb=16 / 2**20)
+    with pytest.raises(ConfigError, match="holds 0 tokens of m in blocks of 16, and a request may have 1") as error:
+        check(monkeypatch, model, backend="hf", kv_cache_gb=15 / 2**20)
     assert error.value.key == "target.kv_cache_gb"
 
 
