@@ -36,7 +36,7 @@ class Machines:
     groups: list[Group] = field(default_factory=list)
 
     def free(self, node: Node) -> tuple[float, float]:
-        """CPUs and GPUs of a node that nobody has."""
+        """CPUs and GPUs of a node that no group has."""
         if not node.alive:
             return 0.0, 0.0
         here = [group.demand for group in self.groups if group.node is node]
@@ -44,10 +44,9 @@ class Machines:
 
     def place(self, group: Group) -> None:
         """Give the group a node that has room, if it has none that lives."""
-        if group.node is not None and group.node.alive:
-            return
-        group.node = None
-        group.node = next((node for node in self.nodes if self._has_room(node, group.demand)), None)
+        if group.node is None or not group.node.alive:
+            group.node = None
+            group.node = next((node for node in self.nodes if self._has_room(node, group.demand)), None)
 
     def _has_room(self, node: Node, demand: Demand) -> bool:
         cpus, gpus = self.free(node)

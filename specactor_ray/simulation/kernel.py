@@ -52,23 +52,20 @@ class Process:
     """Tasks that became ready while it was frozen."""
 
 
+@dataclass(slots=True, eq=False)
 class Task:
     """One coroutine."""
 
-    __slots__ = ("coroutine", "done", "error", "label", "name", "process", "target", "waiters", "wake_id", "woken_by")
-
-    def __init__(self, target: Callable[[], None], name: str, process: Process, number: int) -> None:
-        self.target, self.name, self.process = target, name, process
-        self.label = number
-        self.coroutine: greenlet | None = None
-        """None until it runs for the first time."""
-        self.wake_id = 0
-        """Number of the wait it is in; a wake-up of an earlier wait is void."""
-        self.woken_by = False
-        """The last wait ended by a signal rather than by time."""
-        self.done = False
-        self.error: BaseException | None = None
-        self.waiters: list[tuple[Task, int]] = []
+    target: Callable[[], None]
+    name: str
+    process: Process
+    label: int
+    coroutine: greenlet | None = None
+    """None until it runs for the first time."""
+    wake_id: int = 0
+    """Number of the wait it is in; a wake-up of an earlier wait is void."""
+    done: bool = False
+    waiters: list[tuple[Task, int]] = field(default_factory=list)
 
 
 class Kernel:
@@ -93,6 +90,7 @@ class Kernel:
         self._number = self._tasks = self.reads = 0
         self._hub = getcurrent()
         self._trace = trace
+        self._running: Task | None = None
         self._measures, self._resumed_at = False, 0.0
         self._alive: dict[Task, None] = {}
         self._idle: list[greenlet] = []
@@ -117,39 +115,34 @@ class Kernel:
             try:
                 task.target()
             except Exception as error:  # noqa: BLE001 - `crashes` is read by the caller of `run`
-                task.error = error
                 if not task.process.dead and not self.closed:
                     self.crashes.append((f"{task.process.name}/{task.name}", error))
             task.done = True
             self._alive.pop(task, None)
-            for waiter, wake_id in task.waiters:
-                self._ready(waiter, wake_id)
+            for waiter in task.waiters:
+                self.wake(waiter)
             self._idle.append(getcurrent())
             self._hub.switch()
 
     def current(self) -> Task:
         """The task that runs. Its coroutine is the current greenlet."""
-        running = self._running
-        if running is None:
+        if self._running is None:
             raise SimulationError("a wait outside a task of the simulation")
-        return running
+        return self._running
 
-    _running: Task | None = None
-
-    def block(self, until: float) -> bool:
-        """Suspend the running task until it is woken or `until` (virtual time). Returns whether it was woken.
+    def block(self, seconds: float | None) -> None:
+        """Suspend the running task until it is woken, at most this long; None: for ever.
 
         The caller has registered the wait with its waker: see `arm`.
         """
         task = self.current()
         if self.closed:
             raise SimulationError("the simulation is over")
-        task.woken_by = False
+        until = float("inf") if seconds is None else self.now + seconds
         if until != float("inf"):
             self._push(until, task, task.wake_id)
         self.reads = 0
         self._hub.switch()
-        return task.woken_by
 
     def arm(self) -> tuple[Task, int]:
         """Begin a wait: the running task and the number of the wait, for `wake`."""
@@ -159,7 +152,9 @@ class Kernel:
 
     def wake(self, waiter: tuple[Task, int]) -> None:
         """End a wait; void if it has ended already."""
-        self._ready(*waiter)
+        task, wake_id = waiter
+        if wake_id == task.wake_id:
+            self._push(self.now, task, wake_id)
 
     def at(self, time: float, callback: Callable[[], None]) -> None:
         """Call something at a virtual time, outside of all processes. It must not wait."""
@@ -261,11 +256,6 @@ class Kernel:
             coroutine.switch()
         self._running = None
 
-    def _ready(self, task: Task, wake_id: int) -> None:
-        if wake_id == task.wake_id:
-            task.woken_by = True
-            self._push(self.now, task, wake_id)
-
     def _push(self, time: float, task: Task | None, what: Any) -> None:
         self._number += 1
         heapq.heappush(self._heap, (time, self._random(), self._number, task, what))
@@ -296,9 +286,8 @@ class VirtualClock:
         return kernel.now + self.process.offset_s
 
     def sleep(self, seconds: float) -> None:
-        kernel = self.kernel
-        kernel.arm()
-        kernel.block(kernel.now + max(seconds, 0.0))
+        self.kernel.arm()
+        self.kernel.block(max(seconds, 0.0))
 
     def work(self, seconds: float) -> None:
         """Be busy for as long as this takes on a process of this speed."""
@@ -346,9 +335,8 @@ class VirtualEvent:
 
     def wait(self, timeout: float | None = None) -> bool:
         if not self._is_set and (timeout is None or timeout > 0.0):
-            kernel = self._kernel
-            self._waiters.append(kernel.arm())
-            kernel.block(kernel.now + (float("inf") if timeout is None else timeout))
+            self._waiters.append(self._kernel.arm())
+            self._kernel.block(timeout)
         return self._is_set
 
 
@@ -393,6 +381,5 @@ class VirtualThread:
 
     def join(self, timeout: float | None = None) -> None:
         if not self._task.done:
-            kernel = self._kernel
-            self._task.waiters.append(kernel.arm())
-            kernel.block(kernel.now + (float("inf") if timeout is None else timeout))
+            self._task.waiters.append(self._kernel.arm())
+            self._kernel.block(timeout)

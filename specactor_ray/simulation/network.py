@@ -106,6 +106,10 @@ class VirtualActor:
     concurrency: int = _CONCURRENCY
     """Calls at a time. Those of the method `heartbeat` do not count, as in a concurrency group of its own."""
 
+    def lost(self) -> ActorLostError:
+        """The error of calls to it once its process has ended."""
+        return ActorLostError(f"{self.name}: its process ended", self.node_lost)
+
 
 @dataclass(frozen=True)
 class StoredObject:
@@ -136,7 +140,7 @@ class _Sent:
     def arrive(self) -> None:
         network, actor = self.network, self.actor
         if actor.process.dead:
-            network.fail_later(self.reference, lost(actor), _DETECTION_S)
+            network.fail_later(self.reference, actor.lost(), _DETECTION_S)
         elif self.is_cut_off:
             network.unavailable(self.reference, self.method)
         else:
@@ -187,27 +191,16 @@ class Network:
         self.kernel, self.rng = kernel, rng
         self.faults = LinkFaults()
         self.actors: list[VirtualActor] = []
-        self.calls = 0
         self.hits: dict[str, int] = {}
         """Fault → how often it struck a call."""
         self._objects: dict[int, Any] = {}
         self._latency_s, self._bytes_per_s = (0.0005, 0.002), float("inf")
 
     def set_links(self, call_s: float, jitter: float, bytes_per_s: float) -> None:
-        """How long calls take, one way.
-
-        Args:
-            call_s: Seconds of a call that carries nothing.
-            jitter: Share by which they differ, up or down.
-            bytes_per_s: What a link between two nodes carries.
-        """
+        """Calls take `call_s` seconds one way, up to the share `jitter` more or less, and the time of their payload
+        between two nodes."""
         self._latency_s = (call_s * (1.0 - jitter), call_s * (1.0 + jitter))
         self._bytes_per_s = bytes_per_s
-
-    @property
-    def call_s(self) -> float:
-        """Mean seconds of a call, one way."""
-        return sum(self._latency_s) / 2.0
 
     def latency(self, num_bytes: float = 0.0) -> float:
         return self.rng.uniform(*self._latency_s) + num_bytes / self._bytes_per_s
@@ -240,7 +233,7 @@ class Network:
         actor.node_lost = node_lost
         self.kernel.kill(actor.process)
         for reference in list(actor.open_calls):
-            self.fail_later(reference, lost(actor), _DETECTION_S)
+            self.fail_later(reference, actor.lost(), _DETECTION_S)
         actor.open_calls.clear()
         actor.queue.clear()
 
@@ -255,7 +248,6 @@ class Network:
 
     def send(self, caller: VirtualActor, actor: VirtualActor, method: str, arguments: Sequence[Any]) -> Reference:
         """Begin a call."""
-        self.calls += 1
         reference, faults = Reference(caller.process), self.faults
         if self._strikes("lost_before", faults.lost_before):
             self.unavailable(reference, method)
@@ -282,8 +274,8 @@ class Network:
 
     def invoke(self, actor: VirtualActor, method: str, arguments: Sequence[Any]) -> Any:
         """Run a method of an actor, in the current task."""
-        if method == "__ray_call__":
-            return facts_of(actor)
+        if method == "__ray_call__":  # process_facts; the pid is a number that is the same in each run
+            return ProcessFacts(zlib.crc32(actor.name.encode()), 0, actor.node.name)
         taken = [self.get(value) if isinstance(value, StoredObject) else value for value in arguments]
         return getattr(actor.instance, method)(*taken)
 
@@ -301,13 +293,13 @@ class Network:
 
     def unavailable(self, reference: Reference, method: str, after: float = 0.0) -> None:
         """Resolve a call as of an actor out of reach, some time after `after` seconds."""
-        error = ActorUnavailableError(f"{method}: out of reach")
-        when = self.kernel.now + after + self.rng.uniform(*_UNAVAILABLE_S)
-        self.kernel.at(when, lambda: self.resolve(reference, None, error))
+        self.fail_later(reference, ActorUnavailableError(f"{method}: out of reach"), _UNAVAILABLE_S, after)
 
-    def fail_later(self, reference: Reference, error: SpecActorError, within: tuple[float, float]) -> None:
-        """Resolve a call with an error, after a random time in this range of seconds."""
-        when = self.kernel.now + self.rng.uniform(*within)
+    def fail_later(
+        self, reference: Reference, error: SpecActorError, within: tuple[float, float], after: float = 0.0
+    ) -> None:
+        """Resolve a call with an error, `after` seconds and a random time in the range `within` from now."""
+        when = self.kernel.now + after + self.rng.uniform(*within)
         self.kernel.at(when, lambda: self.resolve(reference, None, error))
 
     def delay(self) -> float:
@@ -358,16 +350,6 @@ def payload_bytes(arguments: Sequence[Any]) -> int:
     return total
 
 
-def lost(actor: VirtualActor) -> ActorLostError:
-    """The error of calls to an actor whose process has ended."""
-    return ActorLostError(f"{actor.name}: its process ended", actor.node_lost)
-
-
-def facts_of(actor: VirtualActor) -> ProcessFacts:
-    """What `process_facts` tells of a real actor; the pid is a number that is the same in each run."""
-    return ProcessFacts(zlib.crc32(actor.name.encode()), 0, actor.node.name)
-
-
 class VirtualTransport:
     """The `Transport` of one simulated process."""
 
@@ -382,11 +364,10 @@ class VirtualTransport:
         done = {reference for reference in references if reference.done}
         if done or timeout_s <= 0.0:
             return done
-        kernel = self._kernel
-        waiter = kernel.arm()
+        waiter = self._kernel.arm()
         for reference in references:
             reference.waiters.append(waiter)
-        kernel.block(kernel.now + timeout_s)
+        self._kernel.block(timeout_s)
         return {reference for reference in references if reference.done}
 
     def take(self, reference: Any, what: str = "the call") -> Any:
