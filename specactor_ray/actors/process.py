@@ -68,19 +68,14 @@ class ActorHost:
             hosted = sum(footprint(one, target, device_bytes()) for one in spec.inline)
         return build_engine(target, "cuda" if target.gpus else "cpu", spec.max_drafts, hosted)
 
-    def build_drafting(self, spec: VerifierSpec, engine: TargetEngine) -> Drafting:
-        """The drafts' side of a verifier."""
+    def build_drafting(self, spec: VerifierSpec, engine: TargetEngine, *figures: Any) -> Drafting:
+        """The drafts' side of a verifier. `figures`: acceptance and step cost, where they are not to be learned."""
+        from specactor_ray.spec.acceptance import Acceptance
         from specactor_ray.verify.drafting import Drafting
 
-        return Drafting(
-            spec.actor_id,
-            spec.mode is Mode.COUPLED,
-            spec.speculation,
-            engine.vocab_size,
-            max_batch=spec.target.max_batch,
-            window=spec.max_drafts,
-            priors=spec.priors,
-        )
+        coupled, rows, window = spec.mode is Mode.COUPLED, spec.target.max_batch, spec.max_drafts
+        learned = figures or (Acceptance(spec.priors),)
+        return Drafting(spec.actor_id, coupled, spec.speculation, engine.vocab_size, rows, window, *learned)
 
     def build_proposer(self, drafter: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
         """The proposer of a draft method; loads its model if it has one."""

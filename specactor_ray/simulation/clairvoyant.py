@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from specactor_ray.controller.state import VerifierSpec
-from specactor_ray.messages import Mode
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.world import World
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.table import RequestTable
-from specactor_ray.verify.drafting import Drafting
 
 _POINTS = 33
 """Draft positions at which a step's cost is computed; in between it is a straight line."""
@@ -56,20 +53,3 @@ class KnownCost(StepCost):
         forward = [self._world.target.seconds(num_rows, num_rows + int(extra), context) for extra in at]
         python_s = self._world.python.verify_s(process, num_rows, speculates=True)
         return np.interp(np.arange(most + 1), at, np.array(forward) * process.slowness + python_s)
-
-
-class ClairvoyantDrafting(Drafting):
-    """The product's bookkeeping and decisions, on true figures.
-
-    Args:
-        spec: Of the verifier.
-        engine: Its engine.
-        clock: Time of its process.
-        world: The true figures.
-    """
-
-    def __init__(self, spec: VerifierSpec, engine: SimulatedEngine, clock: VirtualClock, world: World) -> None:
-        coupled = spec.mode is Mode.COUPLED
-        rows, window = spec.target.max_batch, spec.max_drafts
-        super().__init__(spec.actor_id, coupled, spec.speculation, engine.vocab_size, max_batch=rows, window=window)
-        self.policy.acceptance, self.policy.cost = KnownAcceptance(world), KnownCost(world, engine, clock)

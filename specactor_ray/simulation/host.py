@@ -12,7 +12,7 @@ from specactor_ray.controller.state import VerifierSpec
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.registry import build_proposer, traits
 from specactor_ray.messages import WeightSet
-from specactor_ray.simulation.clairvoyant import ClairvoyantDrafting
+from specactor_ray.simulation.clairvoyant import KnownAcceptance, KnownCost
 from specactor_ray.simulation.engine import SimulatedEngine
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import Network, VirtualActor, VirtualTransport
@@ -42,11 +42,10 @@ class SimulatedHost(ActorHost):
         limits = (target.max_batch, target.max_step_tokens, world.cache_tokens)
         return SimulatedEngine(self._actor, self._clock, self._network, world, *limits)
 
-    def build_drafting(self, spec: VerifierSpec, engine: Any) -> Drafting:
-        if self._world.clairvoyant:
-            drafting: Drafting = ClairvoyantDrafting(spec, engine, self._clock, self._world)
-        else:
-            drafting = super().build_drafting(spec, engine)
+    def build_drafting(self, spec: VerifierSpec, engine: Any, *figures: Any) -> Drafting:
+        world = self._world
+        known = (KnownAcceptance(world), KnownCost(world, engine, self._clock)) if world.clairvoyant else ()
+        drafting = super().build_drafting(spec, engine, *known)
         engine.speculates = lambda: len(drafting) > 0 and not drafting.policy.suspension.is_quiet
         return drafting
 

@@ -39,7 +39,8 @@ class Drafting:
         vocab_size: Of the target.
         max_batch: Most requests the verifier runs at once.
         window: Most draft tokens of a request, if a drafter has a larger window than `config`.
-        priors: Draft method → chance that a token is right, as measured offline.
+        acceptance: How good drafts are. Default: learned, without a prior.
+        cost: What a step costs. Default: learned.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class Drafting:
         vocab_size: int,
         max_batch: int = 16,
         window: int = 0,
-        priors: Mapping[str, float] | None = None,
+        acceptance: Acceptance | None = None,
+        cost: StepCost | None = None,
     ) -> None:
         warm_up()
         self.verifier_id, self.wait_s = verifier_id, config.draft_wait_s
@@ -58,7 +60,7 @@ class Drafting:
         self.table = RequestTable(max(config.window, window))
         self._seats: dict[int, Seat] = {}
         self._sessions = itertools.count(1)
-        self.policy = Policy(config, self.table, Acceptance(priors), StepCost(), self._seats)
+        self.policy = Policy(config, self.table, acceptance or Acceptance(), cost or StepCost(), self._seats)
         self.assigner = Assigner(config, self.policy, coupled, max_batch)
         self.features = FeatureLog()
         """What steps exported; for drafters that join later, too."""
