@@ -110,7 +110,7 @@ def _beside(scenario: ScenarioConfig, hardware: Hardware) -> float:
     if scenario.config.mode is not ModeName.coupled or not isinstance(hardware, RooflineHardware):
         return 0.0
     models = [drafter.model for drafter in scenario.config.drafters if drafter.model and drafter.gpus]
-    return sum(hardware.draft_cost(model).weight_bytes for model in models)
+    return sum(hardware.target_cost(model).weight_bytes for model in models)
 
 
 def _stream_bytes(scenario: ScenarioConfig, hardware: Hardware) -> float:
@@ -118,4 +118,4 @@ def _stream_bytes(scenario: ScenarioConfig, hardware: Hardware) -> float:
     if scenario.config.mode is ModeName.plain or not isinstance(hardware, RooflineHardware):
         return 0.0
     models = [drafter.model for drafter in scenario.config.drafters if drafter.model]
-    return max((hardware.draft_cost(model).kv_bytes_per_token for model in models), default=0.0)
+    return max((hardware.target_cost(model).kv_bytes_per_token for model in models), default=0.0)

@@ -6,10 +6,10 @@ Three kinds: a roofline (figures of a data sheet, such as conf/simulation/hardwa
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from specactor_ray.errors import ConfigError, InputError, did_you_mean
 from specactor_ray.simulation.hardware_files import (
@@ -26,24 +26,24 @@ from specactor_ray.speculation.costs import GridCost, Point
 from specactor_ray.speculation.profile import load_profile
 
 
-class Hardware(Protocol):
-    """One kind of machine. All methods raise ConfigError for a model or a number of GPUs that it does not know."""
+@dataclass(frozen=True)
+class Hardware(abc.ABC):
+    """One kind of machine. All methods raise ConfigError for an unknown model or number of GPUs."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
+    @abc.abstractmethod
     def target_cost(self, model: str, gpus: int = 1) -> StepCost:
         """What a step of a target costs on this many GPUs of a node."""
-        ...
 
     def draft_cost(self, model: str, gpus: int = 1) -> StepCost:
         """What a drafter's steps cost."""
-        ...
+        return self.target_cost(model, gpus)
 
+    @abc.abstractmethod
     def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
         """Tokens of keys and values that fit into this share of each GPU's memory beside the weights; 0 where not even
         those fit. `other_weights_bytes`: what else lies on each GPU."""
-        ...
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:
@@ -69,10 +69,9 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
 
 
 @dataclass(frozen=True)
-class RooflineHardware:
+class RooflineHardware(Hardware):
     """See `roofline`."""
 
-    name: str
     device: DeviceSpec
 
     def target_cost(self, model: str, gpus: int = 1, graph: bool = True, host_s: float = 0.0) -> RooflineCost:
@@ -82,18 +81,14 @@ class RooflineHardware:
             raise ConfigError("gpus", problem, f"use a divisor of {spec.heads}.")
         return RooflineCost(self.device, spec, gpus, graph, host_s)
 
-    def draft_cost(self, model: str, gpus: int = 1) -> RooflineCost:
-        return self.target_cost(model, gpus)
-
     def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
         return self.target_cost(model, gpus).cache_tokens(share, other_weights_bytes)
 
 
 @dataclass(frozen=True)
-class MeasuredHardware:
+class MeasuredHardware(Hardware):
     """Steps that were measured, model by model. Memory is that of the shipped roofline of the same device."""
 
-    name: str
     device: str
     """As the driver names it, for example `NVIDIA H200`."""
     steps: Mapping[tuple[str, int], GridCost]
@@ -108,28 +103,22 @@ class MeasuredHardware:
             raise ConfigError(f"hardware {self.name}", problem, f"use one of: {known}; or a roofline, such as h200.")
         return cost
 
-    def draft_cost(self, model: str, gpus: int = 1) -> GridCost:
-        return self.target_cost(model, gpus)
-
     def cache_tokens(self, model: str, gpus: int, share: float, other_weights_bytes: float = 0.0) -> int:
-        for name in shipped_hardware():
-            path = find_file(name)
+        for path in map(find_file, shipped_hardware()):
             if path.suffix == ".json":
                 continue
             top = read_file(path, HARDWARE)
             if "roofline" in top.values and self.device.split(" ")[:2] == str(top.values["device"]).split(" ")[:2]:
-                return RooflineHardware(name, read_device(top)).cache_tokens(model, gpus, share, other_weights_bytes)
-        problem = f"the memory of {self.device!r} is not known."
-        raise ConfigError(
-            f"hardware {self.name}", problem, f"use one of {', '.join(shipped_hardware())} for its cache."
-        )
+                same = RooflineHardware(path.stem, read_device(top))
+                return same.cache_tokens(model, gpus, share, other_weights_bytes)
+        problem, fix = f"the memory of {self.device!r} is not known.", f"use one of {', '.join(shipped_hardware())}"
+        raise ConfigError(f"hardware {self.name}", problem, f"{fix} for its cache.")
 
 
 @dataclass(frozen=True)
-class ProfiledHardware:
+class ProfiledHardware(Hardware):
     """The machine of a profile: the target that was profiled, and its draft methods by name."""
 
-    name: str
     target: str
     """The model that was profiled."""
     verify: Mapping[int, GridCost]

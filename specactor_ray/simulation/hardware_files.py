@@ -38,24 +38,20 @@ class Section:
     """A mapping of a file, with the words for its mistakes."""
 
     file: Path
-    key: str
-    """Dotted; empty at the top."""
+    prefix: str
+    """What its keys begin with: empty at the top, or `roofline.`."""
     values: Mapping[str, Any]
 
     def error(self, name: str, problem: str, fix: str) -> ConfigError:
-        return ConfigError(f"{self.file}: {self.named(name)}", problem, fix)
-
-    def named(self, name: str) -> str:
-        return f"{self.key}.{name}" if self.key else name
+        return ConfigError(f"{self.file}: {self.prefix}{name}", problem, fix)
 
     def only(self, allowed: Iterable[str], required: Iterable[str] = ()) -> Section:
         """Itself, once every key is known and none of the required is missing."""
         allowed = list(allowed)
         for name in self.values:
             if name not in allowed:
-                raise self.error(
-                    name, f"unknown key.{did_you_mean(str(name), allowed)}", f"keys: {', '.join(allowed)}."
-                )
+                hint = did_you_mean(str(name), allowed)
+                raise self.error(name, f"unknown key.{hint}", f"keys: {', '.join(allowed)}.")
         for name in required:
             if self.values.get(name) is None:
                 raise self.error(name, "missing.", f"add `{name}: ...`.")
@@ -65,18 +61,15 @@ class Section:
         value = self.values.get(name)
         if not isinstance(value, dict):
             raise self.error(name, f"{value!r} is not a section.", "write it as `key: value` pairs.")
-        return Section(self.file, self.named(name), value)
+        return Section(self.file, f"{self.prefix}{name}.", value)
 
     def figure(self, name: str) -> float:
         """The number of `{value: number, source: text}`."""
         entry = self.section(name).only(("value", "source"), ("value", "source"))
-        return entry.number("value")
-
-    def number(self, name: str, above: float = 0.0) -> float:
-        value = self.values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < float("inf"):
+        value = entry.values["value"]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 < value < float("inf"):
             hint = " (YAML reads 1e12 as text; write 1.0e+12)" if isinstance(value, str) else ""
-            raise self.error(name, f"{value!r} is not a number above {above:g}{hint}.", "correct the figure.")
+            raise entry.error("value", f"{value!r} is not a number above 0{hint}.", "correct the figure.")
         return float(value)
 
     def count(self, name: str, least: int = 1) -> int:
@@ -87,9 +80,8 @@ class Section:
 
 
 def shipped_hardware() -> list[str]:
-    """Names that `find_file` knows."""
-    files = (*SHIPPED.glob("*.yaml"), *SHIPPED.glob("*.json"))
-    return sorted(path.stem for path in files if path.stem not in ("models", "cluster"))
+    """Names that `find_file` finds."""
+    return sorted(path.stem for path in SHIPPED.glob("*.[yj]*") if path.stem != "models")
 
 
 def find_file(name_or_path: str | Path) -> Path:
@@ -101,15 +93,14 @@ def find_file(name_or_path: str | Path) -> Path:
     path = Path(name_or_path).expanduser()
     if path.suffix in (".yaml", ".yml", ".json") or path.name != str(name_or_path):
         if not path.is_file():
-            raise ConfigError(
-                str(path), "there is no such file.", "check the path; it is relative to the current folder."
-            )
+            fix = "check the path; it is relative to the current folder."
+            raise ConfigError(str(path), "there is no such file.", fix)
         return path
-    names = shipped_hardware()
-    if str(name_or_path).lower() not in names:
-        problem = f"no hardware of this name is shipped.{did_you_mean(str(name_or_path).lower(), names)}"
+    name, names = str(name_or_path).lower(), shipped_hardware()
+    if name not in names:
+        problem = f"no hardware of this name is shipped.{did_you_mean(name, names)}"
         raise ConfigError(f"hardware {name_or_path}", problem, f"use one of {', '.join(names)}, or the path of a file.")
-    named = SHIPPED / f"{str(name_or_path).lower()}.yaml"
+    named = SHIPPED / f"{name}.yaml"
     return named if named.is_file() else named.with_suffix(".json")
 
 
@@ -134,10 +125,11 @@ def read_file(path: Path, kind: str) -> Section:
 
 def read_device(top: Section) -> DeviceSpec:
     """The `roofline` section of a hardware file."""
-    figures = _figures(top.section("roofline"), _DEVICE_FIGURES)
+    section = top.section("roofline").only(_DEVICE_FIGURES, _DEVICE_FIGURES)
+    figures = {field: section.figure(key) * unit for key, (field, unit) in _DEVICE_FIGURES.items()}
     for share in ("compute_share", "bandwidth_share"):
         if figures[share] > 1.0:
-            raise top.section("roofline").error(share, f"{figures[share]:g} is above 1.", "write a share, such as 0.8.")
+            raise section.error(share, f"{figures[share]:g} is above 1.", "write a share, such as 0.8.")
     return DeviceSpec(name=str(top.values["name"]), **figures)
 
 
@@ -152,23 +144,17 @@ def load_models(path: Path = SHIPPED / "models.yaml") -> Mapping[str, ModelSpec]
     return {name: _read_model(name, models.section(name)) for name in models.values}
 
 
-def find_model(name: str, models: Mapping[str, ModelSpec] | None = None) -> ModelSpec:
+def find_model(name: str) -> ModelSpec:
     """A shipped model shape, whatever the case of its name.
 
     Raises:
         ConfigError: It is not among them.
     """
-    models = load_models() if models is None else models
-    model = models.get(name.lower())
-    if model is None:
+    models = load_models()
+    if name.lower() not in models:
         problem = f"the shape of this model is not known.{did_you_mean(name.lower(), list(models))}"
         raise ConfigError(f"model {name}", problem, f"use one of {', '.join(models)}, or add it to models.yaml.")
-    return model
-
-
-def _figures(section: Section, figures: Mapping[str, tuple[str, float]]) -> dict[str, float]:
-    section.only(figures, figures)
-    return {field: section.figure(key) * unit for key, (field, unit) in figures.items()}
+    return models[name.lower()]
 
 
 def _read_model(name: str, section: Section) -> ModelSpec:

@@ -70,16 +70,6 @@ class DeviceSpec:
     link_latency_s: float
     """Seconds of an all-reduce of a small message."""
 
-    @property
-    def ridge(self) -> float:
-        """FLOP per byte of the data sheet at which neither bound is the lower."""
-        return self.peak_flops / self.memory_bandwidth
-
-    @property
-    def crossover(self) -> float:
-        """Positions from which a bf16 linear takes longer to compute than its weights to read: 2 flops per 2 bytes."""
-        return self.ridge * self.compute_share / self.bandwidth_share
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -170,7 +160,6 @@ class RooflineCost:
         self._attention = _linear(model.attention_weights, per_weight, gpus, bandwidth, peak)
         self._dense = _linear(model.dense_weights, per_weight, gpus, bandwidth, peak)
         self._head = _linear(model.head_weights, per_weight, gpus, bandwidth, peak)
-        self._fusion = _linear(model.fusion_weights, per_weight, gpus, bandwidth, peak)
         self._experts = model.experts
         if model.experts:
             read, compute = _linear(model.expert_weights, per_weight, gpus, bandwidth, peak)
@@ -216,22 +205,6 @@ class RooflineCost:
         if prefill_tokens:
             total += self._prompt_s * prefill_tokens * min(prefill_tokens, _PROMPT_TOKENS)
         return max(total, self._launch_s) + self._fixed_s
-
-    def draft_seconds(self, rows: int, tokens_per_row: int, context_tokens: int) -> float:
-        """Seconds to draft `tokens_per_row` tokens for every row, one after the other.
-
-        An EAGLE head fuses the target's hidden states once.
-
-        Args:
-            rows: Requests that are drafted for.
-            tokens_per_row: Draft tokens of each.
-            context_tokens: Cached tokens over all rows when drafting starts.
-        """
-        if rows <= 0 or tokens_per_row <= 0:
-            return 0.0
-        grown = context_tokens + rows * (tokens_per_row - 1) // 2  # on average over the steps
-        read, compute = self._fusion
-        return tokens_per_row * self.seconds(rows, rows, grown) + max(read, compute * rows)
 
     def cache_tokens(self, memory_share: float, other_weights_bytes: float = 0.0) -> int:
         """Tokens of keys and values that fit beside the weights; 0 where not even the weights do.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from specactor_ray.simulation.hardware import RooflineHardware
 from specactor_ray.simulation.hardware_files import HARDWARE, find_file, read_device, read_file
-from specactor_ray.simulation.roofline import RooflineCost
+from specactor_ray.simulation.roofline import DeviceSpec, RooflineCost
 
 TOLERANCE = 0.15
 """A prediction further off than this share is given a reason."""
@@ -84,6 +84,28 @@ def _plain_step(h100: RooflineHardware) -> PublishedPoint:
     return PublishedPoint("Llama-3.1-8B: plain step at batch 1, ms", 1e3 / 158.34, 1e3 * predicted, source, note)
 
 
+def ridge(device: DeviceSpec) -> float:
+    """FLOP per byte of the data sheet at which neither bound is the lower."""
+    return device.peak_flops / device.memory_bandwidth
+
+
+def crossover(device: DeviceSpec) -> float:
+    """Positions from which a bf16 linear takes longer to compute than its weights to read: 2 flops per 2 bytes."""
+    return ridge(device) * device.compute_share / device.bandwidth_share
+
+
+def draft_seconds(cost: RooflineCost, rows: int, tokens_per_row: int, context_tokens: int) -> float:
+    """Seconds to draft `tokens_per_row` tokens for every row, one after the other. An EAGLE head fuses the target's
+    hidden states once. `context_tokens`: cached tokens over all rows when drafting starts."""
+    if rows <= 0 or tokens_per_row <= 0:
+        return 0.0
+    grown = context_tokens + rows * (tokens_per_row - 1) // 2  # on average over the steps
+    device, fusion = cost.device, cost.model.fusion_weights / cost.tensor_parallel
+    read_s = fusion * cost.model.weight_bytes / (device.bandwidth_share * device.memory_bandwidth)
+    compute_s = 2.0 * fusion * rows / (device.compute_share * device.peak_flops)
+    return tokens_per_row * cost.seconds(rows, rows, grown) + max(read_s, compute_s)
+
+
 def _more_rows(h100: RooflineHardware) -> PublishedPoint:
     cost = h100.target_cost("qwen2.5-32b", 4)
     base = cost.seconds(128, 128, 128 * _CONTEXT)
@@ -96,13 +118,13 @@ def _more_rows(h100: RooflineHardware) -> PublishedPoint:
 
 def _memory_bound(h100: RooflineHardware) -> PublishedPoint:
     device = h100.device
-    note = f"of the data sheet {device.ridge:.0f}; with the shares that kernels reach {device.crossover:.0f}"
+    note = f"of the data sheet {ridge(device):.0f}; with the shares that kernels reach {crossover(device):.0f}"
     name = "H100: batch x (k+1) that ends the memory-bound regime"
-    return PublishedPoint(name, 296.0, device.crossover, "peak / bandwidth, NVIDIA H100 data sheet", note)
+    return PublishedPoint(name, 296.0, crossover(device), "peak / bandwidth, NVIDIA H100 data sheet", note)
 
 
 def _decoupled(h100: RooflineHardware) -> list[PublishedPoint]:
-    name, drafter = "Llama-3.3-70B TP8, 1B drafter", h100.draft_cost("llama-3.2-1b")
+    name, drafter = "Llama-3.3-70B TP8, 1B drafter", h100.target_cost("llama-3.2-1b")
     bare = h100.target_cost("llama-3.3-70b", 8)
     host_s = 1.0 / _SGLANG_PLAIN_TOKENS_PER_S - bare.seconds(1, 1, _CONTEXT)
     target = h100.target_cost("llama-3.3-70b", 8, host_s=host_s)
@@ -126,7 +148,7 @@ def _decoupled(h100: RooflineHardware) -> list[PublishedPoint]:
 def _decoupled_gain(target: RooflineCost, drafter: RooflineCost, batch: int, accepted: float) -> float:
     window, context = _SGLANG_WINDOW, batch * _CONTEXT
     verify_s = target.seconds(batch, batch * (window + 1), context)
-    draft_s = drafter.draft_seconds(batch, window, context)
+    draft_s = draft_seconds(drafter, batch, window, context)
     full_match = _probability(accepted, window) ** window
     round_s = verify_s + (1.0 - full_match) * draft_s + full_match * max(draft_s - verify_s, 0.0)
     return (1.0 + accepted) * target.seconds(batch, batch, context) / round_s
@@ -134,10 +156,10 @@ def _decoupled_gain(target: RooflineCost, drafter: RooflineCost, batch: int, acc
 
 def _inline_heads(gb200: RooflineHardware) -> list[PublishedPoint]:
     rows, window, context = 32, 3, 4096
-    target, head = gb200.target_cost("qwen3-8b"), gb200.draft_cost("qwen3-8b-eagle3")
+    target, head = gb200.target_cost("qwen3-8b"), gb200.target_cost("qwen3-8b-eagle3")
     plain_s = target.seconds(rows, rows, rows * context)
     verify_s = target.seconds(rows, rows * (window + 1), rows * context)
-    round_s = verify_s + head.draft_seconds(rows, window, rows * context)
+    round_s = verify_s + draft_seconds(head, rows, window, rows * context)
     note = f"assumed: {window} draft tokens, {rows} requests per GB200, {context:,} tokens of context"
     return [
         PublishedPoint(f"{what}: gain of rollout", gain, length * plain_s / round_s, _NEMO_RL, note)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specactor_ray.simulation.hardware import RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import find_model, load_models
 from specactor_ray.simulation.roofline import RooflineCost
-from tests.unit.simulation.published import TOLERANCE, PublishedPoint, published_points
+from tests.unit.simulation.published import TOLERANCE, PublishedPoint, crossover, draft_seconds, published_points, ridge
 
 OFF = {}
 """Published point → why the models miss it by more than 15%."""
@@ -90,7 +90,7 @@ def test_a_step_of_few_positions_takes_as_long_as_reading_the_weights() -> None:
 
 def test_linears_are_bound_by_compute_from_the_crossover_on() -> None:
     device = replace(h100().device, compute_share=1.0, bandwidth_share=1.0)
-    assert device.crossover == device.ridge == pytest.approx(295.3, abs=0.1)
+    assert crossover(device) == ridge(device) == pytest.approx(295.3, abs=0.1)
     cost = RooflineCost(device, find_model("qwen2.5-32b"))
     below, at, above = (cost.seconds(n, n, 0) for n in (195, 295, 395))
     assert at - below < 0.2 * (above - at)
@@ -127,11 +127,11 @@ def test_without_a_graph_launches_bound_the_step() -> None:
 
 
 def test_drafting_is_one_step_per_token() -> None:
-    cost = h100().draft_cost("llama-3.2-1b")
-    assert cost.draft_seconds(4, 5, 4000) == pytest.approx(5 * cost.seconds(4, 4, 4000), rel=0.01)
-    assert cost.draft_seconds(4, 0, 4000) == cost.draft_seconds(0, 5, 0) == cost.seconds(0, 0, 0) == 0.0
-    head, target = h100().draft_cost("qwen3-8b-eagle3"), h100().target_cost("qwen3-8b")
-    assert head.draft_seconds(4, 1, 4000) < target.seconds(4, 4, 4000) / 5
+    cost = h100().target_cost("llama-3.2-1b")
+    assert draft_seconds(cost, 4, 5, 4000) == pytest.approx(5 * cost.seconds(4, 4, 4000), rel=0.01)
+    assert draft_seconds(cost, 4, 0, 4000) == draft_seconds(cost, 0, 5, 0) == cost.seconds(0, 0, 0) == 0.0
+    head, target = h100().target_cost("qwen3-8b-eagle3"), h100().target_cost("qwen3-8b")
+    assert draft_seconds(head, 4, 1, 4000) < target.seconds(4, 4, 4000) / 5
 
 
 def test_host_time_is_added_to_every_step() -> None:
