@@ -12,7 +12,7 @@ from specactor_ray.observability.environment import versions
 from specactor_ray.simulation.costs import build_world
 from specactor_ray.simulation.jobs import run_jobs
 from specactor_ray.simulation.kernel import SimulationError
-from specactor_ray.simulation.rollouts import Result, SimulatedRollouts, shares_of
+from specactor_ray.simulation.rollouts import Result, SimulatedRollouts
 from specactor_ray.simulation.scenario import Arrival, ScenarioConfig, load_scenario, variant_of
 from specactor_ray.simulation.workload import Recording, load_recording
 from specactor_ray.simulation.world import World
@@ -29,7 +29,6 @@ class VariantJob:
     overrides: Sequence[str]
     variant: str
     clairvoyant: bool = False
-
     value: str = ""
     """Of what is swept."""
 
@@ -77,8 +76,7 @@ def compare_along(
         overrides: `KEY=VALUE` items that hold for all variants.
         names: Variants to simulate; default: all of the scenario.
         oracle: Add a result named `oracle`: the fastest variant under a clairvoyant's decisions (`clairvoyant.py`).
-        processes: See `run_jobs`.
-        on_progress: Called with what runs → share of it that is done.
+        processes, on_progress: See `run_jobs`.
 
     Returns:
         One element per value. An interruption (KeyboardInterrupt) leaves what had finished.
@@ -103,7 +101,7 @@ def compare_along(
         limits = [found.get(job.name) for job in mine if job.clairvoyant]
         known = [limit for limit in limits if limit is not None]
         if known and len(known) == len(limits):
-            best = max(known, key=lambda result: result.tokens_per_s / max(result.devices, 1))
+            best = max(known, key=lambda result: result.tokens_per_s_and_device)
             results.append(replace(best, variant=ORACLE))
         compared.append(Compared(value, results))
     return compared
@@ -215,17 +213,8 @@ def check_requests(scenario: ScenarioConfig, world: World, recording: Recording 
 def build_report(
     path: Path, overrides: Sequence[str], names: Sequence[str], results: Sequence[Result], oracle: bool
 ) -> dict[str, Any]:
-    """The results of a comparison as plain data.
-
-    Args:
-        path: The scenario's file.
-        overrides: As for `compare_along`.
-        names: The variants that were asked for; the first is the baseline.
-        results: Those that finished.
-        oracle: Whether the clairvoyant was asked for.
-    """
+    """The results that finished as plain data. `names`: the variants that were asked for; the first is the baseline."""
     scenario = load_scenario(path, overrides)
-    device = "GPU" if scenario.config.target.gpus else "core"
     return {
         "scenario": str(path),
         "overrides": list(overrides),
@@ -236,7 +225,7 @@ def build_report(
         "status": "complete" if len(results) == len(names) + oracle else "interrupted",
         "variants": list(names),
         "baseline": names[0],
-        "device": device,
+        "device": "GPU" if scenario.config.target.gpus else "core",
         "results": [result.to_json() for result in results],
         "ratios": _ratios(results, names[0]),
         "of_oracle": _ratios(results, ORACLE) if oracle else {},
@@ -277,5 +266,5 @@ def parse_sweep(text: str) -> Sweep:
 
 def _ratios(results: Sequence[Result], baseline: str) -> dict[str, float]:
     """Variant → its tokens per second and device relative to the baseline; empty if the baseline did not finish."""
-    base = [result for result in results if result.variant == baseline]
-    return shares_of([*base, *results]) if base else {}
+    speeds = {result.variant: result.tokens_per_s_and_device for result in results}
+    return {name: speed / speeds[baseline] for name, speed in speeds.items()} if baseline in speeds else {}

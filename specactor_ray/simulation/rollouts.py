@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -92,6 +92,10 @@ class Result:
         """Of the whole part that was simulated."""
         return self.tokens / self.rollout_s if self.rollout_s else 0.0
 
+    @property
+    def tokens_per_s_and_device(self) -> float:
+        return self.tokens_per_s / max(self.devices, 1)
+
     def shares(self) -> dict[str, float]:
         """Where the verifiers' time went: forwards, waiting for drafts, our Python, and without requests."""
         total, metrics = max(self.verifier_s, 1e-9), self.metrics
@@ -114,7 +118,7 @@ class Result:
             "step_s": [step.seconds for step in self.steps],
             "tokens": self.tokens,
             "tokens_per_s": self.tokens_per_s,
-            "tokens_per_s_and_device": self.tokens_per_s / max(self.devices, 1),
+            "tokens_per_s_and_device": self.tokens_per_s_and_device,
             "acceptance_length": metrics.acceptance_length,
             "supply": metrics.supply,
             "shares": self.shares(),
@@ -302,8 +306,8 @@ class SimulatedRollouts(VirtualRun):
         skills = {
             one.method: Skill(one.mean, one.spread, one.burst, one.decay, one.coverage) for one in scenario.skills
         }
-        drafters = [] if self.config.mode is ModeName.plain else self.config.drafters
-        methods = [drafter.method for drafter in drafters]
+        plain = self.config.mode is ModeName.plain
+        methods = [] if plain else [drafter.method for drafter in self.config.drafters]
         return GeneratedText(self._lengths, skills, scenario.correlation, scenario.seed, methods)
 
     def _python(self) -> PythonTime:
@@ -322,9 +326,3 @@ def count_devices(scenario: ScenarioConfig) -> tuple[int, int]:
         return target.gpus * target.replicas + draft, draft
     draft = round(sum(drafter.cores * drafter.replicas for drafter in drafters))
     return target.cores * target.replicas + draft, draft
-
-
-def shares_of(results: Sequence[Result]) -> dict[str, float]:
-    """Variant → its speed against the first one, per device."""
-    base = results[0].tokens_per_s / max(results[0].devices, 1)
-    return {one.variant: one.tokens_per_s / max(one.devices, 1) / base for one in results}

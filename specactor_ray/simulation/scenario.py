@@ -19,7 +19,6 @@ from specactor_ray.errors import ConfigError
 from specactor_ray.rollout.planning import Devices, resolve_mode
 
 _TINY, _MOST = 1e-9, 1e9
-_COUNT, _SIZE, _POSITIVE, _SHARE, _SPREAD = (1, _MOST), (0, _MOST), (_TINY, _MOST), (0, 1), (0, 10)
 
 
 class Arrival(str, Enum):
@@ -162,26 +161,16 @@ class ScenarioConfig:
     """Name → overrides of the scenario, such as [config.mode=plain, config.target.replicas=2]: what is compared."""
 
 
-_RANGES: Mapping[type, Mapping[str, tuple[float, float]]] = {
-    ScenarioConfig: {"part": _COUNT, "seed": _SIZE, "cache_share": (_TINY, 1), "correlation": _SHARE},
-    WorkloadConfig: {
-        **dict.fromkeys(("requests", "group", "prompt_tokens", "median_tokens", "max_tokens"), _COUNT),
-        "sigma": _SPREAD,
-    },
-    MachinesConfig: {"nodes": _COUNT, "gpus": _SIZE, "cpus": _COUNT, "slowness": _POSITIVE},
-    PythonConfig: dict.fromkeys(("verify_row_us", "plain_row_us", "draft_row_us"), _SIZE),
-    NetworkConfig: {"call_ms": _SIZE, "jitter": _SHARE, "bandwidth_gb_s": (1e-3, _MOST)},
-    StepsConfig: {
-        "steps": _COUNT,
-        **dict.fromkeys(("update_s", "update_tokens_per_s", "sync_s", "load_s", "sleep_s"), _SIZE),
-    },
-    SkillConfig: {
-        **dict.fromkeys(("mean", "decay", "coverage"), _SHARE),
-        **dict.fromkeys(("spread", "burst"), _SPREAD),
-        "forward_ms": _SIZE,
-    },
+_OTHER_RANGES: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(("cpus", "group", "max_tokens", "median_tokens", "nodes"), (1, _MOST)),
+    **dict.fromkeys(("part", "prompt_tokens", "requests", "steps"), (1, _MOST)),
+    **dict.fromkeys(("correlation", "coverage", "decay", "jitter", "mean"), (0, 1)),
+    **dict.fromkeys(("burst", "sigma", "spread"), (0, 10)),
+    "bandwidth_gb_s": (1e-3, _MOST),
+    "cache_share": (_TINY, 1),
+    "slowness": (_TINY, _MOST),
 }
-"""Least and largest value of each number, of each element of a list."""
+"""Least and largest value of numbers, and of the elements of a list; of those that are not named, 0 and `_MOST`."""
 _RUN = "the configuration of a run; name a scenario, which holds one as `config`"
 
 
@@ -230,28 +219,26 @@ def variant_of(path: Path, overrides: Sequence[str], name: str) -> ScenarioConfi
 
 def _check(scenario: ScenarioConfig) -> None:
     for prefix, section in _sections(scenario):
-        for name, (least, most) in _RANGES[type(section)].items():
-            value = getattr(section, name)
+        for name, value in vars(section).items():
+            least, most = _OTHER_RANGES.get(name, (0, _MOST))
             keyed = {f".{n}": one for n, one in enumerate(value)} if isinstance(value, list) else {"": value}
             for suffix, one in keyed.items():
-                if one is not None and not least <= one <= most:
+                if isinstance(one, int | float) and not least <= one <= most:
                     low = "more than 0" if least == _TINY else f"{least:g} or more"
                     fix = f"use {low}, at most {most:g}."
                     raise ConfigError(f"{prefix}{name}{suffix}", f"{one} is out of range.", fix)
-    if len(scenario.machines.slowness) > scenario.machines.nodes:
-        problem = f"{len(scenario.machines.slowness)} factors for {scenario.machines.nodes} nodes."
+    machines = scenario.machines
+    if len(machines.slowness) > machines.nodes:
+        problem = f"{len(machines.slowness)} factors for {machines.nodes} nodes."
         raise ConfigError("machines.slowness", problem, "give one for each node, or raise machines.nodes.")
     try:
         validate(scenario.config)
-        scenario.config, _ = resolve_mode(scenario.config, _devices_of(scenario.machines))
+        there = Devices(int(machines.cpus) * machines.nodes, int(machines.gpus) * machines.nodes)
+        scenario.config, _ = resolve_mode(scenario.config, there)
     except ConfigError as error:
         raise ConfigError(f"config.{error.key}", error.problem, error.fix) from None
     _check_skills(scenario)
     _check_room(scenario)
-
-
-def _devices_of(machines: MachinesConfig) -> Devices:
-    return Devices(int(machines.cpus) * machines.nodes, int(machines.gpus) * machines.nodes)
 
 
 def _check_room(scenario: ScenarioConfig) -> None:
@@ -265,12 +252,10 @@ def _check_room(scenario: ScenarioConfig) -> None:
     for name, count in needed.items():
         have = getattr(machines, name) * machines.nodes
         if count > have:
-            problem = (
-                f"{machines.nodes} x {getattr(machines, name):g} {name} are there, and the layout needs {count:g}."
-            )
-            raise ConfigError(
-                f"machines.{name}", problem, "raise it or machines.nodes, or lower config.target.replicas."
-            )
+            there = f"{machines.nodes} x {getattr(machines, name):g} {name}"
+            problem = f"{there} are there, and the layout needs {count:g}."
+            fix = "raise it or machines.nodes, or lower config.target.replicas."
+            raise ConfigError(f"machines.{name}", problem, fix)
 
 
 def _sections(scenario: ScenarioConfig) -> Iterator[tuple[str, Any]]:
@@ -293,6 +278,5 @@ def _check_skills(scenario: ScenarioConfig) -> None:
     for index, drafter in enumerate(scenario.config.drafters if scenario.config.mode is not ModeName.plain else ()):
         if drafter.method not in known and scenario.workload.trajectories is None:
             problem = f"nothing is said about how good {drafter.method} is."
-            raise ConfigError(
-                f"config.drafters.{index}", problem, f"add an element to skills: {{method: {drafter.method}}}"
-            )
+            fix = f"add an element to skills: {{method: {drafter.method}}}"
+            raise ConfigError(f"config.drafters.{index}", problem, fix)
