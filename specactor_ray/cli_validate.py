@@ -47,7 +47,7 @@ def run_validation(config: Path | None, overrides: Sequence[str], batch: str, ou
     settings, batches = _load(config, overrides), parse_numbers("--batch", batch)
     progress, console = make_console(sys.stderr), make_console()
     log_through(progress, settings.run.log_level)
-    from specactor_ray.validation import Point, report_of, validate_simulator
+    from specactor_ray.simulation.validation import Point, report_of, validate_simulator
 
     points: list[Point] = []
     interrupted = False

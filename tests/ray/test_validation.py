@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specactor_ray import validation
 from specactor_ray.cli import app
+from specactor_ray.simulation import validation
 from tests.tiny import tiny_prompts, tiny_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]

@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("integrations",),
     ("training",),
     ("simulation", "benchmarks", "submission", "drafter_training.command"),
-    ("validation",),
+    ("simulation.validation",),
     ("cli_options", "cli_scenario"),
     ("cli_validate",),
     ("cli_demo", "cli_plan", "cli_simulate", "drafter_cli"),

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from specactor_ray.cli import app
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import ConfigError
-from specactor_ray.validation import Point, accuracy_of, median_round, variants_of
+from specactor_ray.simulation.validation import Point, accuracy_of, median_round, variants_of
 
 CONFIG = from_mapping({"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": "m"}]})
 
@@ -54,7 +54,7 @@ def test_an_interruption_shows_and_writes_what_was_measured(tmp_path: Path, monk
         yield Point("hf", "plain 1x1", 1, 100.0, 90.0, 1.0, 1.0, {}, {})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("specactor_ray.validation.validate_simulator", interrupted)
+    monkeypatch.setattr("specactor_ray.simulation.validation.validate_simulator", interrupted)
     monkeypatch.setenv("COLUMNS", "120")
     report_file = tmp_path / "report.json"
     done = CliRunner().invoke(app, ["simulate", "--validate", "--json", str(report_file), "target.backend=hf"])

@@ -68,13 +68,8 @@ class Point:
 def validate_simulator(
     config: Config, batches: Sequence[int], backends: Sequence[str], console: Console
 ) -> Iterator[Point]:
-    """Profile and measure each backend in the same minutes, simulate it, and compare.
-
-    Args:
-        config: A decoupled configuration; its prompts, sampling, drafters and cores are used.
-        batches: Values of `target.max_batch`.
-        backends: `hf`, `vllm`.
-        console: Where progress is shown.
+    """Profile and measure each backend in the same minutes, simulate it, and compare, at each of these values of
+    `target.max_batch`. Prompts, sampling, drafters and cores are those of the decoupled `config`.
 
     Yields:
         The points, batch by batch. An interruption is raised after those of the rounds that had ended.
@@ -137,8 +132,8 @@ def _measure_rounds(config: Config, batch: int, console: Console) -> Iterator[Po
                 title = f"[round {number}/{ROUNDS}] {config.target.backend}, batch {batch}, {variant.label}"
                 bench.measure_running(rollout, variant, workload, 0.0, title)
                 after = session.verify(axes)
-                one = _Measured(variant, workload, bench.measured[0], bench.reference(workload.name, batch))
-                point = _simulate(one, [*before, *after], session.drafting)
+                outputs = bench.reference(workload.name, batch)
+                point = _simulate(variant, workload, bench.measured[0], outputs, [*before, *after], session.drafting)
                 say(console, f"{title}: simulated {point.predicted:.1f} tokens/s, measured {point.measured:.1f}")
                 yield point
                 before = after
@@ -169,16 +164,6 @@ def _workload(config: Config, batch: int) -> Workload:
     return replace(workload, prompts=prompts, sampling=sampling)
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """One variant on one workload."""
-
-    variant: Variant
-    workload: Workload
-    figures: Mapping[str, Any]
-    outputs: Mapping[Place, Output]
-
-
 def variants_of(config: Config, batch: int) -> Iterator[Variant]:
     """Each mode with the verifier's own cores, so that one profile holds for all of them."""
     for mode in MODES:
@@ -189,8 +174,15 @@ def variants_of(config: Config, batch: int) -> Iterator[Variant]:
         yield Variant(f"{mode.value} {config.target.replicas}x{config.target.cores}{beside}", batch, chosen)
 
 
-def _simulate(measured: _Measured, verify: Sequence[CostPoint], drafting: Mapping[str, Sequence[CostPoint]]) -> Point:
-    variant, figures = measured.variant, measured.figures
+def _simulate(
+    variant: Variant,
+    workload: Workload,
+    figures: Mapping[str, Any],
+    outputs: Mapping[Place, Output],
+    verify: Sequence[CostPoint],
+    drafting: Mapping[str, Sequence[CostPoint]],
+) -> Point:
+    """Simulate what was measured: `figures` and `outputs` of the variant on the workload."""
     config = copy.deepcopy(variant.config)
     config.cluster.address = "auto"
     scenario = ScenarioConfig(
@@ -199,7 +191,7 @@ def _simulate(measured: _Measured, verify: Sequence[CostPoint], drafting: Mappin
         python=PythonConfig(measured=True),
         steps=StepsConfig(load_s=1.0),
     )
-    recording = _recording(config, measured.workload, measured.outputs, accuracy_of(config, figures["metrics"]))
+    recording = _recording(config, workload, outputs, accuracy_of(config, figures["metrics"]))
     result = SimulatedRollouts(variant.label, scenario, profile_world(scenario, verify, drafting), recording).run()
     return Point(
         config.target.backend,
