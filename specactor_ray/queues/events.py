@@ -15,9 +15,6 @@ class EventQueue(Generic[E]):
 
     A reader that lost an answer asks again with the same number and gets the same events. There is no bound but that:
     every event is a part of an output that the run keeps anyway.
-
-    Args:
-        clock: What waiting is measured by.
     """
 
     def __init__(self, clock: Clock = SYSTEM) -> None:

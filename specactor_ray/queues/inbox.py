@@ -52,12 +52,8 @@ class Malformed(ValueError):
 
 
 class Inbox(Generic[M]):
-    """Messages in the order in which they came; every method may be called from any thread.
-
-    Args:
-        check: Raises `Malformed`.
-        sender: Name of the attribute that holds the sender's id.
-    """
+    """Messages in the order in which they came; every method may be called from any thread. `check` raises
+    `Malformed`; `sender` names the attribute that holds the sender's id."""
 
     def __init__(self, check: Callable[[Any], None], sender: str) -> None:
         warm_up()
@@ -127,11 +123,9 @@ def for_verifier(vocab_size: int) -> Inbox[TailBatch]:
         _require(type(message) is TailBatch, f"{type(message).__name__} is no message of a drafter")
         _require(_is_id(message.drafter_id), "the drafter's id is no string, or far too long")
         _check_arrays(message.rows, message.generations, message.bases, message.lengths, message.tokens, vocab_size)
-        _require(
-            type(message.token_s) in (float, int) and 0.0 <= message.token_s <= _MAX_TOKEN_S,
-            "token_s is no number of seconds",
-        )
-        _require(type(message.lost) is tuple and all(map(_is_handle, message.lost)), "lost holds no handles")
+        seconds = message.token_s
+        _require(type(seconds) in (float, int) and 0.0 <= seconds <= _MAX_TOKEN_S, "token_s is no number of seconds")
+        _require(_are_all(message.lost, _is_handle), "lost holds no handles")
 
     return Inbox(check, "drafter_id")
 
@@ -148,22 +142,10 @@ def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
         _require(type(message.opened) is tuple, "opened is no tuple")
         for one in message.opened:
             _check_open(one, limit)
-        _require(
-            type(message.closed) is tuple
-            and all(
-                type(one) is tuple and len(one) == 3 and _is_handle(one[:2]) and type(one[2]) is bool
-                for one in message.closed
-            ),
-            "closed holds something else than handles and whether they finished",
-        )
-        _require(
-            type(message.features) is tuple
-            and all(
-                type(one) is tuple and len(one) == 2 and _is_count(one[0]) and _are_features(one[1])
-                for one in message.features
-            ),
-            "features are not in order",
-        )
+        closed = _are_all(message.closed, lambda one: _is_handle(one[:2]) and type(one[2]) is bool, size=3)
+        _require(closed, "closed holds something else than handles and whether they finished")
+        features = _are_all(message.features, lambda one: _is_count(one[0]) and _are_features(one[1]), size=2)
+        _require(features, "features are not in order")
 
     return Inbox(check, "verifier_id")
 
@@ -240,13 +222,14 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_handle(value: Any) -> bool:
-    return (
-        type(value) is tuple
-        and len(value) == 2
-        and _is_count(value[0])
-        and value[0] < _MAX_ROWS
-        and _is_count(value[1])
-    )
+    return type(value) is tuple and len(value) == 2 and all(map(_is_count, value)) and value[0] < _MAX_ROWS
+
+
+def _are_all(values: Any, check: Callable[[Any], bool], size: int | None = None) -> bool:
+    """It is a tuple whose elements all pass; with `size`, each is a tuple of this many parts."""
+    if type(values) is not tuple:
+        return False
+    return all((size is None or (type(one) is tuple and len(one) == size)) and check(one) for one in values)
 
 
 def _are_tokens(token_ids: Any, limit: int) -> bool:
@@ -256,13 +239,11 @@ def _are_tokens(token_ids: Any, limit: int) -> bool:
 
 
 def _are_features(features: Any) -> bool:
-    return type(features) is tuple and all(
-        type(span) is Features
-        and _is_count(span.begin)
-        and type(span.states) is np.ndarray
-        and span.states.ndim == 2
-        and len(span.states) <= _MAX_SEQUENCE
-        and span.end < _MAX_NUMBER
-        and span.states.dtype in _STATES
-        for span in features
-    )
+    return _are_all(features, _is_span)
+
+
+def _is_span(span: Any) -> bool:
+    if type(span) is not Features or not _is_count(span.begin) or type(span.states) is not np.ndarray:
+        return False
+    shape_fits = span.states.ndim == 2 and len(span.states) <= _MAX_SEQUENCE and span.end < _MAX_NUMBER
+    return shape_fits and span.states.dtype in _STATES
