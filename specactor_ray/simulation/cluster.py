@@ -72,51 +72,32 @@ class VirtualReaper:
 
 
 class VirtualBackend:
-    """What a simulated controller stands on.
-
-    Attributes:
-        start_s: How long the process of an actor takes to come up, at least and at most.
-        actors: Every actor that was launched, by its id.
-
-    Args:
-        network: Connects it to its actors.
-        machines: Where they live.
-        controller: Its own process.
-        world: What the actors' models know.
-        numbers: For names; no two actors of a simulation share one.
-    """
+    """The `Backend` of a simulated controller. `numbers` are for names: no two actors of a simulation share one."""
 
     start_s: tuple[float, float] = (0.1, 2.0)
+    """Shortest and longest time that the process of an actor takes to come up."""
 
     def __init__(
-        self,
-        network: Network,
-        machines: Machines,
-        controller: VirtualActor,
-        world: World,
-        numbers: Iterator[int],
+        self, network: Network, machines: Machines, controller: VirtualActor, world: World, numbers: Iterator[int]
     ) -> None:
         self._network, self.machines, self._world = network, machines, world
         clock = VirtualClock(network.kernel, controller.process)
         self.calls = Calls(VirtualTransport(network, controller), clock)
         self.reaper: Reaper = VirtualReaper(network)
         self.actors: dict[str, VirtualActor] = {}
+        """Every actor that was launched, by its id."""
         self._numbers = numbers
 
     def suffix(self) -> str:
         return f"{next(self._numbers):04x}"
 
     def supply(self) -> Sequence[NodeSupply]:
-        return [
-            NodeSupply(
-                node.name,
-                node.name,
-                {"CPU": node.cpus, "GPU": node.gpus},
-                dict(zip(("CPU", "GPU"), self.machines.free(node), strict=True)),
-            )
-            for node in self.machines.nodes
-            if node.alive
-        ]
+        supplies = []
+        for node in self.machines.nodes:
+            if node.alive:
+                free = dict(zip(("CPU", "GPU"), self.machines.free(node), strict=True))
+                supplies.append(NodeSupply(node.name, node.name, {"CPU": node.cpus, "GPU": node.gpus}, free))
+        return supplies
 
     def request(self, name: str, demand: Demand) -> Group:
         group = Group(demand)

@@ -165,8 +165,11 @@ def simulate_variant(
         UserError: The scenario, the variant or a recorded file is wrong.
         SimulationError: The run cannot end, or the product raised.
     """
-    scenario = variant_of(path, overrides, name)
-    world, recording = build_world(scenario), _read_recording(scenario)
+    scenario, recording = variant_of(path, overrides, name), None
+    world, workload = build_world(scenario), scenario.workload
+    if workload.trajectories is not None:
+        everything = workload.arrival is Arrival.continuous  # more requests wait than are measured
+        recording = load_recording(Path(workload.trajectories), None if everything else workload.requests)
     check_requests(scenario, world, recording)
     world.clairvoyant = clairvoyant
     rollouts = SimulatedRollouts(name, scenario, world, recording, on_progress)
@@ -176,14 +179,6 @@ def simulate_variant(
         raise SimulationError(f"variant {name}: {error}") from error
     finally:
         rollouts.kernel.close()
-
-
-def _read_recording(scenario: ScenarioConfig) -> Recording | None:
-    workload = scenario.workload
-    if workload.trajectories is None:
-        return None
-    everything = workload.arrival is Arrival.continuous  # more requests wait than are measured
-    return load_recording(Path(workload.trajectories), None if everything else workload.requests)
 
 
 def check_requests(scenario: ScenarioConfig, world: World, recording: Recording | None) -> None:

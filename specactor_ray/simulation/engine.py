@@ -24,12 +24,9 @@ class SimulatedEngine:
     first of those that wait, and is prefilled again, as in vLLM (recompute preemption).
 
     Args:
-        actor: Its process, for poison that ends it.
-        clock: Time of that process.
-        network: Ends processes.
+        actor, clock, network: Its process, the time of it, and what ends it when a request is poison.
         world: Text, durations, exceptions.
-        max_batch: Most rows of a step.
-        max_step_tokens: Most positions of a step.
+        max_batch, max_step_tokens: Most rows, and most positions, of a step.
         cache_tokens: Most tokens of all contexts together.
     """
 

@@ -26,7 +26,7 @@ class Job(Protocol):
         """Different for each job."""
 
     def run(self, on_progress: Callable[[float], None]) -> Result:
-        """Compute it, and say which share is done."""
+        """Compute it, and report which share is done."""
 
 
 def run_jobs(
@@ -34,12 +34,11 @@ def run_jobs(
     processes: int | None = None,
     on_progress: Callable[[Mapping[str, float]], None] = lambda shares: None,
 ) -> dict[str, Result]:
-    """Run all jobs.
+    """Run all jobs, which begin in this order.
 
     Args:
-        jobs: In the order in which they begin.
-        processes: Processes to use at once, at most; default: one per core. With 1, or a single job, everything runs
-            in this process.
+        processes: Most processes to use at once; default: one per core. With 1, or a single job, everything runs in
+            this process.
         on_progress: Called with name → share that is done; 1 once its result is there.
 
     Returns:

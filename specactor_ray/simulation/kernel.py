@@ -69,12 +69,8 @@ class Task:
 
 
 class Kernel:
-    """Runs tasks and callbacks on virtual time.
-
-    Args:
-        seed: Decides the order of what is ready at the same time.
-        trace: Called with (time, what) for each event.
-    """
+    """Runs tasks and callbacks on virtual time. `seed` decides the order of what is ready at the same time; `trace` is
+    called with (time, what) for each event."""
 
     def __init__(self, seed: int, trace: Callable[[float, str], None] | None = None) -> None:
         self.now = 0.0

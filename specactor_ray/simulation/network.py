@@ -180,12 +180,7 @@ class _Sent:
 
 
 class Network:
-    """Everything that connects the processes of one simulation.
-
-    Args:
-        kernel: Time.
-        rng: Latencies and faults.
-    """
+    """Everything that connects the processes of one simulation. `rng` draws latencies and faults."""
 
     def __init__(self, kernel: Kernel, rng: random.Random) -> None:
         self.kernel, self.rng = kernel, rng

@@ -21,14 +21,8 @@ class SimulatedProposer(Proposer):
     """Guesses what the world's text says that its method guesses.
 
     A forward drafts one token for every request that has room in its window; a lookup fills all windows at once, as far
-    as it finds something. What a request's cache lacks is prefilled in the next forward.
-
-    Args:
-        name: Its actor.
-        method: The draft method it stands for.
-        clock: Time of its process.
-        world: Text and durations.
-        random: A number in [0, 1), for what corrupt drafters say.
+    as it finds something. What a request's cache lacks is prefilled in the next forward. `random` returns a number in
+    [0, 1), for what corrupt drafters draft.
     """
 
     vocab_size: int | None
@@ -126,14 +120,7 @@ class SimulatedProposer(Proposer):
 
 
 class TimedProposer(Proposer):
-    """A real lookup over recorded tokens, which takes as long as a cost model says.
-
-    Args:
-        inner: The product's own proposer.
-        clock: Time of its process.
-        world: Durations.
-        name: Its actor.
-    """
+    """A real lookup over recorded tokens by the product's own proposer, at the durations of a cost model."""
 
     def __init__(self, inner: Proposer, clock: VirtualClock, world: World, name: str) -> None:
         self.method, self.vocab_size, self.traits = inner.method, inner.vocab_size, inner.traits

@@ -163,8 +163,7 @@ class SimulatedRollouts(VirtualRun):
     """The RL steps of one variant.
 
     Args:
-        name: Of the variant.
-        scenario: What is simulated; `config` of it is the product's own configuration.
+        name, scenario: The variant, and what is simulated.
         world: Cost models; text, Python and record are set here.
         recording: Recorded requests, if the scenario asks for them.
         on_progress: Called with the share of requests that have ended.
@@ -180,10 +179,7 @@ class SimulatedRollouts(VirtualRun):
     ) -> None:
         machines = scenario.machines
         slowness = dict(enumerate(machines.slowness))
-        nodes = [
-            Node(f"node-{index}", machines.cpus, machines.gpus, slowness.get(index, 1.0))
-            for index in range(machines.nodes)
-        ]
+        nodes = [Node(f"node-{n}", machines.cpus, machines.gpus, slowness.get(n, 1.0)) for n in range(machines.nodes)]
         super().__init__(scenario.config, world, nodes, scenario.seed)
         self.scenario, self._recording, self._on_progress = scenario, recording, on_progress
         self.recorder = world.record = Recorder(lambda: self.kernel.now)

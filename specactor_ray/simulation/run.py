@@ -21,7 +21,7 @@ from specactor_ray.simulation.world import World
 
 
 def silence() -> None:
-    """Turn off the log of this process: what simulated actors log is of no interest."""
+    """Turn off the log of this process, which simulated actors write to."""
     logging.disable(logging.CRITICAL)
 
 
@@ -29,8 +29,7 @@ class VirtualRun:
     """Everything that one run of the product needs.
 
     Args:
-        config: The product's own configuration.
-        world: What the models know.
+        config, world: The product's own configuration, and what its models know.
         nodes: The machines; the driver and the controller live on one of their own.
         seed: Of latencies and of the order of what happens at once.
         trace: Called with (time, what) for each event.

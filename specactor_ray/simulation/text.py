@@ -48,11 +48,8 @@ def true_output(sampling: SamplingParams, version: int) -> tuple[int, ...]:
 
 
 class HashedText:
-    """Tokens that cost nothing to know: for runs with faults, whose outputs are short and change with the weights.
-
-    Args:
-        skill: Draft method → probability that a draft token is right; 0.5 where it is not named.
-    """
+    """Cheap tokens for runs with faults, whose outputs are short and change with the weights. `skill`: draft method →
+    probability that a draft token is right; 0.5 where it is not named."""
 
     vocab_size = 1000
 

@@ -60,11 +60,7 @@ class Recording:
 
 
 def load_recording(path: Path, limit: int | None = None) -> Recording:
-    """Read the trajectories that a rollout wrote; those that failed are left out.
-
-    Args:
-        path: A `trajectories.jsonl`.
-        limit: Most requests to read.
+    """Read the trajectories that a rollout wrote, at most `limit`; those that failed are left out.
 
     Raises:
         InputError: The file cannot be read, has no finished trajectory, or a line is none; with the line and the fix.
@@ -89,7 +85,10 @@ def load_recording(path: Path, limit: int | None = None) -> Recording:
             requests[request.request_id] = request
     if not requests:
         raise InputError(f"workload.trajectories: {path} holds no finished trajectory; name another file")
-    return _recording(list(requests.values()))
+    found = list(requests.values())
+    unlimited = max(len(request.output) for request in found) + 1
+    whole = [request if request.max_tokens else replace(request, max_tokens=unlimited) for request in found]
+    return Recording(whole, max(max((*request.prompt, *request.output)) for request in found) + 1)
 
 
 def _read_lines(path: Path) -> list[str]:
@@ -98,13 +97,6 @@ def _read_lines(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
         raise InputError(f"workload.trajectories: {path} cannot be read ({reason}){_FIX}") from None
-
-
-def _recording(requests: Sequence[RecordedRequest]) -> Recording:
-    largest = max(max(request.output, default=0) for request in requests)
-    longest = max(len(request.output) for request in requests)
-    whole = [_with_limit(request, longest + 1) for request in requests]
-    return Recording(whole, max(largest, *(max(request.prompt, default=0) for request in requests)) + 1)
 
 
 def _request(row: Mapping[str, Any]) -> RecordedRequest:
@@ -128,7 +120,3 @@ def _tokens(ids: Sequence[Any]) -> tuple[int, ...]:
     if any(type(one) is not int or not 0 <= one < _MOST_TOKEN for one in ids):
         raise ValueError("its token ids are not whole numbers of 0 or more")
     return tuple(ids)
-
-
-def _with_limit(request: RecordedRequest, most: int) -> RecordedRequest:
-    return request if request.max_tokens else replace(request, max_tokens=most)

@@ -46,11 +46,7 @@ class PythonTime:
 
 
 class MeasuredPython(PythonTime):
-    """What our own Python really took on this machine since the last step, for the whole process.
-
-    Args:
-        kernel: Measures each process while its code runs.
-    """
+    """What our own Python really took on this machine since the last step, for the whole process, by the kernel."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
