@@ -15,12 +15,8 @@ IDLE_WAIT_S = 0.5
 
 
 class Loop(abc.ABC):
-    """Wakes for messages, runs what other threads want done between two steps, and gives a sign of life: not that its
-    process answers, but since when it has been at the step under way.
-
-    Args:
-        clock: What waits and steps are measured by.
-    """
+    """Wakes for messages, runs the commands of other threads between two steps, and gives a sign of life: not that its
+    process answers, but since when it has been at the step under way."""
 
     def __init__(self, clock: Clock = SYSTEM) -> None:
         self._clock = clock

@@ -30,12 +30,8 @@ def draft_ladder(methods: Sequence[str], promised: np.ndarray) -> list[str]:
 
 
 class Places:
-    """An assignment in the making.
-
-    Args:
-        policy: Its table and drafters.
-        level: Share the requests of a method evenly among its drafters, as far as they have room.
-    """
+    """An assignment in the making. `level`: share the requests of a method evenly among its drafters, as far as they
+    have room."""
 
     def __init__(self, policy: Policy, level: bool) -> None:
         self._assigned, self._level = policy.table.assigned, level
@@ -74,9 +70,8 @@ class Places:
         """Have a drafter of this method with room take the request: the one that has it already, or the least loaded.
         Returns False if none has room."""
         loads, drafters = self.loads, self.drafters
-        free = [
-            seat for seat, one in drafters.items() if one.spec.method == method and loads[seat] < one.spec.max_batch
-        ]
+        mine = {seat: one.spec for seat, one in drafters.items() if one.spec.method == method}
+        free = [seat for seat, spec in mine.items() if loads[seat] < spec.max_batch]
         if free:
             best = min(free, key=lambda n: (loads[n] * self._level, not self._assigned[n, row], loads[n]))
             self.take(best, np.array([row]))
@@ -90,12 +85,8 @@ class Places:
                 take the least loaded worker of that method among those with load < b_max, if there is one
                 assign the straggler to it; its load grows by one
 
-        Whoever drafts for a straggler already stays, as far as there is room. As a worker has one method, any order of
-        methods gives the same.
-
-        Args:
-            stragglers: Requests to race for, the one with the lowest acceptance first.
-            methods: Those that may join.
+        Drafters of a straggler stay, as far as there is room. As a worker has one method, any order of methods gives
+        the same.
         """
         mine = [seat for seat, one in self.drafters.items() if one.spec.method in methods]
         there = np.zeros_like(self.wanted)
@@ -111,9 +102,8 @@ class Assigner:
     """Base drafters, lookups and racers of all requests. No drafter ever has more than its `max_batch` requests.
 
     Args:
-        config: When to race.
-        policy: Its table and drafters.
-        coupled: Drafters take turns with the verifier: nobody races unless `race` is `always`.
+        config, policy: When to race, and its table and drafters.
+        coupled: Drafters take turns with the verifier: there is no race unless `race` is `always`.
         max_batch: Most requests the verifier runs at once.
     """
 

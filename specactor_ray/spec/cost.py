@@ -30,7 +30,7 @@ class StepCost:
         self._knots = (np.array([0.0, 1.0]), np.array([1.0, 1.0]))
 
     def record(self, num_tokens: int, seconds: float) -> None:
-        """A step over so many positions took so long. Nonsense is ignored."""
+        """Record the duration of a step over `num_tokens` positions; invalid values are ignored."""
         if num_tokens < 1 or not 0.0 < seconds < float("inf"):
             return
         self._steps += 1

@@ -60,15 +60,7 @@ class Seconds(NamedTuple):
 
 
 class Policy:
-    """The decisions of one verifier. Knows no clock, no messages and no models.
-
-    Args:
-        config: Windows, and whether decisions are fixed.
-        table: The requests.
-        acceptance: How good drafts are.
-        cost: What a step costs.
-        drafters: Seat → the drafter in it.
-    """
+    """The decisions of one verifier, without clock, messages and models. `drafters`: seat → the drafter in it."""
 
     def __init__(
         self,
@@ -108,11 +100,8 @@ class Policy:
         return rounds
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is verified of the tails that are there.
-
-        Returns:
-            int32 `(rows,)` the seat whose tail it is, -1 for none, and how many of its tokens.
-        """
+        """What is verified of the tails that are there: int32 `(rows,)` the seat whose tail it is, -1 for none, and how
+        many of its tokens."""
         self.rows = len(rows)
         supply, room = self._supply(rows), self._room(rows)
         seats, lengths = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
@@ -136,10 +125,9 @@ class Policy:
 
         Args:
             num_rows: Requests that were decoded.
-            positions: Of the forward.
-            prefill: Of them, those of prompts.
+            positions, prefill: Positions of the forward, and how many of them were of prompts.
             accepted: Draft tokens that were right.
-            seconds: What the step took.
+            seconds: Duration of the step.
         """
         if 2 * prefill > positions:
             return
@@ -169,8 +157,8 @@ class Policy:
             chances, drafted = acceptance.of_method()[number], acceptance.evidence[1, number]
             tgs = self.predict(method, chances)
             for at in np.flatnonzero(drafted >= 1.0).tolist():
-                figures = {"drafted": float(drafted[at]), "acceptance": float(chances[at]), "tgs": float(tgs[at])}
                 place = {"method": method, "positions": BUCKET_NAMES[at], "token_s": token_s[method]}
+                figures = {"drafted": float(drafted[at]), "acceptance": float(chances[at]), "tgs": float(tgs[at])}
                 standings.append({**place, **figures})
         return standings
 

@@ -56,9 +56,8 @@ class Suspension:
         """A step has ended.
 
         Args:
-            num_rows: Requests that were decoded.
-            accepted: Draft tokens that were right.
-            seconds: That it took in all.
+            num_rows, accepted: Requests that were decoded, and draft tokens that were right.
+            seconds: Duration of the step.
             drafting_s: Of them, waiting for drafts and verifying them.
             own_s: Of them, the verifier's own Python.
         """

@@ -42,11 +42,11 @@ class RequestTable:
         self.limit = np.zeros(rows, np.int32)
         """Most of them."""
         self.output = np.zeros((rows, _FIRST_TOKENS), np.int32)
-        """They themselves."""
+        """Committed token ids, `(rows, capacity)`."""
         self.steps = np.zeros(rows, np.int32)
         """In which it committed tokens."""
         self.begun = np.zeros(rows, np.bool_)
-        """It has been in a step; before, nobody drafts for it."""
+        """It has been in a step; before, no drafter is assigned."""
         # Per seat and row.
         self.assigned = np.zeros((seats, rows), np.bool_)
         """The drafter drafts for the request."""

@@ -37,8 +37,7 @@ def iterations(
 
     Args:
         survival: `(n, window + 1)` S_i.
-        draft_s: D.
-        verify_s: `(window + 1,)` V(0), V(1), ...
+        draft_s, verify_s: D, and `(window + 1,)` V(0), V(1), ...
     """
     windows, sums = np.arange(1, survival.shape[1]), np.cumsum(survival, axis=1)
     drafting_s, seconds = windows * draft_s, np.maximum(verify_s[1:], _TINY_S)
@@ -47,13 +46,7 @@ def iterations(
 
 
 def window_rates(probability: np.ndarray, window: int, draft_s: float, verify_s: np.ndarray) -> np.ndarray:
-    """`(n, window)` TGS at windows 1, 2, ...: the better of coupled and decoupled.
-
-    Args:
-        probability: `(n,)`.
-        window: The largest.
-        draft_s: D.
-        verify_s: `verify_s[w]` is V(w); `window + 1` values at least.
-    """
+    """`(n, window)` TGS at windows 1, 2, ..., the largest `window`: the better of coupled and decoupled, by `(n,)`
+    probabilities, D, and V(0), V(1), ... of which there are `window + 1` at least."""
     coupled, decoupled = iterations(geometric(probability, window), draft_s, verify_s[: window + 1])
     return np.maximum(coupled[0] / coupled[1], decoupled[0] / decoupled[1])

@@ -87,11 +87,10 @@ def load_profile(path: str | Path) -> Profile:
 def reject_foreign_profile(
     profile: Profile, where: str, here: Mapping[str, Mapping[str, Any]], force: bool
 ) -> list[str]:
-    """Check that a profile speaks of this model, this hardware and this torch.
+    """Check that a profile is of this model, this hardware and this torch.
 
     Args:
-        profile: As read.
-        where: Its file, for messages.
+        profile, where: As read, and its file, for messages.
         here: `model`, `hardware` and `versions` as a profile that is measured here would have them.
         force: Use it although hardware or versions differ.
 
@@ -103,10 +102,8 @@ def reject_foreign_profile(
     """
     data, there, target = profile.data, profile.data["model"], here["model"]
     if _differences(data, here, "model", "config_hash", "dtype"):
-        problem = (
-            f"{where} was measured with {there['name']} ({there['dtype']}), and the target is "
-            f"{target['name']} ({target['dtype']})."
-        )
+        theirs, mine = (f"{one['name']} ({one['dtype']})" for one in (there, target))
+        problem = f"{where} was measured with {theirs}, and the target is {mine}."
         raise ConfigError("profile", problem, "name a profile of this target, or measure one: specactor profile")
     foreign = _differences(data, here, "hardware", "cpu", "vector", "gpu")
     foreign += _differences(data, here, "versions", "torch")

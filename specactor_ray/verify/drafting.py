@@ -39,8 +39,7 @@ class Drafting:
         vocab_size: Of the target.
         max_batch: Most requests the verifier runs at once.
         window: Most draft tokens of a request, if a drafter has a larger window than `config`.
-        acceptance: How good drafts are. Default: learned, without a prior.
-        cost: What a step costs. Default: learned.
+        acceptance, cost: How good drafts are, and what a step costs. Default: learned, without a prior.
     """
 
     def __init__(

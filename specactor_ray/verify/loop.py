@@ -35,18 +35,13 @@ class VerifyLoop(Loop):
 
     Args:
         engine: The target; only the loop's thread touches it after `run` began.
-        drafting: The side of drafts: who drafts, what is verified, whom to tell.
+        drafting: Which drafts there are, and what is verified of them.
         hosted: Drafters of this process, which the loop drives between two steps (docs/design/inline.md). Those of
             other processes are made known by `set_drafters`.
-        clock: What steps and waits are measured by; the same as of `drafting`.
     """
 
     def __init__(
-        self,
-        engine: TargetEngine,
-        drafting: Drafting,
-        hosted: Sequence[HostedDrafter] = (),
-        clock: Clock = SYSTEM,
+        self, engine: TargetEngine, drafting: Drafting, hosted: Sequence[HostedDrafter] = (), clock: Clock = SYSTEM
     ) -> None:
         super().__init__(clock)
         self.vocab_size = engine.vocab_size
@@ -141,15 +136,16 @@ class VerifyLoop(Loop):
     def snapshot(self) -> dict[str, Any]:
         """Counters of the loop and of the drafts. `inbox`: messages of drafters that wait. `busy_s`: seconds since the
         step or command under way began, 0 when there is none."""
-        counters = {**self.metrics.to_dict(), **self._drafting.snapshot()}
-        loads = {
+        return {
+            **self.metrics.to_dict(),
+            **self._drafting.snapshot(),
             "running": len(self._requests),
             "inbox": len(self._drafting.inbox),
             "weight_version": self._engine.weight_version,
             "busy_s": self.busy_s,
             "fallbacks": fallbacks(),
+            "inline": {one.loop.drafter_id: one.loop.snapshot() for one in self._hosted},
         }
-        return {**counters, **loads, "inline": {one.loop.drafter_id: one.loop.snapshot() for one in self._hosted}}
 
     # ---- the loop ----
 
@@ -193,11 +189,8 @@ class VerifyLoop(Loop):
     # ---- drafts ----
 
     def _await_drafts(self, rows: np.ndarray) -> float:
-        """Take what drafters sent, and let those of this thread draft as far as it pays.
-
-        Returns:
-            Seconds that requests waited for drafts.
-        """
+        """Take what drafters sent, and let those of this thread draft as far as it pays. Returns the seconds that
+        requests waited for drafts."""
         drafting = self._drafting
         if not len(drafting) or self._suspension.is_quiet:
             return 0.0

@@ -40,13 +40,7 @@ class Attempts:
 
 
 class Requests:
-    """Keeps engine, table and rollout consistent about what runs. For the loop's thread; `events` for any.
-
-    Args:
-        engine: The target.
-        drafting: The side of drafts, with the table.
-        clock: Measures how long readers of events wait.
-    """
+    """Keeps engine, table and rollout consistent about what runs. For the loop's thread; `events` for any."""
 
     def __init__(self, engine: TargetEngine, drafting: Drafting, clock: Clock = SYSTEM) -> None:
         self.metrics = StepMetrics()

@@ -65,11 +65,9 @@ class Seat(Drafter):
 
     Args:
         number: Of the seat in the table.
-        session: Tells it from earlier seats of the same drafter; see `CommitBatch`.
-        drafter_id: Incarnation id of the draft actor.
-        link: How to reach it.
-        table: The requests.
-        features: Their hidden states.
+        session: Distinguishes it from earlier seats of the same drafter; see `CommitBatch`.
+        drafter_id, link: Incarnation id of the draft actor, and how to reach it.
+        table, features: The requests and their hidden states.
     """
 
     def __init__(
@@ -94,8 +92,7 @@ class Seat(Drafter):
 
     def end(self, row: int, finished: bool) -> None:
         """A request that it drafts for leaves its row. One that keeps history learns from a finished output up to its
-        end. A request
-        that is yet to be opened (again) is closed, too: a place may be kept for it."""
+        end. A request that is yet to be opened (again) is closed, too: a place may be kept for it."""
         table, told = self._table, int(self._table.told[self.number, row])
         finished = finished and told >= 0
         generation, tokens = int(table.generation[row]), table.output[row, told : table.committed[row]]
