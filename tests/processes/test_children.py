@@ -45,5 +45,5 @@ def test_children_outlive_a_killed_parent_and_are_known() -> None:
                 os.kill(child.pid, signal.SIGKILL)
         parent.kill()
         parent.communicate()
-    psutil.wait_procs([psutil.Process(child.pid) for child in children if child.is_alive()], timeout=20)
+    psutil.wait_procs([psutil.Process(child.pid) for child in children if child.is_alive()], timeout=240)
     assert not any(child.is_alive() for child in children)
