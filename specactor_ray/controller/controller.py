@@ -27,17 +27,16 @@ from specactor_ray.config.schema import Config
 from specactor_ray.controller.decide import decide, has_lasted, record_failure
 from specactor_ray.controller.first_start import FirstStart
 from specactor_ray.controller.members import ActorClasses, Member, PeerNews, build_spec, next_view
-from specactor_ray.controller.seats import Seat, Seating, scale_refusal
+from specactor_ray.controller.seats import Seating, scale_refusal
 from specactor_ray.controller.state import (
     VERIFIER,
     Action,
     ClusterView,
-    CreateDrafter,
+    Create,
     Departure,
     DesiredState,
     Drain,
     FailureRecord,
-    GiveUp,
     ObservedState,
     Phase,
     Policy,
@@ -329,23 +328,22 @@ class Controller:
     def _apply(self, actions: list[Action]) -> None:
         now = self._clock.now()
         for action in actions:
-            if isinstance(action, Remove):
+            if isinstance(action, Create):
+                self._create(action.key, now)
+            elif isinstance(action, Remove):
                 self._remove(action, now)
             elif isinstance(action, Drain):
                 self._drain(self._members[action.actor_id], now)
-            elif isinstance(action, GiveUp):
+            else:
                 self._failures[action.key] = replace(self._failures[action.key], given_up=True)
                 logger.error("no more draft actors of %s are started: %s", action.key, action.error)
-            else:
-                key = action.method if isinstance(action, CreateDrafter) else VERIFIER
-                self._create(key, self._seating.claim(key), now)
 
-    def _create(self, key: str, seat: Seat, now: float) -> Member:
+    def _create(self, key: str, now: float) -> None:
+        seat = self._seating.claim(key)
         actor_id = new_actor_id(seat.stem, self._used_ids, self._backend.suffix)
         self._used_ids.add(actor_id)
         seat.occupant = actor_id
-        self._members[actor_id] = member = Member(actor_id, key, seat, created_at=now, since=now)
-        return member
+        self._members[actor_id] = Member(actor_id, key, seat, created_at=now, since=now)
 
     def _settle_pending(self) -> None:
         now = self._clock.now()
