@@ -128,11 +128,6 @@ class LoopThread(Generic[L]):
     The loop, and with it the model, is made *in* the thread: OpenMP keeps a team of workers per thread that ever
     computed. With a second team there are more workers than cores, and both go to sleep between operators instead
     of waiting actively; a decode step on two cores then takes a third longer.
-
-    Args:
-        make_loop: Makes the loop (loads the model).
-        name: Name of the thread.
-        clock: Starts it.
     """
 
     def __init__(self, make_loop: Callable[[], L], name: str, clock: Clock = SYSTEM) -> None:

@@ -61,7 +61,7 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Leave the cluster; end it and remove its files if it was started here. Harmless when repeated.
+        """Leave the cluster; end it and remove its files if it was started here. Idempotent.
 
         A Ray that was already initialised before `connect` stays as it is.
         """
@@ -139,7 +139,7 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
     with contextlib.ExitStack() as held:
         folder = make_owned_folder(PRIVATE_FOLDER, base)
         held.callback(remove_with_token, folder)
-        held.enter_context(shown({**_without_metrics(), **_of_normal_priority(), **new_token(folder)}))
+        held.enter_context(shown({**_ray_settings(), **new_token(folder)}))
         held.callback(ray.shutdown)
         try:
             ray.init(
@@ -159,17 +159,15 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
         return Connection(address, owned=True, held=held.pop_all())
 
 
-def _of_normal_priority() -> dict[str, str]:
-    """Ray runs workers at niceness 15 by default: beside any other process they hardly run at all."""
-    name = "RAY_worker_niceness"
-    return {name: os.environ.get(name, "0")}
+def _ray_settings() -> dict[str, str]:
+    """Workers of normal priority, and no metrics, unless the environment has other values.
 
-
-def _without_metrics() -> dict[str, str]:
-    """Ray would serve metrics on three ports of all interfaces, and asks for no token there. The two without a switch
-    do not come up on a port that there is not."""
-    names = {"RAY_enable_metrics_collection": "0", "AUTOSCALER_METRIC_PORT": "-1", "DASHBOARD_METRIC_PORT": "-1"}
-    return {name: value for name, value in names.items() if name not in os.environ}
+    Ray runs workers at niceness 15: beside any other process they hardly run at all. It would serve metrics on three
+    ports of all interfaces, and asks for no token there; the two without a switch do not come up on an invalid port.
+    """
+    settings = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0"}
+    settings |= {"AUTOSCALER_METRIC_PORT": "-1", "DASHBOARD_METRIC_PORT": "-1"}
+    return {name: value for name, value in settings.items() if name not in os.environ}
 
 
 def _probe(address: str, token: str) -> bool:

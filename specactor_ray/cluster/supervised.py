@@ -62,12 +62,6 @@ class Errand:
 class SupervisedActor:
     """The supervisor's side of one actor that has `start`, `ping` and `stop`.
 
-    Args:
-        actor_id: Its incarnation.
-        handle: To call it by.
-        calls: What calls are made with.
-        start_timeout_s: Longest wait for its start.
-
     Attributes:
         facts: Which process it is; None until it answered.
         started: What `start` returned; None until then.
@@ -97,12 +91,7 @@ class SupervisedActor:
         return self._calls.start(self.handle, method, *arguments, deadline_s=deadline_s)
 
     def poll(self, now: float, interval_s: float) -> None:
-        """Take the answers that came, and ask for the health when it is time. Never blocks.
-
-        Args:
-            now: Monotonic seconds.
-            interval_s: Time between two health checks.
-        """
+        """Take the answers that came, and ask for the health every `interval_s` seconds. Never blocks."""
         if self._facts is not None and self._facts.poll():
             call, self._facts = self._facts, None
             self.facts = self._result(call, "did not come up")

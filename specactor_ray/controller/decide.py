@@ -28,13 +28,8 @@ _EASIEST_TO_SPARE = (Phase.PENDING, Phase.STARTING, Phase.READY)
 
 
 def decide(desired: DesiredState, observed: ObservedState, now: float, policy: Policy) -> list[Action]:
-    """The actions that bring the observed state one step nearer to the desired one.
-
-    Args:
-        desired: How many actors of each kind there should be.
-        observed: Those there are, and the failures on record.
-        now: The clock of `FailureRecord.last_at` and `ObservedActor.created_at`, in seconds.
-        policy: Limits.
+    """The actions that bring the observed state one step nearer to the desired one. `now` is of the clock of
+    `FailureRecord.last_at` and `ObservedActor.created_at`.
 
     Returns:
         Removals of the dead first, then per key what is surplus or missing. Verifiers that are healthy are
@@ -62,15 +57,8 @@ def decide(desired: DesiredState, observed: ObservedState, now: float, policy: P
 def record_failure(
     record: FailureRecord | None, now: float, error: str, was_ready: bool, created_at: float
 ) -> FailureRecord:
-    """The record after one more failure. An actor created before the failure on record is counted with that failure.
-
-    Args:
-        record: What is on record for the key so far.
-        now: When it failed.
-        error: Why, for people.
-        was_ready: Whether the actor had become ready before.
-        created_at: When it was created.
-    """
+    """The record of a key after one more failure. An actor created before the failure on record is counted with that
+    failure."""
     record = record or FailureRecord(last_at=float("-inf"))
     more = created_at >= record.last_at
     never_started = 0 if was_ready else max(record.never_started + more, 1)

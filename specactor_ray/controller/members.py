@@ -188,9 +188,9 @@ _NEWS_TIMEOUT_S = 30.0
 
 
 class PeerNews:
-    """Tells every ready member who its peers are: verifiers the draft actors of their group, and those the verifiers.
+    """Sends every ready member its peers: to verifiers the draft actors of their group, and to those the verifiers.
 
-    One call per member in flight; a member that is stuck holds up nobody, and one that failed is told again.
+    One call per member in flight; a stuck member does not hold up others, and a failed call is repeated.
     """
 
     def __init__(self, config: Config) -> None:
@@ -218,16 +218,14 @@ class PeerNews:
                 actor.news.retry_at = now + self._retry_s
             if not actor.news.is_due(self._version, now):
                 continue
+            peers_of: Any
             if member.key == VERIFIER:
-                mine = group[member.actor_id]
-                drafters = [one for one in endpoints if (one.actor_id, mine) in self._served[one.drafter.method]]
-                call = actor.call("set_drafters", self._version, drafters, deadline_s=_NEWS_TIMEOUT_S)
+                method, mine = "set_drafters", group[member.actor_id]
+                peers_of = [one for one in endpoints if (one.actor_id, mine) in self._served[one.drafter.method]]
             else:
-                served = self._served.get(member.key, ())
-                verifiers = {
-                    name: handle for name, handle in view.verifiers.items() if (member.actor_id, group[name]) in served
-                }
-                call = actor.call("set_verifiers", self._version, verifiers, deadline_s=_NEWS_TIMEOUT_S)
+                method, served = "set_verifiers", self._served.get(member.key, ())
+                peers_of = {id_: at for id_, at in view.verifiers.items() if (member.actor_id, group[id_]) in served}
+            call = actor.call(method, self._version, peers_of, deadline_s=_NEWS_TIMEOUT_S)
             actor.news.send(call, self._version)
 
     def _assign(self, endpoints: Sequence[DraftEndpoint], groups: Collection[int]) -> None:

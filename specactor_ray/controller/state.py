@@ -1,6 +1,6 @@
 """What the controller wants, what it sees and what it does about the difference; plain data, no Ray.
 
-The specs tell an actor what to be, the view tells the rollout whom to talk to. `decide.py` works on the rest.
+A spec defines an actor, the view lists the actors for the rollout. `decide.py` works on the rest.
 """
 
 from __future__ import annotations

@@ -25,10 +25,7 @@ class WeightNews:
     A verifier without the current weights is not shown to others (`Member.serves`), and a draft actor not before it has
     had current ones. One that fails to take them again and again is marked dead, and so replaced.
 
-    A method that the trainer teaches has weights and versions of its own; nobody waits for them.
-
-    Args:
-        config: Says which draft methods follow the policy (verifiers always do), and which one is taught.
+    A method that the trainer teaches has weights and versions of its own; no call waits for them.
     """
 
     def __init__(self, config: Config) -> None:

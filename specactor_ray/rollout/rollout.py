@@ -107,7 +107,7 @@ class Rollout(RunClient):
         self.close()
 
     def close(self) -> None:
-        """End all actors and leave the cluster as it was found. Harmless when repeated."""
+        """End all actors and leave the cluster as it was found. Idempotent."""
         if self.closed:
             return
         try:
@@ -300,15 +300,7 @@ def samples_of(
     skip: Collection[tuple[int, int]],
     prefix: str = "",
 ) -> Iterator[tuple[tuple[int, int], JournalEntry, str]]:
-    """Place (prompt index, sample index), request, and why it cannot run, if so.
-
-    Args:
-        encoded: The prompts.
-        sampling: For each prompt.
-        n: Samples per prompt.
-        skip: Places that are left out.
-        prefix: Of the request ids.
-    """
+    """Place (prompt index, sample index), request, and why it cannot run, if so; without the places in `skip`."""
     for prompt_index, ((token_ids, reason), params) in enumerate(zip(encoded, sampling, strict=True)):
         for place in ((prompt_index, one) for one in range(n)):
             if place not in skip:

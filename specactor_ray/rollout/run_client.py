@@ -29,13 +29,7 @@ SHUTDOWN_S = 60.0
 
 
 class RunClient:
-    """One stream of requests at a time, and what happens between two of them.
-
-    Args:
-        config: The configuration the controller was started with.
-        controller: Its handle.
-        calls: What calls are made with.
-    """
+    """One stream of requests at a time, and what happens between two of them. `config` is that of the controller."""
 
     def __init__(self, config: Config, controller: Any, calls: Calls) -> None:
         cluster = config.cluster
