@@ -59,6 +59,16 @@ def ignore_signals() -> None:
 
 
 @contextlib.contextmanager
+def blocked(number: signal.Signals) -> Iterator[None]:
+    """Processes that are started inside do not receive this signal."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
     """SIGINT and SIGTERM that come while inside are handled at the end, by the handlers in place before.
 

@@ -143,7 +143,7 @@ class _Rollout:
     def __init__(self, simulation: Simulation) -> None:
         self._client = simulation.client
         self._world = simulation
-        self.stream = self._client.stream
+        self.stream = self._client.run
 
     def update_weights(self, weights: WeightSet) -> None:
         self._world.version = weights.version
