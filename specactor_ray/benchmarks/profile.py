@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from specactor_ray.benchmarks.profile_process import Axes, Measured, Share, measure_share
-from specactor_ray.child import Report, run_in_child
+from specactor_ray.child import run_in_child
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import ConfigError, InputError
@@ -81,20 +80,16 @@ def run_profile(
         "seconds": round(time.monotonic() - begin, 1),
         **facts,
         "prompts": {"path": config.data.path, "requests": len(recorded)},
-        "prompt_tokens": sum(len(one.prompt) for one in recorded) / len(recorded),
+        "prompt_tokens": sum(len(one.prompt_token_ids) for one in recorded) / len(recorded),
         "cpu_share": {str(share.devices): round(share.cpu_share, 3) for share in shares},
         "axes": {**vars(axes), "devices": sorted({*devices}), "draft_window": axes.draft_window},
         **_figures(config, shares, identities),
     }
-    _write(output, data)
-    return data
-
-
-def _write(output: Path, data: Mapping[str, Any]) -> None:
     try:
         write_json(output, data, new=True)
     except OSError as error:
         raise InputError(f"--output: {output} cannot be written ({error.strerror})") from None
+    return data
 
 
 def _facts(config: Config, device: str) -> dict[str, Any]:
@@ -133,13 +128,9 @@ def _measure(
                 shares[0].recorded if shares else (),
             )
             where = f"{count} {'GPU' if config.target.gpus else 'core(s)'}"
-            named = functools.partial(_show_named, show, where)
-            shares.append(run_in_child(measure_share, share, f"profile-{count}", named))
+            name = f"profile-{count}"
+            shares.append(run_in_child(measure_share, share, name, lambda text, where=where: show(f"{where}: {text}")))
     return shares
-
-
-def _show_named(show: Report, where: str, text: str) -> None:
-    show(f"{where}: {text}")
 
 
 def parse_axes(batches: Sequence[int], windows: Sequence[int], contexts: Sequence[int], repeats: int) -> Axes:
