@@ -1,6 +1,6 @@
 """The corpus: the target's own rollouts, recorded on disk so that a collection that was killed goes on.
 
-A drafter is trained on what the target really says. Rollouts come from the engine itself with keyed seeds, so the
+A drafter is trained on real outputs of the target. Rollouts come from the engine itself with keyed seeds, so the
 corpus is a function of its recipe; a part of it that exists already is never made again.
 """
 
@@ -66,7 +66,6 @@ class RecordStore:
 
     Args:
         folder: Made when the first shard is written. None keeps records and states in memory.
-        part: Name of the part.
     """
 
     def __init__(self, folder: Path | None, part: str) -> None:
@@ -168,8 +167,6 @@ def collect(
 
     Args:
         engine: Fresh; hidden states that it exports are recorded too.
-        requests: With different indices.
-        store: Where finished rollouts go.
         token_budget: None records all requests.
         max_open: Most requests in the engine at once.
         on_progress: Called with the number of output tokens so far.
@@ -217,8 +214,8 @@ def _take(result: StepResult, running: dict[int, _Open], store: RecordStore) -> 
             continue
         ended += len(entry.tokens)
         whole = np.concatenate(entry.states) if entry.states else None
-        tokens = tuple(entry.tokens)
-        store.add(Record(request.index, request.prompt_token_ids, tokens, request.sampling, finish.reason, whole))
+        prompt, output = request.prompt_token_ids, tuple(entry.tokens)
+        store.add(Record(request.index, prompt, output, request.sampling, finish.reason, whole))
     return ended
 
 
@@ -245,30 +242,45 @@ def shortest_beginning(
 
 
 def claim_corpus(folder: Path, facts: dict[str, Any]) -> None:
-    """Note what a corpus folder holds, or see that it holds just that.
+    """Note what a corpus folder holds, or check that it holds just that. Raises InputError, see `claim_folder`."""
+    claim_folder(folder, folder / "corpus.json", facts, "a corpus", "corpus")
+
+
+def claim_folder(folder: Path, note: Path, facts: dict[str, Any], content: str, kind: str, option: str = "") -> None:
+    """Make a folder and note what its content depends on, or check that it is one of the same facts.
+
+    Args:
+        note: File for the facts, in it.
+        content, kind: What the folder holds, and what it is, for messages.
+        option: What messages begin with.
 
     Raises:
-        InputError: It holds rollouts of another recipe (what differs is named), or other files.
+        InputError: It is of other facts (what differs is named), holds other files, or cannot be written to.
     """
-    path = folder / "corpus.json"
-    if path.is_file():
-        differing = differences(json.loads(read_foreign(path)), facts)
+    if note.is_file():
+        differing = _differences(json.loads(read_foreign(note)), json.loads(json.dumps(facts)))
         if differing:
-            raise InputError(f"the corpus in {folder} was made differently ({differing}). Fix: name another folder")
+            raise InputError(
+                f"{option}{folder} holds {content} of another recipe ({differing}). Fix: name another folder, or "
+                "repeat its own options to go on with it"
+            )
         return
-    if folder.is_dir() and any(folder.iterdir()):
-        raise InputError(f"{folder} exists and is no corpus. Fix: name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, facts, shared=True)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{option}{folder} exists and is no {kind}. Fix: name another folder")
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_json(note, facts, shared=True)
+    except OSError as error:
+        raise InputError(f"{option}{folder} cannot be written to ({error.strerror})") from None
 
 
-def differences(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str:
+def _differences(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str:
     """`temperature 0.5 there, 1.0 wanted; ...`: what two sets of facts disagree about."""
     found = []
     for key in sorted({*there, *wanted}):
         left, right = there.get(key), wanted.get(key)
         if isinstance(left, dict) and isinstance(right, dict):
-            found.append(differences(left, right, f"{prefix}{key}."))
+            found.append(_differences(left, right, f"{prefix}{key}."))
         elif left != right:
             found.append(f"{prefix}{key} {left!r} there, {right!r} wanted")
     return "; ".join(text for text in found if text)

@@ -1,8 +1,8 @@
 """How far a drafter's guesses hold: recorded rollouts of the target, replayed through a proposer.
 
 The replay is coupled speculation without the target: from the last commit the proposer drafts its whole window, the
-guess is held against what the target really said, the agreeing part and one token of the target's own are committed,
-and so on. With keyed sampling what the target says does not depend on drafts, so the figures are exactly those of
+guess is compared with the recorded output, the agreeing part and one token of the target's own are committed,
+and so on. With keyed sampling the output does not depend on drafts, so the figures are exactly those of
 verifying every draft token in coupled mode.
 """
 
@@ -51,7 +51,7 @@ class AcceptanceCounts:
 
         Args:
             tail: At most `room` draft tokens.
-            truth: What the target says from here on.
+            truth: The rest of the recorded output.
             room: Draft tokens that could be verified; fewer than the window near the end of max_tokens.
         """
         accepted = common_prefix(tail, truth)

@@ -77,11 +77,7 @@ def measure(
     difference.
 
     Args:
-        drafter: The method and its model.
-        target: What it drafts for.
         corpus: Recorded with the states that the drafter reads, before others.
-        window: Draft tokens per step.
-        console: Where progress is shown.
     """
     rows, head = [], head_config(drafter, target.model)
     device, section = corpus.limits.device, replace(drafter, dtype="float32", max_batch=_REPLAY_BATCH)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from specactor_ray.config.validate import DTYPES
 from specactor_ray.errors import InputError
@@ -20,13 +19,13 @@ class CorpusRecipe:
     target: str
     """A local directory, a Hugging Face id or a built-in name."""
     temperature: float = 1.0
-    """Of the training rollouts, and of the loss; 0 is greedy, with a loss at temperature 1."""
+    """Temperature of the training rollouts and of the loss; 0 is greedy, with a loss at temperature 1."""
     samples: int = 1
     """Rollouts of every prompt."""
     max_tokens: int = 192
     """Most output tokens of one."""
     seed: int = 0
-    """Of the rollouts' noise and of the order of training."""
+    """Seed of the rollouts' noise and of the order of training."""
     chat: bool = True
     """Wrap prompts in the target's chat template."""
     trust_remote_code: bool = False
@@ -56,10 +55,6 @@ class TrainRecipe:
     """Most positions of one batch, prompts and padding included."""
     dtype: str = "float32"
     """Arithmetic of training; weights are float32."""
-
-    def facts(self) -> dict[str, Any]:
-        """As plain data; two recipes with equal facts give the same head."""
-        return asdict(self)
 
 
 def check(recipe: TrainRecipe) -> None:

@@ -34,27 +34,21 @@ class Engine(Protocol):
 
     def score(self, batch: MicroBatch) -> TokenScores:
         """Forward pass; with gradients unless inside `torch.no_grad`."""
-        ...
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Accumulate gradients; `last`: of this optimizer step. Gradients of all ranks are summed."""
-        ...
 
     def step(self, learning_rate: float) -> float:
         """Clip, update, forget the gradients. Returns the norm before clipping."""
-        ...
 
     def skip(self) -> None:
         """Forget the gradients."""
-        ...
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Element-wise sum, in place."""
-        ...
 
     def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Element-wise maximum, in place."""
-        ...
 
 
 @dataclass(slots=True)
@@ -74,9 +68,6 @@ class PolicyUpdater:
     """Turns samples into optimizer steps.
 
     Args:
-        engine: Policy and optimizer.
-        recipe: The algorithm with all its values.
-        config: The `trainer` section.
         max_tokens: `sampling.max_tokens`.
         score_reference: Log-probabilities `(B, T)` under the reference model, for a KL term.
     """
