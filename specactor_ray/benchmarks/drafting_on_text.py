@@ -1,6 +1,6 @@
 """A proposer at work on outputs that are known: how long it takes per token, and how much of it is right.
 
-Sampling is keyed, so what the target says next does not depend on who drafts. Outputs that plain decoding gave once
+Sampling is keyed, so the next token of the target does not depend on the drafter. Outputs that plain decoding gave once
 are therefore the truth for every draft method and window, and no target is needed beside the proposer: draft until
 the window is full, compare, commit what a verifier would have committed, again.
 """

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from specactor_ray.benchmarks.profile_process import Axes, Measured, Share, measure_share
-from specactor_ray.child import run_in_child
+from specactor_ray.child import Report, run_in_child
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.config.validate import MAX_WINDOW
 from specactor_ray.errors import ConfigError, InputError
@@ -42,10 +42,8 @@ def run_profile(
 
     Args:
         config: `target`, `drafters`, `sampling` and `data.path` say what is measured.
-        axes: Batches, windows, contexts, repeats.
         devices: Core counts, or `[1]` on a GPU.
         output: The file; never overwritten.
-        console: Where progress is shown.
         max_requests: Samples recorded to measure acceptance on.
 
     Returns:
@@ -128,9 +126,12 @@ def _measure(
                 shares[0].recorded if shares else (),
             )
             where = f"{count} {'GPU' if config.target.gpus else 'core(s)'}"
-            name = f"profile-{count}"
-            shares.append(run_in_child(measure_share, share, name, lambda text, where=where: show(f"{where}: {text}")))
+            shares.append(run_in_child(measure_share, share, f"profile-{count}", _shown(show, where)))
     return shares
+
+
+def _shown(show: Report, where: str) -> Report:
+    return lambda text: show(f"{where}: {text}")
 
 
 def parse_axes(batches: Sequence[int], windows: Sequence[int], contexts: Sequence[int], repeats: int) -> Axes:

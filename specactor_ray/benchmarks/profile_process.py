@@ -117,9 +117,6 @@ def measure_share(share: Share, report: Report) -> Measured:
 class ProfileSession(Child):
     """A process that keeps an engine, so that its steps can be timed again and again, seconds apart.
 
-    Args:
-        share: What to measure, and on which cores.
-
     Raises:
         UserError: The model or the prompts cannot be used.
         SpecActorError: The process failed.

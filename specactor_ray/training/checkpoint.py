@@ -43,7 +43,7 @@ class TrainState:
     reward: float | None = None
     """Mean reward over the last steps; see `mean_reward`."""
     model: dict[str, Any] = field(default_factory=dict)
-    """What tells the target model from others; see `model_facts`."""
+    """Identity of the target model; see `model_facts`."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What the run was configured with, by key; see `settings_of`."""
 
@@ -54,7 +54,6 @@ class CheckpointStore:
     Args:
         folder: Made when the first one is saved.
         keep_last: Newest ones to keep.
-        keep_best: Keep the one with the best reward too.
     """
 
     def __init__(self, folder: Path, keep_last: int, keep_best: bool) -> None:
@@ -73,7 +72,12 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write(partial)
-            _write_text(partial / _STATE, {**asdict(state), "written_by": _writer()})
+            writer = {
+                "host": socket.gethostname(),
+                "user": os.environ.get("USER", str(os.getuid())),
+                "pid": os.getpid(),
+            }
+            _write_text(partial / _STATE, {**asdict(state), "written_by": writer})
             _write_manifest(partial)
             if final.exists():  # of a run that was continued from before it
                 shutil.rmtree(replaced, ignore_errors=True)
@@ -115,7 +119,7 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _remove_old(self, newest: Path) -> None:
-        """Damaged ones take no sound one's place. They are told by names and sizes: the sums take as long as a save."""
+        """Damaged ones take no sound one's place. Names and sizes decide: checksums take as long as a save."""
         try:
             older = [path for path in self.all() if path != newest]
             sound = [path for path in older if find_damage(path, sums=False) is None] + [newest]
@@ -184,7 +188,6 @@ def find_damage(path: Path, *, sums: bool = True) -> str | None:
     """What is wrong with a checkpoint; None when all files that it was saved with are there and unchanged.
 
     Args:
-        path: Its folder.
         sums: Read the files and compare their checksums, too.
     """
     try:
@@ -246,11 +249,6 @@ def _write_manifest(folder: Path) -> None:
 
 def _write_text(file: Path, data: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
-def _writer() -> dict[str, Any]:
-    """Who writes a checkpoint; part of its state file, and so under its manifest's sums."""
-    return {"host": socket.gethostname(), "user": os.environ.get("USER", str(os.getuid())), "pid": os.getpid()}
 
 
 def _step(path: Path) -> int:

@@ -70,9 +70,6 @@ class RewardRunner:
     """Scores samples in `reward.workers` processes at once. Makes sure at once that the functions can be had. To be
     closed: a context manager.
 
-    Args:
-        config: The `reward` section.
-
     Raises:
         ConfigError: One of the functions cannot be had.
     """

@@ -24,7 +24,7 @@ class RewardSample:
     answer: str | None
     """The reference answer."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Everything else the task's source says."""
+    """All other keys of the row."""
     token_ids: tuple[int, ...] = ()
     finish_reason: str = ""
     max_tokens: int = 0
