@@ -135,11 +135,7 @@ def _shown(show: Report, where: str) -> Report:
 
 
 def parse_axes(batches: Sequence[int], windows: Sequence[int], contexts: Sequence[int], repeats: int) -> Axes:
-    """Axes in order, each value once.
-
-    Raises:
-        InputError: A value is out of range.
-    """
+    """Axes in order, each value once. Raises InputError for a value out of range."""
     for option, values, largest in (
         ("--batches", batches, 4096),
         ("--windows", windows, MAX_WINDOW),

@@ -164,11 +164,8 @@ def _started(share: Share, config: Config) -> Iterator[tuple[TargetEngine, Measu
 
 
 def record_outputs(engine: TargetEngine, config: Config, prompts: Sequence[Any], max_requests: int) -> list[Record]:
-    """Plain decoding of the first `max_requests` samples of the prompts, in their order.
-
-    Raises:
-        InputError: No prompt could be answered.
-    """
+    """Plain decoding of the first `max_requests` samples of the prompts, in their order. Raises InputError if no prompt
+    could be answered."""
     requests, problem = list[RolloutRequest](), ""
     for request in _requests(config, prompts, max_requests):
         wanted = TargetRequest(str(request.index), request.prompt_token_ids, request.sampling)

@@ -76,7 +76,8 @@ def plan_workloads(
     if len(set(names)) < len(names):
         raise InputError("--prompts: two files have the same name; workloads are told apart by it")
     prompts = {path.stem: tuple(read_prompts(str(path), config.data.limit)) for path in paths}
-    base, sampled = config.sampling, long_tailed if long_tail else lambda sampling, count: (sampling,) * count
+    base = config.sampling
+    sampled = long_tailed if long_tail else lambda sampling, count: (sampling,) * count
     return [
         Workload(
             f"{name} T={temperature:g}{', long tail' if long_tail else ''}",

@@ -71,12 +71,7 @@ def read_card(folder: Path) -> dict[str, Any] | None:
 
 
 def check_vocabulary(drafter: str, target: TargetIdentity, trust_remote_code: bool = False) -> None:
-    """See that a draft model speaks the target's vocabulary.
-
-    Raises:
-        InputError: It does not; both sizes are named.
-        ModelLoadError: It is no model.
-    """
+    """Raise InputError if a draft model has another vocabulary than the target, ModelLoadError if it is no model."""
     size = identify(drafter, trust_remote_code).vocab_size
     if size != target.vocab_size:
         raise InputError(

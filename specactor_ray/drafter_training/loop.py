@@ -108,11 +108,7 @@ class TrainLoop:
         self._of_epoch = -1
 
     def resume(self) -> bool:
-        """Go on from the checkpoint in the folder; False if there is none.
-
-        Raises:
-            InputError: It cannot be read.
-        """
+        """Go on from the checkpoint in the folder; False if there is none. Raises InputError if it cannot be read."""
         if not self._path.is_file():
             return False
         try:

@@ -38,11 +38,7 @@ def drafter_of(folder: Path) -> DrafterConfig:
 
 
 def method_alone(method: str) -> DrafterConfig:
-    """A method that needs no trained model.
-
-    Raises:
-        InputError: It is unknown, or needs a model.
-    """
+    """A method that needs no trained model. Raises InputError if it is unknown, or needs one."""
     config = DrafterConfig(method=method)
     try:
         for check in DRAFTER_CHECKS:

@@ -58,15 +58,25 @@ class TrainRecipe:
 
 
 def check(recipe: TrainRecipe) -> None:
-    """Refuse what cannot be trained.
-
-    Raises:
-        InputError: The first option that is wrong, with what is allowed.
-    """
+    """Raise InputError for the first option that is wrong, with what is allowed."""
     if recipe.minutes is None and recipe.epochs is None:
         raise InputError("--minutes or --epochs must say when training ends")
     check_corpus(recipe.corpus)
-    for name, value, good, allowed in _ranges(recipe):
+
+    def positive(value: float) -> bool:
+        return 0.0 < value < math.inf
+
+    ranges: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+        ("tokens", lambda value: value >= 1, "1 or more"),
+        ("minutes", positive, "a number above 0"),
+        ("epochs", positive, "a number above 0"),
+        ("learning_rate", positive, "a number above 0"),
+        ("batch_tokens", lambda value: value >= 1, "1 or more"),
+        ("draft_vocab", lambda value: value >= 2, "2 or more"),
+        ("depths", lambda value: 1 <= value <= 16, "1 to 16"),
+    )
+    for name, good, allowed in ranges:
+        value = getattr(recipe, name)
         if value is not None and not good(value):
             raise InputError(f"--{name.replace('_', '-')}: {value!r} is out of range; use {allowed}")
     if recipe.dtype not in DTYPES:
@@ -82,18 +92,3 @@ def check_corpus(recipe: CorpusRecipe) -> None:
             raise InputError(f"--{name.replace('_', '-')}: {getattr(recipe, name)} is too small; use 1 or more")
     if not 0 <= recipe.seed < 2**64:
         raise InputError(f"--seed: {recipe.seed} is out of range; use 0 to 2**64 - 1")
-
-
-def _ranges(recipe: TrainRecipe) -> tuple[tuple[str, float | None, Callable[[float], bool], str], ...]:
-    def positive(value: float) -> bool:
-        return 0.0 < value < math.inf
-
-    return (
-        ("tokens", recipe.tokens, lambda value: value >= 1, "1 or more"),
-        ("minutes", recipe.minutes, positive, "a number above 0"),
-        ("epochs", recipe.epochs, positive, "a number above 0"),
-        ("learning_rate", recipe.learning_rate, positive, "a number above 0"),
-        ("batch_tokens", recipe.batch_tokens, lambda value: value >= 1, "1 or more"),
-        ("draft_vocab", recipe.draft_vocab, lambda value: value >= 2, "2 or more"),
-        ("depths", recipe.depths, lambda value: 1 <= value <= 16, "1 to 16"),
-    )

@@ -72,12 +72,9 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write(partial)
-            writer = {
-                "host": socket.gethostname(),
-                "user": os.environ.get("USER", str(os.getuid())),
-                "pid": os.getpid(),
-            }
-            _write_text(partial / _STATE, {**asdict(state), "written_by": writer})
+            user = os.environ.get("USER", str(os.getuid()))
+            written_by = {"host": socket.gethostname(), "user": user, "pid": os.getpid()}
+            _write_text(partial / _STATE, {**asdict(state), "written_by": written_by})
             _write_manifest(partial)
             if final.exists():  # of a run that was continued from before it
                 shutil.rmtree(replaced, ignore_errors=True)
@@ -136,11 +133,7 @@ class CheckpointStore:
 
 
 def open_checkpoint(path: Path) -> tuple[Path, TrainState]:
-    """A checkpoint that the user named.
-
-    Raises:
-        InputError: It is not there, or damaged.
-    """
+    """A checkpoint that the user named. Raises InputError if it is not there, or damaged."""
     problem = find_damage(path)
     if problem is not None:
         raise InputError(f"resume: {path} cannot be used: {problem}; name another, or use resume=auto")
@@ -161,11 +154,7 @@ def mean_reward(before: float | None, reward: float | None, steps: int) -> float
 
 
 def read_state(path: Path) -> TrainState:
-    """The state saved in a checkpoint.
-
-    Raises:
-        InputError: It is missing or not one.
-    """
+    """The state saved in a checkpoint. Raises InputError if it is missing or not one."""
     try:
         saved = parse_json(read_foreign(path / _STATE))
         known = {entry.name for entry in fields(TrainState)}

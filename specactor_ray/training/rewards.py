@@ -126,11 +126,8 @@ def extract_answer(text: str, pattern: str | None) -> str:
 
 
 class Scorer:
-    """Finds the answer in an output and adds up the configured reward functions, weighted.
-
-    Raises:
-        ConfigError: One of them cannot be had.
-    """
+    """Finds the answer in an output and adds up the configured reward functions, weighted. Raises ConfigError if one of
+    them is not available."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._pattern = config.answer_pattern

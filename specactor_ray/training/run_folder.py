@@ -54,11 +54,7 @@ class TrainingRun:
         return self.state.step == 0 or (self.checkpoint is not None and self.checkpoint.parent == self.store.folder)
 
     def check_lease(self) -> None:
-        """Raise if another process has taken over the run.
-
-        Raises:
-            SpecActorError: It has; nothing may be written any more.
-        """
+        """Raise SpecActorError if another process has taken over the run: nothing may be written any more."""
         for lease in self.leases:
             lease.check()
 
@@ -209,11 +205,7 @@ def _keep_metrics_until(file: Path, step: int) -> None:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """All records of a run, in the order of their steps.
-
-    Raises:
-        InputError: The file is missing or a line of it is not a record.
-    """
+    """All records of a run, in the order of their steps. Raises InputError if one cannot be read."""
     try:
         return [parse_json(line) for line in read_foreign(file, _MOST_METRICS_BYTES).splitlines()]
     except (OSError, ValueError) as error:

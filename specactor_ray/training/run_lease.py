@@ -75,11 +75,7 @@ class RunLease:
         clock.spawn(self._keep_beating, "run-lease")
 
     def check(self) -> None:
-        """Raise if the lease was taken over, as happens to a process that stood still for long.
-
-        Raises:
-            SpecActorError: Another process trains in the folder now.
-        """
+        """Raise SpecActorError if the lease was taken over, as happens to a process that stood still for long."""
         if self._lost_to is not None:
             raise SpecActorError(
                 f"process {self._lost_to.pid} on {self._lost_to.host} has taken over {self._path.parent}, since this "

@@ -23,7 +23,7 @@ def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
     """Remove the locks that no process holds.
 
     A builder has its lock open, so one that no process has open is abandoned, if it is still the same one a moment
-    later: a builder closes its lock before it removes it, and another rank may have removed this one and hold a new one.
+    later: a builder closes its lock before it removes it, and another rank may have replaced it by a new one.
 
     Args:
         root: Where extensions are built. Default: where torch builds them.
