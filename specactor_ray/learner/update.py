@@ -245,7 +245,6 @@ class _Sums:
         self._means: dict[str, list[float]] = {}
         self._losses: dict[str, float] = {}
         self._gap_max = 0.0
-        self._optimizer_steps = 0
 
     def add(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
         entry = self._means.setdefault(name, [0.0, 0.0])
