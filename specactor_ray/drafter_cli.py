@@ -146,7 +146,7 @@ def evaluate(
 
 
 def _console(log_level: str) -> Any:
-    from specactor_ray.config.validate import LOG_LEVELS
+    from specactor_ray.config.schema import LOG_LEVELS
     from specactor_ray.observability.console import log_through, make_console
 
     if log_level not in LOG_LEVELS:

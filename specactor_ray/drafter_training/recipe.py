@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specactor_ray.config.validate import DTYPES
+from specactor_ray.config.schema import DTYPES
 from specactor_ray.errors import InputError
 
 DEVICES = ("cpu", "cuda")
