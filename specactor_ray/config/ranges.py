@@ -72,16 +72,8 @@ def _reject_empty(key: str, value: str) -> None:
 
 
 def reject_values_not_allowed(section: Any, prefix: str, left_out: Collection[str] = ()) -> None:
-    """Check the fields of a section and of the sections in it, those in lists excluded.
-
-    Args:
-        section: A dataclass.
-        prefix: Precedes the names of its fields in keys.
-        left_out: Names of fields that are not checked.
-
-    Raises:
-        ConfigError: The first value that its field does not allow.
-    """
+    """Raises ConfigError for the first value in a section, and in the sections in it (not in lists), that its field
+    does not allow. Keys begin with `prefix`; fields in `left_out` are not checked."""
     for one in fields(section):
         key, value, check = prefix + one.name, getattr(section, one.name), one.metadata.get(_CHECK)
         if one.name in left_out or value is None:

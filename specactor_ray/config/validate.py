@@ -24,10 +24,6 @@ from specactor_ray.config.schema import (
     PlanPolicy,
     RaceName,
 )
-from specactor_ray.config.tensor_parallel import (
-    reject_devices_that_do_not_fit_the_ranks,
-    reject_ranks_the_backend_has_not,
-)
 from specactor_ray.draft.proposer import Checkpoint, Traits
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.errors import ConfigError, clipped
@@ -39,6 +35,8 @@ SMALLEST_SHARE = 0.01
 
 LARGEST = 1.0e9
 """Of numbers that need not be whole: seconds, gigabytes, weights."""
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+"""NUL and surrogates: the characters that UTF-8 or files do not take."""
 _FREE_NUMBERS = ("sampling.", "data.options.", "target.engine_arguments.")
 """Keys with other bounds: those of `SamplingParams`, and of the libraries that read the others."""
 
@@ -59,7 +57,7 @@ def validate(config: Config) -> None:
 def reject_values_that_nothing_holds(config: Config) -> None:
     """Texts that no file and no terminal takes, and numbers beyond what arrays, timers and Ray count with."""
     for key, value in _leaves(config, ""):
-        if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
+        if isinstance(value, str) and _UNWRITABLE.search(value):
             problem = f"{clipped(value)} holds a NUL or is not valid UTF-8."
             raise ConfigError(key, problem, "write it in UTF-8, without \\0.")
         if isinstance(value, int):
@@ -128,6 +126,29 @@ def reject_size_of_a_foreign_cluster(config: Config) -> None:
 
 def reject_device_the_target_cannot_use(config: Config) -> None:
     _reject_half_precision_on_a_cpu("target.dtype", config.target.dtype, "target", config.target.gpus)
+
+
+def reject_ranks_the_backend_has_not(config: Config) -> None:
+    target, ranks = config.target, config.target.tensor_parallel
+    if ranks > 1 and target.backend != "vllm":
+        problem = f"{ranks}, but target.backend={target.backend} runs the model on one device."
+        raise ConfigError("target.tensor_parallel", problem, "use target.backend=vllm, or raise target.replicas.")
+    if ranks > 1 and config.plan is PlanPolicy.auto:
+        problem = f"{ranks} ranks, but plan=auto chooses a verifier's cores, and a profile is of one rank."
+        raise ConfigError("target.tensor_parallel", problem, "use plan=fixed.")
+
+
+def reject_devices_that_do_not_fit_the_ranks(config: Config) -> None:
+    target, ranks = config.target, config.target.tensor_parallel
+    if target.gpus not in (0, ranks):
+        fixes = [f"use target.gpus={ranks}", "raise target.replicas"]
+        if target.backend == "vllm":
+            fixes.insert(1, f"target.tensor_parallel={target.gpus}")
+        problem = f"{target.gpus} GPUs for {ranks} rank(s) of target.tensor_parallel; every rank has one."
+        raise ConfigError("target.gpus", problem, f"{', '.join(fixes[:-1])} or {fixes[-1]}.")
+    if not target.gpus and target.cores % ranks:
+        problem = f"{target.cores} core(s) cannot be shared out evenly among {ranks} ranks (target.tensor_parallel)."
+        raise ConfigError("target.cores", problem, f"use a multiple of {ranks}.")
 
 
 def reject_race_threshold_without_a_tail(config: Config) -> None:
@@ -294,14 +315,6 @@ def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
         return
     for name, value in items:
         yield from _leaves(value, f"{key}.{name}" if key else name)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _reject_half_precision_on_a_cpu(key: str, dtype: str, host: str, gpus: int) -> None:
