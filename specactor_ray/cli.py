@@ -19,14 +19,7 @@ import typer
 from rich.console import Console
 
 from specactor_ray.cli_demo import demo
-from specactor_ray.cli_options import (
-    ConfigFile,
-    Overrides,
-    finish,
-    load_settings,
-    parse_numbers,
-    planned_side_by_side,
-)
+from specactor_ray.cli_options import ConfigFile, Overrides, finish, load_settings, parse_numbers, planned_side_by_side
 from specactor_ray.cli_plan import plan, profile
 from specactor_ray.cli_simulate import simulate
 from specactor_ray.cluster.module_path import put_current_folder_last

@@ -71,11 +71,11 @@ def submit(
         problem = f"--address: {clipped(address)} is not the address of a dashboard"
         raise ClusterError(f"{problem}; it must be http://HOST:PORT, such as http://127.0.0.1:8265")
     entrypoint = shlex.join(["python", "-m", f"specactor_ray.jobs.{command.replace('-', '_')}", *arguments])
-    from ray.job_submission import JobSubmissionClient
-
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it names every file that is not uploaded
     # Ray lets its own variables win over the address that it is given.
     with shown({**token_for(urlsplit(address).netloc), _ADDRESS: address}):
+        from ray.job_submission import JobSubmissionClient
+
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it names every file that is not uploaded
         with _readable_errors(address):
             client = JobSubmissionClient(address)
             job = _submit(client, entrypoint, environment)

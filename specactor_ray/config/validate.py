@@ -10,20 +10,9 @@ from typing import Any
 
 from specactor_ray.config.engine_arguments import reject_engine_arguments
 from specactor_ray.config.named import is_named
-from specactor_ray.config.online import (
-    OnlineWhere,
-    reject_batch_above_buffer,
-    reject_two_sources_of_weights,
-)
+from specactor_ray.config.online import OnlineWhere, reject_batch_above_buffer, reject_two_sources_of_weights
 from specactor_ray.config.ranges import reject_unlisted, reject_values_not_allowed
-from specactor_ray.config.schema import (
-    MAX_METHODS,
-    Config,
-    DrafterConfig,
-    ModeName,
-    PlanPolicy,
-    RaceName,
-)
+from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, PlanPolicy, RaceName
 from specactor_ray.draft.proposer import Checkpoint, Traits
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.errors import ConfigError, clipped
@@ -32,7 +21,6 @@ TRAINING_SECTIONS = ("algorithm", "reward", "trainer", "checkpoint", "tracking")
 """Sections that `validate_training` checks."""
 SMALLEST_SHARE = 0.01
 """Of a core. Ray counts in ten-thousandths; less than a hundredth is no share one could mean."""
-
 LARGEST = 1.0e9
 """Of numbers that need not be whole: seconds, gigabytes, weights."""
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
