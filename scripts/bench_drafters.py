@@ -15,6 +15,7 @@ token that follows. Keyed sampling makes that exactly what a verifier would have
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -22,21 +23,21 @@ import random
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import numpy as np
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.lookup.suffix import SuffixProposer
-from specactor_ray.draft.mirror import common_prefix
 from specactor_ray.draft.proposer import packed
+from specactor_ray.drafter_training.corpus import Record
+from specactor_ray.drafter_training.evaluation import replay
 from specactor_ray.messages import SamplingParams
 
 HistoryProposer = NgramProposer | SuffixProposer
@@ -152,84 +153,43 @@ def cost_table(sizes: Sequence[int]) -> Table:
 # ---- acceptance ----
 
 
-@dataclass
-class Recorded:
-    """One output of a model."""
-
-    epoch: int
-    prompt: int
-    sample: int
-    seed: int
-    temperature: float
-    prompt_ids: list[int]
-    tokens: list[int]
+Epochs = list[list[Record]]
+"""What the model answered in each epoch."""
 
 
-def record(args: argparse.Namespace, console: Console) -> list[Recorded]:
+def record(args: argparse.Namespace, console: Console) -> Epochs:
     """Let the model answer every prompt `GROUP` times in every epoch."""
     import torch
 
     from specactor_ray.config.schema import TargetConfig
+    from specactor_ray.drafter_training.corpus import RecordStore, RolloutRequest, collect
     from specactor_ray.models.loading import load_tokenizer
     from specactor_ray.rollout.prompts import encode_prompt, read_prompts
     from specactor_ray.sampling.keyed import derive_seed
-    from specactor_ray.target.base import TargetRequest
     from specactor_ray.target.registry import build_engine
 
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(args.model)
     prompts = [encode_prompt(tokenizer, prompt, chat=True) for prompt in read_prompts(args.prompts, args.limit)]
     engine = build_engine(TargetConfig(model=args.model, dtype="float32"), "cpu", 0)
-    outputs: list[Recorded] = []
-    for epoch in range(args.epochs):
-        for number, prompt in enumerate(prompts):
-            for sample in range(GROUP):
-                seed, name = derive_seed(100 + epoch, number, sample), f"{epoch}/{number}/{sample}"
-                sampling = SamplingParams(args.temperature, max_tokens=args.tokens, seed=seed)
-                outputs.append(Recorded(epoch, number, sample, seed, args.temperature, list(prompt), []))
-                engine.add(len(outputs) - 1, TargetRequest(name, prompt, sampling))
+    base = SamplingParams(args.temperature, max_tokens=args.tokens)
+    epochs = []
     with console.status("recording outputs"):
-        while engine.has_work():
-            for row, tokens, _ in engine.step().outputs():
-                outputs[row].tokens += tokens
-    return outputs
+        for epoch in range(args.epochs):
+            requests = []
+            for number, sample in itertools.product(range(len(prompts)), range(GROUP)):
+                sampling = replace(base, seed=derive_seed(100 + epoch, number, sample))
+                requests.append(RolloutRequest(number * GROUP + sample, prompts[number], sampling))
+            epochs.append(collect(engine, requests, RecordStore(None, f"epoch-{epoch}")))
+    return epochs
 
 
-@dataclass
-class Outcome:
-    """Of one epoch."""
-
-    steps: int = 0
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-
-def replay(proposer: HistoryProposer, outputs: Sequence[Recorded], batch: int) -> Outcome:
-    """Draft for the recorded outputs, `batch` of them at a time."""
-    waiting, free, running, outcome = list(reversed(outputs)), list(range(batch)), dict[int, Recorded](), Outcome()
-    while waiting or running:
-        while waiting and free:
-            one, slot = waiting.pop(), free.pop()
-            name = f"{one.epoch}/{one.prompt}/{one.sample}"
-            running[slot] = one
-            sampling = SamplingParams(one.temperature, max_tokens=len(one.tokens), seed=one.seed)
-            proposer.open(slot, name, one.prompt_ids, [], sampling, WINDOW)
-        proposer.extend()
-        tails = proposer.tails(np.array(list(running), np.int32)).rows()
-        for (slot, one), (base_len, tail) in zip(list(running.items()), tails, strict=True):
-            accepted = common_prefix(tail, one.tokens[base_len:])
-            fresh = one.tokens[base_len : base_len + accepted + 1]
-            outcome.steps += 1
-            outcome.tokens += len(fresh)
-            outcome.drafted += len(tail)
-            outcome.accepted += accepted
-            proposer.commit(*packed([(slot, base_len, fresh)]))
-            if base_len + len(fresh) == len(one.tokens):
-                proposer.close(slot, finished=True)
-                del running[slot]
-                free.append(slot)
-    return outcome
+def load(path: Path) -> Epochs:
+    """What `--save` wrote."""
+    epochs = json.loads(path.read_text())
+    for row in itertools.chain(*epochs):
+        row["sampling"] = SamplingParams(**row["sampling"])
+    return [[Record(**row) for row in epoch] for epoch in epochs]
 
 
 CONTENDERS: dict[str, Callable[[], HistoryProposer]] = {
@@ -246,25 +206,24 @@ CONTENDERS: dict[str, Callable[[], HistoryProposer]] = {
 }
 
 
-def acceptance_table(outputs: Sequence[Recorded], batch: int) -> Table:
-    epochs = sorted({one.epoch for one in outputs})
-    prompts = len({one.prompt for one in outputs})
-    tokens = sum(len(one.tokens) for one in outputs)
-    size = f"{prompts} prompts x {GROUP} samples x {len(epochs)} epochs, {tokens:,} tokens"
-    table = Table(title=f"{size}, T={outputs[0].temperature:g}")
+def acceptance_table(epochs: Epochs, batch: int) -> Table:
+    records = [record for epoch in epochs for record in epoch]
+    tokens = sum(len(one.output_token_ids) for one in records)
+    size = f"{len(records) // len(epochs)} outputs x {len(epochs)} epochs, {tokens:,} tokens"
+    table = Table(title=f"{size}, T={records[0].sampling.temperature:g}")
     table.add_column("method")
-    for epoch in epochs:
-        table.add_column(f"epoch {epoch + 1}: tokens/step", justify="right")
+    for number in range(len(epochs)):
+        table.add_column(f"epoch {number + 1}: tokens/step", justify="right")
         table.add_column("drafted/step", justify="right")
         table.add_column("accepted", justify="right")
     for name, make in track(CONTENDERS.items(), description="replaying"):
         proposer, cells = make(), []
         for epoch in epochs:
-            o = replay(proposer, [one for one in outputs if one.epoch == epoch], batch)
+            facts = replay(proposer, epoch, WINDOW, batch).facts()
             cells += [
-                f"{o.tokens / o.steps:.3f}",
-                f"{o.drafted / o.steps:.2f}",
-                f"{o.accepted / max(o.drafted, 1):.0%}",
+                f"{facts['acceptance_length']:.3f}",
+                f"{facts['supply']:.2f}",
+                f"{facts['acceptance_rate']:.0%}",
             ]
         table.add_row(name, *cells)
     return table
@@ -293,10 +252,10 @@ def main() -> None:
     if args.cost:
         console.print(cost_table(args.sizes))
     if args.acceptance:
-        outputs = [Recorded(**row) for row in json.loads(args.load.read_text())] if args.load else record(args, console)
+        epochs = load(args.load) if args.load else record(args, console)
         if args.save:
-            args.save.write_text(json.dumps([asdict(one) for one in outputs]))
-        console.print(acceptance_table(outputs, args.batch))
+            args.save.write_text(json.dumps([[asdict(one) for one in epoch] for epoch in epochs]))
+        console.print(acceptance_table(epochs, args.batch))
 
 
 if __name__ == "__main__":

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from specactor_ray.errors import SpecActorError, UserError
+from specactor_ray.signals import blocked
 
 W = TypeVar("W")
 R = TypeVar("R")
-C = TypeVar("C", bound="Child")
 Report = Callable[[Any], None]
 
 
@@ -44,16 +42,15 @@ class Child:
         self.channel, theirs = context.Pipe()
         """To the function, and from it."""
         self._process = context.Process(target=_main, args=(run, work, theirs), name=name, daemon=True)
-        with _interrupts_blocked():
+        resource_tracker.ensure_running()  # its own start, at the first process, would unblock the signal again
+        with blocked(signal.SIGINT):
             self._process.start()
         theirs.close()
 
-    def __enter__(self: C) -> C:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.end()
 
     def receive(self) -> Any:
@@ -112,17 +109,6 @@ def run_in_child(
 def _measure(task: tuple[Callable[[Any, Report], Any], Any], channel: Connection) -> Any:
     measure, work = task
     return measure(work, channel.send)
-
-
-@contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """A process that is started inside does not see Ctrl-C."""
-    resource_tracker.ensure_running()  # its own start, at the first process, would unblock the signal again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _main(run: Callable[[Any, Connection], Any], work: Any, channel: Connection) -> None:

@@ -108,6 +108,14 @@ def flush_entry(path: Path) -> None:
         os.close(descriptor)
 
 
+def names_open_file(path: Path, descriptor: int) -> bool:
+    """Whether the path still names the open file: another process may have renamed, removed or replaced it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which is made if need be; waits until no other process holds it."""

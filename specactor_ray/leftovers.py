@@ -1,7 +1,7 @@
 """Folders that belong to one process, and what to do with those of processes that were killed.
 
 A folder names its owner by process id and start time. A later process removes it once that very process is gone; what
-another user, machine or container made is left alone, since nobody here can tell whether its owner lives.
+another user, machine or container made is left alone: whether its owner lives cannot be found out here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,10 +26,10 @@ def start_ticks(pid: int) -> int | None:
     """Start time of a process of this machine, in clock ticks since boot: tells it from a later one of the same pid.
     None when there is none, or it only waits to be reaped."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()
+    fields = line.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
 
@@ -42,15 +43,13 @@ def make_owned_folder(prefix: str, base: str | Path) -> Path:
 
 def living_folders(prefix: str, base: str | Path) -> Iterator[Path]:
     """Folders of `make_owned_folder` whose owners live."""
-    for folder in _own_folders(prefix, Path(base)):
-        if _owner_lives(folder):
-            yield folder
+    yield from (folder for folder, lives in _own_folders(prefix, base) if lives)
 
 
 def remove_abandoned(prefix: str, base: str | Path) -> None:
     """Remove the folders of `make_owned_folder` whose owners are dead, and the shared memory noted in them."""
-    for folder in _own_folders(prefix, Path(base)):
-        if not _owner_lives(folder):
+    for folder, lives in _own_folders(prefix, base):
+        if not lives:
             logger.info("removing %s, left by a process that was killed", folder)
             _remove_segments(folder)
             _remove(folder)
@@ -77,28 +76,16 @@ def _where() -> str:
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
-def _own_folders(prefix: str, base: Path) -> list[Path]:
+def _own_folders(prefix: str, base: str | Path) -> list[tuple[Path, bool]]:
+    """The folders of this user, machine and container, and whether their owners live."""
     found = []
-    for folder in base.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError, ValueError):
+    for folder in Path(base).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError, ValueError):  # its owner may be making or removing it at this moment
             facts = folder.lstat()
-            where, _pid, _ticks = _owner(folder)
-            if folder.is_dir() and not folder.is_symlink() and facts.st_uid == os.getuid() and where == _where():
-                found.append(folder)
+            where, pid, ticks = (folder / _OWNER).read_text(encoding="utf-8").split(" ")
+            if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and where == _where():
+                found.append((folder, start_ticks(int(pid)) == int(ticks)))
     return found
-
-
-def _owner(folder: Path) -> tuple[str, int, int]:
-    where, pid, ticks = (folder / _OWNER).read_text(encoding="utf-8").split(" ")
-    return where, int(pid), int(ticks)
-
-
-def _owner_lives(folder: Path) -> bool:
-    try:
-        _where, pid, ticks = _owner(folder)
-    except (OSError, ValueError):  # its owner removes it at this moment
-        return True
-    return start_ticks(pid) == ticks
 
 
 def _remove_segments(folder: Path) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Any
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
@@ -50,12 +51,67 @@ def sigterm_interrupts() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+class StopRequested(KeyboardInterrupt):
+    """SIGINT or SIGTERM inside a `StopSignal`."""
+
+
+class StopSignal:
+    """While inside, SIGINT and SIGTERM raise `StopRequested` in the main thread, or at the end of a shielded part.
+
+    `connect` keeps it in place when Ray sets handlers of its own. Does nothing in any other thread.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._shields = 0
+        self._pending = False
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._on_signal) for number in _INTERRUPTS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def shielded(self) -> Iterator[None]:
+        """What runs inside is not interrupted; a signal that came meanwhile is raised afterwards."""
+        self._shields += 1
+        try:
+            yield
+        finally:
+            self._shields -= 1
+        if self._pending and not self._shields:
+            self._pending = False
+            raise StopRequested
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._shields:
+            self._pending = True
+        else:
+            raise StopRequested
+
+
 def ignore_signals() -> None:
     """From now on SIGINT and SIGTERM change nothing: the end is under way. Processes that are started later do not
     inherit that. Does nothing outside the main thread."""
     if threading.current_thread() is threading.main_thread():
         for number in _INTERRUPTS:
             signal.signal(number, lambda number, frame: None)
+
+
+@contextlib.contextmanager
+def blocked(number: signal.Signals) -> Iterator[None]:
+    """Processes that are started inside do not receive this signal."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from specactor_ray.benchmarks.comparison import Output, Place
 from specactor_ray.benchmarks.profile import parse_axes
-from specactor_ray.benchmarks.profile_process import Axes, Share
-from specactor_ray.benchmarks.profile_session import ProfileSession
+from specactor_ray.benchmarks.profile_process import Axes, ProfileSession, Share
 from specactor_ray.benchmarks.rollout_modes import WARM_UP, WARM_UP_PROMPTS, Bench, Workload, plan_workloads
 from specactor_ray.benchmarks.variants import Variant, draft_cores
 from specactor_ray.config.schema import Config, ModeName

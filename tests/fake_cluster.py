@@ -222,7 +222,7 @@ class FakeCluster:
 
     def finish(self, entries: Sequence[JournalEntry]) -> list[JournalEntry]:
         """Stream the entries; all must end once, and with the right tokens if they did not fail."""
-        ended = list(self.client.stream(entries))
+        ended = list(self.client.run(entries))
         assert sorted(entry.request_id for entry in ended) == sorted(entry.request_id for entry in entries)
         for entry in ended:
             truth = true_output(entry.sampling, entry.weight_version)

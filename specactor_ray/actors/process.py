@@ -1,18 +1,19 @@
-"""What every actor process has: logging, core binding, calls and models; and how its loop thread is kept."""
+"""What every actor process has: logging, core binding, calls, models, and a thread for its loop."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import bind_to_cores, limit_spins
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
-from specactor_ray.controller.state import VerifierSpec
+from specactor_ray.controller.state import DraftActorSpec, VerifierSpec
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.messages import Mode, WeightSet
 from specactor_ray.target.base import TargetEngine
@@ -127,11 +128,6 @@ class LoopThread(Generic[L]):
     The loop, and with it the model, is made *in* the thread: OpenMP keeps a team of workers per thread that ever
     computed. With a second team there are more workers than cores, and both go to sleep between operators instead
     of waiting actively; a decode step on two cores then takes a third longer.
-
-    Args:
-        make_loop: Makes the loop (loads the model).
-        name: Name of the thread.
-        clock: Starts it.
     """
 
     def __init__(self, make_loop: Callable[[], L], name: str, clock: Clock = SYSTEM) -> None:
@@ -165,3 +161,73 @@ class LoopThread(Generic[L]):
             return
         self._made.set_result(loop)
         loop.run()
+
+
+class ModelLoop(Loop, Protocol):
+    """The loop of a `LoopActor`."""
+
+    @property
+    def vocab_size(self) -> int | None: ...
+
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]: ...
+
+    def forget_history(self) -> Future[None]: ...
+
+
+M = TypeVar("M", bound=ModelLoop)
+S = TypeVar("S", DraftActorSpec, VerifierSpec)
+
+
+class LoopActor(Generic[S, M]):
+    """An actor whose methods only touch queues, and whose loop does the work in a thread of its own."""
+
+    _THREAD: ClassVar[str]
+    """Name of the thread."""
+
+    def __init__(self, spec: S, host: ActorHost | None = None) -> None:
+        self._spec: S = spec
+        self._host = host or ActorHost()
+        self._thread: LoopThread[M] | None = None
+        self._lock = threading.Lock()
+        """Guards the start, and the list of peers against older ones that come late."""
+        self._peers_version = -1
+
+    def start(self) -> dict[str, Any]:
+        """Bind the cores, load the model, start the loop. Returns pid, cores and vocabulary size. Idempotent."""
+        with self._lock:
+            if self._thread is None:
+                self._host.configure(self._spec.actor_id, self._spec.cores, self._spec.log_level)
+                self._thread = LoopThread(self._make_loop, self._THREAD, self._host.clock)
+        return {**self._host.facts(), "vocab_size": self._thread.loop().vocab_size}
+
+    def load_weights(self, weights: WeightSet) -> None:
+        """Take over a version of the weights it follows: the policy's, or those its method is taught. Requests of older
+        versions end. Idempotent."""
+        self._do(self._running().load_weights(weights.version, self._host.fetch_weights(weights)))
+
+    def forget_history(self) -> None:
+        """Let the drafters of this process forget earlier outputs."""
+        self._do(self._running().forget_history())
+
+    def stop(self) -> None:
+        """End the loop in order; returns when it has ended, or after ten seconds."""
+        if self._thread is not None:
+            self._thread.stop(10.0)
+
+    def _make_loop(self) -> M:
+        raise NotImplementedError
+
+    def _take_version(self, version: int) -> bool:
+        """Whether a list of peers is no older than the last one; the lock is held."""
+        if version < self._peers_version:
+            return False
+        self._peers_version = version
+        return True
+
+    def _do(self, command: Future[None]) -> None:
+        self._host.clock.result(command, COMMAND_TIMEOUT_S)
+
+    def _running(self) -> M:
+        if self._thread is None:
+            raise RuntimeError(f"{self._spec.actor_id} was not started")
+        return self._thread.loop()

@@ -22,12 +22,6 @@ class TaughtDrafter:
     """An EAGLE head that learns from the samples of a training step. Rank 0 holds it; the other ranks help with the
     policy's hidden states.
 
-    Args:
-        drafter: Its section.
-        config: The configuration.
-        trainer: This rank.
-        calls: What stores weights.
-
     Raises:
         ModelLoadError: The head cannot be loaded.
     """

@@ -14,8 +14,7 @@ from specactor_ray.actors.taught_drafter import TaughtDrafter
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.online import taught_by_trainer
 from specactor_ray.learner.batching import Sample
-from specactor_ray.learner.progress import Progress
-from specactor_ray.learner.saving import SavedPart
+from specactor_ray.learner.saving import Progress, SavedPart
 from specactor_ray.learner.trainer import Trainer, TrainerSpec
 from specactor_ray.messages import WeightSet
 
@@ -28,10 +27,6 @@ teams and CUDA contexts belong to threads."""
 class TrainerActor:
     """Hosts one rank. Every method is called on all ranks at once and in the same order, and may be sent again when its
     answer was lost: it is carried out once.
-
-    Args:
-        log_level: Of the process.
-        calls: What stores weights; default: Ray.
     """
 
     def __init__(self, log_level: str, calls: Calls | None = None) -> None:
@@ -85,21 +80,12 @@ class TrainerActor:
         return self._once("teach_drafter", step, lambda: pupil.learn(samples, step))
 
     def export_weights(self, version: int, number: int) -> WeightSet | None:
-        """Put the weights into the object store; they live as long as somebody holds the result. Rank 0's counts.
-
-        Args:
-            version: What to call them.
-            number: Of the request: the same when it is sent again, another one for the next.
-        """
+        """Put the weights into the object store as this version; they live as long as the result is held. Rank 0's
+        counts. The number is that of the request: the same when it is sent again, another one for the next."""
         return self._once("export_weights", number, lambda: self._export(version))
 
     def save(self, folder: str, number: int) -> SavedPart:
-        """Write this rank's part of a checkpoint; what the disk refused is in the result.
-
-        Args:
-            folder: Of the checkpoint.
-            number: Of the request, as above.
-        """
+        """Write this rank's part of a checkpoint; what the disk refused is in the result. The number is as above."""
         return self._once("save", number, lambda: self._running().save(Path(folder)))
 
     def offload(self) -> None:

@@ -23,8 +23,6 @@ class TurnTaker:
     """A verifier with the drafters it hosts (none: plain decoding), which runs when it is its turn.
 
     Args:
-        drafters: Hosted drafters.
-        target: What the verifier serves.
         speculation: What is drafted and verified. Default: the configuration's default.
     """
 

@@ -69,10 +69,6 @@ def _entry(place: Place, **found: Any) -> dict[str, Any]:
 def ratio_with_error(plain: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
     """How many times as fast as `plain` the other is over pairs of turns with the same work, and the standard error of
     that; infinite for a single pair.
-
-    Args:
-        plain: Seconds of each turn.
-        other: Those of the same turns, in the same order.
     """
     mean_s = fmean(other)
     ratio = fmean(plain) / mean_s

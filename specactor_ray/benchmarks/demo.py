@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,19 @@ class Demo:
 
     def say(self, text: str) -> None:
         say(self.console, f"{self.seconds:5.1f} s  {text}")
+
+    def take(self, report: Any) -> None:
+        """What the measuring process reports."""
+        if isinstance(report, Speed):
+            self.doing = f"round {report.round}, now: plain {report.plain:.1f}, auto {report.auto:.1f} tokens/s"
+        elif isinstance(report, Round):
+            self.rounds.append(report)
+            plain, auto = report.tokens / report.plain_s, report.tokens / report.auto_s
+            speeds = f"plain {plain:.1f}, auto {auto:.1f} tokens/s, {auto / plain:.2f}x"
+            self.say(f"round {len(self.rounds)}: {speeds}, {report.identical} of {report.requests} outputs identical")
+        else:
+            self.say(report)
+            self.doing = report.partition(" (")[0]
 
 
 def run_demo(demo: Demo, training: bool) -> dict[str, Any]:
@@ -136,25 +149,7 @@ def _measure_speed(demo: Demo, seconds: float) -> None:
         progress.update(min(progress.seconds, 0.99 * work.seconds), demo.doing)  # the last round may end later
 
     with PhaseProgress(demo.console, "plain and auto", work.seconds, line_interval_s=_BEAT_S, poll=show):
-        run_in_child(measure_side_by_side, work, "demo", _kept(demo))
-
-
-def _kept(demo: Demo) -> Callable[[Any], None]:
-    """Takes what the measuring process reports."""
-
-    def keep(what: Any) -> None:
-        if isinstance(what, Speed):
-            demo.doing = f"round {what.round}, now: plain {what.plain:.1f}, auto {what.auto:.1f} tokens/s"
-        elif isinstance(what, Round):
-            demo.rounds.append(what)
-            plain, auto = what.tokens / what.plain_s, what.tokens / what.auto_s
-            speeds = f"plain {plain:.1f}, auto {auto:.1f} tokens/s, {auto / plain:.2f}x"
-            demo.say(f"round {len(demo.rounds)}: {speeds}, {what.identical} of {what.requests} outputs identical")
-        else:
-            demo.say(what)
-            demo.doing = what.partition(" (")[0]
-
-    return keep
+        run_in_child(measure_side_by_side, work, "demo", demo.take)
 
 
 def _train(demo: Demo) -> None:

@@ -1,6 +1,6 @@
 """A proposer at work on outputs that are known: how long it takes per token, and how much of it is right.
 
-Sampling is keyed, so what the target says next does not depend on who drafts. Outputs that plain decoding gave once
+Sampling is keyed, so the next token of the target does not depend on the drafter. Outputs that plain decoding gave once
 are therefore the truth for every draft method and window, and no target is needed beside the proposer: draft until
 the window is full, compare, commit what a verifier would have committed, again.
 """
@@ -9,36 +9,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from specactor_ray.draft.mirror import common_prefix
 from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.drafter_training.corpus import Record
-from specactor_ray.drafter_training.evaluation import draft_all, replay
+from specactor_ray.drafter_training.evaluation import AcceptanceCounts, draft_all, replay
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import Features, SamplingParams
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """A request that plain decoding answered."""
-
-    prompt: tuple[int, ...]
-    output: tuple[int, ...]
-    sampling: SamplingParams
-    states: np.ndarray | None = None
-    """`(len(prompt) + len(output) - 1, width)`: the target's hidden states of every position but the last, where it
-    exports them."""
 
 
 class TextStream:
     """All recorded tokens one after the other, as often as needed; features likewise, where there are any."""
 
-    def __init__(self, recorded: Sequence[Recorded]) -> None:
-        self._tokens = [token for one in recorded for token in (*one.prompt, *one.output)]
+    def __init__(self, recorded: Sequence[Record]) -> None:
+        self._tokens = [token for one in recorded for token in (*one.prompt_token_ids, *one.output_token_ids)]
         states = [one.states for one in recorded if one.states is not None]
         self._states = np.concatenate(states) if states else None
 
@@ -117,39 +103,13 @@ def _reject_silent(proposer: Proposer, slots: np.ndarray, context: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Acceptance:
-    """What came of drafting for all recorded requests."""
-
-    survival: tuple[float, ...]
-    """S_1, S_2, ...: the share of steps at which the first i draft tokens were there and right."""
-    steps: int
-    drafted: int
-    accepted: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "survival": list(self.survival),
-            "steps": self.steps,
-            "supply": self.drafted / max(self.steps, 1),
-            "acceptance_rate": self.accepted / max(self.drafted, 1),
-            "acceptance_length": 1.0 + self.accepted / max(self.steps, 1),
-        }
-
-
-def measure_acceptance(proposer: Proposer, recorded: Sequence[Recorded], window: int, batch: int) -> Acceptance:
+def measure_acceptance(proposer: Proposer, recorded: Sequence[Record], window: int, batch: int) -> AcceptanceCounts:
     """Draft for the recorded requests, `batch` at a time, in order: a later one may learn from those that ended.
-
-    A step near the end of an output tells nothing about depths beyond it, and is not counted there; depths that no
-    step tells about are left out.
 
     Raises:
         InputError: The outputs are too short to hold any draft against.
     """
-    records = [Record(index, one.prompt, one.output, one.sampling, "length") for index, one in enumerate(recorded)]
-    counts = replay(proposer, records, window, batch, features=lambda record: recorded[record.index].states)
-    rates = [right / possible for right, possible in zip(counts.right, counts.possible, strict=True) if possible]
-    if not rates:
+    counts = replay(proposer, recorded, window, batch)
+    if not counts.survival:
         raise InputError("no draft could be held against an output: the outputs are too short to measure acceptance")
-    survival = np.minimum.accumulate(rates)  # fewer steps tell about greater depths, by chance better ones
-    return Acceptance(tuple(survival.tolist()), counts.steps, counts.drafted, counts.accepted)
+    return counts

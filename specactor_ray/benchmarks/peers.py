@@ -70,12 +70,13 @@ def measure_peers(
     results = []
     for batch in batches:
         for label, speculative, cores in _peers(config, batch):
-            say(console, f"batch {batch}, {label}: starting")
+            title = f"batch {batch}, {label}"
+            say(console, f"{title}: starting")
             work = PeerWork(label, speculative, cores, batch, config, tuple(workloads))
             try:
-                done = run_in_child(measure_peer, work, label, _shown(console, f"batch {batch}, {label}"))
+                done = run_in_child(measure_peer, work, label, _shown(console, title))
             except SpecActorError as error:
-                say(console, f"batch {batch}, {label}: left out, it failed: {str(error).strip().splitlines()[-1]}")
+                say(console, f"{title}: left out, it failed: {str(error).strip().splitlines()[-1]}")
                 continue
             results += [_row(work, measured) for measured in done]
     return results

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,10 +41,8 @@ def run_profile(
 
     Args:
         config: `target`, `drafters`, `sampling` and `data.path` say what is measured.
-        axes: Batches, windows, contexts, repeats.
         devices: Core counts, or `[1]` on a GPU.
         output: The file; never overwritten.
-        console: Where progress is shown.
         max_requests: Samples recorded to measure acceptance on.
 
     Returns:
@@ -80,20 +77,16 @@ def run_profile(
         "seconds": round(time.monotonic() - begin, 1),
         **facts,
         "prompts": {"path": config.data.path, "requests": len(recorded)},
-        "prompt_tokens": sum(len(one.prompt) for one in recorded) / len(recorded),
+        "prompt_tokens": sum(len(one.prompt_token_ids) for one in recorded) / len(recorded),
         "cpu_share": {str(share.devices): round(share.cpu_share, 3) for share in shares},
         "axes": {**vars(axes), "devices": sorted({*devices}), "draft_window": axes.draft_window},
         **_figures(config, shares, identities),
     }
-    _write(output, data)
-    return data
-
-
-def _write(output: Path, data: Mapping[str, Any]) -> None:
     try:
         write_json(output, data, new=True)
     except OSError as error:
         raise InputError(f"--output: {output} cannot be written ({error.strerror})") from None
+    return data
 
 
 def _facts(config: Config, device: str) -> dict[str, Any]:
@@ -132,21 +125,16 @@ def _measure(
                 shares[0].recorded if shares else (),
             )
             where = f"{count} {'GPU' if config.target.gpus else 'core(s)'}"
-            named = functools.partial(_show_named, show, where)
-            shares.append(run_in_child(measure_share, share, f"profile-{count}", named))
+            shares.append(run_in_child(measure_share, share, f"profile-{count}", _shown(show, where)))
     return shares
 
 
-def _show_named(show: Report, where: str, text: str) -> None:
-    show(f"{where}: {text}")
+def _shown(show: Report, where: str) -> Report:
+    return lambda text: show(f"{where}: {text}")
 
 
 def parse_axes(batches: Sequence[int], windows: Sequence[int], contexts: Sequence[int], repeats: int) -> Axes:
-    """Axes in order, each value once.
-
-    Raises:
-        InputError: A value is out of range.
-    """
+    """Axes in order, each value once. Raises InputError for a value out of range."""
     for option, values, largest in (
         ("--batches", batches, 4096),
         ("--windows", windows, MAX_WINDOW),

@@ -6,24 +6,26 @@ directly, without Ray.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
-import numpy as np
-
-from specactor_ray.benchmarks.drafting_on_text import Recorded, TextStream, measure_acceptance, seconds_per_token
-from specactor_ray.child import Report
+from specactor_ray.benchmarks.drafting_on_text import TextStream, measure_acceptance, seconds_per_token
+from specactor_ray.child import Child, Report
 from specactor_ray.cluster.cores import bind_to_cores
 from specactor_ray.config.schema import Config, DrafterConfig
+from specactor_ray.drafter_training.corpus import Record, RecordStore, RolloutRequest, collect
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.speculation.costs import CostPoint
 from specactor_ray.target.base import Drafts, TargetEngine, TargetRequest
+from specactor_ray.target.rows import refuse_impossible
 
 MAX_RECORDED_TOKENS = 128
 """Longest output recorded for measuring acceptance."""
@@ -79,7 +81,7 @@ class Share:
     prompts: tuple[Any, ...] = ()
     """Prompts to record outputs of; only the first process has them."""
     max_requests: int = 16
-    recorded: tuple[Recorded, ...] = ()
+    recorded: tuple[Record, ...] = ()
     """What another process recorded."""
 
 
@@ -88,73 +90,95 @@ class Measured:
     """What a process found."""
 
     devices: int
-    verify: list[CostPoint]
-    drafting: dict[str, list[CostPoint]]
-    acceptance: dict[str, dict[str, Any]]
-    recorded: tuple[Recorded, ...]
-    cpu_share: float
+    recorded: tuple[Record, ...]
+    verify: list[CostPoint] = field(default_factory=list)
+    drafting: dict[str, list[CostPoint]] = field(default_factory=dict)
+    acceptance: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cpu_share: float = 1.0
     """CPU time this process got per core and second; far below 1 on cores that others use too."""
 
 
 def measure_share(share: Share, report: Report) -> Measured:
     """Record outputs if asked to, then measure verifying, drafting and acceptance; `report` once per figure."""
-    from specactor_ray.target.registry import build_engine
-
-    if share.cores:
-        bind_to_cores(share.cores)
-    axes, config = share.axes, roomy(share.config, share.axes)
-    engine = build_engine(config.target, share.device, max(axes.windows))
-    try:
-        _reject_contexts_too_long(axes, engine.max_model_len)
-        recorded = share.recorded or record_outputs(engine, config, share.prompts, share.max_requests)
+    config = roomy(share.config, share.axes)
+    with _started(share, config) as (engine, measured):
         if not share.recorded:
             report("recorded outputs")
-        text, sampling = TextStream(recorded), recorded[0].sampling
         begin, begin_cpu = time.perf_counter(), time.process_time()
-        verify = measure_verify(engine, text, sampling, share.devices, axes, report)
-        cpu_share = (time.process_time() - begin_cpu) / (time.perf_counter() - begin) / share.devices
-    finally:
-        engine.close()
-    measured = Measured(share.devices, verify, {}, {}, tuple(recorded), cpu_share)
+        text, sampling = TextStream(measured.recorded), measured.recorded[0].sampling
+        measured.verify = measure_verify(engine, text, sampling, share.devices, share.axes, report)
+        cpu_s, wall_s = time.process_time() - begin_cpu, time.perf_counter() - begin
+        measured.cpu_share = cpu_s / wall_s / share.devices
     for drafter in config.drafters:
         measure_method(drafter, share, text, measured, report)
     return measured
 
 
-def record_outputs(engine: TargetEngine, config: Config, prompts: Sequence[Any], max_requests: int) -> list[Recorded]:
-    """Plain decoding of the first `max_requests` samples of the prompts, in their order.
+class ProfileSession(Child):
+    """A process that keeps an engine, so that its steps can be timed again and again, seconds apart.
 
     Raises:
-        InputError: No prompt could be answered.
+        UserError: The model or the prompts cannot be used.
+        SpecActorError: The process failed.
     """
-    requests = _requests(config, prompts, max_requests)
-    problem = ""
-    outputs: dict[int, list[int]] = {}
-    states: dict[int, list[np.ndarray]] = {}
-    for row, request in enumerate(requests):
+
+    def __init__(self, share: Share) -> None:
+        super().__init__(_measure_on_demand, share, "profile")
+        self.drafting: dict[str, list[CostPoint]] = self.receive()
+        """Draft method → seconds per token, measured once."""
+
+    def verify(self, axes: Axes) -> Sequence[CostPoint]:
+        """V over the axes, as it is now. Batches and contexts must not exceed those of the share."""
+        self.channel.send(axes)
+        points: list[CostPoint] = self.receive()
+        return points
+
+
+def _measure_on_demand(share: Share, channel: Connection) -> None:
+    def ignore(line: str) -> None: ...
+
+    config = roomy(share.config, share.axes)
+    with _started(share, config) as (engine, measured):
+        text, sampling = TextStream(measured.recorded), measured.recorded[0].sampling
+        for drafter in config.drafters:
+            measure_method(drafter, share, text, measured, ignore)
+        channel.send(measured.drafting)
+        while True:
+            channel.send(measure_verify(engine, text, sampling, share.devices, channel.recv(), ignore))
+
+
+@contextlib.contextmanager
+def _started(share: Share, config: Config) -> Iterator[tuple[TargetEngine, Measured]]:
+    """An engine on the share's cores, and what was recorded on it or before."""
+    from specactor_ray.target.registry import build_engine
+
+    if share.cores:
+        bind_to_cores(share.cores)
+    engine = build_engine(config.target, share.device, max(share.axes.windows))
+    try:
+        _reject_contexts_too_long(share.axes, engine.max_model_len)
+        recorded = share.recorded or tuple(record_outputs(engine, config, share.prompts, share.max_requests))
+        yield engine, Measured(share.devices, recorded)
+    finally:
+        engine.close()
+
+
+def record_outputs(engine: TargetEngine, config: Config, prompts: Sequence[Any], max_requests: int) -> list[Record]:
+    """Plain decoding of the first `max_requests` samples of the prompts, in their order. Raises InputError if no prompt
+    could be answered."""
+    requests, problem = list[RolloutRequest](), ""
+    for request in _requests(config, prompts, max_requests):
+        wanted = TargetRequest(str(request.index), request.prompt_token_ids, request.sampling)
         try:
-            engine.add(row, request)
-            outputs[row], states[row] = [], []
+            refuse_impossible(wanted, engine.vocab_size, engine.max_model_len)
+            requests.append(request)
         except InputError as error:
             problem = str(error)
-    while engine.has_work():
-        result = engine.step()
-        for row, tokens, _ in result.outputs():
-            outputs[row] += tokens
-        for row, _, values in result.states.split() if result.states is not None else ():
-            states[row].append(values)
-    recorded = [
-        Recorded(r.prompt_token_ids, tuple(outputs[row]), r.sampling, _whole(states[row]))
-        for row, r in enumerate(requests)
-        if outputs.get(row)
-    ]
+    found = collect(engine, requests, RecordStore(None, "profile"), max_open=max_requests)
+    recorded = [record for record in found if record.output_token_ids]
     if not recorded:
         raise InputError(f"data.path: none of the prompts could be answered ({problem or 'the outputs are empty'})")
     return recorded
-
-
-def _whole(states: Sequence[np.ndarray]) -> np.ndarray | None:
-    return np.concatenate(list(states)) if states else None
 
 
 def measure_verify(
@@ -203,11 +227,17 @@ def measure_method(drafter: DrafterConfig, share: Share, text: TextStream, measu
     measured.drafting[drafter.method] = points
     if not share.recorded:
         found = measure_acceptance(proposer, measured.recorded, axes.windows[-1], max(axes.batches))
-        measured.acceptance[drafter.method] = found.to_dict()
+        measured.acceptance[drafter.method] = {
+            "survival": list(found.survival),
+            "steps": found.steps,
+            "supply": found.drafted / max(found.steps, 1),
+            "acceptance_rate": found.accepted / max(found.drafted, 1),
+            "acceptance_length": 1.0 + found.accepted / max(found.steps, 1),
+        }
         report(f"{drafter.method}, acceptance")
 
 
-def _requests(config: Config, prompts: Sequence[Any], max_requests: int) -> list[TargetRequest]:
+def _requests(config: Config, prompts: Sequence[Any], max_requests: int) -> list[RolloutRequest]:
     from specactor_ray.models.loading import load_tokenizer
     from specactor_ray.rollout.prompts import encode_prompt
     from specactor_ray.sampling.keyed import derive_seed
@@ -216,12 +246,12 @@ def _requests(config: Config, prompts: Sequence[Any], max_requests: int) -> list
     places = itertools.islice(itertools.product(range(len(prompts)), range(config.data.n)), max_requests)
     base = replace(config.sampling, max_tokens=min(config.sampling.max_tokens, MAX_RECORDED_TOKENS))
     return [
-        TargetRequest(
-            f"record-{prompt}-{sample}",
+        RolloutRequest(
+            index,
             encode_prompt(tokenizer, prompts[prompt], config.data.chat),
             replace(base, seed=derive_seed(base.seed, prompt, sample)),
         )
-        for prompt, sample in places
+        for index, (prompt, sample) in enumerate(places)
     ]
 
 

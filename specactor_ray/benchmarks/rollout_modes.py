@@ -77,19 +77,16 @@ def plan_workloads(
         raise InputError("--prompts: two files have the same name; workloads are told apart by it")
     prompts = {path.stem: tuple(read_prompts(str(path), config.data.limit)) for path in paths}
     base = config.sampling
+    sampled = long_tailed if long_tail else lambda sampling, count: (sampling,) * count
     return [
         Workload(
             f"{name} T={temperature:g}{', long tail' if long_tail else ''}",
             prompts[name],
-            (long_tailed if long_tail else _alike)(replace(base, temperature=temperature), len(prompts[name])),
+            sampled(replace(base, temperature=temperature), len(prompts[name])),
         )
         for name in names
         for temperature in temperatures or [base.temperature]
     ]
-
-
-def _alike(sampling: SamplingParams, count: int) -> tuple[SamplingParams, ...]:
-    return (sampling,) * count
 
 
 def long_tailed(sampling: SamplingParams, count: int) -> tuple[SamplingParams, ...]:
@@ -116,10 +113,8 @@ def run_bench(
     Args:
         config: The decoupled configuration.
         modes: Modes to compare; plain must be among them.
-        workloads: What to roll out; `plan_workloads` makes them.
         batches: Values of `target.max_batch`, each measured in every mode.
         output: The JSON file; default `bench.json` in a new folder under `run.dir`. Never overwritten.
-        console: Where progress is shown.
         peers: Measure vLLM as it is, too (`benchmarks/peers.py`).
 
     Returns:

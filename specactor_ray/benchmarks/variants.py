@@ -165,5 +165,5 @@ def _variant(config: Config, mode: ModeName, batch: int, label: str, replicas: i
     chosen.mode = mode
     chosen.run.name = None  # every variant is a run of its own
     chosen.target.replicas, chosen.target.cores, chosen.target.max_batch = replicas, cores, rows
-    chosen.target.record_margins = True  # so that a difference can be told from a near-tie
+    chosen.target.record_margins = True  # so that a difference is distinguished from a near-tie
     return Variant(label, batch, chosen)

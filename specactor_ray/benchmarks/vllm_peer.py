@@ -44,7 +44,6 @@ def start(target: TargetConfig, batch: int, speculative: dict[str, Any] | None) 
     """`vllm.LLM` of the configured target.
 
     Args:
-        target: The target's section.
         batch: Most requests at once.
         speculative: vLLM's `speculative_config`.
     """

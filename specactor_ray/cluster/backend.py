@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -14,8 +14,13 @@ from specactor_ray.cluster.names import NAMESPACE, random_suffix
 from specactor_ray.cluster.placement import Demand, NodeSupply, Placement
 from specactor_ray.cluster.processes import ActorReaper, CoreSurvey, ProcessFacts
 
-_CONCURRENCY = 8
-"""Threads of an actor: a long poll or a load must not hold up health checks and deliveries."""
+ACTOR_OPTIONS: Mapping[str, Any] = {
+    "namespace": NAMESPACE,
+    "max_concurrency": 8,  # a long poll or a load must not hold up health checks and deliveries
+    "max_restarts": 0,
+    "max_task_retries": 0,
+}
+"""Options of every named actor of a run."""
 
 
 class Reaper(Protocol):
@@ -45,7 +50,7 @@ class Backend(Protocol):
         """Where the group stands; None while it waits for room."""
 
     def remove(self, group: Any) -> None:
-        """Give the group's room back; harmless when repeated."""
+        """Give the group's room back; idempotent."""
 
     def cores(self, node_id: str) -> tuple[str, tuple[int, ...]] | None:
         """`(machine, core ids)` that processes on a node may use; None while the answer is on its way."""
@@ -71,13 +76,10 @@ class RayBackend:
 
     def launch(self, cls: Any, spec: Any, name: str, where: Placement, demand: Demand) -> Any:
         options: dict[str, Any] = {
+            **ACTOR_OPTIONS,
             "name": name,
-            "namespace": NAMESPACE,
             "num_cpus": demand.cpus,
             "num_gpus": demand.gpus,
-            "max_concurrency": _CONCURRENCY,
-            "max_restarts": 0,
-            "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(where.group, where.bundle_index),
         }
         return ray.remote(cls).options(**options).remote(spec)

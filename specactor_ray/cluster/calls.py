@@ -110,7 +110,8 @@ class Call:
         if arrived:
             reference, self.reference = self.reference, None
             try:
-                self._finish(self._calls.transport.take(reference, self._method))
+                self._value = self._calls.transport.take(reference, self._method)
+                self.done = True
             except ActorUnavailableError as error:
                 self._unavailable, self._again_at = error, now + self._delay_s
                 self._delay_s = min(2.0 * self._delay_s, _RETRY_MAX_S)
@@ -129,20 +130,12 @@ class Call:
         except SpecActorError as error:
             self._fail(error)
 
-    def _finish(self, value: Any) -> None:
-        self._value, self.done = value, True
-
     def _fail(self, error: SpecActorError) -> None:
         self.error, self.done, self.reference = error, True, None
 
 
 class Calls:
-    """Starts calls and waits for them.
-
-    Args:
-        transport: What carries them; default: Ray.
-        clock: What deadlines and pauses are measured by.
-    """
+    """Starts calls and waits for them. Without a transport, Ray carries them."""
 
     def __init__(self, transport: Transport | None = None, clock: Clock = SYSTEM) -> None:
         self.transport: Transport = transport if transport is not None else RayTransport()
@@ -152,9 +145,7 @@ class Calls:
         """Begin a call; returns at once.
 
         Args:
-            actor: Handle of the actor.
-            method: Its method.
-            arguments: Of the method.
+            actor, method, arguments: What to call.
             deadline_s: Seconds after which the call counts as failed (`CallTimeoutError`).
             retry: Send it again while the actor is unavailable; only for methods that are idempotent.
         """
@@ -260,15 +251,8 @@ _FETCH_S = 60.0
 
 
 def translate_ray_error(error: BaseException, what: str) -> SpecActorError:
-    """The error of this package that stands for one of Ray's.
-
-    Args:
-        error: As Ray raised it.
-        what: What was being done, for people: `verifier-0#3f2a: ping`.
-
-    Returns:
-        An error of this package as the actor raised it, a `CallError` apart; else a `CallError` with what Ray says.
-    """
+    """The error of this package that stands for one of Ray's: as the actor raised it, a `CallError` apart; else a
+    `CallError` with Ray's message. `what` names the call in it."""
     if isinstance(error, ray_errors.RayTaskError):  # first: Ray raises a class that is also that of the cause
         cause = error.cause
         if isinstance(cause, CallError):  # says nothing about this actor, but about one that it called

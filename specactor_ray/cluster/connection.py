@@ -13,7 +13,6 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -34,7 +33,7 @@ from specactor_ray.cluster.token import (
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.errors import ClusterError
 from specactor_ray.leftovers import make_owned_folder, remove_abandoned
-from specactor_ray.signals import signals_deferred
+from specactor_ray.signals import blocked, signals_deferred
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +57,11 @@ class Connection:
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Leave the cluster; end it and remove its files if it was started here. Harmless when repeated.
+        """Leave the cluster; end it and remove its files if it was started here. Idempotent.
 
         A Ray that was already initialised before `connect` stays as it is.
         """
@@ -87,8 +84,11 @@ def connect(config: ClusterConfig) -> Connection:
             return _join(config)
     started: list[Connection] = []
     try:
-        # The handler is put back before the signal gets through again; it may raise right then.
-        with _sigterm_blocked(), _own_sigterm_handler():
+        # The handler is put back before the signal gets through again; it may raise right then. Processes of the
+        # cluster do not hear SIGTERM, as Ray already arranges for Ctrl-C: schedulers signal a whole process group or
+        # control group, and a cluster that died at once would take away what its owner needs to end in order, such as
+        # the trainer that writes a checkpoint. Ray ends them by SIGKILL then, which costs some four seconds.
+        with blocked(signal.SIGTERM), _own_sigterm_handler():
             started.append(_start_private_cluster(config))
     except BaseException:
         for connection in started:
@@ -139,7 +139,7 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
     with contextlib.ExitStack() as held:
         folder = make_owned_folder(PRIVATE_FOLDER, base)
         held.callback(remove_with_token, folder)
-        held.enter_context(shown({**_without_metrics(), **_of_normal_priority(), **new_token(folder)}))
+        held.enter_context(shown({**_ray_settings(), **new_token(folder)}))
         held.callback(ray.shutdown)
         try:
             ray.init(
@@ -159,32 +159,15 @@ def _start_private_cluster(config: ClusterConfig) -> Connection:
         return Connection(address, owned=True, held=held.pop_all())
 
 
-def _of_normal_priority() -> dict[str, str]:
-    """Ray runs workers at niceness 15 by default: beside any other process they hardly run at all."""
-    name = "RAY_worker_niceness"
-    return {name: os.environ.get(name, "0")}
+def _ray_settings() -> dict[str, str]:
+    """Workers of normal priority, and no metrics, unless the environment has other values.
 
-
-def _without_metrics() -> dict[str, str]:
-    """Ray would serve metrics on three ports of all interfaces, and asks for no token there. The two without a switch
-    do not come up on a port that there is not."""
-    names = {"RAY_enable_metrics_collection": "0", "AUTOSCALER_METRIC_PORT": "-1", "DASHBOARD_METRIC_PORT": "-1"}
-    return {name: value for name, value in names.items() if name not in os.environ}
-
-
-@contextlib.contextmanager
-def _sigterm_blocked() -> Iterator[None]:
-    """Processes that are started inside do not hear SIGTERM, as Ray already arranges for Ctrl-C.
-
-    Schedulers signal a whole process group or control group. A cluster that died at once with its owner would take away
-    what the owner needs to end in order, such as the trainer that writes a checkpoint. Ray ends them by SIGKILL then,
-    which costs some four seconds at the end.
+    Ray runs workers at niceness 15: beside any other process they hardly run at all. It would serve metrics on three
+    ports of all interfaces, and asks for no token there; the two without a switch do not come up on an invalid port.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    settings = {"RAY_worker_niceness": "0", "RAY_enable_metrics_collection": "0"}
+    settings |= {"AUTOSCALER_METRIC_PORT": "-1", "DASHBOARD_METRIC_PORT": "-1"}
+    return {name: value for name, value in settings.items() if name not in os.environ}
 
 
 def _probe(address: str, token: str) -> bool:

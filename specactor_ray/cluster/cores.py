@@ -36,13 +36,8 @@ class CoreLedger:
         """Machine → core → owner → share; an owner of whole cores has a share of 1 of each."""
 
     def add_node(self, node: str, cores: Iterable[int], machine: str = "") -> None:
-        """Make known which cores processes on `node` may use. Known nodes are left as they are.
-
-        Args:
-            node: Ray node id.
-            cores: Core ids, as `os.sched_getaffinity` gives them there.
-            machine: What tells machines apart; default: every node is one of its own.
-        """
+        """Add the cores that processes on `node` may use. Known nodes are left as they are. Without `machine`, the node
+        is a machine of its own."""
         if node in self._machine_of:
             return
         machine = machine or node
@@ -57,9 +52,8 @@ class CoreLedger:
         """Give cores of `node` to `owner`, who holds none yet.
 
         Args:
-            node: Ray node id.
+            node, owner: The node, and the holder.
             count: A whole number of cores of its own, or a share below 1 of a core that others may share; 0 is nothing.
-            owner: Who takes them.
 
         Returns:
             Core ids, ascending; for a share the one core it is of.
@@ -154,9 +148,6 @@ def bind_to_cores(cores: Sequence[int]) -> None:
 
     Call it before torch computes anything: thread pools keep the size they started with. Torch need not be
     loaded yet; it then takes the number of threads from the environment.
-
-    Args:
-        cores: Core ids.
 
     Raises:
         ClusterError: A core does not exist or is outside what this process may use.

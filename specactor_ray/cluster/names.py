@@ -19,12 +19,8 @@ _CONTROLLER = re.compile(rf"{_PREFIX}::(?P<run>.+)::controller")
 
 
 def new_run_name(now: float | None = None) -> str:
-    """`20260131-142501-3f2a`: date and time (local) and a random suffix.
-
-    Args:
-        now: Seconds since the epoch; default: the current time.
-    """
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(2)}"
+    """`20260131-142501-3f2a`: local date and time (default: now) and a random suffix."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{random_suffix()}"
 
 
 def random_suffix() -> str:
@@ -40,13 +36,13 @@ def new_actor_id(stem: str, taken: Collection[str], suffix: Callable[[], str] = 
             return actor_id
 
 
-def controller_name(run: str) -> str:
-    return f"{_PREFIX}::{run}::controller"
-
-
 def actor_name(run: str, actor_id: str) -> str:
     """Name of an actor or of its placement group in the cluster."""
     return f"{_PREFIX}::{run}::{actor_id}"
+
+
+def controller_name(run: str) -> str:
+    return actor_name(run, "controller")
 
 
 def run_of_controller(name: str) -> str | None:

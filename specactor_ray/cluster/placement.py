@@ -127,10 +127,7 @@ def on_node(node_id: str) -> dict[str, Any]:
 
 
 def refuse_shared_gpus(gpus: Mapping[str, tuple[str, Sequence[str]]]) -> None:
-    """Check that no two actors use the same GPU of one node.
-
-    Args:
-        gpus: Actor id → (node id, GPU ids it sees).
+    """Check that no two actors, id → (node id, GPU ids it sees), use the same GPU of one node.
 
     Raises:
         ClusterError: Two of them do; both are named.

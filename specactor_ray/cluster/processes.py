@@ -6,18 +6,18 @@ followed to its end on its own node.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import signal
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError
 
 from specactor_ray.clock import SYSTEM
 from specactor_ray.cluster.calls import Calls, Transport
-from specactor_ray.cluster.children import descendants
 from specactor_ray.cluster.cores import usable_cores
 from specactor_ray.cluster.placement import on_node
 from specactor_ray.errors import SpecActorError
@@ -49,9 +49,22 @@ def process_facts(_actor: Any) -> ProcessFacts:
     return ProcessFacts(os.getpid(), start_ticks(os.getpid()) or 0, context.get_node_id(), gpus)
 
 
-def is_alive(facts: ProcessFacts) -> bool:
-    """Whether this very process still exists on this machine."""
-    return start_ticks(facts.pid) == facts.start_ticks
+def family(facts: ProcessFacts) -> list[psutil.Process]:
+    """This process of this machine and its descendants, such as the ranks of a split model, parents first; none when it
+    is gone. To be asked for while it lives: afterwards nothing relates them to it."""
+    with contextlib.suppress(psutil.Error):
+        if start_ticks(facts.pid) == facts.start_ticks:
+            process = psutil.Process(facts.pid)
+            return [process, *process.children(recursive=True)]
+    return []
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether this very process still exists, and does more than wait to be reaped."""
+    try:
+        return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def end_process(facts: ProcessFacts, grace_s: float = KILL_GRACE_S, timeout_s: float = _KILL_TIMEOUT_S) -> bool:
@@ -70,27 +83,24 @@ class _Dying:
 
     def __init__(self, facts: ProcessFacts, since: float) -> None:
         self.since = since
-        self._facts = facts
-        self._children = descendants(facts.pid) if is_alive(facts) else ()
+        self._family = family(facts)
 
     def is_over(self, waited_s: float, grace_s: float) -> bool:
         """Whether all of them are gone; those that had their time are killed."""
-        left = [facts.pid for facts in (self._facts,) if is_alive(facts)]
-        parent_is_gone = not left
-        left += [child.pid for child in self._children if child.is_alive()]
-        if waited_s >= grace_s or parent_is_gone:
-            for pid in left:
-                _kill(pid)
+        left = [process for process in self._family if is_alive(process)]
+        if waited_s >= grace_s or left[:1] != self._family[:1]:  # or the parent is gone
+            for process in left:
+                _kill(process)
         return not left
 
 
-def _kill(pid: int) -> None:
+def _kill(process: psutil.Process) -> None:
     try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
+        process.kill()
+    except psutil.NoSuchProcess:
         pass
-    except PermissionError:
-        logger.error("process %d belongs to another user and cannot be killed", pid)
+    except psutil.AccessDenied:
+        logger.error("process %d belongs to another user and cannot be killed", process.pid)
 
 
 class ActorReaper:

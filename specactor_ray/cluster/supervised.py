@@ -21,17 +21,27 @@ _STOP_POLL_S = 0.1
 
 
 class Errand:
-    """One call to an actor at a time, looked after without waiting for it."""
+    """Versions of something on their way to an actor: one call at a time, looked after without waiting for it."""
 
     def __init__(self, actor_id: str) -> None:
+        self.acked = self.sent = 0
+        """Version that it has, and that of the last call."""
+        self.failures = 0
+        """Calls that failed since the last success."""
+        self.retry_at = float("-inf")
+        """When to send again after a failure; for the caller to set."""
         self.error: SpecActorError | None = None
         """Why the last one failed."""
         self._actor_id = actor_id
         self._call: Call | None = None
 
-    def send(self, call: Call) -> None:
-        """Look after this call."""
-        self._call = call
+    def is_due(self, version: int, now: float) -> bool:
+        """Whether this version has to be sent now."""
+        return self._call is None and self.acked != version and now >= self.retry_at
+
+    def send(self, call: Call, version: int) -> None:
+        """Look after this call, which brings a version."""
+        self._call, self.sent = call, version
 
     def state(self) -> str:
         """`idle`, `in flight`, `done` or `failed`; the latter two once for every `send`."""
@@ -43,18 +53,14 @@ class Errand:
         if call.error is not None:
             self.error = named_error(call.error, self._actor_id, "did not take what it was told")
             logger.warning("%s", self.error)
+            self.failures += 1
             return "failed"
+        self.acked, self.failures = self.sent, 0
         return "done"
 
 
 class SupervisedActor:
     """The supervisor's side of one actor that has `start`, `ping` and `stop`.
-
-    Args:
-        actor_id: Its incarnation.
-        handle: To call it by.
-        calls: What calls are made with.
-        start_timeout_s: Longest wait for its start.
 
     Attributes:
         facts: Which process it is; None until it answered.
@@ -85,12 +91,7 @@ class SupervisedActor:
         return self._calls.start(self.handle, method, *arguments, deadline_s=deadline_s)
 
     def poll(self, now: float, interval_s: float) -> None:
-        """Take the answers that came, and ask for the health when it is time. Never blocks.
-
-        Args:
-            now: Monotonic seconds.
-            interval_s: Time between two health checks.
-        """
+        """Take the answers that came, and ask for the health every `interval_s` seconds. Never blocks."""
         if self._facts is not None and self._facts.poll():
             call, self._facts = self._facts, None
             self.facts = self._result(call, "did not come up")

@@ -27,17 +27,16 @@ from specactor_ray.config.schema import Config
 from specactor_ray.controller.decide import decide, has_lasted, record_failure
 from specactor_ray.controller.first_start import FirstStart
 from specactor_ray.controller.members import ActorClasses, Member, PeerNews, build_spec, next_view
-from specactor_ray.controller.seats import Seat, Seating, scale_refusal
+from specactor_ray.controller.seats import Seating, scale_refusal
 from specactor_ray.controller.state import (
     VERIFIER,
     Action,
     ClusterView,
-    CreateDrafter,
+    Create,
     Departure,
     DesiredState,
     Drain,
     FailureRecord,
-    GiveUp,
     ObservedState,
     Phase,
     Policy,
@@ -63,8 +62,7 @@ class Controller:
     """Runs the actors of one run. A plain class; `start_controller` makes it a named Ray actor.
 
     Args:
-        config: The whole configuration.
-        run: Name of the run.
+        config, run: The whole configuration, and the name of the run.
         classes: What to run as verifiers and draft actors.
         policy: Limits; default: from `config.cluster`.
         priors: Draft method → chance that a draft token is right, as a profile says; for the verifiers' ladders.
@@ -103,18 +101,17 @@ class Controller:
         """Guards the weights; notified when every verifier has the policy's current ones."""
         self._version_in_place = 0
         self._lock = threading.Lock()
+        """Guards the wishes of others: the desired state, methods forgiven, suspects; start and end."""
         self._forgiven: list[str] = []
         """Methods scaled by a person since the last step: what failed before is forgotten."""
         self._view = ClusterView()
         self._status: list[dict[str, Any]] = []
-        """Guards the wishes of others: the desired state, methods forgiven, suspects."""
         self._suspects: list[str] = []
         """Actors that somebody could not reach since the last step."""
         self._wake, self._stopping = self._clock.event(), self._clock.event()
-        self._shutdown, self._is_shutting = self._clock.condition(), False
-        self._all_gone: bool | None = None
-        """Answer of the shutdown; None until it is over."""
-        self._was_asked_to_start = False
+        self._is_shutting, self._was_asked_to_start = False, False
+        self._all_gone: Future[bool] = Future()
+        """Answer of the shutdown."""
         self._first_view: Future[ClusterView] = Future()
         """Answer of the start."""
         self._thread: Thread | None = None
@@ -124,7 +121,7 @@ class Controller:
 
     def start(self) -> ClusterView:
         """Bring up what is desired and keep it so. Returns the first view in which the run has started (`FirstStart`).
-        Harmless when repeated, also while it still starts: all callers get the same answer.
+        Idempotent, also while it still starts: all callers get the same answer.
 
         Raises:
             ClusterError: There is no room; demand and supply are shown. Nothing is left running.
@@ -176,7 +173,7 @@ class Controller:
 
     def set_weights(self, weights: WeightSet, timeout_s: float) -> None:
         """Give everyone who follows the policy these weights, now and when they join later. Waits until all verifiers
-        that are ready have them; who fails to take them is replaced. Harmless when repeated.
+        that are ready have them; who fails to take them is replaced. Idempotent.
 
         Raises:
             InputError: The version is not above all earlier ones.
@@ -205,7 +202,7 @@ class Controller:
         self._wake.set()
 
     def shutdown(self) -> bool:
-        """Stop the loops in order, end all processes, give the room back. Bounded; harmless when repeated.
+        """Stop the loops in order, end all processes, give the room back. Bounded; idempotent.
 
         Returns:
             Whether every process is known to be gone.
@@ -264,7 +261,7 @@ class Controller:
         run("decide and apply", self._decide_and_apply)
         run("weights", self._tell_weights)
         run("publish", self._publish)
-        run("tell peers", self._tell_peers)
+        run("tell peers", lambda: self._news.tell(self._members.values(), self._view, self._clock.now()))
         run("reap", self._reaper.poll)
 
     def _guarded(self, name: str, step: Callable[[], Any]) -> Any:
@@ -329,23 +326,22 @@ class Controller:
     def _apply(self, actions: list[Action]) -> None:
         now = self._clock.now()
         for action in actions:
-            if isinstance(action, Remove):
+            if isinstance(action, Create):
+                self._create(action.key, now)
+            elif isinstance(action, Remove):
                 self._remove(action, now)
             elif isinstance(action, Drain):
                 self._drain(self._members[action.actor_id], now)
-            elif isinstance(action, GiveUp):
+            else:
                 self._failures[action.key] = replace(self._failures[action.key], given_up=True)
                 logger.error("no more draft actors of %s are started: %s", action.key, action.error)
-            else:
-                key = action.method if isinstance(action, CreateDrafter) else VERIFIER
-                self._create(key, self._seating.claim(key), now)
 
-    def _create(self, key: str, seat: Seat, now: float) -> Member:
+    def _create(self, key: str, now: float) -> None:
+        seat = self._seating.claim(key)
         actor_id = new_actor_id(seat.stem, self._used_ids, self._backend.suffix)
         self._used_ids.add(actor_id)
         seat.occupant = actor_id
-        self._members[actor_id] = member = Member(actor_id, key, seat, created_at=now, since=now)
-        return member
+        self._members[actor_id] = Member(actor_id, key, seat, created_at=now, since=now)
 
     def _settle_pending(self) -> None:
         now = self._clock.now()
@@ -398,7 +394,7 @@ class Controller:
                 del self._departed[oldest]
         if member.actor is not None:
             self._reaper.reap(member.actor.handle, member.actor.facts)
-        self._seating.vacate(member.seat)
+        member.seat.occupant = None
 
     # ---- tell the others ----
 
@@ -421,17 +417,15 @@ class Controller:
         now = self._clock.now()
         self._status = [member.row(now) for member in members]
 
-    def _tell_peers(self) -> None:
-        self._news.tell(self._members.values(), self._view, self._clock.now())
-
     # ---- the end ----
 
     def _teardown(self) -> bool:
-        with self._shutdown:
-            if self._is_shutting:
-                limit_s = STOP_TIMEOUT_S + GONE_TIMEOUT_S
-                return self._shutdown.wait_for(lambda: self._all_gone is not None, limit_s) and bool(self._all_gone)
-            self._is_shutting = True
+        with self._lock:
+            begins, self._is_shutting = not self._is_shutting, True
+        if not begins:
+            with contextlib.suppress(TimeoutError):
+                return self._clock.result(self._all_gone, STOP_TIMEOUT_S + GONE_TIMEOUT_S)
+            return False
         gone = False
         try:
             gone = self._end_all([member.actor for member in self._members.values() if member.actor is not None])
@@ -439,9 +433,7 @@ class Controller:
             self._seating.close()
             self._members.clear()
             self._publish()
-            with self._shutdown:
-                self._all_gone = gone
-                self._shutdown.notify_all()
+            self._all_gone.set_result(gone)
         return gone
 
     def _end_all(self, actors: Sequence[SupervisedActor]) -> bool:

@@ -6,14 +6,13 @@ one, and then there are none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from specactor_ray.controller.state import (
     VERIFIER,
     Action,
-    CreateDrafter,
-    CreateVerifier,
+    Create,
     DesiredState,
     Drain,
     FailureRecord,
@@ -29,13 +28,8 @@ _EASIEST_TO_SPARE = (Phase.PENDING, Phase.STARTING, Phase.READY)
 
 
 def decide(desired: DesiredState, observed: ObservedState, now: float, policy: Policy) -> list[Action]:
-    """The actions that bring the observed state one step nearer to the desired one.
-
-    Args:
-        desired: How many actors of each kind there should be.
-        observed: Those there are, and the failures on record.
-        now: The clock of `FailureRecord.last_at` and `ObservedActor.created_at`, in seconds.
-        policy: Limits.
+    """The actions that bring the observed state one step nearer to the desired one. `now` is of the clock of
+    `FailureRecord.last_at` and `ObservedActor.created_at`.
 
     Returns:
         Removals of the dead first, then per key what is surplus or missing. Verifiers that are healthy are
@@ -54,7 +48,7 @@ def decide(desired: DesiredState, observed: ObservedState, now: float, policy: P
             failures[actor.key] = record_failure(
                 failures.get(actor.key), now, removal.reason, actor.was_ready, actor.created_at
             )
-    for key in _keys(desired, observed.actors):
+    for key in dict.fromkeys((*desired.all_keys(), *(actor.key for actor in observed.actors))):
         mine = [actor for actor in kept if actor.key == key]
         actions += _balance(key, desired.wanted(key), mine, failures.get(key), now, policy)
     return actions
@@ -63,15 +57,8 @@ def decide(desired: DesiredState, observed: ObservedState, now: float, policy: P
 def record_failure(
     record: FailureRecord | None, now: float, error: str, was_ready: bool, created_at: float
 ) -> FailureRecord:
-    """The record after one more failure. An actor created before the failure on record is counted with that failure.
-
-    Args:
-        record: What is on record for the key so far.
-        now: When it failed.
-        error: Why, for people.
-        was_ready: Whether the actor had become ready before.
-        created_at: When it was created.
-    """
+    """The record of a key after one more failure. An actor created before the failure on record is counted with that
+    failure."""
     record = record or FailureRecord(last_at=float("-inf"))
     more = created_at >= record.last_at
     never_started = 0 if was_ready else max(record.never_started + more, 1)
@@ -89,10 +76,6 @@ def backoff_s(record: FailureRecord | None, policy: Policy) -> float:
 def has_lasted(actor: ObservedActor, policy: Policy) -> bool:
     """Whether this actor proves that its key works: earlier failures may be forgotten."""
     return actor.phase is Phase.READY and actor.phase_age_s >= policy.stable_s
-
-
-def _keys(desired: DesiredState, actors: Iterable[ObservedActor]) -> list[str]:
-    return list(dict.fromkeys((*desired.all_keys(), *(actor.key for actor in actors))))
 
 
 def _removal(actor: ObservedActor, policy: Policy) -> Remove | None:
@@ -133,14 +116,13 @@ def _balance(
     if record is not None and now - record.last_at < backoff_s(record, policy):
         return []
     room = wanted + policy.surge - len(actors)
-    create: Action = CreateVerifier() if key == VERIFIER else CreateDrafter(key)
-    return [create] * min(-surplus, max(room, 0))
+    return [Create(key)] * min(-surplus, max(room, 0))
 
 
 def _newest_first(actors: Sequence[ObservedActor]) -> list[ObservedActor]:
     """Those that never served first, then the newest: the oldest know the most."""
-    order: Mapping[Phase, int] = {phase: rank for rank, phase in enumerate(_EASIEST_TO_SPARE)}
-    return sorted(actors, key=lambda actor: (order[actor.phase], -actor.created_at, actor.actor_id))
+    rank = _EASIEST_TO_SPARE.index
+    return sorted(actors, key=lambda actor: (rank(actor.phase), -actor.created_at, actor.actor_id))
 
 
 def _spare(actor: ObservedActor) -> Action:

@@ -20,13 +20,7 @@ Service = frozenset[tuple[str, int]]
 
 
 def group_of(seat: int, replicas: int, most: int = 0) -> int:
-    """The group of the verifier on this seat.
-
-    Args:
-        seat: Number of the seat, from 0.
-        replicas: Verifiers of the run.
-        most: Verifiers of a group at most; 0: 8. The groups are of about equal size.
-    """
+    """The group of the verifier on this seat, from 0. Groups are of about equal size, `most` (0: 8) at most."""
     groups = math.ceil(replicas / (most or VERIFIERS_PER_GROUP))
     return seat // math.ceil(replicas / groups)
 
@@ -38,8 +32,7 @@ def assign_drafters(drafters: Iterable[str], groups: Collection[int], before: Se
     evenly, and as few as possible change. No group goes without as long as there is a draft actor.
 
     Args:
-        drafters: Ids of the draft actors that are ready.
-        groups: The groups that have verifiers.
+        drafters, groups: Draft actors that are ready, groups that have verifiers.
         before: The last answer.
     """
     drafters, groups = sorted(drafters), sorted(groups)

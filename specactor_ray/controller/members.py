@@ -60,28 +60,17 @@ class Member:
     was_ready: bool = False
     note: str = ""
     """Why it is not ready, for people."""
-    acked_peers: int = 0
-    """Version of the list of peers that it has taken."""
-    sent_peers: int = 0
-    """Version that is on its way to it."""
-    resend_at: float = 0.0
-    """When to send the list again after a failure."""
-    weight_version: int = 0
-    """Version that it has of the weights it follows: the policy's, or those its method is taught."""
-    sent_version: int = 0
-    """Version that it has or that is on its way to it."""
-    taught_version: int = 0
-    """For a verifier: version that it was sent of the weights its own drafter is taught."""
-    weight_failures: int = 0
-    """Attempts to give it its weights that failed since the last success."""
-    weights_at: float = 0.0
-    """When to try again after a failure."""
     serves: bool = False
     """Others may use it: a verifier that has the current weights, a draft actor that has had current ones."""
 
     @property
     def error(self) -> SpecActorError | None:
         return self.actor.error if self.actor is not None else None
+
+    @property
+    def weight_version(self) -> int:
+        """Version that it has of the weights it follows: the policy's, or those its method is taught."""
+        return self.actor.weights.acked if self.actor is not None else 0
 
     def enter(self, phase: Phase, now: float) -> None:
         self.phase, self.since = phase, now
@@ -199,9 +188,9 @@ _NEWS_TIMEOUT_S = 30.0
 
 
 class PeerNews:
-    """Tells every ready member who its peers are: verifiers the draft actors of their group, and those the verifiers.
+    """Sends every ready member its peers: to verifiers the draft actors of their group, and to those the verifiers.
 
-    One call per member in flight; a member that is stuck holds up nobody, and one that failed is told again.
+    One call per member in flight; a stuck member does not hold up others, and a failed call is repeated.
     """
 
     def __init__(self, config: Config) -> None:
@@ -223,20 +212,21 @@ class PeerNews:
             self._assign(endpoints, {group[name] for name in view.verifiers})
         for member in members:
             actor = member.actor
-            if member.phase is not Phase.READY or actor is None or not self._is_due(member, actor, now):
+            if member.phase is not Phase.READY or actor is None:
                 continue
-            member.sent_peers = self._version
+            if actor.news.state() == "failed":
+                actor.news.retry_at = now + self._retry_s
+            if not actor.news.is_due(self._version, now):
+                continue
+            peers_of: Any
             if member.key == VERIFIER:
-                mine = group[member.actor_id]
-                drafters = [one for one in endpoints if (one.actor_id, mine) in self._served[one.drafter.method]]
-                call = actor.call("set_drafters", self._version, drafters, deadline_s=_NEWS_TIMEOUT_S)
+                method, mine = "set_drafters", group[member.actor_id]
+                peers_of = [one for one in endpoints if (one.actor_id, mine) in self._served[one.drafter.method]]
             else:
-                served = self._served.get(member.key, ())
-                verifiers = {
-                    name: handle for name, handle in view.verifiers.items() if (member.actor_id, group[name]) in served
-                }
-                call = actor.call("set_verifiers", self._version, verifiers, deadline_s=_NEWS_TIMEOUT_S)
-            actor.news.send(call)
+                method, served = "set_verifiers", self._served.get(member.key, ())
+                peers_of = {id_: at for id_, at in view.verifiers.items() if (member.actor_id, group[id_]) in served}
+            call = actor.call(method, self._version, peers_of, deadline_s=_NEWS_TIMEOUT_S)
+            actor.news.send(call, self._version)
 
     def _assign(self, endpoints: Sequence[DraftEndpoint], groups: Collection[int]) -> None:
         of_method: dict[str, list[str]] = {}
@@ -246,11 +236,3 @@ class PeerNews:
             method: assign_drafters(drafters, groups, self._served.get(method, frozenset()))
             for method, drafters in of_method.items()
         }
-
-    def _is_due(self, member: Member, actor: SupervisedActor, now: float) -> bool:
-        state = actor.news.state()
-        if state == "done":
-            member.acked_peers = member.sent_peers
-        elif state == "failed":
-            member.resend_at = now + self._retry_s
-        return state != "in flight" and member.acked_peers != self._version and now >= member.resend_at

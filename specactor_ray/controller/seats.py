@@ -1,7 +1,7 @@
 """Seats: a placement group and its cores, which outlive the actors that sit in them.
 
-An actor that is replaced leaves its seat to the next incarnation, so a replacement needs no new room. Seats that
-nobody is wanted for are taken away.
+An actor that is replaced leaves its seat to the next incarnation, so a replacement needs no new room. Surplus
+seats are removed.
 """
 
 from __future__ import annotations
@@ -35,17 +35,11 @@ class Seat:
     placement: Placement | None = None
     cores: tuple[int, ...] = ()
     occupant: str | None = None
-    """Actor id."""
+    """Actor id; None once it has left: the seat then stays for the next one until `Seating.trim`."""
 
 
 class Seating:
-    """All seats of a run. Nothing here blocks for long.
-
-    Args:
-        run: Name of the run; names the placement groups.
-        config: Sizes of the actors, and whether cores are pinned.
-        backend: Where the room is.
-    """
+    """All seats of a run. Nothing here blocks for long."""
 
     def __init__(self, run: str, config: Config, backend: Backend) -> None:
         self._run, self._config, self._backend = run, config, backend
@@ -80,10 +74,6 @@ class Seating:
         seat.placement = where
         return True
 
-    def vacate(self, seat: Seat) -> None:
-        """The actor left; the seat stays for the next one until `trim`."""
-        seat.occupant = None
-
     def trim(self, wanted: Mapping[str, int]) -> None:
         """Take away the vacant seats beyond the wanted number of each key."""
         for seat in [seat for seat in self.seats if seat.occupant is None]:
@@ -100,16 +90,13 @@ class Seating:
         return [seat.demand for seat in self.seats]
 
     def _new_seat(self, key: str) -> Seat:
-        index = self._free_index(key)
+        taken = {seat.index for seat in self.seats if seat.key == key}
+        index = next(number for number in range(len(taken) + 1) if number not in taken)
         stem = f"{key}-{index}"
         size = self._config.target if key == VERIFIER else self._drafters[key]
         demand = Demand(stem, size.cores, size.gpus)
         group = self._backend.request(actor_name(self._run, stem), demand)
         return Seat(stem, key, index, demand, group)
-
-    def _free_index(self, key: str) -> int:
-        taken = {seat.index for seat in self.seats if seat.key == key}
-        return next(number for number in range(len(taken) + 1) if number not in taken)
 
     def _take_cores(self, seat: Seat, node_id: str) -> bool:
         if not self._ledger.knows(node_id):

@@ -8,9 +8,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from specactor_ray.cluster.backend import ACTOR_OPTIONS
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.lookup import list_runs
-from specactor_ray.cluster.names import NAMESPACE, controller_name, new_run_name
+from specactor_ray.cluster.names import controller_name, new_run_name
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.controller import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Controller
 from specactor_ray.controller.members import ActorClasses
@@ -38,12 +39,9 @@ def start_controller(
         raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     options: dict[str, Any] = {
+        **ACTOR_OPTIONS,
         "name": controller_name(run),
-        "namespace": NAMESPACE,
         "num_cpus": 0,
-        "max_concurrency": 8,
-        "max_restarts": 0,
-        "max_task_retries": 0,
         "scheduling_strategy": here,
     }
     remote_class: Any = ray.remote(Controller)

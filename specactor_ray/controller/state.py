@@ -1,6 +1,6 @@
 """What the controller wants, what it sees and what it does about the difference; plain data, no Ray.
 
-The specs tell an actor what to be, the view tells the rollout whom to talk to. `decide.py` works on the rest.
+A spec defines an actor, the view lists the actors for the rollout. `decide.py` works on the rest.
 """
 
 from __future__ import annotations
@@ -214,15 +214,10 @@ class Policy:
 
 
 @dataclass(frozen=True)
-class CreateVerifier:
-    """Make one more verifier (a fresh incarnation, in a vacant seat if there is one)."""
+class Create:
+    """Make one more actor of this key (a fresh incarnation, in a vacant seat if there is one)."""
 
-
-@dataclass(frozen=True)
-class CreateDrafter:
-    """Make one more draft actor of this method."""
-
-    method: str
+    key: str
 
 
 @dataclass(frozen=True)
@@ -250,4 +245,4 @@ class GiveUp:
     error: str
 
 
-Action = CreateVerifier | CreateDrafter | Drain | Remove | GiveUp
+Action = Create | Drain | Remove | GiveUp

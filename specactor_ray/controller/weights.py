@@ -25,10 +25,7 @@ class WeightNews:
     A verifier without the current weights is not shown to others (`Member.serves`), and a draft actor not before it has
     had current ones. One that fails to take them again and again is marked dead, and so replaced.
 
-    A method that the trainer teaches has weights and versions of its own; nobody waits for them.
-
-    Args:
-        config: Says which draft methods follow the policy (verifiers always do), and which one is taught.
+    A method that the trainer teaches has weights and versions of its own; no call waits for them.
     """
 
     def __init__(self, config: Config) -> None:
@@ -56,24 +53,19 @@ class WeightNews:
         for member in members:
             if member.phase is not Phase.READY or member.actor is None:
                 continue
-            state = member.actor.weights.state()
-            if state == "done":
-                member.weight_version, member.weight_failures = member.sent_version, 0
-            elif state == "failed":
-                member.sent_version = member.weight_version
-                member.weight_failures += 1
-                member.weights_at = now + _RETRY_S
-                error = member.actor.weights.error
-                if isinstance(error, ActorLostError):
-                    member.actor.error = error
-                elif member.weight_failures >= _MAX_FAILURES:
-                    member.actor.error = SpecActorError(f"weights: {error}")
+            errand = member.actor.weights
+            if errand.state() == "failed":
+                errand.retry_at = now + _RETRY_S
+                if isinstance(errand.error, ActorLostError):
+                    member.actor.error = errand.error
+                elif errand.failures >= _MAX_FAILURES:
+                    member.actor.error = SpecActorError(f"weights: {errand.error}")
                 if member.actor.error is not None:
                     continue
-            current = self._is_current(member)
-            member.serves = current or (member.serves and member.key != VERIFIER)
-            if not current and member.sent_version == member.weight_version and now >= member.weights_at:
-                self._send(member)
+            wanted = self._wanted(member)
+            member.serves = self._is_current(member) or (member.serves and member.key != VERIFIER)
+            if wanted is not None and errand.is_due(wanted.version, now):
+                errand.send(member.actor.call("load_weights", wanted), wanted.version)
         if self._is_hosted:
             self._teach([member for member in members if member.key == VERIFIER])
 
@@ -102,12 +94,6 @@ class WeightNews:
         wanted = self._wanted(member)
         return wanted is None or member.weight_version == wanted.version
 
-    def _send(self, member: Member) -> None:
-        wanted = self._wanted(member)
-        assert wanted is not None and member.actor is not None  # callers have looked
-        member.sent_version = wanted.version
-        member.actor.weights.send(member.actor.call("load_weights", wanted))
-
     def _teach(self, verifiers: Iterable[Member]) -> None:
         """Send verifiers that draft by the pupil's method its newest weights; what fails is made up for by the next
         version."""
@@ -115,6 +101,6 @@ class WeightNews:
         for member in verifiers:
             if newest is None or member.phase is not Phase.READY or member.actor is None:
                 continue
-            if member.actor.learning.state() != "in flight" and member.taught_version != newest.version:
-                member.taught_version = newest.version
-                member.actor.learning.send(member.actor.call("teach", self._pupil, newest))
+            errand = member.actor.learning
+            if errand.state() != "in flight" and errand.sent != newest.version:
+                errand.send(member.actor.call("teach", self._pupil, newest), newest.version)

@@ -75,6 +75,10 @@ class DraftLoop(Loop):
         """Clear the proposer's history between two steps."""
         return self.call(self.proposer.forget_history)
 
+    @property
+    def vocab_size(self) -> int | None:
+        return self.proposer.vocab_size
+
     def snapshot(self) -> dict[str, Any]:
         """Counters, open requests, queued messages (`inbox`), seconds per draft token of a model (`token_s`) and of the
         running step (`busy_s`), and the size of the proposer's history."""

@@ -1,4 +1,4 @@
-"""`drafter.json`: beside a trained drafter's files, what it is, whom it was made for, and how good it was."""
+"""`drafter.json`, beside a trained drafter's files: method, target and measured acceptance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class TargetIdentity:
-    """What tells one target from another, without its weights."""
+    """Identity of a target, without its weights."""
 
     name: str
     config_hash: str
@@ -49,7 +49,7 @@ def write_card(
 
 
 def read_card(folder: Path) -> dict[str, Any] | None:
-    """What `drafter.json` says; None where there is none, as in a folder that was not made by this package.
+    """Content of `drafter.json`; None where there is none, as in a folder that was not made by this package.
 
     Raises:
         InputError: It cannot be read, or is of a later format.
@@ -71,12 +71,7 @@ def read_card(folder: Path) -> dict[str, Any] | None:
 
 
 def check_vocabulary(drafter: str, target: TargetIdentity, trust_remote_code: bool = False) -> None:
-    """See that a draft model speaks the target's vocabulary.
-
-    Raises:
-        InputError: It does not; both sizes are named.
-        ModelLoadError: It is no model.
-    """
+    """Raise InputError if a draft model has another vocabulary than the target, ModelLoadError if it is no model."""
     size = identify(drafter, trust_remote_code).vocab_size
     if size != target.vocab_size:
         raise InputError(

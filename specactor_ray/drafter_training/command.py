@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from specactor_ray.drafter_training.card import (
     read_card,
     write_card,
 )
-from specactor_ray.drafter_training.corpus import claim_corpus, differences
+from specactor_ray.drafter_training.corpus import claim_corpus, claim_folder
 from specactor_ray.drafter_training.eagle_student import EagleStudent
 from specactor_ray.drafter_training.loop import CHECKPOINT_FILE, LoopProgress, TrainLoop
 from specactor_ray.drafter_training.measuring import head_config, measure
@@ -44,7 +42,6 @@ from specactor_ray.drafter_training.rollouts import (
 )
 from specactor_ray.errors import InputError
 from specactor_ray.files import write_json
-from specactor_ray.json_text import read_foreign
 from specactor_ray.models.loading import load_model_config, load_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.drafter_report import plot_training
@@ -52,7 +49,7 @@ from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.phase_progress import PhaseProgress
 from specactor_ray.rollout.preflight import require_named_model
 from specactor_ray.rollout.prompts import Prompt, encode_prompt, read_prompts
-from specactor_ray.training.stop_signal import StopSignal
+from specactor_ray.signals import StopSignal
 
 METHOD = "eagle"
 WORK_FOLDER, CORPUS_FOLDER, RECIPE_FILE, PLOT_FILE = "training", "corpus", "recipe.json", "training.png"
@@ -101,7 +98,6 @@ def train_drafter(
 
     Args:
         window: Draft tokens per step when it is measured.
-        console: Where progress is shown.
 
     Raises:
         UserError: An option, the prompts, the target or the output folder cannot be used; nothing is left behind.
@@ -112,15 +108,17 @@ def train_drafter(
     data = read_prompts(paths.data)
     held_out = None if paths.held_out is None else read_prompts(paths.held_out)
     target = identify(recipe.corpus.target, recipe.corpus.trust_remote_code)
-    prompts = _split(data, held_out, recipe.corpus, target)
+    others = None if held_out is None else _encode(held_out, recipe.corpus, target)
+    prompts = split_prompts(_encode(data, recipe.corpus, target), others, _longest_prompt(recipe.corpus))
     work = paths.output / WORK_FOLDER
-    _claim_output(paths.output, {**recipe.facts(), "prompts": prompts.digest(), "config": target.config_hash})
+    facts = {**asdict(recipe), "prompts": prompts.digest(), "config": target.config_hash}
+    claim_folder(paths.output, work / RECIPE_FILE, facts, "a drafter", "folder of `drafter train`", "--output: ")
     done = read_card(paths.output)
     if done is not None:
         return DrafterOutcome("finished", done["acceptance"], f"{paths.output} was finished before; nothing was done")
     with StopSignal() as stop:
         try:
-            student = EagleStudent.from_recipe(recipe, limits.device)
+            student = EagleStudent(recipe, limits.device)
             folder = paths.corpus or work / CORPUS_FOLDER
             claim_corpus(folder, corpus_facts(recipe.corpus, target, prompts, student.hidden_layers))
             corpus = Corpus(recipe.corpus, prompts, folder, limits, console)
@@ -136,11 +134,6 @@ def eval_drafter(
     recipe: CorpusRecipe, paths: EvalPaths, drafter: DrafterConfig, limits: EngineLimits, window: int, console: Console
 ) -> DrafterOutcome:
     """Measure a drafter on the target's rollouts of the prompts.
-
-    Args:
-        drafter: The method and its model.
-        window: Draft tokens per step.
-        console: Where progress is shown.
 
     Raises:
         UserError: As for `train_drafter`.
@@ -171,15 +164,16 @@ def eval_drafter(
         except KeyboardInterrupt:
             return DrafterOutcome("interrupted", note="interrupted")
     if paths.output is not None:
-        facts: dict[str, Any] = {
+        facts = {
             "method": drafter.method,
             "model": drafter.model,
             "target": asdict(target),
             "corpus": asdict(recipe),
+            "acceptance": rows,
+            "hardware": hardware(),
+            "versions": versions(),
         }
-        write_json(
-            paths.output, {**facts, "acceptance": rows, "hardware": hardware(), "versions": versions()}, shared=True
-        )
+        write_json(paths.output, facts, shared=True)
     return DrafterOutcome("finished", rows)
 
 
@@ -190,9 +184,15 @@ def _train(
     train, held_out = ((corpus.records[part], corpus.stores[part]) for part in (TRAIN, HELD_OUT))
     student.prepare(train[0], train[1].states)
     with PhaseProgress(console, "training an EAGLE head", 1.0) as progress:
-        loop = TrainLoop(
-            student, recipe, train, held_out, work, time.monotonic, stop.shielded, on_progress=_show_step(progress)
-        )
+
+        def show(step: LoopProgress) -> None:
+            progress.update(
+                step.fraction,
+                f"step {step.step}, loss {step.loss:.3f}, {step.tokens_per_s:.0f} tokens/s, "
+                f"held-out match rate when it was last measured {step.match_rate:.1%}",
+            )
+
+        loop = TrainLoop(student, recipe, train, held_out, work, time.monotonic, stop.shielded, on_progress=show)
         if loop.resume():
             say(console, f"going on from step {loop.state.step} ({loop.state.seconds:.0f} s)")
         loop.run()
@@ -210,7 +210,7 @@ def _finish(
     seconds: float,
     console: Console,
 ) -> DrafterOutcome:
-    """Save the drafter, measure it, and only then write `drafter.json`: it says that all of it is there."""
+    """Save the drafter, measure it, and only then write `drafter.json`, which marks it as complete."""
     corpus_recipe, state = recipe.corpus, loop.state
     tokenizer = load_tokenizer(corpus_recipe.target, trust_remote_code=corpus_recipe.trust_remote_code)
     facts = loop.student.save(paths.output)
@@ -218,7 +218,7 @@ def _finish(
     drafter = DrafterConfig(method=METHOD, model=str(paths.output), trust_remote_code=corpus_recipe.trust_remote_code)
     rows = measure(drafter, target_config(corpus_recipe, limits, ()), corpus, window, console)
     training = {
-        "recipe": recipe.facts(),
+        "recipe": asdict(recipe),
         **facts,
         "corpus_tokens": sum(len(record.output_token_ids) for record in corpus.records[TRAIN]),
         "held_out_rollouts": len(corpus.records[HELD_OUT]),
@@ -259,31 +259,6 @@ def _check_options(limits: EngineLimits, window: int) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-def _claim_output(output: Path, facts: dict[str, Any]) -> None:
-    """Make the output folder, or see that it is one of this very recipe."""
-    path = output / WORK_FOLDER / RECIPE_FILE
-    if path.is_file():
-        differing = differences(json.loads(read_foreign(path)), json.loads(json.dumps(facts)))
-        if differing:
-            raise InputError(
-                f"--output: {output} holds a drafter of another recipe ({differing}). Fix: name another folder, or "
-                "repeat its own options to go on with it"
-            )
-        return
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise InputError(f"--output: {output} exists and is no folder of `drafter train`. Fix: name another folder")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, facts, shared=True)
-    except OSError as error:
-        raise InputError(f"--output: {output} cannot be written to ({error.strerror})") from None
-
-
-def _split(data: list[Prompt], held_out: list[Prompt] | None, recipe: CorpusRecipe, target: TargetIdentity) -> Prompts:
-    other = None if held_out is None else _encode(held_out, recipe, target)
-    return split_prompts(_encode(data, recipe, target), other, _longest_prompt(recipe))
-
-
 def _longest_prompt(recipe: CorpusRecipe) -> int:
     """Tokens that a prompt may have so that a whole output still fits the context."""
     config = load_model_config(recipe.target, trust_remote_code=recipe.trust_remote_code).get_text_config()
@@ -303,14 +278,3 @@ def _encode(prompts: list[Prompt], recipe: CorpusRecipe, target: TargetIdentity)
             "tokens. Fix: use the tokenizer that belongs to the model"
         )
     return encoded
-
-
-def _show_step(progress: PhaseProgress) -> Callable[[LoopProgress], None]:
-    def show(step: LoopProgress) -> None:
-        progress.update(
-            step.fraction,
-            f"step {step.step}, loss {step.loss:.3f}, {step.tokens_per_s:.0f} tokens/s, "
-            f"held-out match rate when it was last measured {step.match_rate:.1%}",
-        )
-
-    return show

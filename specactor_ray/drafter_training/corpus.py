@@ -1,6 +1,6 @@
 """The corpus: the target's own rollouts, recorded on disk so that a collection that was killed goes on.
 
-A drafter is trained on what the target really says. Rollouts come from the engine itself with keyed seeds, so the
+A drafter is trained on real outputs of the target. Rollouts come from the engine itself with keyed seeds, so the
 corpus is a function of its recipe; a part of it that exists already is never made again.
 """
 
@@ -10,10 +10,11 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from specactor_ray.errors import InputError
@@ -48,6 +49,8 @@ class Record:
     sampling: SamplingParams
     finish_reason: str
     """`stop` or `length`."""
+    states: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """`(tokens - 1, width)`: hidden states as the engine sent them, while the record is in memory only."""
 
     @property
     def num_tokens(self) -> int:
@@ -62,16 +65,15 @@ class RecordStore:
     are asked for.
 
     Args:
-        folder: Made when the first shard is written.
-        part: Name of the part.
+        folder: Made when the first shard is written. None keeps records and states in memory.
     """
 
-    def __init__(self, folder: Path, part: str) -> None:
+    def __init__(self, folder: Path | None, part: str) -> None:
         self._folder, self._part = folder, part
-        self._pending: list[tuple[Record, torch.Tensor | None]] = []
+        self._pending: list[Record] = []
         self._where: dict[int, Path] = {}
         self._records: dict[int, Record] = {}
-        for path in sorted(folder.glob(f"{part}-[0-9]*.safetensors")):
+        for path in sorted(folder.glob(f"{part}-[0-9]*.safetensors")) if folder is not None else ():
             self._read(path)
 
     def __contains__(self, index: int) -> bool:
@@ -81,35 +83,35 @@ class RecordStore:
         """All of them, by index."""
         return [self._records[index] for index in sorted(self._records)]
 
-    def add(self, record: Record, states: torch.Tensor | None = None) -> None:
+    def add(self, record: Record) -> None:
         """Keep a record; it is on disk after the next `flush`, which comes by itself every few records."""
-        self._records[record.index] = record
-        self._pending.append((record, states))
+        self._records[record.index] = record if self._folder is None else replace(record, states=None)
+        self._pending.append(record)
         if len(self._pending) >= _SHARD_RECORDS:
             self.flush()
 
     def flush(self) -> None:
         """Write what is not on disk yet. Raises OSError; nothing is lost then."""
-        if not self._pending:
+        if self._folder is None or not self._pending:
             return
         from safetensors.torch import save_file
 
         self._folder.mkdir(parents=True, exist_ok=True)
         tensors: dict[str, torch.Tensor] = {}
-        for record, states in self._pending:
+        for record in self._pending:
             tensors[f"{record.index}.prompt"] = torch.tensor(record.prompt_token_ids, dtype=torch.int32)
             tensors[f"{record.index}.output"] = torch.tensor(record.output_token_ids, dtype=torch.int32)
-            if states is not None:
-                tensors[f"{record.index}.states"] = states.contiguous()
+            if record.states is not None:
+                tensors[f"{record.index}.states"] = _as_stored(record.states)
         facts = [
             {"index": record.index, "finish_reason": record.finish_reason, "sampling": asdict(record.sampling)}
-            for record, _ in self._pending
+            for record in self._pending
         ]
-        final = self._folder / f"{self._part}-{self._pending[0][0].index:06d}.safetensors"
+        final = self._folder / f"{self._part}-{self._pending[0].index:06d}.safetensors"
         with replacing(final, final.with_suffix(".partial")) as partial:
             save_file(tensors, partial, metadata={"records": json.dumps(facts)})
         flush_entry(self._folder)
-        self._where |= {record.index: final for record, _ in self._pending}
+        self._where |= {record.index: final for record in self._pending}
         self._pending = []
 
     def states(self, index: int) -> torch.Tensor:
@@ -147,7 +149,7 @@ class RecordStore:
 class _Open:
     request: RolloutRequest
     tokens: list[int] = field(default_factory=list)
-    states: list[torch.Tensor] = field(default_factory=list)
+    states: list[np.ndarray] = field(default_factory=list)
 
 
 def collect(
@@ -165,8 +167,6 @@ def collect(
 
     Args:
         engine: Fresh; hidden states that it exports are recorded too.
-        requests: With different indices.
-        store: Where finished rollouts go.
         token_budget: None records all requests.
         max_open: Most requests in the engine at once.
         on_progress: Called with the number of output tokens so far.
@@ -200,7 +200,7 @@ def collect(
 def _take(result: StepResult, running: dict[int, _Open], store: RecordStore) -> int:
     """Output tokens of the requests that have ended."""
     for row, _, states in result.states.split() if result.states is not None else ():
-        running[row].states.append(from_wire(states))
+        running[row].states.append(states)
     ended = 0
     for row, tokens, finish in result.outputs():
         entry = running[row]
@@ -213,15 +213,16 @@ def _take(result: StepResult, running: dict[int, _Open], store: RecordStore) -> 
             logger.warning("rollout %d failed and is left out: %s", request.index, result.errors[row])
             continue
         ended += len(entry.tokens)
-        record = Record(request.index, request.prompt_token_ids, tuple(entry.tokens), request.sampling, finish.reason)
-        store.add(record, _as_stored(entry.states) if entry.states else None)
+        whole = np.concatenate(entry.states) if entry.states else None
+        prompt, output = request.prompt_token_ids, tuple(entry.tokens)
+        store.add(Record(request.index, prompt, output, request.sampling, finish.reason, whole))
     return ended
 
 
-def _as_stored(states: Sequence[torch.Tensor]) -> torch.Tensor:
+def _as_stored(states: np.ndarray) -> torch.Tensor:
     """In half precision, which halves the corpus and changes logits by less than a thousandth; in full where a state is
     beyond its range."""
-    whole = torch.cat(list(states))
+    whole = from_wire(states)
     half = whole.half()
     return half if bool(half.isfinite().all()) else whole.float()
 
@@ -241,30 +242,45 @@ def shortest_beginning(
 
 
 def claim_corpus(folder: Path, facts: dict[str, Any]) -> None:
-    """Note what a corpus folder holds, or see that it holds just that.
+    """Note what a corpus folder holds, or check that it holds just that. Raises InputError, see `claim_folder`."""
+    claim_folder(folder, folder / "corpus.json", facts, "a corpus", "corpus")
+
+
+def claim_folder(folder: Path, note: Path, facts: dict[str, Any], content: str, kind: str, option: str = "") -> None:
+    """Make a folder and note what its content depends on, or check that it is one of the same facts.
+
+    Args:
+        note: File for the facts, in it.
+        content, kind: What the folder holds, and what it is, for messages.
+        option: What messages begin with.
 
     Raises:
-        InputError: It holds rollouts of another recipe (what differs is named), or other files.
+        InputError: It is of other facts (what differs is named), holds other files, or cannot be written to.
     """
-    path = folder / "corpus.json"
-    if path.is_file():
-        differing = differences(json.loads(read_foreign(path)), facts)
+    if note.is_file():
+        differing = _differences(json.loads(read_foreign(note)), json.loads(json.dumps(facts)))
         if differing:
-            raise InputError(f"the corpus in {folder} was made differently ({differing}). Fix: name another folder")
+            raise InputError(
+                f"{option}{folder} holds {content} of another recipe ({differing}). Fix: name another folder, or "
+                "repeat its own options to go on with it"
+            )
         return
-    if folder.is_dir() and any(folder.iterdir()):
-        raise InputError(f"{folder} exists and is no corpus. Fix: name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, facts, shared=True)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{option}{folder} exists and is no {kind}. Fix: name another folder")
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_json(note, facts, shared=True)
+    except OSError as error:
+        raise InputError(f"{option}{folder} cannot be written to ({error.strerror})") from None
 
 
-def differences(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str:
+def _differences(there: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str:
     """`temperature 0.5 there, 1.0 wanted; ...`: what two sets of facts disagree about."""
     found = []
     for key in sorted({*there, *wanted}):
         left, right = there.get(key), wanted.get(key)
         if isinstance(left, dict) and isinstance(right, dict):
-            found.append(differences(left, right, f"{prefix}{key}."))
+            found.append(_differences(left, right, f"{prefix}{key}."))
         elif left != right:
             found.append(f"{prefix}{key} {left!r} there, {right!r} wanted")
     return "; ".join(text for text in found if text)

@@ -29,7 +29,7 @@ class EagleExample:
     """`(n, target hidden)`: what entered the target's output layer at the same positions. Without it the sampled tokens
     stand in for the target's distributions."""
     temperature: float = 1.0
-    """Of the target's distribution, above 0."""
+    """Temperature of the target's distribution, above 0."""
     first: int = 0
 
     def __len__(self) -> int:
@@ -77,8 +77,8 @@ def _taught(
 
 @torch.no_grad()
 def expected_counts(model: Any, example: EagleExample) -> torch.Tensor:
-    """`(vocab,)`: how often the target would say each token at the positions of the output, summed over them. Needs far
-    fewer rollouts than counting what it said."""
+    """`(vocab,)`: the target's probability of each token, summed over the positions of the output. Needs far fewer
+    rollouts than counting sampled tokens."""
     assert example.final is not None
     final = example.final[example.num_prompt - 1 - example.first :].to(model.dtype)
     logits = model.get_output_embeddings()(final).float() / example.temperature
@@ -95,9 +95,7 @@ def new_head(model: Any, name: str, counts: torch.Tensor, draft_vocab_size: int)
 
     Args:
         model: The target, a transformers model of the Llama family (RMS norms, gated MLP, rotary positions).
-        name: Its name, for the checkpoint.
-        counts: `(vocab,)`: how often each token is said; chooses the draft vocabulary.
-        draft_vocab_size: Size of the draft vocabulary; at most the target's.
+        counts: `(vocab,)`: frequency of each token; chooses the draft vocabulary.
     """
     settings = model.config.get_text_config()
     eos = settings.eos_token_id

@@ -17,7 +17,6 @@ from torch import nn
 
 from specactor_ray.draft.eagle.checkpoint import save_head, trained_weights
 from specactor_ray.draft.eagle.head import EagleHead, default_aux_layers
-from specactor_ray.drafter_training.batches import Batch
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, make_batch, new_head
 from specactor_ray.drafter_training.eagle_unroll import EagleBatch, unroll, unroll_loss
@@ -28,6 +27,8 @@ from specactor_ray.models.loading import load_model
 from specactor_ray.models.ragged_model import HEAD_INPUT
 from specactor_ray.sampling.keyed import sample_rows
 
+Batch = Sequence[tuple[Record, torch.Tensor]]
+"""Records with the target's hidden states, `(tokens - 1, width)`; see `EagleStudent.hidden_layers`."""
 _COUNTED_ROLLOUTS = 128
 """Rollouts whose distributions choose the draft vocabulary."""
 
@@ -36,41 +37,26 @@ class EagleStudent:
     """A new head for the recipe's target, on its device.
 
     Args:
-        target: The target, a transformers model of the Llama family; only what the head starts from is kept.
-        recipe: Draft vocabulary, depths and seed.
-        device: `cpu` or `cuda`.
+        recipe: Target, draft vocabulary, depths and seed.
+
+    Raises:
+        InputError: The target's layers are not of the Llama kind.
+        ModelLoadError: It cannot be loaded.
     """
 
-    method = "eagle"
+    module: EagleHead
+    """The head, after `prepare`."""
 
-    def __init__(self, target: Any, recipe: TrainRecipe, device: str) -> None:
-        layers = int(target.config.get_text_config().num_hidden_layers)
+    def __init__(self, recipe: TrainRecipe, device: str) -> None:
+        self._target: Any = load_model(recipe.corpus.target, trust_remote_code=recipe.corpus.trust_remote_code)
+        reject_foreign_layers(self._target, recipe.corpus.target)
+        layers = int(self._target.config.get_text_config().num_hidden_layers)
         self.hidden_layers: tuple[int, ...] = (*(layer - 1 for layer in default_aux_layers(layers)), HEAD_INPUT)
-        self._target: Any = target
         self._recipe, self._device = recipe, torch.device(device)
-        self._head: EagleHead | None = None
-
-    @classmethod
-    def from_recipe(cls, recipe: TrainRecipe, device: str) -> EagleStudent:
-        """For the recipe's target.
-
-        Raises:
-            InputError: The target's layers are not of the Llama kind.
-            ModelLoadError: It cannot be loaded.
-        """
-        target = load_model(recipe.corpus.target, trust_remote_code=recipe.corpus.trust_remote_code)
-        reject_foreign_layers(target, recipe.corpus.target)
-        return cls(target, recipe, device)
-
-    @property
-    def module(self) -> EagleHead:
-        """The head, after `prepare`."""
-        if self._head is None:
-            raise RuntimeError("prepare() comes first")
-        return self._head
 
     def prepare(self, records: Sequence[Record], states: Callable[[int], torch.Tensor]) -> None:
-        """Choose the draft vocabulary from the target's distributions along the rollouts, and make the head."""
+        """Choose the draft vocabulary from the target's distributions along the rollouts, make the head, and let go of
+        the target."""
         counts = torch.zeros(int(self._target.config.get_text_config().vocab_size))
         for record in records[:_COUNTED_ROLLOUTS]:
             counts += expected_counts(self._target, _example(record, states(record.index)))
@@ -79,7 +65,7 @@ class EagleStudent:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._recipe.corpus.seed)
             head = new_head(self._target, self._recipe.corpus.target, counts, self._recipe.draft_vocab)
-        self._head, self._target = head.to(self._device), None
+        self.module, self._target = head.to(self._device), None
 
     def backward(self, batch: Batch) -> dict[str, float]:
         """Add the gradient of the batch's mean loss per output token; returns sums: `tokens`, `loss`, `overlap`."""
@@ -99,19 +85,16 @@ class EagleStudent:
         outputs, rows = next(unroll(head, examples, 1))
         logits = torch.full((len(rows), head.config.vocab_size), float("-inf"))
         logits[:, head.draft_token_ids().cpu()] = head.lm_head(outputs).float().cpu()
-        tokens = [token for record in batch.records for token in record.output_token_ids]
-        samplings = [record.sampling for record in batch.records for _ in record.output_token_ids]
-        places = [place for record in batch.records for place in range(len(record.output_token_ids))]
+        records = [record for record, _ in batch]
+        tokens = [token for record in records for token in record.output_token_ids]
+        samplings = [record.sampling for record in records for _ in record.output_token_ids]
+        places = [place for record in records for place in range(len(record.output_token_ids))]
         chosen = rows.tolist()
         sampled = sample_rows(logits, [samplings[i] for i in chosen], [places[i] for i in chosen]).token_ids
         matches = sum(token == tokens[i] for token, i in zip(sampled, chosen, strict=True))
         count = float(len(chosen))
-        return {
-            "tokens": count,
-            "loss": float(loss) * count,
-            "matches": float(matches),
-            "overlap": overlaps[0] * count,
-        }
+        sums = {"loss": float(loss) * count, "matches": float(matches), "overlap": overlaps[0] * count}
+        return {"tokens": count, **sums}
 
     def trained(self) -> dict[str, torch.Tensor]:
         """Name → trained weight."""
@@ -137,8 +120,7 @@ class EagleStudent:
         }
 
     def _examples(self, batch: Batch) -> EagleBatch:
-        examples = [_example(record, states) for record, states in zip(batch.records, batch.states, strict=True)]
-        return make_batch(examples, self.module).to(self._device)
+        return make_batch([_example(*one) for one in batch], self.module).to(self._device)
 
 
 def _example(record: Record, states: torch.Tensor) -> EagleExample:
@@ -153,13 +135,8 @@ def reject_foreign_layers(model: Any, name: str) -> None:
     """A head begins as a copy of the target's last layer, so that must be built alike. Raises InputError."""
     layers = getattr(model.get_decoder(), "layers", None)
     last = layers[-1] if layers is not None else nn.Module()
-    for wanted in (
-        "self_attn.q_proj",
-        "self_attn.o_proj",
-        "mlp.gate_proj",
-        "input_layernorm",
-        "post_attention_layernorm",
-    ):
+    norms = ("input_layernorm", "post_attention_layernorm")
+    for wanted in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", *norms):
         try:
             last.get_submodule(wanted)
         except AttributeError:

@@ -1,13 +1,14 @@
 """How far a drafter's guesses hold: recorded rollouts of the target, replayed through a proposer.
 
 The replay is coupled speculation without the target: from the last commit the proposer drafts its whole window, the
-guess is held against what the target really said, the agreeing part and one token of the target's own are committed,
-and so on. With keyed sampling what the target says does not depend on drafts, so the figures are exactly those of
+guess is compared with the recorded output, the agreeing part and one token of the target's own are committed,
+and so on. With keyed sampling the output does not depend on drafts, so the figures are exactly those of
 verifying every draft token in coupled mode.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class AcceptanceCounts:
 
         Args:
             tail: At most `room` draft tokens.
-            truth: What the target says from here on.
+            truth: The rest of the recorded output.
             room: Draft tokens that could be verified; fewer than the window near the end of max_tokens.
         """
         accepted = common_prefix(tail, truth)
@@ -75,6 +76,13 @@ class AcceptanceCounts:
     def by_position(self) -> list[float | None]:
         """P(token i is right | all before it were), i = 1 to the window; None where that never came up."""
         return [right / reached if reached else None for right, reached in zip(self.right, self.reached, strict=True)]
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """S_1, S_2, ...: share of steps at which the first i draft tokens were there and right. Depths beyond the end
+        of an output are not counted at that step; depths that no step reaches are left out."""
+        rates = [right / possible for right, possible in zip(self.right, self.possible, strict=True) if possible]
+        return tuple(itertools.accumulate(rates, min))  # fewer steps reach greater depths, by chance better ones
 
     def facts(self) -> dict[str, Any]:
         """As plain data."""
@@ -147,14 +155,15 @@ def replay(
         window: Draft tokens per step.
         batch: Records under way at once.
         on_progress: Called with the number of output tokens committed so far.
-        features: The target's states of a record, numpy `(tokens - 1, width)`, for proposers that read them.
+        features: The target's states of a record, numpy `(tokens - 1, width)`, for proposers that read them. Default:
+            those that the record holds.
     """
     counts, waiting, running = AcceptanceCounts(window), deque(records), list[_Replay]()
     free = list(range(batch))
     while waiting or running:
         while waiting and free:
             record = waiting.popleft()
-            running.append(_Replay(free.pop(), record, None if features is None else features(record)))
+            running.append(_Replay(free.pop(), record, record.states if features is None else features(record)))
             running[-1].open(proposer, window)
         under_way = [entry for entry in running if not entry.done]
         slots = np.array([entry.slot for entry in under_way], np.int32)

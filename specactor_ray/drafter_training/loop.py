@@ -8,28 +8,31 @@ enter.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
-from specactor_ray.drafter_training.batches import add_sums, batches_of_epoch, cut, load_batch, means
 from specactor_ray.drafter_training.corpus import Record, RecordStore
-from specactor_ray.drafter_training.eagle_student import EagleStudent
+from specactor_ray.drafter_training.eagle_student import Batch, EagleStudent
 from specactor_ray.drafter_training.recipe import TrainRecipe
 from specactor_ray.errors import InputError
 from specactor_ray.files import replacing
+from specactor_ray.learner.batching import cut_by_tokens
 from specactor_ray.learner.engines.torch_engine import parameter_groups
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_FILE = "checkpoint.pt"
+_BUCKET = 16
+"""Batches' worth of records that are sorted by length together: less padding, and still a new mix every epoch."""
 _HELD_OUT_TOKENS = 2048
 """Most output tokens that the figures during training are made from."""
 
@@ -57,23 +60,20 @@ class LoopProgress:
     """What there is to show after a step."""
 
     fraction: float
-    """Of the budget, 0 to 1."""
+    """Used share of the budget, 0 to 1."""
     step: int
     loss: float
     tokens_per_s: float
     match_rate: float
-    """Of the last measurement."""
+    """Match rate of the last measurement."""
 
 
 class TrainLoop:
     """Trains a student on recorded rollouts.
 
     Args:
-        student: On its device.
-        recipe: Budget, schedule and batches.
         train: Records to learn from, with the store that holds their states.
         held_out: Records to measure on, with theirs.
-        folder: Of the checkpoint.
         clock: Monotonic seconds.
         shield: What runs inside is not interrupted by a signal.
         checkpoint_s: Seconds between checkpoints.
@@ -97,7 +97,7 @@ class TrainLoop:
         self.student, self.state = student, LoopState()
         self._recipe, self._clock, self._shield, self._show = recipe, clock, shield, on_progress
         self._train, self._store = train
-        self._held_out = _held_out_batches(*held_out, recipe.batch_tokens)
+        self._held_out, self._held_out_store = _first(held_out[0], _HELD_OUT_TOKENS), held_out[1]
         self._path = folder / CHECKPOINT_FILE
         self._checkpoint_s, self._measure_s = checkpoint_s, measure_s
         self._optimizer = torch.optim.AdamW(
@@ -108,11 +108,7 @@ class TrainLoop:
         self._of_epoch = -1
 
     def resume(self) -> bool:
-        """Go on from the checkpoint in the folder; False if there is none.
-
-        Raises:
-            InputError: It cannot be read.
-        """
+        """Go on from the checkpoint in the folder; False if there is none. Raises InputError if it cannot be read."""
         if not self._path.is_file():
             return False
         try:
@@ -171,8 +167,8 @@ class TrainLoop:
         """Write the checkpoint; the one before it stays until the new one is whole."""
         with self._shield():
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            state = {name: getattr(self.state, name) for name in LoopState.__dataclass_fields__}
-            content = {"student": self.student.trained(), "optimizer": self._optimizer.state_dict(), "state": state}
+            state, optimizer = asdict(self.state), self._optimizer.state_dict()
+            content = {"student": self.student.trained(), "optimizer": optimizer, "state": state}
             with replacing(self._path, self._path.with_suffix(".partial")) as partial:
                 torch.save(content, partial)
 
@@ -186,19 +182,18 @@ class TrainLoop:
     def _step(self) -> None:
         state, batches = self.state, self._batches()
         begin = self._clock()
-        chosen = [self._train[i] for i in batches[state.position]]
         rate = learning_rate(self._recipe, state.step, self.fraction)
-        sums = self.student.backward(load_batch(chosen, self._store.states))
+        sums = self.student.backward(_load(self._train, batches[state.position], self._store))
         self._update(rate)
         state.step, state.position = state.step + 1, state.position + 1
         state.tokens += int(sums["tokens"])
         if state.position == len(batches):
             state.epoch, state.position = state.epoch + 1, 0
-        add_sums(self._since, sums)
+        _add(self._since, sums)
         if self._show is not None:
             seconds = max(self._clock() - begin, 1e-9)
             match_rate = state.history[-1]["matches"]
-            loss = means(sums)["loss"]
+            loss = _means(sums)["loss"]
             self._show(LoopProgress(self.fraction, state.step, loss, sums["tokens"] / seconds, match_rate))
 
     def _update(self, rate: float) -> None:
@@ -214,10 +209,10 @@ class TrainLoop:
 
     def _measure(self) -> None:
         sums: dict[str, float] = {}
-        for batch in self._held_out():
-            add_sums(sums, self.student.held_out(batch))
-        record = {"step": float(self.state.step), "seconds": self.state.seconds, **means(sums)}
-        record |= {f"train_{name}": value for name, value in means(self._since).items()}
+        for group in cut_by_tokens(self._held_out, self._recipe.batch_tokens, longest_first=False):
+            _add(sums, self.student.held_out(_load(self._held_out, group, self._held_out_store)))
+        record = {"step": float(self.state.step), "seconds": self.state.seconds, **_means(sums)}
+        record |= {f"train_{name}": value for name, value in _means(self._since).items()}
         self._since = {}
         self.state.history.append(record)
 
@@ -228,17 +223,41 @@ def learning_rate(recipe: TrainRecipe, step: int, fraction: float) -> float:
     return recipe.learning_rate * warm_up * 0.5 * (1.0 + math.cos(math.pi * min(fraction, 1.0)))
 
 
-def _held_out_batches(records: Sequence[Record], store: RecordStore, max_tokens: int) -> Callable[[], Any]:
-    """Batches of the first held-out records, read afresh at each measurement."""
-    chosen: list[Record] = []
-    for record in records:
-        if chosen and sum(len(r.output_token_ids) for r in chosen) + len(record.output_token_ids) > _HELD_OUT_TOKENS:
-            break
-        chosen.append(record)
-    order = sorted(range(len(chosen)), key=lambda i: (chosen[i].num_tokens, i))
-    groups = cut(chosen, order, max_tokens)
+def batches_of_epoch(records: Sequence[Record], max_tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """Indices into `records`, each once, in batches of similar lengths; a function of the arguments.
 
-    def batches() -> Any:
-        return (load_batch([chosen[i] for i in group], store.states) for group in groups)
+    Args:
+        max_tokens: Most positions of a batch, padding included; a longer record has a batch of its own.
+    """
+    rng = np.random.default_rng([seed, epoch])
+    order = [int(i) for i in rng.permutation(len(records))]
+    mean = sum(record.num_tokens for record in records) / max(len(records), 1)
+    size = max(int(_BUCKET * max_tokens / max(mean, 1.0)), 1)
+    batches: list[list[int]] = []
+    for begin in range(0, len(order), size):
+        bucket = sorted(order[begin : begin + size])
+        groups = cut_by_tokens([records[i] for i in bucket], max_tokens, longest_first=False)
+        batches += [[bucket[place] for place in group] for group in groups]
+    return [batches[int(i)] for i in rng.permutation(len(batches))]
 
-    return batches
+
+def _first(records: Sequence[Record], max_tokens: int) -> list[Record]:
+    """The first records, up to `max_tokens` output tokens, and at least one."""
+    totals = itertools.accumulate(len(record.output_token_ids) for record in records)
+    count = sum(total <= max_tokens for total in totals)
+    return list(records[: max(count, 1)])
+
+
+def _load(records: Sequence[Record], chosen: Sequence[int], store: RecordStore) -> Batch:
+    return [(records[index], store.states(records[index].index)) for index in chosen]
+
+
+def _add(total: dict[str, float], part: Mapping[str, float]) -> None:
+    for name, value in part.items():
+        total[name] = total.get(name, 0.0) + value
+
+
+def _means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Sums over tokens → means per token, without `tokens` itself."""
+    tokens = max(sums.get("tokens", 0.0), 1.0)
+    return {name: value / tokens for name, value in sums.items() if name != "tokens"}

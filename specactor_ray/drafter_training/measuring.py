@@ -38,11 +38,7 @@ def drafter_of(folder: Path) -> DrafterConfig:
 
 
 def method_alone(method: str) -> DrafterConfig:
-    """A method that needs no trained model.
-
-    Raises:
-        InputError: It is unknown, or needs a model.
-    """
+    """A method that needs no trained model. Raises InputError if it is unknown, or needs one."""
     config = DrafterConfig(method=method)
     try:
         for check in DRAFTER_CHECKS:
@@ -77,11 +73,7 @@ def measure(
     difference.
 
     Args:
-        drafter: The method and its model.
-        target: What it drafts for.
         corpus: Recorded with the states that the drafter reads, before others.
-        window: Draft tokens per step.
-        console: Where progress is shown.
     """
     rows, head = [], head_config(drafter, target.model)
     device, section = corpus.limits.device, replace(drafter, dtype="float32", max_batch=_REPLAY_BATCH)

@@ -1,6 +1,6 @@
 """Training an EAGLE head beside the policy: a copy of it that learns, in short steps, from the samples of each RL step.
 
-The tokens that the target sampled are what the head learns to say; the target's distributions, which training from a
+The head learns the tokens that the target sampled; the target's distributions, which training from a
 corpus uses, would be a hundred times what the hidden states take, and they are not at hand. A sampled token is an
 unbiased estimate of the distribution, so the gradient of the cross entropy is right on average.
 """
@@ -26,14 +26,13 @@ _FROZEN = ("embed_tokens.weight", "lm_head.weight")
 
 
 class EagleLearner:
-    """A trainable head with its optimizer. Not thread-safe; knows no Ray and no clock.
+    """A trainable head with its optimizer. Not thread-safe; independent of Ray and of clocks.
 
     A function of the weights it begins with, the examples in their order, and the seed.
 
     Args:
         head: Float32; owned by the learner from now on. Embedding and output layer, which are the target's, stay as
             they are.
-        config: Rates and sizes.
         seed: Of the order of the examples.
     """
 
@@ -52,7 +51,7 @@ class EagleLearner:
 
     @property
     def version(self) -> int:
-        """Of the weights that drafters should have: one more after every `steps_per_version` steps."""
+        """Version of the weights that drafters should have: one more after every `steps_per_version` steps."""
         return self.steps // self._config.steps_per_version
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -130,11 +129,6 @@ def choose_samples(lengths: Sequence[int], max_tokens: int, seed: int) -> list[i
 
 def load_learner(drafter: DrafterConfig, target: TargetConfig, device: str) -> EagleLearner:
     """A learner of the configured head.
-
-    Args:
-        drafter: Names the head, and says how to learn.
-        target: What it drafts for.
-        device: `cpu` or `cuda`.
 
     Raises:
         ModelLoadError: The head cannot be loaded.

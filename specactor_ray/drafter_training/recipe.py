@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from specactor_ray.config.schema import DTYPES
 from specactor_ray.errors import InputError
@@ -20,13 +19,13 @@ class CorpusRecipe:
     target: str
     """A local directory, a Hugging Face id or a built-in name."""
     temperature: float = 1.0
-    """Of the training rollouts, and of the loss; 0 is greedy, with a loss at temperature 1."""
+    """Temperature of the training rollouts and of the loss; 0 is greedy, with a loss at temperature 1."""
     samples: int = 1
     """Rollouts of every prompt."""
     max_tokens: int = 192
     """Most output tokens of one."""
     seed: int = 0
-    """Of the rollouts' noise and of the order of training."""
+    """Seed of the rollouts' noise and of the order of training."""
     chat: bool = True
     """Wrap prompts in the target's chat template."""
     trust_remote_code: bool = False
@@ -57,21 +56,27 @@ class TrainRecipe:
     dtype: str = "float32"
     """Arithmetic of training; weights are float32."""
 
-    def facts(self) -> dict[str, Any]:
-        """As plain data; two recipes with equal facts give the same head."""
-        return asdict(self)
-
 
 def check(recipe: TrainRecipe) -> None:
-    """Refuse what cannot be trained.
-
-    Raises:
-        InputError: The first option that is wrong, with what is allowed.
-    """
+    """Raise InputError for the first option that is wrong, with what is allowed."""
     if recipe.minutes is None and recipe.epochs is None:
         raise InputError("--minutes or --epochs must say when training ends")
     check_corpus(recipe.corpus)
-    for name, value, good, allowed in _ranges(recipe):
+
+    def positive(value: float) -> bool:
+        return 0.0 < value < math.inf
+
+    ranges: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+        ("tokens", lambda value: value >= 1, "1 or more"),
+        ("minutes", positive, "a number above 0"),
+        ("epochs", positive, "a number above 0"),
+        ("learning_rate", positive, "a number above 0"),
+        ("batch_tokens", lambda value: value >= 1, "1 or more"),
+        ("draft_vocab", lambda value: value >= 2, "2 or more"),
+        ("depths", lambda value: 1 <= value <= 16, "1 to 16"),
+    )
+    for name, good, allowed in ranges:
+        value = getattr(recipe, name)
         if value is not None and not good(value):
             raise InputError(f"--{name.replace('_', '-')}: {value!r} is out of range; use {allowed}")
     if recipe.dtype not in DTYPES:
@@ -87,18 +92,3 @@ def check_corpus(recipe: CorpusRecipe) -> None:
             raise InputError(f"--{name.replace('_', '-')}: {getattr(recipe, name)} is too small; use 1 or more")
     if not 0 <= recipe.seed < 2**64:
         raise InputError(f"--seed: {recipe.seed} is out of range; use 0 to 2**64 - 1")
-
-
-def _ranges(recipe: TrainRecipe) -> tuple[tuple[str, float | None, Callable[[float], bool], str], ...]:
-    def positive(value: float) -> bool:
-        return 0.0 < value < math.inf
-
-    return (
-        ("tokens", recipe.tokens, lambda value: value >= 1, "1 or more"),
-        ("minutes", recipe.minutes, positive, "a number above 0"),
-        ("epochs", recipe.epochs, positive, "a number above 0"),
-        ("learning_rate", recipe.learning_rate, positive, "a number above 0"),
-        ("batch_tokens", recipe.batch_tokens, lambda value: value >= 1, "1 or more"),
-        ("draft_vocab", recipe.draft_vocab, lambda value: value >= 2, "2 or more"),
-        ("depths", recipe.depths, lambda value: 1 <= value <= 16, "1 to 16"),
-    )

@@ -53,7 +53,6 @@ def split_prompts(prompts: Sequence[TokenIds], held_out: Sequence[TokenIds] | No
     """Divide prompts; those longer than `max_prompt` tokens and repetitions are left out.
 
     Args:
-        prompts: In the order of their file.
         held_out: Held-out prompts, where the user names them; else every tenth is held out, at most 32.
         max_prompt: So that an output still fits the context.
 
@@ -91,11 +90,6 @@ def requests_of(part: str, prompts: Prompts, recipe: CorpusRecipe) -> list[Rollo
     return requests
 
 
-def held_out_parts(recipe: CorpusRecipe) -> tuple[str, ...]:
-    """At the recipe's temperature and at 0."""
-    return (HELD_OUT, GREEDY) if recipe.temperature > 0.0 else (HELD_OUT,)
-
-
 def corpus_facts(
     recipe: CorpusRecipe, target: TargetIdentity, prompts: Prompts, layers: Sequence[int]
 ) -> dict[str, Any]:
@@ -125,8 +119,8 @@ class Corpus:
         self, recipe: CorpusRecipe, prompts: Prompts, folder: Path, limits: EngineLimits, console: Console
     ) -> None:
         self._recipe, self._prompts, self.limits, self._console = recipe, prompts, limits, console
-        names = (*((TRAIN,) if prompts.train else ()), *held_out_parts(recipe))
-        self.stores = {part: RecordStore(folder, part) for part in names}
+        present = {TRAIN: bool(prompts.train), HELD_OUT: True, GREEDY: recipe.temperature > 0.0}
+        self.stores = {part: RecordStore(folder, part) for part, is_there in present.items() if is_there}
         self.records: dict[str, list[Record]] = {}
         self.speed: dict[str, float] = {}
         """Output tokens per second of the parts that were recorded now."""

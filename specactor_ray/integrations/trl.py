@@ -68,12 +68,7 @@ def attach(trainer: Any, rollout: Rollout | None) -> None:
 
 
 class RolloutClient:
-    """What TRL calls in place of its `VLLMClient`.
-
-    Args:
-        trainer: Its step, mode and seed make the seeds.
-        rollout: What generates.
-    """
+    """What TRL calls in place of its `VLLMClient`."""
 
     def __init__(self, trainer: Any, rollout: Rollout) -> None:
         self._trainer, self._rollout = trainer, rollout

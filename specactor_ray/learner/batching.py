@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 import numpy as np
 import torch
+
+
+class Sized(Protocol):
+    """A prompt with its output."""
+
+    @property
+    def num_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +28,7 @@ class Sample:
     rollout_logprobs: np.ndarray
     """`(T,)` float32, as the verifier computed them."""
     reward: float
-    """Of the whole output; given at its last token."""
+    """Reward of the whole output; given at its last token."""
     advantage: float
     """Of every token alike; ppo computes its own from `reward`."""
 
@@ -50,7 +58,7 @@ class MicroBatch:
     advantages: torch.Tensor
     """`(B, T)` float32."""
     indices: tuple[int, ...]
-    """Of the samples, in the list that was cut."""
+    """Indices of the samples in the list that was cut."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
@@ -58,16 +66,16 @@ class MicroBatch:
         return replace(self, **moved)
 
 
-def cut_by_tokens(samples: Sequence[Sample], max_tokens: int) -> list[list[int]]:
+def cut_by_tokens(samples: Sequence[Sized], max_tokens: int, longest_first: bool = True) -> list[list[int]]:
     """Indices of the samples in groups whose padded size stays within `max_tokens`, similar lengths together.
 
-    A sample that is longer than `max_tokens` alone gets a group of its own. The longest come first, so that what does
-    not fit the memory shows at once.
+    A sample that is longer than `max_tokens` alone gets a group of its own. The longest come first by default, so that
+    what does not fit the memory shows at once.
     """
-    order = sorted(range(len(samples)), key=lambda i: (-samples[i].num_tokens, i))
+    lengths = [sample.num_tokens for sample in samples]
     groups: list[list[int]] = []
-    for index in order:
-        if groups and (len(groups[-1]) + 1) * samples[groups[-1][0]].num_tokens <= max_tokens:
+    for index in sorted(range(len(samples)), key=lambda i: (-lengths[i] if longest_first else lengths[i], i)):
+        if groups and (len(groups[-1]) + 1) * max(lengths[groups[-1][0]], lengths[index]) <= max_tokens:
             groups[-1].append(index)
         else:
             groups.append([index])

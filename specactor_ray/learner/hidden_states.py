@@ -24,8 +24,6 @@ def hidden_states(
     forward is the one that scores samples, for the same reason.
 
     Args:
-        engine: Holds the policy.
-        samples: Prompts and outputs.
         layers: Indices of decoder layers.
         max_tokens: Most tokens, padding included, in one forward.
     """

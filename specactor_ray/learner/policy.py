@@ -12,7 +12,7 @@ from specactor_ray.learner.batching import MicroBatch
 
 
 class TokenScores(NamedTuple):
-    """What the policy says about the output tokens of a micro-batch; all `(B, T)` float32, 0 where the mask is 0."""
+    """Scores of the output tokens of a micro-batch; all `(B, T)` float32, 0 where the mask is 0."""
 
     logprobs: torch.Tensor
     """Log-probability under softmax(logits / temperature), before top-k/top-p."""
@@ -29,7 +29,6 @@ class Policy(nn.Module):
     front of it picks them, so that whatever the model does to its logits afterwards still happens.
 
     Args:
-        model: The language model.
         temperature: The logits are divided by it, as in the rollout.
         value_head: Give it a scalar head, initialised to zero.
         entropy_gradient: Let gradients flow through the entropy (for an entropy bonus).

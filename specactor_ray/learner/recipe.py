@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -66,20 +66,11 @@ def make_recipe(config: Config) -> Recipe:
     buffer = section.overlong_buffer
     if buffer is None:
         buffer = config.sampling.max_tokens // 8 if dapo else 0
-    return Recipe(
-        name=section.name.value,
-        clip_low=section.clip_low,
-        clip_high=clip_high,
-        loss_aggregation=aggregation.value,
-        scale_by_std=section.scale_by_std,
-        dynamic_sampling=dapo if section.dynamic_sampling is None else section.dynamic_sampling,
-        overlong_buffer=buffer,
-        overlong_penalty=section.overlong_penalty,
-        entropy_coef=section.entropy_coef,
-        kl_coef=section.kl_coef,
-        gamma=section.gamma,
-        gae_lambda=section.gae_lambda,
-        value_coef=section.value_coef,
-        value_clip=section.value_clip,
-        importance_cap=section.importance_cap,
-    )
+    filled = {
+        "name": section.name.value,
+        "clip_high": clip_high,
+        "loss_aggregation": aggregation.value,
+        "dynamic_sampling": dapo if section.dynamic_sampling is None else section.dynamic_sampling,
+        "overlong_buffer": buffer,
+    }
+    return Recipe(**{entry.name: getattr(section, entry.name) for entry in fields(Recipe)} | filled)

@@ -1,4 +1,4 @@
-"""Writing one rank's part of a checkpoint: what was written is kept apart from what the disk refused."""
+"""A rank's sign of life, and its part of a checkpoint: what was written apart from what the disk refused."""
 
 from __future__ import annotations
 
@@ -8,12 +8,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specactor_ray.learner.progress import Progress
+
+class Progress:
+    """Counts finished pieces of work: micro-batches, optimizer steps, buckets, files.
+
+    One thread counts; others may read. A count that stands still while work is under way means that the rank hangs.
+    """
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def tick(self) -> None:
+        """One more piece is done."""
+        self.count += 1
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """What one rank says about its part of a checkpoint."""
+    """One rank's part of a checkpoint."""
 
     node: str
     """Host name of the node that the rank runs on."""

@@ -1,4 +1,4 @@
-"""One rank of the trainer: the policy, its update, its weights for others, and its files. Knows no Ray."""
+"""One rank of the trainer: the policy, its update, its weights for others, and its files. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from specactor_ray.learner.engines.deepspeed_engine import DeepSpeedEngine, Rend
 from specactor_ray.learner.engines.torch_engine import TorchEngine, autocast
 from specactor_ray.learner.hidden_states import hidden_states
 from specactor_ray.learner.policy import Policy, TokenScores
-from specactor_ray.learner.progress import Progress
 from specactor_ray.learner.recipe import make_recipe
-from specactor_ray.learner.saving import PartWriter, SavedPart
+from specactor_ray.learner.saving import PartWriter, Progress, SavedPart
 from specactor_ray.learner.update import PolicyUpdater
 from specactor_ray.models.builtin import quiet_transformers
 from specactor_ray.models.loading import load_model, load_tokenizer, parse_dtype
@@ -30,7 +29,7 @@ WEIGHTS, ENGINE = "weights", "engine"
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """What a trainer rank needs to know."""
+    """Input of a trainer rank."""
 
     config: Config
     checkpoint: str | None = None
@@ -41,10 +40,6 @@ class TrainerSpec:
 
 class Trainer:
     """Holds the policy and trains it.
-
-    Args:
-        spec: What to train.
-        progress: Counts what was done.
 
     Raises:
         ModelLoadError: The model cannot be loaded.
@@ -59,7 +54,7 @@ class Trainer:
         self._source = str(Path(spec.checkpoint) / WEIGHTS) if spec.checkpoint else config.target.model
         self._recipe = make_recipe(config)
         if config.trainer.backend is TrainerBackend.deepspeed:
-            assert spec.rendezvous is not None  # whoever makes several ranks tells them where to meet
+            assert spec.rendezvous is not None  # given wherever there are several ranks
             join(spec.rendezvous, self._device)
             self._engine: TorchEngine | DeepSpeedEngine = DeepSpeedEngine(
                 self._make_policy(), config.trainer, spec.rendezvous, self._device, self.progress

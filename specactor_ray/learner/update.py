@@ -34,27 +34,21 @@ class Engine(Protocol):
 
     def score(self, batch: MicroBatch) -> TokenScores:
         """Forward pass; with gradients unless inside `torch.no_grad`."""
-        ...
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
         """Accumulate gradients; `last`: of this optimizer step. Gradients of all ranks are summed."""
-        ...
 
     def step(self, learning_rate: float) -> float:
         """Clip, update, forget the gradients. Returns the norm before clipping."""
-        ...
 
     def skip(self) -> None:
         """Forget the gradients."""
-        ...
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Element-wise sum, in place."""
-        ...
 
     def max_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Element-wise maximum, in place."""
-        ...
 
 
 @dataclass(slots=True)
@@ -74,9 +68,6 @@ class PolicyUpdater:
     """Turns samples into optimizer steps.
 
     Args:
-        engine: Policy and optimizer.
-        recipe: The algorithm with all its values.
-        config: The `trainer` section.
         max_tokens: `sampling.max_tokens`.
         score_reference: Log-probabilities `(B, T)` under the reference model, for a KL term.
     """
@@ -254,7 +245,6 @@ class _Sums:
         self._means: dict[str, list[float]] = {}
         self._losses: dict[str, float] = {}
         self._gap_max = 0.0
-        self._optimizer_steps = 0
 
     def add(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
         entry = self._means.setdefault(name, [0.0, 0.0])

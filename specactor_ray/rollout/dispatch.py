@@ -35,8 +35,7 @@ class Dispatcher:
     """Runs journaled requests on the verifiers the controller has.
 
     Args:
-        controller: Handle of the controller.
-        calls: What calls are made with.
+        controller, calls: Handle of the controller, and what calls are made with.
         outstanding_per_verifier: Most requests handed to one verifier at a time; the rest wait here, so that a
             verifier that joins late or is faster gets its share.
         no_verifier_timeout_s: Longest time without any verifier, or without an answer of the controller, before the
@@ -71,11 +70,7 @@ class Dispatcher:
         self._tail_looked = self._passed = 0.0
 
     def run(self, entries: Sequence[JournalEntry], weight_version: int = 0) -> Iterator[JournalEntry]:
-        """Yield each entry when it has ended, in the order they end.
-
-        Args:
-            entries: Requests of new ids.
-            weight_version: The version of the weights they are run with.
+        """Yield each entry when it has ended, in the order they end. Ids are new; all run with this version of weights.
 
         Raises:
             ActorLostError: The controller, or all verifiers, were gone for longer than allowed.

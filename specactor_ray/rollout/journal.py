@@ -131,12 +131,7 @@ class Journal:
 
     def progress(self, message: Progress, now: float = 0.0) -> list[str]:
         """Append committed tokens. Nothing changes for what is repeated or another attempt's; returns the requests of
-        which tokens in between are missing.
-
-        Args:
-            message: What one step committed.
-            now: Seconds of the clock that `JournalEntry.progress_at` is read against.
-        """
+        which tokens in between are missing. `now` is of the clock of `JournalEntry.progress_at`."""
         packed = np.empty(len(message.tokens), RECORD)
         packed["token"], packed["logprob"] = message.tokens, message.logprobs
         records, margins = packed.tobytes(), None

@@ -110,16 +110,10 @@ def _judged(config: Config) -> bool:
 
 
 def check_memory(config: Config, plan: Sequence[MemoryItem], available: float, fix: str) -> None:
-    """Refuse a run on this machine's CPU that cannot fit.
-
-    Args:
-        config: What is about to run.
-        plan: What it will hold.
-        available: Bytes that are free.
-        fix: Ways out, for the message.
+    """Refuse a run on this machine's CPU whose plan needs more than the bytes that are available.
 
     Raises:
-        ConfigError: The plan needs more than there is; the numbers are in the message.
+        ConfigError: The numbers and the fix are in the message.
     """
     total = sum(item.num_bytes for item in plan)
     if total > available and _judged(config):

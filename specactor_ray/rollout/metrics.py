@@ -10,6 +10,7 @@ from specactor_ray.verify.metrics import StepMetrics
 
 _NOT_SUMS = ("drafted_by_position", "accepted_by_position")
 """Counters that are merged in ways of their own."""
+_RATIOS = ("acceptance_rate", "acceptance_length", "supply", "supply_share")
 
 
 @dataclass
@@ -49,10 +50,4 @@ class RolloutMetrics(StepMetrics):
 
     def to_dict(self) -> dict[str, Any]:
         """Counters and ratios as plain data."""
-        ratios = {
-            "acceptance_rate": self.acceptance_rate,
-            "acceptance_length": self.acceptance_length,
-            "supply": self.supply,
-            "supply_share": self.supply_share,
-        }
-        return {**super().to_dict(), **ratios}
+        return {**super().to_dict(), **{name: getattr(self, name) for name in _RATIOS}}

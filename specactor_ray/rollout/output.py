@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from specactor_ray.clock import SYSTEM
@@ -21,7 +20,7 @@ from specactor_ray.cluster.names import new_run_name
 from specactor_ray.config import Config
 from specactor_ray.config.load import save_config
 from specactor_ray.errors import InputError
-from specactor_ray.files import remove_if_empty
+from specactor_ray.files import names_open_file, remove_if_empty
 from specactor_ray.json_text import open_regular
 
 CONFIG_FILE, SUMMARY_FILE, TRAJECTORIES_FILE = "config.yaml", "summary.json", "trajectories.jsonl"
@@ -68,9 +67,7 @@ class TrajectoryWriter:
     def __enter__(self) -> TrajectoryWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     @property
@@ -139,7 +136,7 @@ class TrajectoryWriter:
             descriptor = open_regular(self.partial, os.O_RDWR)
         except OSError as error:
             raise InputError(f"data.output: {self.partial} cannot be opened ({error.strerror})") from None
-        if not _lock(descriptor, tries=5) or not _is_at(descriptor, self.partial):
+        if not _lock(descriptor, tries=5) or not names_open_file(self.partial, descriptor):
             os.close(descriptor)
             raise InputError(self._in_use())
         with open(descriptor, "rb", closefd=False) as file:
@@ -169,14 +166,6 @@ def _lock(descriptor: int, tries: int = 1) -> bool:
         except OSError:  # a network file system without locks
             return True
     return False
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether this path still names the open file: its writer may have renamed it meanwhile."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
-        return False
 
 
 def claim_run_folder(config: Config) -> Path:

@@ -55,12 +55,8 @@ def resolve(config: Config) -> tuple[Config, list[str]]:
 
 
 def settle(config: Config, devices: Devices | None) -> Config:
-    """`dtype: auto` and the cores of verifiers on GPUs, by the device of each. Without them the configuration as it is.
-
-    Args:
-        config: Any configuration that is valid; not changed.
-        devices: See `resolve_mode`.
-    """
+    """`dtype: auto` and the cores of verifiers on GPUs, by the device of each. Without them the configuration as it is;
+    `devices` as in `resolve_mode`."""
     settled = copy.deepcopy(config)
     target = settled.target
     if target.cores is None:
@@ -226,11 +222,8 @@ def requests_of(config: Config) -> int:
 
 
 def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple[Config, list[str]]:
-    """The configuration to run, and lines that say what was chosen; with `plan: fixed` as it is, and no line.
-
-    Args:
-        config: A checked configuration; not changed.
-        modes: Modes the plan may choose.
+    """The configuration to run, in one of these modes, and lines that say what was chosen; with `plan: fixed` as it is,
+    and no line.
 
     Raises:
         ConfigError, InputError: The profile cannot be used here, or nothing in it fits.
@@ -239,7 +232,8 @@ def resolve_plan(config: Config, modes: Sequence[ModeName] = ALL_MODES) -> tuple
         return config, []
     config = as_decoupled(config)
     profile, warnings = usable_profile(config, config.plan_force)
-    plan = make_plan(config, profile, devices_to_plan_for(config), requests_of(config), modes=modes)
+    devices = checked_devices(config, config.plan_devices, "plan_devices")
+    plan = make_plan(config, profile, devices, requests_of(config), modes=modes)
     resolved = apply_plan(config, plan)
     validate(resolved)
     return resolved, [*(f"warning: {warning}" for warning in warnings), *plan.notes, f"plan: {plan.words()}"]
@@ -338,10 +332,8 @@ def make_plan(
     """Plan with the draft methods that are both configured and measured.
 
     Args:
-        config: Its drafters are the methods to choose from.
-        profile: Costs and acceptance.
-        devices: G.
-        requests: B.
+        config, profile: Methods to choose from, and their costs and acceptance.
+        devices, requests: G and B.
         context: Mean tokens of prompt and output. Default: the profile's prompts and half of sampling.max_tokens.
         acceptance: p of every method, in place of what was measured.
         modes: Modes that may be chosen.
@@ -364,17 +356,12 @@ def make_plan(
     return replace(plan, rejected=(*unusable, *plan.rejected))
 
 
-def devices_to_plan_for(config: Config) -> int:
-    """`plan_devices`, or all devices of a local cluster, or as many as the configuration takes on another one.
+def checked_devices(config: Config, wanted: int | None, key: str) -> int:
+    """Devices to plan for: `wanted`, else all of a local cluster, or as many as the configuration takes on another one.
 
     Raises:
-        ConfigError: More are asked for than a local cluster has.
+        ConfigError: More are wanted (by `key`) than a local cluster has.
     """
-    return checked_devices(config, config.plan_devices, "plan_devices")
-
-
-def checked_devices(config: Config, wanted: int | None, key: str) -> int:
-    """As `devices_to_plan_for`, for a number that was given as `key`."""
     there = existing_devices(config)
     if there is None:
         gpus, cores = _devices_of(config)
@@ -400,11 +387,8 @@ def existing_devices(config: Config) -> Devices | None:
 
 
 def require_devices(config: Config, trains: bool = False) -> None:
-    """Refuse a layout that needs more GPUs or CPU cores than the cluster that is to be started here will have.
-
-    Args:
-        config: In which `mode: auto` is resolved.
-        trains: The trainer is part of the run.
+    """Refuse a layout that needs more GPUs or CPU cores than the cluster that is to be started here will have; with
+    `trains` the trainer is part of it. `mode: auto` is resolved before.
 
     Raises:
         ConfigError: What is needed and what exists are in the message.

@@ -36,10 +36,6 @@ logger = logging.getLogger(__name__)
 def refuse_early(config: Config, trains: bool = False) -> tuple[Config, list[str]]:
     """Make all checks that need neither Ray nor torch, and resolve `plan: auto` and `mode: auto` (see `resolve`).
 
-    Args:
-        config: What is about to run; not changed.
-        trains: The trainer is part of the run.
-
     Raises:
         UserError: The key and the fix are named.
     """
@@ -144,11 +140,8 @@ def _load_config(key: str, name: str, trust_remote_code: bool) -> Any:
 
 
 def max_prompt_tokens(config: Config, text: Any = None) -> int:
-    """Longest prompt that leaves room for a whole output of `sampling.max_tokens`.
-
-    Args:
-        config: What is about to run.
-        text: The target's text configuration. Default: read when it is needed.
+    """Longest prompt that leaves room for a whole output of `sampling.max_tokens`. The target's text configuration is
+    read when it is needed and not given.
 
     Raises:
         ConfigError: There is no room for any.

@@ -19,7 +19,7 @@ _LEAST_EXPECTED = 32
 """Output tokens that any request is expected to have ahead."""
 _HANDOVER_TOKENS = 16
 """What a move costs beside the prefill, in decoded tokens: a few steps without this request, and the tokens that the
-old verifier committed and nobody journaled."""
+old verifier committed and that are not journaled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class RunningRequest:
 
     request_id: str
     context: int
-    """Tokens that another verifier would have to read: prompt and journaled output; 0 if nobody has begun with it."""
+    """Tokens that another verifier would have to read: prompt and journaled output; 0 before it has begun."""
     remaining: float
     """Output tokens it is expected to have ahead."""
     moves: int = 0

@@ -55,7 +55,7 @@ def find_unfinished(config: Config) -> Path | None:
         partial = partial_of(output)
         if not partial.exists():
             continue
-        if config.data.output is not None and not _is_same(config.data.output, output):
+        if config.data.output is not None and Path(config.data.output).resolve() != Path(output).resolve():
             if not config.run.name:
                 continue
             problem = f"is {config.data.output!r}, and the interrupted run {folder.name} writes to {str(output)!r}."
@@ -83,9 +83,7 @@ def read_finished(writer: TrajectoryWriter, prompts: Sequence[Prompt], config: C
             named.
     """
     with signals_deferred():
-        from specactor_ray.sampling.keyed import (
-            derive_seed,  # takes seconds, so only where there is something to continue
-        )
+        from specactor_ray.sampling.keyed import derive_seed  # takes seconds, so only where it is needed
 
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for number, line in enumerate(writer.kept.split(b"\n")[:-1], start=1):
@@ -116,10 +114,6 @@ def _saved_config(file: Path) -> Config:
     except (OSError, ValueError) as error:
         raise ConfigError(str(file), f"cannot be read: {error}.") from None
     return load_config(file)
-
-
-def _is_same(first: str | Path, second: str | Path) -> bool:
-    return Path(first).resolve() == Path(second).resolve()
 
 
 def _candidates(config: Config) -> Iterator[Path]:

@@ -8,8 +8,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Self
 
 import ray
 
@@ -27,7 +26,6 @@ from specactor_ray.observability.console import log_by_default
 from specactor_ray.observability.heartbeat import Heartbeat, elapsed
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.memory import require_memory, with_cache
-from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.planning import ladder_priors, require_devices, resolve
 from specactor_ray.rollout.preflight import (
     check_drafters_fit_target,
@@ -48,7 +46,7 @@ Sampling = SamplingParams | Sequence[SamplingParams]
 """One for all prompts, or one for each."""
 
 
-class Rollout:
+class Rollout(RunClient):
     """A running set of verifiers and draft actors that turns prompts into trajectories.
 
     ```python
@@ -73,7 +71,6 @@ class Rollout:
         for line in lines:
             logger.info("%s", line)
         config = export_what_drafters_read(config)
-        self._closed = False
         self._streams = 0
         self.progress = (0, 0)
         """Trajectories of the newest stream that have ended, and how many it has in all."""
@@ -86,8 +83,8 @@ class Rollout:
         with Heartbeat(elapsed(logger.info, f"starting Ray and {config.mode.value} actors")):
             self._connection: Connection = connect(config.cluster)
             try:
-                self._controller, self.run_name = start_controller(config, priors=priors)
-                self._run = RunClient(config, self._controller, Calls())
+                controller, self.run_name = start_controller(config, priors=priors)
+                super().__init__(config, controller, Calls())
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     logger.warning("%s: ending what has started, some seconds", interruption(error))
@@ -103,25 +100,22 @@ class Rollout:
             config = load_config(config, overrides)
         return cls(config)
 
-    def __enter__(self) -> Rollout:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End all actors and leave the cluster as it was found. Harmless when repeated."""
-        if self._closed:
+        """End all actors and leave the cluster as it was found. Idempotent."""
+        if self.closed:
             return
-        self._closed = True
         try:
-            self._run.shutdown()
+            self.shutdown()
         except SpecActorError as error:
             logger.error("the controller did not shut down in order (%s); its actors end with it", error)
         finally:
-            self._run.closed = True
+            self.closed = True
             ray.kill(self._controller)
             self._connection.close()
 
@@ -150,7 +144,7 @@ class Rollout:
                 closed.
             ActorLostError: No verifier could be had any more.
         """
-        self._run.require_open()
+        self.require_open()
         sampling = self.config.sampling if sampling is None else sampling
         n = self.config.data.n if n is None else n
         if isinstance(prompts, str):
@@ -171,7 +165,7 @@ class Rollout:
             )
         if n < 1:
             raise InputError(f"n is {n}; it must be 1 or more")
-        if self._run.streaming:
+        if self.streaming:
             raise InputError("another stream of this rollout is still open; exhaust or close it first")
         return self._stream(list(prompts), each, n, frozenset(skip), encoded)
 
@@ -181,14 +175,6 @@ class Rollout:
         """All trajectories at once, ordered by prompt and sample."""
         done = list(self.stream(prompts, sampling, n))
         return sorted(done, key=lambda trajectory: (trajectory.prompt_index, trajectory.sample_index))
-
-    def scale(self, drafters: Mapping[str, int]) -> None:
-        """Set how many draft actors of each method there should be; takes effect during the rollout.
-
-        Raises:
-            ConfigError: A method is not in the configuration, or a number is negative.
-        """
-        self._run.scale(drafters)
 
     def update_weights(self, weights: Weights | WeightSet) -> int:
         """Give every verifier, and the drafters that follow the policy, new weights of the target.
@@ -211,45 +197,15 @@ class Rollout:
             SpecActorError: The weights were not taken in time.
         """
         if not isinstance(weights, WeightSet):
-            self._run.require_no_stream("weights cannot change")
-            weights = self._run.put_weights(self._packed(weights))
-        self._run.update_weights(weights)
-        return weights.version
-
-    def update_drafter(self, method: str, weights: WeightSet) -> None:
-        """Give those that draft by a method that the trainer teaches (`online.where=trainer`) a newer version of its
-        weights. Returns before they have it: no token depends on when they do."""
-        self._run.offer_drafter_weights(method, weights)
-
-    def sleep(self) -> None:
-        """Let the verifiers give up their caches' memory until the next stream (or `wake`)."""
-        self._run.call_verifiers("sleep")
-
-    def wake(self) -> None:
-        """Let the verifiers take their memory back."""
-        self._run.call_verifiers("wake")
-
-    def status(self) -> list[dict[str, Any]]:
-        """One row per actor: id, kind, phase, placement and counters."""
-        return self._run.status()
+            self.require_no_stream("weights cannot change")
+            weights = self.put_weights(self._packed(weights))
+        return super().update_weights(weights)
 
     def fallbacks(self) -> list[str]:
         """What actors do in a slower way than they could, each once; as far as it can be asked."""
         with contextlib.suppress(Exception):
             return list(dict.fromkeys(what for row in self.status() for what in row["counters"].get("fallbacks", ())))
         return []
-
-    def metrics(self) -> RolloutMetrics:
-        """Counters over all verifiers since the start or the last `reset_metrics`."""
-        return self._run.metrics()
-
-    def reset_metrics(self) -> None:
-        """Set the verifiers' counters to zero (after a warm-up)."""
-        self._run.reset_metrics()
-
-    def forget_history(self) -> None:
-        """Let drafters forget earlier outputs, as if they had just been started; for benchmarks."""
-        self._run.forget_history()
 
     @property
     def model(self) -> str:
@@ -264,17 +220,17 @@ class Rollout:
     @property
     def moved_requests(self) -> int:
         """How often a request was moved from one healthy verifier to another since the start."""
-        return self._run.dispatcher.moves
+        return self.dispatcher.moves
 
     @property
     def reissued_requests(self) -> int:
         """How often a request was given to another verifier because its own was gone, since the start."""
-        return self._run.dispatcher.reissues
+        return self.dispatcher.reissues
 
     @property
     def committed_tokens(self) -> int:
         """Output tokens journaled since the start."""
-        return self._run.dispatcher.journal.committed_tokens
+        return self.dispatcher.journal.committed_tokens
 
     def _packed(self, weights: Weights) -> Iterator[WeightBucket]:
         shapes, tied = self._weight_shapes
@@ -294,8 +250,8 @@ class Rollout:
         skip: frozenset[tuple[int, int]],
         encoded: Sequence[Encoded] | None,
     ) -> Iterator[Trajectory]:
-        self._run.rouse()
-        self._run.streaming = True
+        self.wake_if_asleep()
+        self.streaming = True
         self._streams += 1
         try:
             if encoded is None:
@@ -308,11 +264,11 @@ class Rollout:
                     entries.append(entry)
                     places[entry.request_id] = place
             self.progress = (0, len(entries))
-            for done, entry in enumerate(self._run.stream(entries), start=1):
+            for done, entry in enumerate(self.run(entries), start=1):
                 self.progress = (done, len(entries))
                 yield self._trajectory(entry, places[entry.request_id], prompts)
         finally:
-            self._run.streaming = False
+            self.streaming = False
 
     def _trajectory(
         self, entry: JournalEntry, place: tuple[int, int], prompts: Sequence[Prompt], error: str = ""
@@ -333,7 +289,7 @@ class Rollout:
             error=finished.error if finished else error,
             margins=None if entry.margins is None else tuple(entry.margins),
             prompt=prompts[place[0]],
-            weight_version=self._run.weight_version,
+            weight_version=self.weight_version,
         )
 
 
@@ -344,15 +300,7 @@ def samples_of(
     skip: Collection[tuple[int, int]],
     prefix: str = "",
 ) -> Iterator[tuple[tuple[int, int], JournalEntry, str]]:
-    """Place (prompt index, sample index), request, and why it cannot run, if so.
-
-    Args:
-        encoded: The prompts.
-        sampling: For each prompt.
-        n: Samples per prompt.
-        skip: Places that are left out.
-        prefix: Of the request ids.
-    """
+    """Place (prompt index, sample index), request, and why it cannot run, if so; without the places in `skip`."""
     for prompt_index, ((token_ids, reason), params) in enumerate(zip(encoded, sampling, strict=True)):
         for place in ((prompt_index, one) for one in range(n)):
             if place not in skip:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,7 +211,7 @@ def _run(
         _announce(rollout, console)
         begin = time.monotonic()
         try:
-            _consume(rollout, prompts, encoded, writer, tally, console, _places(there))
+            _consume(rollout, prompts, encoded, writer, tally, console, there)
             writer.complete()
             status = "complete"
         except KeyboardInterrupt as interrupt:
@@ -264,10 +264,6 @@ def _hint(rollout: Rollout) -> str:
     return "specactor status"
 
 
-def _places(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, int]]:
-    return {(row["prompt_index"], row["sample_index"]) for row in rows}
-
-
 def _consume(
     rollout: Rollout,
     prompts: list[Prompt],
@@ -275,15 +271,17 @@ def _consume(
     writer: TrajectoryWriter,
     tally: Tally,
     console: Console,
-    there: Collection[tuple[int, int]],
+    there: Sequence[Mapping[str, Any]],
 ) -> None:
+    skip = {(row["prompt_index"], row["sample_index"]) for row in there}
+
     def read() -> ProgressState:
         metrics = rollout.metrics()
         done = tally.finished + tally.failed
         return ProgressState(done, tally.failed, rollout.committed_tokens, metrics.acceptance_length, metrics.supply)
 
     with rollout_progress(console, "rollout", len(prompts) * rollout.config.data.n, read):
-        for trajectory in rollout.stream(prompts, skip=there, encoded=encoded):
+        for trajectory in rollout.stream(prompts, skip=skip, encoded=encoded):
             row = trajectory.to_json()
             writer.write(row)
             tally.add(row)

@@ -29,13 +29,7 @@ SHUTDOWN_S = 60.0
 
 
 class RunClient:
-    """One stream of requests at a time, and what happens between two of them.
-
-    Args:
-        config: The configuration the controller was started with.
-        controller: Its handle.
-        calls: What calls are made with.
-    """
+    """One stream of requests at a time, and what happens between two of them. `config` is that of the controller."""
 
     def __init__(self, config: Config, controller: Any, calls: Calls) -> None:
         cluster = config.cluster
@@ -54,7 +48,7 @@ class RunClient:
         self.weight_version = 0
         """Version of the policy's weights that new requests are run with."""
 
-    def stream(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
+    def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
         """Yield each entry when it has ended; see `Dispatcher.run`."""
         self.streaming = True
         try:
@@ -67,8 +61,9 @@ class RunClient:
         self.require_open()
         return put_weights(self.weight_version + 1, buckets, self._calls)
 
-    def update_weights(self, weights: WeightSet) -> None:
-        """See `Rollout.update_weights`."""
+    def update_weights(self, weights: WeightSet) -> int:
+        """Give every verifier, and the drafters that follow the policy, these weights. Returns their version; see
+        `Rollout.update_weights`."""
         self.require_no_stream("weights cannot change")
         if weights.version < self.weight_version:
             raise InputError(f"weights of version {weights.version} come after version {self.weight_version}")
@@ -76,9 +71,11 @@ class RunClient:
         self.weight_version = weights.version
         limit_s = self._sync_timeout_s
         self.ask("set_weights", weights, limit_s, deadline_s=limit_s + _ASK_S)
+        return weights.version
 
-    def offer_drafter_weights(self, method: str, weights: WeightSet) -> None:
-        """See `Rollout.update_drafter`."""
+    def update_drafter(self, method: str, weights: WeightSet) -> None:
+        """Give those that draft by a method that the trainer teaches (`online.where=trainer`) a newer version of its
+        weights. Returns before they have it: no token depends on when they do."""
         self.ask("offer_weights", method, weights)
 
     def call_verifiers(self, method: str) -> None:
@@ -94,16 +91,25 @@ class RunClient:
         self._call_all(method, list(self.view().verifiers.values()))
         self._asleep = self._asleep and method != "wake"
 
-    def rouse(self) -> None:
-        """Wake the verifiers if they sleep."""
+    def sleep(self) -> None:
+        """Let the verifiers give up their caches' memory until the next stream (or `wake`)."""
+        self.call_verifiers("sleep")
+
+    def wake(self) -> None:
+        """Let the verifiers take their memory back."""
+        self.call_verifiers("wake")
+
+    def wake_if_asleep(self) -> None:
         if self._asleep:
-            self.call_verifiers("wake")
+            self.wake()
 
     def reset_metrics(self) -> None:
+        """Set the verifiers' counters to zero (after a warm-up)."""
         self.call_verifiers("reset_metrics")
         self.dispatcher.counters.clear()
 
     def forget_history(self) -> None:
+        """Let drafters forget earlier outputs, as if they had just been started; for benchmarks."""
         view = self.view()
         drafters = [endpoint.handle for endpoint in view.drafters if endpoint.phase is Phase.READY]
         self._call_all("forget_history", [*drafters, *view.verifiers.values()])
@@ -118,10 +124,16 @@ class RunClient:
         return view
 
     def status(self) -> list[dict[str, Any]]:
+        """One row per actor: id, kind, phase, placement and counters."""
         rows: list[dict[str, Any]] = self.ask("status")
         return rows
 
     def scale(self, drafters: Mapping[str, int]) -> None:
+        """Set how many draft actors of each method there should be; takes effect during the rollout.
+
+        Raises:
+            ConfigError: A method is not in the configuration, or a number is negative.
+        """
         self.ask("scale", dict(drafters))
 
     def shutdown(self) -> None:

@@ -69,13 +69,8 @@ class VerifierLink:
 
 
 class Verifiers:
-    """Follows the controller's view and polls every verifier in it.
-
-    Args:
-        controller: Handle of the controller.
-        calls: What calls are made with.
-        timeout_s: Longest time without any verifier, or without an answer of the controller.
-    """
+    """Follows the controller's view and polls every verifier in it. Gives up after `timeout_s` seconds without any
+    verifier, or without an answer of the controller."""
 
     def __init__(self, controller: Any, calls: Calls, timeout_s: float) -> None:
         self.links: dict[str, VerifierLink] = {}
@@ -88,13 +83,13 @@ class Verifiers:
         self._known: int | None = None
         """Version of the view that was taken last."""
         self._notices: list[Call] = []
-        """Calls whose answers nobody waits for."""
+        """Calls whose answers are not awaited."""
         self._cancels: list[Call] = []
         """Those of them that cancel requests."""
         self.begin()
 
     def begin(self) -> None:
-        """Nobody has been missed yet: the limits count from now on."""
+        """Count the limits from now on."""
         self._controller_seen = self._verifier_seen = self._looked_at = self._clock.now()
 
     # ---- who serves ----
@@ -196,7 +191,7 @@ class Verifiers:
         self._calls.wait(calls, _WAIT_S)
 
     def failed_submits(self) -> Iterator[tuple[VerifierLink, list[tuple[str, int]]]]:
-        """Requests and attempts of which nobody knows whether they arrived; their verifier is reported. Those of a
+        """Requests and attempts that may or may not have arrived; their verifier is reported. Those of a
         verifier that is gone stay with it until the view says so."""
         for link in self.links.values():
             for call in [call for call in link.submits if call.done and not isinstance(call.error, ActorLostError)]:

@@ -17,8 +17,8 @@ _jit: Any = kernel()
 # Rows of `SimulatedEngine`'s table: tokens of the prompt, output tokens so far and in all, positions that are not in
 # the cache yet, and max_tokens.
 PROMPT, OUTPUT, END, MISSING, MOST = range(5)
-# Rows of `SimulatedProposer`'s table: tokens of the prompt (0: the slot is not open), of committed output and tail, most of
-# the tail, and known guesses.
+# Rows of `SimulatedProposer`'s table: tokens of the prompt (0: the slot is not open), of the committed output and the
+# tail, most of the tail, and known guesses.
 _, BASE, LENGTH, WINDOW, KNOWN = range(5)
 NO_GUESS = -1
 _LIMIT, _STOP, _RUNNING = (np.uint8(one) for one in (Finish.LENGTH, Finish.STOP, Finish.RUNNING))

@@ -234,7 +234,7 @@ class SimulatedRollouts(VirtualRun):
         journal = self.client.dispatcher.journal
         begin, before = clock.now(), journal.committed_tokens
         times = StepTimes(0.0, 0.0, 0.0, 0)
-        stream = self.client.stream(entries)
+        stream = self.client.run(entries)
         for entry in stream:
             assert entry.finished is not None
             if entry.finished.error:

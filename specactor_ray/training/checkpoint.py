@@ -43,7 +43,7 @@ class TrainState:
     reward: float | None = None
     """Mean reward over the last steps; see `mean_reward`."""
     model: dict[str, Any] = field(default_factory=dict)
-    """What tells the target model from others; see `model_facts`."""
+    """Identity of the target model; see `model_facts`."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What the run was configured with, by key; see `settings_of`."""
 
@@ -54,7 +54,6 @@ class CheckpointStore:
     Args:
         folder: Made when the first one is saved.
         keep_last: Newest ones to keep.
-        keep_best: Keep the one with the best reward too.
     """
 
     def __init__(self, folder: Path, keep_last: int, keep_best: bool) -> None:
@@ -73,7 +72,9 @@ class CheckpointStore:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             write(partial)
-            _write_text(partial / _STATE, {**asdict(state), "written_by": _writer()})
+            user = os.environ.get("USER", str(os.getuid()))
+            written_by = {"host": socket.gethostname(), "user": user, "pid": os.getpid()}
+            _write_text(partial / _STATE, {**asdict(state), "written_by": written_by})
             _write_manifest(partial)
             if final.exists():  # of a run that was continued from before it
                 shutil.rmtree(replaced, ignore_errors=True)
@@ -115,7 +116,7 @@ class CheckpointStore:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _remove_old(self, newest: Path) -> None:
-        """Damaged ones take no sound one's place. They are told by names and sizes: the sums take as long as a save."""
+        """Damaged ones take no sound one's place. Names and sizes decide: checksums take as long as a save."""
         try:
             older = [path for path in self.all() if path != newest]
             sound = [path for path in older if find_damage(path, sums=False) is None] + [newest]
@@ -132,11 +133,7 @@ class CheckpointStore:
 
 
 def open_checkpoint(path: Path) -> tuple[Path, TrainState]:
-    """A checkpoint that the user named.
-
-    Raises:
-        InputError: It is not there, or damaged.
-    """
+    """A checkpoint that the user named. Raises InputError if it is not there, or damaged."""
     problem = find_damage(path)
     if problem is not None:
         raise InputError(f"resume: {path} cannot be used: {problem}; name another, or use resume=auto")
@@ -157,11 +154,7 @@ def mean_reward(before: float | None, reward: float | None, steps: int) -> float
 
 
 def read_state(path: Path) -> TrainState:
-    """The state saved in a checkpoint.
-
-    Raises:
-        InputError: It is missing or not one.
-    """
+    """The state saved in a checkpoint. Raises InputError if it is missing or not one."""
     try:
         saved = parse_json(read_foreign(path / _STATE))
         known = {entry.name for entry in fields(TrainState)}
@@ -184,7 +177,6 @@ def find_damage(path: Path, *, sums: bool = True) -> str | None:
     """What is wrong with a checkpoint; None when all files that it was saved with are there and unchanged.
 
     Args:
-        path: Its folder.
         sums: Read the files and compare their checksums, too.
     """
     try:
@@ -246,11 +238,6 @@ def _write_manifest(folder: Path) -> None:
 
 def _write_text(file: Path, data: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
-def _writer() -> dict[str, Any]:
-    """Who writes a checkpoint; part of its state file, and so under its manifest's sums."""
-    return {"host": socket.gethostname(), "user": os.environ.get("USER", str(os.getuid())), "pid": os.getpid()}
 
 
 def _step(path: Path) -> int:

@@ -21,7 +21,7 @@ _GYM, _HUB = "reasoning_gym:", "hf:"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One prompt, with what its reward needs to know."""
+    """One prompt, with the input of its reward."""
 
     index: int
     """Position in the source."""
@@ -29,7 +29,7 @@ class Task:
     answer: str | None = None
     """The reference answer, where there is one."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Everything else the source says about it."""
+    """All other keys of the row."""
 
 
 class TaskSource(Protocol):
@@ -42,10 +42,6 @@ class TaskSource(Protocol):
 
 def open_source(config: DataConfig, seed: int) -> TaskSource:
     """The source that `data.path` names: a file, `reasoning_gym:TASK` or `hf:DATASET`.
-
-    Args:
-        config: The `data` section.
-        seed: Of generated tasks.
 
     Raises:
         ConfigError: No path, or a package it needs is not installed, or there is no such task.
@@ -70,7 +66,6 @@ class TableSource:
 
     Args:
         rows: The rows; read when they are asked for.
-        where: Their origin, for messages.
         config: The `data` section: key names, system prompt, limit.
         lines: Line number of every row, for messages.
     """
@@ -110,7 +105,6 @@ class GymSource:
     Args:
         task: Name of the task, such as `chain_sum`.
         config: The `data` section; `options` are the task's own parameters.
-        seed: Of the tasks.
     """
 
     def __init__(self, task: str, config: DataConfig, seed: int) -> None:
@@ -169,8 +163,6 @@ class TaskOrder:
     """Which task comes when: every epoch is a permutation of its own, a function of (seed, epoch).
 
     Args:
-        size: Number of tasks.
-        seed: Of the permutations.
         shuffle: Off takes the source's own order in every epoch.
         position: Tasks taken so far; all that has to be saved.
     """
@@ -194,8 +186,6 @@ class TaskStream:
     """Tasks in order, without those that do not fit the model.
 
     Args:
-        source: Where they come from.
-        order: Which comes when.
         count_tokens: Prompt → number of tokens; raises InputError for one that cannot be encoded.
         max_prompt_tokens: Longest prompt taken.
     """

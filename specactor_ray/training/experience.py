@@ -70,10 +70,6 @@ class ExperienceMaker:
     """Makes the samples of a step; a function of the weights, the data's position, the step and the seed.
 
     Args:
-        config: The configuration.
-        recipe: The algorithm.
-        stream: Where tasks come from.
-        rewards: Scores outputs.
         timed: Context manager for a named phase (`rollout`, `reward`), for the record of time.
     """
 

@@ -15,14 +15,13 @@ from specactor_ray.observability.console import say
 from specactor_ray.observability.training_display import TrainingDisplay
 from specactor_ray.rollout.output import discard_run_folder
 from specactor_ray.rollout.preflight import refuse_early
+from specactor_ray.signals import StopSignal
 from specactor_ray.training.data import TaskStream
-from specactor_ray.training.outcome import TrainOutcome
 from specactor_ray.training.record import StepRecorder
 from specactor_ray.training.run_folder import TrainingRun, open_run
 from specactor_ray.training.saver import Saver
 from specactor_ray.training.setup import announce, checked_memory, checked_tasks, prepare
-from specactor_ray.training.steps import TrainingParts, run_steps
-from specactor_ray.training.stop_signal import StopSignal
+from specactor_ray.training.steps import TrainingParts, TrainOutcome, run_steps
 
 
 def train(
@@ -36,7 +35,6 @@ def train(
     Args:
         config: What to train; `run.name` is filled in if it is not set. `plan: auto` and `mode: auto` are resolved in a
             copy before anything is written or started.
-        console: Where progress is shown.
         display: Shows the steps. Default: all that is known of each, on the console.
         enough: Asked after every step: whether to end before `trainer.steps`.
 

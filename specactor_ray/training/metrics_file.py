@@ -19,29 +19,25 @@ class MetricsFile:
         self.path = path
         self.failures = 0
         """Times that the disk refused."""
-        self._pending: list[dict[str, Any]] = []
-
-    @property
-    def pending(self) -> list[dict[str, Any]]:
+        self.pending: list[dict[str, Any]] = []
         """Records that are not in the file yet, oldest first."""
-        return list(self._pending)
 
     def append(self, record: Mapping[str, Any]) -> bool:
         """Write this record and those before it that are not in the file yet. Returns whether all are."""
-        self._pending.append(dict(record))
+        self.pending.append(dict(record))
         return self.flush()
 
     def flush(self) -> bool:
         """Write what is pending. Returns whether nothing is any more."""
-        if not self._pending:
+        if not self.pending:
             return True
         try:
-            self._write("".join(json.dumps(record) + "\n" for record in self._pending).encode())
+            self._write("".join(json.dumps(record) + "\n" for record in self.pending).encode())
         except OSError as error:
             self.failures += 1
-            logger.error("%d records wait for room in %s: %s", len(self._pending), self.path, error)
+            logger.error("%d records wait for room in %s: %s", len(self.pending), self.path, error)
             return False
-        self._pending.clear()
+        self.pending.clear()
         return True
 
     def _write(self, data: bytes) -> None:

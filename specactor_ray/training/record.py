@@ -21,8 +21,8 @@ from specactor_ray.observability.training_report import write_report
 from specactor_ray.rollout.trajectory import drafted_by_method
 from specactor_ray.training.drafter_watchdog import DrafterWatchdog
 from specactor_ray.training.metrics_file import MetricsFile
-from specactor_ray.training.outcome import TrainOutcome
 from specactor_ray.training.run_folder import TrainingRun, read_metrics
+from specactor_ray.training.steps import TrainOutcome
 from specactor_ray.training.tracking import open_trackers
 
 if TYPE_CHECKING:
@@ -40,12 +40,6 @@ class StepRecorder:
     A record has `train` (what was learnt: equal for equal seeds, whatever drafts there were), `gap` (log-probabilities
     of the rollout against the trainer's), `speed`, `drafter` (per method: the newest version of its weights that was
     verified, its acceptance, and drafted and accepted tokens by version), `seconds` per phase, and `failures`.
-
-    Args:
-        config: The configuration.
-        run: Where to write.
-        rollout: Asked for its counters.
-        display: Shows the steps.
     """
 
     def __init__(self, config: Config, run: TrainingRun, rollout: Rollout, display: TrainingDisplay) -> None:

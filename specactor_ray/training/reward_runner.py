@@ -67,15 +67,8 @@ class Scores:
 
 
 class RewardRunner:
-    """Scores samples in `reward.workers` processes at once. Makes sure at once that the functions can be had. To be
-    closed: a context manager.
-
-    Args:
-        config: The `reward` section.
-
-    Raises:
-        ConfigError: One of the functions cannot be had.
-    """
+    """Scores samples in `reward.workers` processes at once; a context manager. Raises ConfigError if a function is not
+    available."""
 
     def __init__(self, config: RewardConfig) -> None:
         Scorer(config)

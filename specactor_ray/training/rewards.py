@@ -24,7 +24,7 @@ class RewardSample:
     answer: str | None
     """The reference answer."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Everything else the task's source says."""
+    """All other keys of the row."""
     token_ids: tuple[int, ...] = ()
     finish_reason: str = ""
     max_tokens: int = 0
@@ -126,11 +126,8 @@ def extract_answer(text: str, pattern: str | None) -> str:
 
 
 class Scorer:
-    """Finds the answer in an output and adds up the configured reward functions, weighted.
-
-    Raises:
-        ConfigError: One of them cannot be had.
-    """
+    """Finds the answer in an output and adds up the configured reward functions, weighted. Raises ConfigError if one of
+    them is not available."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._pattern = config.answer_pattern

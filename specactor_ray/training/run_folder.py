@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ class TrainingRun:
     checkpoint: Path | None
     """To go on from; None starts from `target.model`."""
     leases: tuple[RunLease, ...]
-    """Of the folders that it alone writes to, for as long as it lives."""
+    """Leases of the folders that it alone writes to."""
 
     @property
     def metrics_file(self) -> Path:
@@ -55,11 +54,7 @@ class TrainingRun:
         return self.state.step == 0 or (self.checkpoint is not None and self.checkpoint.parent == self.store.folder)
 
     def check_lease(self) -> None:
-        """Raise if another process has taken over the run.
-
-        Raises:
-            SpecActorError: It has; nothing may be written any more.
-        """
+        """Raise SpecActorError if another process has taken over the run: nothing may be written any more."""
         for lease in self.leases:
             lease.check()
 
@@ -69,7 +64,7 @@ class TrainingRun:
         return any(lease.lost for lease in self.leases)
 
     def close(self) -> None:
-        """Let others go on with the run. Harmless when repeated."""
+        """Let others go on with the run. Idempotent."""
         for lease in self.leases:
             lease.release()
 
@@ -79,9 +74,6 @@ def open_run(config: Config, tasks: int | None = None, clock: Clock = SYSTEM, ke
     open the run until it is closed, or its process ends.
 
     Args:
-        config: The resolved configuration.
-        tasks: Number of tasks in the data.
-        clock: Of the leases.
         keep_dtype: `target.dtype` was `auto`: a run that is continued keeps its own, which is filled in.
 
     Raises:
@@ -92,49 +84,41 @@ def open_run(config: Config, tasks: int | None = None, clock: Clock = SYSTEM, ke
     state = TrainState(model=model_facts(config.target), settings=settings_of(config, tasks))
     base = Path(config.run.dir).expanduser()
     try:
-        if config.resume == "auto":
-            found = _lease_unfinished(config, base, clock)
-            if found is not None:
-                folder, lease = found
-                config.run.name = folder.name
-                if keep_dtype:
-                    with contextlib.suppress(ConfigError):
-                        config.target.dtype = load_config(folder / CONFIG_FILE).target.dtype
-                return _with_leases(config, folder, lease, clock, lambda: _continue(config, folder, state))
-        config.run.name = config.run.name or new_run_name()
-        folder = base / config.run.name
-        return _with_leases(config, folder, RunLease(folder, clock=clock), clock, lambda: _begin(config, folder, state))
+        found = _lease_unfinished(config, base, clock) if config.resume == "auto" else None
+        if found is None:
+            config.run.name = config.run.name or new_run_name()
+            folder = base / config.run.name
+            lease = RunLease(folder, clock=clock)
+        else:
+            folder, lease = found
+            config.run.name = folder.name
+            if keep_dtype:
+                with contextlib.suppress(ConfigError):
+                    config.target.dtype = load_config(folder / CONFIG_FILE).target.dtype
+        with contextlib.ExitStack() as undo:
+            undo.callback(remove_if_empty, folder, folder.parent)
+            undo.callback(lease.release)
+            leases, section = [lease], config.checkpoint
+            where = Path(section.dir).expanduser() if section.dir else folder / CHECKPOINTS
+            if section.dir:
+                leases.append(RunLease(where, "checkpoint.dir", clock))
+                undo.callback(leases[-1].release)
+            store = CheckpointStore(where, section.keep_last, section.keep_best)
+            state, checkpoint = (_begin if found is None else _continue)(config, folder, store, state)
+            undo.pop_all()
+        return TrainingRun(folder, store, state, checkpoint, tuple(leases))
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"run.dir: {error.filename or base} cannot be used ({reason}); name another folder") from None
 
 
-def _with_leases(
-    config: Config, folder: Path, lease: RunLease, clock: Clock, make: Callable[[], tuple[TrainState, Path | None]]
-) -> TrainingRun:
-    """The run that `make` prepares, with leases of all its folders; on an error they are given back."""
-    leases = [lease]
-    try:
-        store = _store(config, folder)
-        if config.checkpoint.dir:
-            leases.append(RunLease(store.folder, "checkpoint.dir", clock))
-        state, checkpoint = make()
-    except BaseException:
-        for one in leases:
-            one.release()
-        remove_if_empty(folder, folder.parent)
-        raise
-    return TrainingRun(folder, store, state, checkpoint, tuple(leases))
-
-
-def _begin(config: Config, folder: Path, now: TrainState) -> tuple[TrainState, Path | None]:
+def _begin(config: Config, folder: Path, store: CheckpointStore, now: TrainState) -> tuple[TrainState, Path | None]:
     """State and checkpoint of a new run."""
     checkpoint: Path | None = None
     state = now
     if config.resume not in ("auto", "never"):
         checkpoint, saved = open_checkpoint(Path(config.resume).expanduser())
         state = _continued(checkpoint, saved, now)
-    store = _store(config, folder)
     if config.checkpoint.dir and store.all():
         raise InputError(
             f"checkpoint.dir: {store.folder} holds checkpoints of another run, which a new one would take for its own. "
@@ -145,16 +129,15 @@ def _begin(config: Config, folder: Path, now: TrainState) -> tuple[TrainState, P
 
 
 def model_facts(target: TargetConfig) -> dict[str, Any]:
-    """What tells one model from another, whatever folder it lies in."""
+    """Identity of a model, independent of its folder."""
     config = load_model_config(target.model, trust_remote_code=target.trust_remote_code)
     text = config.get_text_config()
     names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     return {name: getattr(text, name, None) for name in names}
 
 
-def _continue(config: Config, folder: Path, now: TrainState) -> tuple[TrainState, Path | None]:
+def _continue(config: Config, folder: Path, store: CheckpointStore, now: TrainState) -> tuple[TrainState, Path | None]:
     """State and checkpoint of a run that exists; what it did after the checkpoint is removed."""
-    store = _store(config, folder)
     newest = store.newest_sound()
     checkpoint, state = (None, now) if newest is None else (newest[0], _continued(*newest, now))
     store.remove_after(state.step)
@@ -165,8 +148,15 @@ def _continue(config: Config, folder: Path, now: TrainState) -> tuple[TrainState
 
 
 def _continued(checkpoint: Path, saved: TrainState, now: TrainState) -> TrainState:
-    """The saved state, for a run with the settings of now."""
-    _refuse_other_model(checkpoint, saved, now.model)
+    """The saved state, for a run with the settings of now.
+
+    Raises:
+        ConfigError: It is of another model, or of settings that do not fit.
+    """
+    for name, value in now.model.items():
+        if saved.model.get(name) != value:
+            problem = f"{checkpoint} is of another model: its {name} is {saved.model.get(name)}, here it is {value}."
+            raise ConfigError("target.model", problem, "name the model that the run began with, or use resume=never.")
     compare_settings(checkpoint, saved.settings, now.settings)
     return replace(saved, settings=now.settings)
 
@@ -199,20 +189,6 @@ def _status(folder: Path) -> str:
         return "unknown"
 
 
-def _store(config: Config, folder: Path) -> CheckpointStore:
-    section = config.checkpoint
-    where = Path(section.dir).expanduser() if section.dir else folder / CHECKPOINTS
-    return CheckpointStore(where, section.keep_last, section.keep_best)
-
-
-def _refuse_other_model(checkpoint: Path, state: TrainState, facts: dict[str, Any]) -> None:
-    different = [name for name, value in facts.items() if state.model.get(name) != value]
-    if different:
-        name = different[0]
-        problem = f"{checkpoint} is of another model: its {name} is {state.model.get(name)}, here it is {facts[name]}."
-        raise ConfigError("target.model", problem, "name the model that the run began with, or use resume=never.")
-
-
 def _keep_metrics_until(file: Path, step: int) -> None:
     """Drop the records of steps that will be done again, and a last line that was cut off."""
     if not file.exists():
@@ -229,11 +205,7 @@ def _keep_metrics_until(file: Path, step: int) -> None:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """All records of a run, in the order of their steps.
-
-    Raises:
-        InputError: The file is missing or a line of it is not a record.
-    """
+    """All records of a run, in the order of their steps. Raises InputError if one cannot be read."""
     try:
         return [parse_json(line) for line in read_foreign(file, _MOST_METRICS_BYTES).splitlines()]
     except (OSError, ValueError) as error:

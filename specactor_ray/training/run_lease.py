@@ -1,4 +1,4 @@
-"""Who trains in a folder: a lock that dies with its process, and a heartbeat where locks do not reach.
+"""The right to train in a folder: a lock that dies with its process, and a heartbeat where locks do not reach.
 
 The lock file is held by `flock` for the life of a run. A node that shares the folder over a network file system may not
 see that lock, so the holder also writes a beat into the file every few seconds. Whether a run of another host lives is
@@ -14,12 +14,13 @@ import logging
 import os
 import secrets
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.errors import InputError, SpecActorError
+from specactor_ray.files import names_open_file
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +75,7 @@ class RunLease:
         clock.spawn(self._keep_beating, "run-lease")
 
     def check(self) -> None:
-        """Raise if the lease was taken over, as happens to a process that stood still for long.
-
-        Raises:
-            SpecActorError: Another process trains in the folder now.
-        """
+        """Raise SpecActorError if the lease was taken over, as happens to a process that stood still for long."""
         if self._lost_to is not None:
             raise SpecActorError(
                 f"process {self._lost_to.pid} on {self._lost_to.host} has taken over {self._path.parent}, since this "
@@ -91,12 +88,12 @@ class RunLease:
         return self._lost_to is not None
 
     def release(self) -> None:
-        """Let others train in the folder. Harmless when repeated."""
+        """Let others train in the folder. Idempotent."""
         self._ended.set()
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
-        if not self.lost and _is_same(descriptor, self._path):
+        if not self.lost and names_open_file(self._path, descriptor):
             self._path.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -115,7 +112,7 @@ class RunLease:
             try:
                 if not created:
                     self._refuse_living(descriptor)
-                if not _is_same(descriptor, self._path):  # its holder released and removed it just now
+                if not names_open_file(self._path, descriptor):  # its holder released and removed it just now
                     os.close(descriptor)
                     continue
                 self._write(descriptor)
@@ -125,7 +122,7 @@ class RunLease:
                 raise
 
     def _open(self) -> tuple[int, bool]:
-        """The lock file, and whether it is new, so that nobody else can have it."""
+        """The lock file, and whether it is new, so that no other process can have it."""
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             created = True
@@ -175,8 +172,8 @@ class RunLease:
 
     def _write(self, descriptor: int) -> None:
         self._beats += 1
-        me = {name: getattr(self._me, name) for name in Holder.__slots__}
-        os.pwrite(descriptor, json.dumps({**me, "beat": self._beats}).ljust(_SIZE - 1).encode() + b"\n", 0)
+        content = json.dumps({**asdict(self._me), "beat": self._beats})
+        os.pwrite(descriptor, content.ljust(_SIZE - 1).encode() + b"\n", 0)
 
     def _in_use(self, holder: Holder | None) -> RunInUseError:
         who = "another process" if holder is None else f"process {holder.pid} on {holder.host}"
@@ -187,7 +184,7 @@ class RunLease:
 
 
 def _read(path: Path) -> tuple[bytes, Holder | None]:
-    """What the lock file holds now, and whom it names. Opening it makes a network file system ask its server."""
+    """Content of the lock file, and the holder that it names. Opening it makes a network file system ask its server."""
     try:
         content = path.read_bytes()
         facts: Any = json.loads(content)
@@ -196,13 +193,6 @@ def _read(path: Path) -> tuple[bytes, Holder | None]:
         return b"", None
     except (ValueError, KeyError, TypeError):
         return content, None
-
-
-def _is_same(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _boot_id() -> str:

@@ -47,12 +47,7 @@ _HARMLESS = ("algorithm.max_logprob_gap", "reward.timeout_s", "reward.workers")
 
 
 def settings_of(config: Config, tasks: int | None = None) -> dict[str, Any]:
-    """What a run's results depend on, by key; values as JSON has them.
-
-    Args:
-        config: The resolved configuration.
-        tasks: Number of tasks in the data, where it is known.
-    """
+    """What a run's results depend on, by key; values as JSON has them."""
     settings = {key: attrgetter(key)(config) for key in (*_POSITION, *_TRAINER, *_DATA, "trainer.backend")}
     for section in _SECTIONS:
         values = asdict(getattr(config, section))
@@ -76,9 +71,7 @@ def compare_settings(checkpoint: Path, before: Mapping[str, Any], now: Mapping[s
     """Refuse to continue where the data's position or the files would not fit; warn by name about all else.
 
     Args:
-        checkpoint: For messages.
-        before: The settings it was made with; keys that it does not know are not compared.
-        now: Those of the run.
+        before: The settings it was made with; keys that are not in it are not compared.
 
     Raises:
         ConfigError: A changed setting makes the checkpoint meaningless; names key, both values and the fix.

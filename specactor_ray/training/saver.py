@@ -1,4 +1,4 @@
-"""Saves the newest state of a run once, and knows when it must not."""
+"""Saves the newest state of a run once, and only between updates."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ class Saver:
     """Writes checkpoints of the state that the trainer's weights are at.
 
     Args:
-        store: Where to.
         write: Fills a checkpoint's folder with the trainer's files.
-        state: Where the run begins.
         saved: That state need not be saved.
         check: Raises if this process must not write any more.
     """

@@ -67,11 +67,7 @@ def checked_tasks(config: Config) -> TaskStream:
 
 
 def checked_memory(config: Config) -> list[MemoryItem]:
-    """What the run will hold, after a check that it is there.
-
-    Raises:
-        ConfigError: The run cannot fit this machine's memory; the numbers are in the message.
-    """
+    """Memory that the run will hold. Raises ConfigError with the numbers if it cannot fit this machine's memory."""
     plan = plan_memory(config)
     check_memory(config, plan, available_bytes(), FIXES)
     return plan

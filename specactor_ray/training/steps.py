@@ -1,7 +1,6 @@
 """The steps of training: reads as the algorithm.
 
-A function of who does the work. It starts nothing and imports neither Ray nor torch: the same code runs around the real
-parts and around stand-ins.
+It starts nothing and imports neither Ray nor torch: the same code runs around the real parts and around stand-ins.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from specactor_ray.config.schema import Config
-from specactor_ray.errors import SpecActorError
+from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, SpecActorError
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.training.checkpoint import TrainState, mean_reward
-from specactor_ray.training.outcome import TrainOutcome
 from specactor_ray.training.saver import Saver
 
 if TYPE_CHECKING:
@@ -24,6 +23,21 @@ if TYPE_CHECKING:
     from specactor_ray.training.experience import Experience
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOutcome:
+    """How a training run ended."""
+
+    status: str
+    """`complete`: all steps are done and their weights are saved. `interrupted`: with a checkpoint, by Ctrl-C or
+    SIGTERM. `failed`: by an error, or without the last checkpoint."""
+    folder: Path
+    summary: dict[str, Any]
+
+    @property
+    def exit_code(self) -> int:
+        return {"complete": 0, "failed": EXIT_FAILED, "interrupted": EXIT_INTERRUPTED}[self.status]
 
 
 class RolloutPart(Protocol):
@@ -78,7 +92,7 @@ class StopPart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainingParts:
-    """Who does the work."""
+    """What the steps are made of."""
 
     config: Config
     rollout: RolloutPart
@@ -141,9 +155,10 @@ def _step(parts: TrainingParts) -> None:
         num_bytes = 0
         try:
             num_bytes = _hand_over(parts, experience)
-        finally:  # the step counts even if the verifiers could not be told of it
+        finally:  # the step counts even if the verifiers did not get the weights
             record.end(saver.state.step, experience, update, num_bytes)
-        if _is_due(parts.config, saver.state) or saver.problem:
+        due = saver.state.step % parts.config.checkpoint.every == 0 or saver.state.step == parts.config.trainer.steps
+        if due or saver.problem:
             with record.timed("checkpoint"):
                 saver.save()
 
@@ -196,10 +211,6 @@ def _next(
         bad_steps=state.bad_steps + 1 if bad else 0,
         reward=mean_reward(state.reward, reward, state.step + 1),
     )
-
-
-def _is_due(config: Config, state: TrainState) -> bool:
-    return state.step % config.checkpoint.every == 0 or state.step == config.trainer.steps
 
 
 def _refuse_to_learn_nothing(parts: TrainingParts) -> None:

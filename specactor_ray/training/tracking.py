@@ -25,8 +25,6 @@ def open_trackers(config: Config, folder: Path, first_step: int) -> list[Tracker
     """The trackers that the configuration asks for.
 
     Args:
-        config: Its `tracking` section counts.
-        folder: Of the run.
         first_step: Steps done so far; later records of an earlier attempt are hidden.
 
     Raises:

@@ -29,10 +29,7 @@ class TrainerGroup(TrainerRanks):
     with the verifiers, since the two work in turns.
 
     Args:
-        config: The configuration.
-        run: Name of the run.
         checkpoint: Folder of the checkpoint to go on from.
-        calls: What carries the calls; default: Ray.
 
     Raises:
         ClusterError: There is no room.
@@ -60,7 +57,7 @@ class TrainerGroup(TrainerRanks):
         self.close()
 
     def close(self) -> None:
-        """End the ranks and give back their room. Harmless when repeated."""
+        """End the ranks and give back their room. Idempotent."""
         ranks = self._ranks
         super().close()
         for rank in ranks:
@@ -112,7 +109,7 @@ class TrainerGroup(TrainerRanks):
         places = self._calls.ask_all(asked)
         address, port = places[0]
         if all(place[0] == address for place in places):
-            address = LOOPBACK  # nobody else is to hear of it
+            address = LOOPBACK  # no other machine takes part
         threads = trainer.cores or max(1, len(os.sched_getaffinity(0)) // trainer.ranks)
         where = str(checkpoint) if checkpoint is not None else None
         specs = [

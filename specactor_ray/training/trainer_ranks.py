@@ -1,4 +1,4 @@
-"""The trainer's ranks, called together and seen as one trainer. Does not know where they run or who started them."""
+"""The trainer's ranks, called together and seen as one trainer, wherever they run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class TrainerRanks:
 
     Args:
         ranks: Their handles, in order; each offers the methods of `TrainerActor`.
-        calls: What carries the calls, and the clock.
         stall_timeout_s: Longest time without progress of a rank.
     """
 
@@ -92,7 +91,7 @@ class TrainerRanks:
         self._call("reload")
 
     def close(self) -> None:
-        """Ask the ranks to end in order, for a short time. Harmless when repeated."""
+        """Ask the ranks to end in order, for a short time. Idempotent."""
         ranks, self._ranks = self._ranks, []
         if self._broken:
             return
@@ -176,7 +175,7 @@ class TrainerRanks:
 
 
 class _Watch:
-    """Asks ranks that are at work how far they are, and tells when one does not get any further."""
+    """Asks ranks that are at work how far they are, and raises when one does not get any further."""
 
     def __init__(self, calls: Calls, ranks: Sequence[Any], stall_timeout_s: float) -> None:
         self.poll_s = min(_POLL_S, stall_timeout_s / 4)
@@ -188,10 +187,6 @@ class _Watch:
 
     def look(self, waiting: Mapping[int, Call], method: str) -> None:
         """Take the answers that came and ask again; never waits.
-
-        Args:
-            waiting: The ranks that have not answered, with their calls.
-            method: What they do.
 
         Raises:
             ActorLostError: A rank is gone, or made no progress for too long.

@@ -219,7 +219,7 @@ class Simulation(VirtualRun):
         entries = self.entries(number)
         expected = {entry.request_id: entry for entry in entries}
         close_after = self.rng.randrange(len(entries)) if self.injector.closes_early() else len(entries)
-        stream = self.client.stream(entries)
+        stream = self.client.run(entries)
         seen: dict[str, None] = {}
         for entry in stream:
             if entry.request_id in seen or entry.request_id not in expected:

@@ -17,16 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from specactor_ray.actors.trainer import TrainerActor
 from specactor_ray.errors import SpecActorError
-from specactor_ray.learner.progress import Progress
-from specactor_ray.learner.saving import PartWriter, SavedPart
+from specactor_ray.learner.saving import PartWriter, Progress, SavedPart
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.network import VirtualActor, VirtualTransport
 from specactor_ray.simulation.text import true_output
 from specactor_ray.training.checkpoint import CheckpointStore, TrainState
-from specactor_ray.training.outcome import TrainOutcome
 from specactor_ray.training.saver import Saver
-from specactor_ray.training.steps import TrainingParts, run_steps
+from specactor_ray.training.steps import TrainingParts, TrainOutcome, run_steps
 from specactor_ray.training.trainer_ranks import TrainerRanks
 
 if TYPE_CHECKING:
@@ -143,7 +141,7 @@ class _Rollout:
     def __init__(self, simulation: Simulation) -> None:
         self._client = simulation.client
         self._world = simulation
-        self.stream = self._client.stream
+        self.stream = self._client.run
 
     def update_weights(self, weights: WeightSet) -> None:
         self._world.version = weights.version

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 
 import psutil
 
-from specactor_ray.cluster.children import Child, descendants
+from specactor_ray.cluster.processes import ProcessFacts, family, is_alive
+from specactor_ray.leftovers import start_ticks
 
 PARENT = """
 import subprocess, sys
@@ -22,28 +22,34 @@ sys.stdin.read()
 """
 
 
+def facts_of(pid: int, earlier: int = 0) -> ProcessFacts:
+    return ProcessFacts(pid, (start_ticks(pid) or 0) - earlier, "node")
+
+
 def test_children_outlive_a_killed_parent_and_are_known() -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, PARENT, "2"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert parent.stdin is not None and parent.stdout is not None
-    children: tuple[Child, ...] = ()
+    children: list[psutil.Process] = []
     try:
         assert parent.stdout.readline() == "up\n"
-        children = descendants(parent.pid)
-        assert len(children) == 2 and all(child.is_alive() for child in children)
+        first, *children = family(facts_of(parent.pid))
+        assert first.pid == parent.pid
+        assert len(children) == 2 and all(is_alive(child) for child in children)
         assert psutil.Process(children[1].pid).ppid() == children[0].pid
-        assert children[0].pid in [child.pid for child in descendants(os.getpid())]
+        assert children[0].pid in [child.pid for child in family(facts_of(os.getpid()))]
         parent.kill()
         parent.wait()
-        assert descendants(parent.pid) == ()
-        assert all(child.is_alive() for child in children)
-        assert not Child(children[0].pid, children[0].start_ticks - 1).is_alive()
+        assert not is_alive(first) and family(facts_of(parent.pid)) == []
+        assert all(is_alive(child) for child in children)
+        assert family(facts_of(children[0].pid))
+        assert family(facts_of(children[0].pid, earlier=1)) == []
     finally:
         for child in children:
-            if child.is_alive():
-                os.kill(child.pid, signal.SIGKILL)
+            if is_alive(child):
+                child.kill()
         parent.kill()
         parent.communicate()
-    psutil.wait_procs([psutil.Process(child.pid) for child in children if child.is_alive()], timeout=20)
-    assert not any(child.is_alive() for child in children)
+    psutil.wait_procs([child for child in children if is_alive(child)], timeout=240)
+    assert not any(is_alive(child) for child in children)

@@ -44,7 +44,7 @@ def specactor(folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={**clean, "PYTHONPATH": str(REPOSITORY), **env},
     )
 
@@ -323,7 +323,7 @@ class TestDemo:
         assert process.stderr is not None
         begun = next(line for line in process.stderr if "warming up" in line or "round 1" in line)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=240)
         assert begun and "Traceback" not in errors and "Ctrl-C: what was measured until now follows" in errors
         assert process.returncode == 130
         measured = (folder / "out" / "report.json").exists()

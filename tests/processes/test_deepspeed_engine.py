@@ -14,8 +14,7 @@ import torch
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.errors import InputError
 from specactor_ray.learner.engines import deepspeed_engine as engines
-from specactor_ray.learner.progress import Progress
-from specactor_ray.learner.saving import PartWriter
+from specactor_ray.learner.saving import PartWriter, Progress
 from tests.forked_ranks import run_forked
 from tests.ports import free_port
 

@@ -63,7 +63,7 @@ def numbers(value: Any) -> Iterator[float]:
 
 def test_a_dry_run_completes_every_stage_and_writes_both_files(tmp_path: Path, environment: dict[str, str]) -> None:
     done = subprocess.run(
-        [SCRIPT, "--dry-run"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        [SCRIPT, "--dry-run"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("gpu_check_*.json")
@@ -128,7 +128,7 @@ def test_an_interrupted_run_keeps_the_finished_stages(
             time.sleep(0.01)
         assert stages["hardware"]["status"] == "complete"
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == command.EXIT_INTERRUPTED, said

@@ -38,7 +38,7 @@ def checkout(tmp_path: Path) -> Path:
 def ensure(root: Path, level: str) -> subprocess.CompletedProcess[str]:
     (root / "asked").unlink(missing_ok=True)
     script = f"source '{root}/scripts/_venv.sh'; ensure_venv {level}"
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=240)
 
 
 def asked(root: Path) -> str:

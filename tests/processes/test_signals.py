@@ -154,7 +154,7 @@ sys.exit("SIGTERM had no effect")
 def test_sigterm_never_tears_the_import_of_a_compiled_module(function: str) -> None:
     program = PROGRAM.format(call=f"{function}({str(tiny_target())!r})")
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
 

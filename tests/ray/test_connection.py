@@ -84,7 +84,7 @@ def test_private_clusters_have_own_tokens_tidy_up_and_run_no_planted_modules() -
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment |= {"TMPDIR": name, "HOME": f"{name}/home", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
-            [sys.executable, str(program)], cwd=folder, capture_output=True, text=True, timeout=120, env=environment
+            [sys.executable, str(program)], cwd=folder, capture_output=True, text=True, timeout=240, env=environment
         )
         assert done.returncode == 0, done.stderr
         assert not (folder / "planted").exists()

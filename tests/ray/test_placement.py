@@ -98,7 +98,7 @@ def test_a_private_cluster_leaves_no_file_and_says_nothing() -> None:
             [sys.executable, "-c", PRIVATE, folder],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=240,
             env={**environment, "TMPDIR": folder, "HOME": f"{folder}-home"},
         )
     assert done.returncode == 0, done.stderr
@@ -167,7 +167,7 @@ def test_a_killed_driver_takes_everything_with_it(cluster: Cluster) -> None:
         assert line, driver.stderr.read()
     finally:
         driver.kill()
-        driver.communicate(timeout=60)
+        driver.communicate(timeout=240)
     pids = [int(word) for word in line.split()[1:]]
     assert len(pids) == 2
     wait_until_no_groups()

@@ -52,7 +52,7 @@ def test_a_killed_rollout_is_continued(tmp_path: Path) -> None:
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate()
     resumed = command(tmp_path)
-    output = resumed.communicate(timeout=120)[0]
+    output = resumed.communicate(timeout=240)[0]
     assert resumed.returncode == 0, output
     assert f"of {PROMPTS * SAMPLES} trajectories are there" in output
     (folder,) = (tmp_path / "runs").iterdir()

@@ -55,7 +55,7 @@ def test_sigterm_during_the_start_ends_in_order(delay_s: float, tmp_path: Path, 
     assert any("starting" in line for line in process.stdout)
     time.sleep(delay_s)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=240)[0]
     assert process.returncode == 130, output
     assert "SIGTERM" in output and "Traceback" not in output
     assert not list(short_folder.glob("specactor-*"))

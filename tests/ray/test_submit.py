@@ -116,7 +116,7 @@ def test_an_interrupt_stops_the_job_with_a_checkpoint(head: Head, tmp_path: Path
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=90)[0]
+    output = process.communicate(timeout=240)[0]
     assert process.returncode == 130, output
     assert "STOPPED" in output
     assert list((tmp_path / "runs" / "job" / "checkpoints").glob("step-*"))
@@ -125,6 +125,6 @@ def test_an_interrupt_stops_the_job_with_a_checkpoint(head: Head, tmp_path: Path
 def test_without_the_token_the_error_says_what_to_do(head: Head, tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "", "RAY_AUTH_TOKEN_PATH": ""}
     process = head.specactor("submit", "--address", head.address, "train", **home)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=240)[0]
     assert process.returncode == 2, output
     assert "RAY_AUTH_MODE=token" in output and "Traceback" not in output

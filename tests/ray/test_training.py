@@ -98,15 +98,15 @@ def test_a_run_that_is_killed_and_terminated_goes_on_as_if_nothing_had_happened(
     wait_for_steps(killed, folder / "killed" / "metrics.jsonl", 3)
     os.kill(killed.pid, signal.SIGSTOP)  # or it would be at its end before another one has started
     second = command(settings(tasks, folder, "killed", *common, "resume=auto"))
-    output = second.communicate(timeout=100)[0]
+    output = second.communicate(timeout=240)[0]
     assert second.returncode == 2 and f"process {killed.pid} on" in " ".join(output.split()), output
     os.kill(killed.pid, signal.SIGKILL)
-    killed.communicate(timeout=60)
+    killed.communicate(timeout=240)
 
     stopped = command(settings(tasks, folder, "killed", *common, "resume=auto"))
     wait_for_steps(stopped, folder / "killed" / "metrics.jsonl", 5)
     os.killpg(stopped.pid, signal.SIGTERM)  # as `timeout` and schedulers do: it reaches the private cluster too
-    output = stopped.communicate(timeout=90)[0]
+    output = stopped.communicate(timeout=240)[0]
     assert stopped.returncode == 130, output
     assert "continues from" in output and "interrupted after step" in output
     steps = len(records(folder / "killed"))

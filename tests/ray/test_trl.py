@@ -90,9 +90,9 @@ def test_grpo_learns_the_same_with_drafts_and_without(drafting: Rollout, tmp_pat
     names = ("reward", "reward_std", "completions/mean_length", "completions/clipped_ratio")
     with_drafts = trainer(tmp_path / "drafts")
     attach(with_drafts, drafting)
-    version = drafting._run.weight_version
+    version = drafting.weight_version
     with_drafts.train()
-    assert drafting._run.weight_version == version + STEPS, "a push before each step"
+    assert drafting.weight_version == version + STEPS, "a push before each step"
     assert drafting.metrics().drafted_tokens > 0
     with start("plain") as plain:
         without = trainer(tmp_path / "plain")

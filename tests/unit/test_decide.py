@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from specactor_ray.controller.decide import backoff_s, decide, record_failure
 from specactor_ray.controller.state import (
     VERIFIER,
-    CreateDrafter,
-    CreateVerifier,
+    Create,
     DesiredState,
     Drain,
     FailureRecord,
@@ -65,9 +64,9 @@ class World:
         elif isinstance(action, GiveUp):
             self.failures[action.key] = replace(self.failures[action.key], given_up=True)
         else:
-            key = action.method if isinstance(action, CreateDrafter) else VERIFIER
-            name = f"{key}-new{next(self._numbers)}"
-            self.actors[name] = ObservedActor(name, key, Phase.PENDING, created_at=self.now)
+            assert isinstance(action, Create)
+            name = f"{action.key}-new{next(self._numbers)}"
+            self.actors[name] = ObservedActor(name, action.key, Phase.PENDING, created_at=self.now)
 
     def age(self, actor: ObservedActor) -> ObservedActor:
         actor = replace(actor, phase_age_s=actor.phase_age_s + TICK_S)
@@ -148,9 +147,9 @@ def test_only_failed_starts_hold_up_the_next_verifier(quick: int, never_started:
     """One that served and died is replaced at once, however often: a request that kills verifiers is found that way."""
     record = FailureRecord(quick=quick, never_started=never_started, last_at=100.0, error="x")
     actions = decide(DesiredState(1), ObservedState((), {VERIFIER: record}), 100.5, POLICY)
-    assert actions == [CreateVerifier()] * created
+    assert actions == [Create(VERIFIER)] * created
     drafters = decide(DesiredState(0, {"ngram": 1}), ObservedState((), {"ngram": record}), 100.5, POLICY)
-    assert CreateDrafter("ngram") not in drafters
+    assert Create("ngram") not in drafters
 
 
 def test_an_actor_that_answers_and_is_stuck_in_one_step_is_replaced() -> None:
@@ -161,7 +160,7 @@ def test_an_actor_that_answers_and_is_stuck_in_one_step_is_replaced() -> None:
     assert decided(POLICY.stall_timeout_s - 0.1) == []
     removal, create = decided(POLICY.stall_timeout_s)
     assert isinstance(removal, Remove) and removal.failed and "in one step" in removal.reason
-    assert create == CreateVerifier()
+    assert create == Create(VERIFIER)
 
 
 @given(any_actors(), desired_states)
@@ -189,7 +188,8 @@ def test_silent_and_dead_are_replaced_in_the_same_step() -> None:
         ObservedActor("d", "ngram", Phase.DEAD, error="killed"),
     )
     actions = decide(DesiredState(1, {"ngram": 2}), ObservedState(actors), 10.0, POLICY)
-    assert [type(action) for action in actions] == [Remove, Remove, CreateVerifier, CreateDrafter]
+    assert [type(action) for action in actions[:2]] == [Remove, Remove]
+    assert actions[2:] == [Create(VERIFIER), Create("ngram")]
     assert actions[1] == Remove("d", "killed", failed=True)
 
 
@@ -199,8 +199,8 @@ def test_a_drafter_that_never_starts_is_given_up_and_verifiers_never_are() -> No
     starts = {"ngram": 0, VERIFIER: 0}
     for _ in range(500):
         for action in decide(desired, world.observed(), world.now, POLICY):
-            starts["ngram"] += action == CreateDrafter("ngram")
-            starts[VERIFIER] += isinstance(action, CreateVerifier)
+            starts["ngram"] += action == Create("ngram")
+            starts[VERIFIER] += action == Create(VERIFIER)
         world.step(desired)
     assert starts["ngram"] == POLICY.max_start_failures
     assert world.failures["ngram"].given_up
@@ -220,7 +220,7 @@ def test_nothing_is_started_while_backing_off(waited: float, created: int) -> No
     record = FailureRecord(quick=4, never_started=0, last_at=100.0, error="x")
     observed = ObservedState((), {"ngram": record})
     actions = decide(DesiredState(0, {"ngram": 1}), observed, 100.0 + waited, POLICY)
-    assert actions == [CreateDrafter("ngram")] * created
+    assert actions == [Create("ngram")] * created
 
 
 def test_deaths_of_working_actors_never_give_a_method_up() -> None:

@@ -196,7 +196,7 @@ class TestDeaths:
 
         def body() -> list[JournalEntry]:
             ended = []
-            for entry in cluster.client.stream(entries(40, tokens=100)):
+            for entry in cluster.client.run(entries(40, tokens=100)):
                 ended.append(entry)
                 if len(ended) == 4:
                     cluster.bench.clock.sleep(600.0)
@@ -251,7 +251,7 @@ class TestStreamsAndWeights:
         cluster = FakeCluster()
 
         def body() -> list[JournalEntry]:
-            first = cluster.client.stream(entries(20, tokens=50))
+            first = cluster.client.run(entries(20, tokens=50))
             next(first)
             first.close()
             cluster.client.update_weights(WeightSet(1, ("weights",)))
@@ -266,7 +266,7 @@ class TestStreamsAndWeights:
         cluster = FakeCluster()
 
         def body() -> None:
-            first = cluster.client.stream(entries(20, tokens=50))
+            first = cluster.client.run(entries(20, tokens=50))
             next(first)
             first.close()
             cluster.bench.clock.sleep(1.0)
@@ -279,7 +279,7 @@ class TestStreamsAndWeights:
         cluster = FakeCluster()
 
         def body() -> None:
-            first = cluster.client.stream([*entries(1, prefix="s"), *entries(8, tokens=10_000)])
+            first = cluster.client.run([*entries(1, prefix="s"), *entries(8, tokens=10_000)])
             next(first)
             cluster.network.lose("cancel", times=6)
             first.close()
@@ -328,7 +328,7 @@ class TestStreamsAndWeights:
             client.update_weights(WeightSet(3, ("weights",)))  # again, as after an error
             with pytest.raises(InputError, match="version 2 come after version 3"):
                 client.update_weights(WeightSet(2, ("weights",)))
-            stream = client.stream(entries(4))
+            stream = client.run(entries(4))
             next(stream)
             for forbidden in (lambda: client.update_weights(WeightSet(4, ())), client.reset_metrics):
                 with pytest.raises(InputError, match="while a stream is open"):

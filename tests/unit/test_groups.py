@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specactor_ray.cluster.supervised import Errand
 from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.load import from_mapping
 from specactor_ray.controller.groups import Service, assign_drafters, group_of
@@ -74,10 +75,11 @@ class Actor:
 
     def __init__(self, name: str) -> None:
         self.handle, self.peers = name, set[str]()
-        self.news = SimpleNamespace(state=lambda: "done", send=lambda call: None)
+        self.news = Errand(name)
 
-    def call(self, method: str, version: int, peers: Any, deadline_s: float) -> None:
+    def call(self, method: str, version: int, peers: Any, deadline_s: float) -> Any:
         self.peers = {getattr(one, "actor_id", one) for one in peers}
+        return SimpleNamespace(poll=lambda: True, error=None)
 
 
 class Cast:

@@ -17,10 +17,9 @@ PACKAGE = REPOSITORY / "specactor_ray"
 # What a proposer is lies below the configuration, whose checks ask for it.
 # The pure half of the controller (plain data and decisions) lies below the actors, which are told what to be with it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("clock", "errors", "fallbacks", "json_text", "leftovers", "ragged"),
+    ("clock", "errors", "fallbacks", "json_text", "leftovers", "ragged", "signals"),
     ("child", "files"),
     ("jit",),
-    ("signals",),
     ("messages",),
     ("config.named",),
     ("draft.proposer",),

@@ -169,7 +169,7 @@ class TestErrand:
         watch = Watch()
         errand = watch.actor.news
         assert errand.state() == "idle"
-        errand.send(watch.actor.call("set_drafters", 1, ()))
+        errand.send(watch.actor.call("set_drafters", 1, ()), 1)
         assert errand.state() == "in flight" and watch.one("set_drafters").arguments == (1, ())
         return watch, errand
 

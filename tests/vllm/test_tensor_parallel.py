@@ -47,7 +47,7 @@ class TestInThisProcess:
         assert len(ranks) == 2
         yield engine
         engine.close()
-        assert not psutil.wait_procs(ranks, timeout=20)[1], "ranks outlive their engine"
+        assert not psutil.wait_procs(ranks, timeout=240)[1], "ranks outlive their engine"
 
     @pytest.mark.parametrize(("temperature", "filters"), [(0.0, {}), (1.0, {}), (0.7, {"top_k": 30, "top_p": 0.9})])
     def test_ranks_verify_the_same_drafts_and_choose_the_tokens_of_hf(
@@ -95,7 +95,7 @@ class TestOverRay:
             assert len(ranks) == 2 and not {rank.pid for rank in ranks} & {rank.pid for rank in seen}
             shared = shared_memory(ranks)
             assert shared, "a verifier shares memory with its ranks"
-        assert not psutil.wait_procs([*seen, *ranks], timeout=30)[1]
+        assert not psutil.wait_procs([*seen, *ranks], timeout=240)[1]
         assert not [path for path in shared if path.exists()]
 
 

@@ -20,8 +20,7 @@ from specactor_ray.learner.batching import MicroBatch
 from specactor_ray.learner.engines.extension_locks import remove_abandoned_locks
 from specactor_ray.learner.engines.torch_engine import autocast, parameter_groups
 from specactor_ray.learner.policy import Policy, TokenScores
-from specactor_ray.learner.progress import Progress
-from specactor_ray.learner.saving import PartWriter
+from specactor_ray.learner.saving import PartWriter, Progress
 
 _TAG = "deepspeed"
 LOOPBACK = "127.0.0.1"
@@ -41,7 +40,7 @@ class Rendezvous:
 def join(rendezvous: Rendezvous, device: torch.device) -> None:
     """Set the environment that DeepSpeed reads, and join the process group (gloo on CPUs, NCCL on GPUs).
 
-    Nobody is asked for a password there: whoever reaches the port takes part. So it is opened at `rendezvous.address`
+    There is no authentication: any process that reaches the port takes part. So it is opened at `rendezvous.address`
     alone, not on all interfaces as torch does by itself; ranks that meet at `LOOPBACK` talk over no other interface.
 
     Raises:
@@ -64,7 +63,7 @@ def join(rendezvous: Rendezvous, device: torch.device) -> None:
         fix = "pip install 'specactor-ray[deepspeed]', or use trainer.backend=torch."
         raise ConfigError("trainer.backend", "DeepSpeed is not installed.", fix) from None
     remove_abandoned_locks()
-    # DeepSpeed calls collectives by names that newer torch renames; nobody who trains can do anything about it.
+    # DeepSpeed calls collectives by names that newer torch renames, which users cannot change.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*deprecated", category=FutureWarning)
     backend = "gloo" if device.type == "cpu" else "nccl"
     torch.distributed.init_process_group(
@@ -80,7 +79,7 @@ def _store(rendezvous: Rendezvous) -> Any:
         family = socket.AF_INET6 if ":" in rendezvous.address else socket.AF_INET
         # The store owns the socket from here on.
         listening = socket.create_server(where, family=family).detach()
-    distributed: Any = torch.distributed  # does not say all that it has
+    distributed: Any = torch.distributed  # its stubs are incomplete
     return distributed.TCPStore(
         *where, rendezvous.world_size, is_master=listening is not None, master_listen_fd=listening
     )
@@ -92,9 +91,7 @@ class DeepSpeedEngine:
     Args:
         policy: The whole policy; stage 3 keeps a share of it in each rank and frees the rest. (Making it in pieces, by
             `zero.Init`, does not go together with how transformers loads.)
-        config: The `trainer` section.
         rendezvous: This rank's place; `join` was called with it.
-        device: Where this rank computes.
         progress: Counts micro-batches, optimizer steps and files.
     """
 
@@ -143,8 +140,8 @@ class DeepSpeedEngine:
         """Forget the gradients, reduced and not."""
         optimizer = self._engine.optimizer
         optimizer.zero_grad()
-        for name in ("averaged_gradients",):  # where ZeRO keeps this rank's share between backward and step
-            getattr(optimizer, name, {}).clear()
+        # Where ZeRO keeps this rank's share between backward and step.
+        getattr(optimizer, "averaged_gradients", {}).clear()
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         return self._reduced(values, torch.distributed.ReduceOp.SUM)

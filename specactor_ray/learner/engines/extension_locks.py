@@ -22,8 +22,8 @@ _RECHECK_S = 0.5
 def remove_abandoned_locks(root: Path | None = None) -> list[Path]:
     """Remove the locks that no process holds.
 
-    A builder has its lock open, so one that nobody has open is abandoned, if it is still the same one a moment later: a
-    builder closes its lock before it removes it, and another rank may have removed this one and hold a new one.
+    A builder has its lock open, so one that no process has open is abandoned, if it is still the same one a moment
+    later: a builder closes its lock before it removes it, and another rank may have replaced it by a new one.
 
     Args:
         root: Where extensions are built. Default: where torch builds them.
@@ -65,7 +65,7 @@ def _not_open(locks: list[Path]) -> list[Path]:
     """Those that no process of this user has open."""
     wanted = {lock.resolve(): lock for lock in locks}
     for folder in Path("/proc").glob("[0-9]*/fd") if wanted else ():
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
             for descriptor in folder.iterdir():
                 with contextlib.suppress(OSError):
                     wanted.pop(Path(os.readlink(descriptor)), None)
@@ -73,7 +73,7 @@ def _not_open(locks: list[Path]) -> list[Path]:
 
 
 def _is_local(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
-    """Whether the file system is this machine's own, so that all who could hold the lock are seen."""
+    """Whether the file system is this machine's own, so that all processes that could hold the lock are seen."""
     try:
         entries = [line.split()[1:3] for line in mounts.read_text().splitlines()]
     except OSError:

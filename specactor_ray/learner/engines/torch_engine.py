@@ -13,8 +13,7 @@ import torch
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.learner.batching import MicroBatch
 from specactor_ray.learner.policy import Policy, TokenScores
-from specactor_ray.learner.progress import Progress
-from specactor_ray.learner.saving import PartWriter
+from specactor_ray.learner.saving import PartWriter, Progress
 
 _STATE_FILE = "optimizer.pt"
 
@@ -24,7 +23,6 @@ class TorchEngine:
 
     Args:
         policy: The policy, on its device, with gradients.
-        config: The `trainer` section.
         progress: Counts micro-batches and optimizer steps.
     """
 
@@ -34,7 +32,12 @@ class TorchEngine:
         self.policy, self._config = policy, config
         self._progress = progress if progress is not None else Progress()
         self.device = next(policy.parameters()).device
-        self._optimizer = make_optimizer(policy, config)
+        self._optimizer = torch.optim.AdamW(
+            parameter_groups(policy, config.weight_decay),
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            fused=self.device.type == "cuda",
+        )
 
     def score(self, batch: MicroBatch) -> TokenScores:
         with autocast(self.device, self._config.dtype):
@@ -97,16 +100,6 @@ class TorchEngine:
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
                     state[name] = value.to(device)
-
-
-def make_optimizer(policy: Policy, config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW over the policy's parameters, for one process or one rank."""
-    return torch.optim.AdamW(
-        parameter_groups(policy, config.weight_decay),
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        fused=next(policy.parameters()).device.type == "cuda",
-    )
 
 
 def parameter_groups(policy: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

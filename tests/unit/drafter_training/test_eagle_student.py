@@ -9,9 +9,8 @@ from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.eagle.runner import EagleRunner
 from specactor_ray.draft.registry import build_proposer
-from specactor_ray.drafter_training.batches import load_batch
-from specactor_ray.drafter_training.corpus import RecordStore, collect
-from specactor_ray.drafter_training.eagle_student import EagleStudent, reject_foreign_layers
+from specactor_ray.drafter_training.corpus import Record, RecordStore, collect
+from specactor_ray.drafter_training.eagle_student import Batch, EagleStudent, reject_foreign_layers
 from specactor_ray.drafter_training.evaluation import replay
 from specactor_ray.drafter_training.measuring import head_config
 from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe
@@ -42,8 +41,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> RecordStore:
     return store
 
 
+def load(store: RecordStore, records: list[Record]) -> Batch:
+    return [(record, store.states(record.index)) for record in records]
+
+
 def prepared(store: RecordStore) -> EagleStudent:
-    student = EagleStudent.from_recipe(RECIPE, "cpu")
+    student = EagleStudent(RECIPE, "cpu")
     assert student.hidden_layers == LAYERS
     student.prepare(store.records(), store.states)
     return student
@@ -54,7 +57,7 @@ def test_steps_lower_the_loss_and_leave_alone_what_is_the_targets(corpus: Record
     frozen = {"embed_tokens.weight", "lm_head.weight"}
     before = {name: weight.clone() for name, weight in student.module.named_parameters()}
     optimizer = torch.optim.AdamW([p for p in student.module.parameters() if p.requires_grad], lr=2e-3)
-    batch, losses = load_batch(corpus.records(), corpus.states), []
+    batch, losses = load(corpus, corpus.records()), []
     for _ in range(8):
         sums = student.backward(batch)
         losses.append(sums["loss"] / sums["tokens"])
@@ -72,7 +75,7 @@ def test_steps_lower_the_loss_and_leave_alone_what_is_the_targets(corpus: Record
 def test_matches_are_what_the_proposer_hits_after_the_recorded_prefix(corpus: RecordStore) -> None:
     student = prepared(corpus)
     records = corpus.records()[:4]
-    sums = student.held_out(load_batch(records, corpus.states))
+    sums = student.held_out(load(corpus, records))
     proposer, hits, tried = ByName(EagleProposer(EagleRunner(student.module, 4 << 20))), 0, 0
     for record in records:
         states = corpus.states(record.index)[:, :-64].float().numpy()

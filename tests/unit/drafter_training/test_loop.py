@@ -34,7 +34,7 @@ class Clock:
 
 
 def make_loop(folder: Path, wanted: TrainRecipe, **options: Any) -> TrainLoop:
-    student, (records, store) = EagleStudent.from_recipe(wanted, "cpu"), recorded("train")
+    student, (records, store) = EagleStudent(wanted, "cpu"), recorded("train")
     student.prepare(records, store.states)
     return TrainLoop(student, wanted, (records, store), recorded("heldout"), folder, Clock(), **options)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.drafter_training.batches import batches_of_epoch
 from specactor_ray.drafter_training.corpus import Record
+from specactor_ray.drafter_training.loop import batches_of_epoch
 from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe, check
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams

@@ -17,9 +17,8 @@ from specactor_ray.config.schema import Config
 from specactor_ray.errors import ActorLostError, SpecActorError
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.training.checkpoint import CheckpointStore, TrainState
-from specactor_ray.training.outcome import TrainOutcome
 from specactor_ray.training.saver import Saver
-from specactor_ray.training.steps import TrainingParts, run_steps
+from specactor_ray.training.steps import TrainingParts, TrainOutcome, run_steps
 
 
 class World:
