@@ -10,27 +10,34 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from specactor_ray.cli_demo import demo
-from specactor_ray.cli_options import ConfigFile, Overrides, parse_numbers, planned_side_by_side
+from specactor_ray.cli_options import ConfigFile, Overrides, finish, load_settings, parse_numbers, planned_side_by_side
 from specactor_ray.cli_plan import plan, profile
 from specactor_ray.cli_simulate import simulate
 from specactor_ray.cluster.module_path import put_current_folder_last
 from specactor_ray.drafter_cli import drafter
-from specactor_ray.errors import (
-    EXIT_FAILED,
-    EXIT_INTERRUPTED,
-    EXIT_USER_ERROR,
-    ConfigError,
-    InputError,
-    SpecActorError,
-    UserError,
+from specactor_ray.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError, InputError, SpecActorError, UserError
+from specactor_ray.observability.console import make_console, say, show_error
+from specactor_ray.observability.environment import versions
+from specactor_ray.observability.report import (
+    config_keys_table,
+    cut_line,
+    difference_lines,
+    failed_prompts_line,
+    ladder_table,
+    reason_lines,
+    rollout_table,
+    speed_table,
+    status_table,
+    time_table,
 )
 from specactor_ray.signals import ignore_signals
 
@@ -59,8 +66,6 @@ app.command()(simulate)
 def show_versions(wanted: bool) -> None:
     """Versions of the package and of what it stands on; nothing is imported for that."""
     if wanted:
-        from specactor_ray.observability.environment import versions
-
         sys.stdout.write("".join(f"{name} {version}\n" for name, version in versions().items()))
         raise typer.Exit
 
@@ -94,12 +99,9 @@ def config(
     """
     from specactor_ray.config import load_config, to_yaml
     from specactor_ray.config.describe import matching_keys
-    from specactor_ray.observability.console import make_console
-    from specactor_ray.observability.report import config_keys_table
 
     if help_keys:
-        rows = [(doc.key, doc.type, doc.default, doc.doc) for doc in matching_keys(overrides or ())]
-        make_console().print(config_keys_table(rows))
+        make_console().print(config_keys_table(matching_keys(overrides or ())))
         return
     sys.stdout.write(to_yaml(load_config(config_file, overrides or ())))
 
@@ -110,30 +112,16 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
 
     Trajectories are written to OUTPUT.partial as they end; the file gets its own name when all have.
     """
-    from specactor_ray.config import load_config
-    from specactor_ray.observability.console import log_through, make_console, say
-    from specactor_ray.observability.report import (
-        cut_line,
-        failed_prompts_line,
-        ladder_table,
-        reason_lines,
-        rollout_table,
-    )
-
-    settings = load_config(config_file, overrides or ())
-    progress = make_console(sys.stderr)
-    log_through(progress, settings.run.log_level)
+    settings, progress = load_settings(config_file, overrides)
     from specactor_ray.rollout.run import run_rollout
 
     outcome = run_rollout(settings, progress)
     console = make_console()
     console.print(rollout_table(outcome.summary))
-    ladder = ladder_table(outcome.summary["actors"])
-    if ladder is not None:
-        console.print(ladder)
+    _show_ladder(console, outcome.summary["actors"])
     counts = outcome.summary["trajectories"]
-    reasons = [*reason_lines(counts["failures"]), *failed_prompts_line(counts["failed_prompts"])]
-    for line in (*reasons, *cut_line(counts)):
+    failed = failed_prompts_line(counts["failed_prompts"])
+    for line in (*reason_lines(counts["failures"]), *failed, *cut_line(counts)):
         say(console, line)
     if outcome.trajectories.exists():
         say(console, f"trajectories: {outcome.trajectories.resolve()}")
@@ -144,12 +132,7 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
 @app.command()
 def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
     """Train the target on the tasks of data.path with reinforcement learning; writes metrics, checkpoints, a report."""
-    from specactor_ray.config import load_config
-    from specactor_ray.observability.console import log_through, make_console, say
-
-    settings = load_config(config_file, overrides or ())
-    progress = make_console(sys.stderr)
-    log_through(progress, settings.run.log_level)
+    settings, progress = load_settings(config_file, overrides)
     from specactor_ray.observability.training_report import REPORT_FILE
     from specactor_ray.training.loop import train as run_training
 
@@ -175,7 +158,6 @@ def submit(
     if command not in SUBMITTABLE:
         raise InputError(f"{command!r} cannot be submitted; COMMAND is one of {', '.join(SUBMITTABLE)}")
     check_job_arguments(SUBMITTABLE[command].split(), context.args)
-    from specactor_ray.observability.console import make_console
     from specactor_ray.submission import submit as submit_job
 
     code = submit_job(command, context.args, address, runtime_env, follow, make_console(sys.stderr))
@@ -190,8 +172,6 @@ def scale(
 ) -> None:
     """Add or remove draft actors while a rollout runs (mode decoupled)."""
     wanted = parse_scale(drafters)
-    from specactor_ray.observability.console import make_console, say
-    from specactor_ray.observability.report import status_table
     from specactor_ray.rollout.attach import scale_run
 
     name, rows = scale_run(run, wanted, address)
@@ -206,14 +186,16 @@ def scale(
 @app.command()
 def status(run: Run = None, address: Address = "auto") -> None:
     """Show the actors of a run."""
-    from specactor_ray.observability.console import make_console, say
-    from specactor_ray.observability.report import ladder_table, status_table
     from specactor_ray.rollout.attach import status_of_run
 
     name, rows = status_of_run(run, address)
     console = make_console()
     say(console, f"run {name}")
     console.print(status_table(rows))
+    _show_ladder(console, rows)
+
+
+def _show_ladder(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     ladder = ladder_table(rows)
     if ladder is not None:
         console.print(ladder)
@@ -255,37 +237,23 @@ def bench_rollout(
     ] = False,
 ) -> None:
     """Compare the modes on the same prompts, seeds and cores; exit code 1 if any token differs from plain decoding."""
-    from specactor_ray.config import load_config
-    from specactor_ray.observability.console import log_through, make_console
-
     chosen_backend = [f"target.backend={backend}"] if backend is not None else []
-    settings = load_config(config_file, [*(overrides or ()), *chosen_backend, "target.record_margins=true"])
+    given = [*(overrides or ()), *chosen_backend, "target.record_margins=true"]
+    settings, progress = load_settings(config_file, given)
     if max_tokens is not None:
         settings.sampling = replace(settings.sampling, max_tokens=max_tokens)
     chosen = parse_modes(modes)
     batches = [settings.target.max_batch] if batch is None else parse_numbers("--batch", batch)
-    progress = make_console(sys.stderr)
-    log_through(progress, settings.run.log_level)
     settings = planned_side_by_side(settings, progress)
     from specactor_ray.benchmarks.rollout_modes import all_identical, plan_workloads, run_bench
 
     workloads = plan_workloads(settings, prompts or (), parse_temperatures(temperatures), long_tail)
     report = run_bench(settings, chosen, batches, workloads, output, progress, peers)
     _show_bench(report)
-    if report["status"] == "interrupted":
-        raise typer.Exit(EXIT_INTERRUPTED)
-    raise typer.Exit(0 if all_identical(report) else EXIT_FAILED)
+    finish(report["status"], all_identical(report))
 
 
 def _show_bench(report: dict) -> None:
-    from specactor_ray.observability.console import make_console, say
-    from specactor_ray.observability.report import (
-        difference_lines,
-        reason_lines,
-        speed_table,
-        time_table,
-    )
-
     console = make_console()
     results = report["results"]
     if not results:
@@ -304,11 +272,7 @@ def _show_bench(report: dict) -> None:
 
 
 def parse_scale(items: Sequence[str]) -> dict[str, int]:
-    """`["ngram=2"]` → `{"ngram": 2}`.
-
-    Raises:
-        InputError: An item is not METHOD=N.
-    """
+    """`["ngram=2"]` → `{"ngram": 2}`. Raises InputError for an item that is not METHOD=N."""
     wanted = {}
     for item in items:
         method, separator, count = item.partition("=")
@@ -319,11 +283,7 @@ def parse_scale(items: Sequence[str]) -> dict[str, int]:
 
 
 def parse_modes(text: str) -> list:
-    """`plain,decoupled` → what the benchmark compares.
-
-    Raises:
-        InputError: A name is not a mode.
-    """
+    """`plain,decoupled` → what the benchmark compares. Raises InputError for a name that is not a mode."""
     from specactor_ray.benchmarks.variants import BenchMode
 
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -334,13 +294,9 @@ def parse_modes(text: str) -> list:
 
 
 def parse_temperatures(text: str | None) -> list[float]:
-    """`0,1` → the numbers; nothing for None.
-
-    Raises:
-        InputError: One of them is not a number of 0 or more.
-    """
+    """`0,1` → the numbers; nothing for None. Raises InputError for one that is no number of 0 or more."""
     numbers = []
-    for item in (text or "").split(",") if text else []:
+    for item in text.split(",") if text else ():
         try:
             number = float(item)
         except ValueError:
@@ -360,8 +316,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(args=None if arguments is None else list(arguments), prog_name="specactor")
     except SpecActorError as error:
-        from specactor_ray.observability.console import show_error
-
         show_error(str(error))
         sys.exit(EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED)
     finally:

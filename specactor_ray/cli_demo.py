@@ -10,7 +10,10 @@ from typing import Annotated
 
 import typer
 
-from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError
+from specactor_ray.cli_options import finish, progress_console
+from specactor_ray.errors import InputError
+from specactor_ray.files import require_folder
+from specactor_ray.observability.console import make_console, say
 
 
 def demo(
@@ -31,14 +34,11 @@ def demo(
         raise InputError(f"--minutes: {minutes:g} is no time; use more than 0")
     if output is not None and output.exists():
         raise InputError(f"--output: {output} exists and is never overwritten; name another folder")
-    from specactor_ray.files import require_folder
-    from specactor_ray.observability.console import log_through, make_console, say
     from specactor_ray.rollout.preflight import require_named_model
 
     require_named_model("--model", model)
     require_folder(output or Path("runs"), "--output")
-    progress = make_console(sys.stderr)
-    log_through(progress, "WARNING")
+    progress = progress_console("WARNING")
     from specactor_ray.benchmarks.demo import Demo, run_demo
     from specactor_ray.cluster.names import new_run_name
     from specactor_ray.observability.demo_report import demo_table, verdict_lines
@@ -50,15 +50,13 @@ def demo(
     for line in verdict_lines(report):
         say(console, line)
     if report["speed"] is None:
-        raise typer.Exit(EXIT_INTERRUPTED)
+        finish("interrupted")
     say(console, f"plot: {report['plot'] or 'none, as matplotlib is not installed (pip install matplotlib)'}")
     say(console, "Edits and tables repeat their prompts, which is where drafts pay; measure your own prompts next:")
     for command in _next_commands(model, folder, trained=report["training"] is not None):
         say(console, f"  {command}")
-    if report["status"] == "interrupted":
-        raise typer.Exit(EXIT_INTERRUPTED)
-    sound = report["status"] == "complete" and report["speed"]["identical"] == report["speed"]["requests"]
-    raise typer.Exit(0 if sound else EXIT_FAILED)
+    identical = report["speed"]["identical"] == report["speed"]["requests"]
+    finish(report["status"], report["status"] == "complete" and identical)
 
 
 def _next_commands(model: str, folder: Path, trained: bool) -> list[str]:

@@ -1,17 +1,19 @@
-"""What several commands share: options, numbers in a row, what a comparison of modes starts from."""
+"""What commands share: options, their parsing, the configuration, exit codes."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from rich.console import Console
 
-from specactor_ray.errors import InputError
+from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError
+from specactor_ray.observability.console import log_through, make_console, say
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from specactor_ray.config import Config
 
 ConfigFile = Annotated[
@@ -33,12 +35,34 @@ Overrides = Annotated[
 ]
 
 
-def parse_numbers(option: str, text: str) -> list[int]:
-    """`1,4,16` → the numbers, each once.
+def load_settings(config_file: Path | None, overrides: Sequence[str] | None) -> tuple[Config, Console]:
+    """The configuration, and the console of progress. Raises as `load_config`."""
+    from specactor_ray.config import load_config
 
-    Raises:
-        InputError: One of them is not a whole number of 1 or more.
-    """
+    settings = load_config(config_file, overrides or ())
+    return settings, progress_console(settings.run.log_level)
+
+
+def progress_console(log_level: str) -> Console:
+    """The console of standard error; the log goes through it from a level on."""
+    console = make_console(sys.stderr)
+    log_through(console, log_level)
+    return console
+
+
+def finish(status: str, sound: bool = True) -> NoReturn:
+    """Exit with the code of a status; `sound`: of what is not interrupted."""
+    raise typer.Exit(EXIT_INTERRUPTED if status == "interrupted" else 0 if sound else EXIT_FAILED)
+
+
+def require_positive(option: str, value: int | None) -> None:
+    """Raises InputError for a number below 1."""
+    if value is not None and value < 1:
+        raise InputError(f"{option}: {value} is too small; use 1 or more")
+
+
+def parse_numbers(option: str, text: str) -> list[int]:
+    """`1,4,16` → the numbers, each once. Raises InputError for one that is no whole number of 1 or more."""
     items = [item.strip() for item in text.split(",")]
     bad = [item for item in items if not item.isdecimal() or int(item) < 1]
     if bad:
@@ -47,14 +71,9 @@ def parse_numbers(option: str, text: str) -> list[int]:
 
 
 def planned_side_by_side(settings: Config, console: Console) -> Config:
-    """What a comparison of modes on the same cores starts from: `plan: auto` is made for decoupled, and said so;
-    `mode: auto` is the layout as it is written.
-
-    Raises:
-        ConfigError, InputError: See `rollout.planning.resolve_plan`.
-    """
+    """The configuration for a comparison of modes on the same cores. `plan: auto` is resolved for `decoupled`, and the
+    choice is printed; `mode: auto` is the layout as it is written. Raises as `resolve_plan`."""
     from specactor_ray.config.schema import ModeName
-    from specactor_ray.observability.console import say
     from specactor_ray.rollout.planning import as_decoupled, resolve_plan
 
     resolved, lines = resolve_plan(as_decoupled(settings), [ModeName.decoupled])

@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from specactor_ray.cli_options import ConfigFile, Overrides, parse_numbers
+from specactor_ray.cli_options import ConfigFile, Overrides, load_settings, parse_numbers, require_positive
 from specactor_ray.errors import InputError
+from specactor_ray.observability.console import make_console, say
 
 
 def profile(
@@ -32,21 +33,17 @@ def profile(
     The target, the draft methods, the sampling and the prompts are those of the configuration. Starts no cluster; the
     machine should have nothing else to do.
     """
-    from specactor_ray.config import load_config
-    from specactor_ray.observability.console import log_through, make_console, say
     from specactor_ray.observability.plan_report import acceptance_table, cost_table
     from specactor_ray.speculation.profile import disturbed
 
-    settings = load_config(config_file, overrides or ())
-    axes_wanted = [parse_numbers(name, text) for name, text in _named(batches, windows, contexts)]
+    settings, progress = load_settings(config_file, overrides)
+    options = {"--batches": batches, "--windows": windows, "--contexts": contexts}
+    sizes, drafted, lengths = (parse_numbers(option, text) for option, text in options.items())
     device_counts = None if devices is None else parse_numbers("--devices", devices)
-    if requests < 1:
-        raise InputError(f"--requests: {requests} is too small; use 1 or more")
-    progress = make_console(sys.stderr)
-    log_through(progress, settings.run.log_level)
+    require_positive("--requests", requests)
     from specactor_ray.benchmarks.profile import default_devices, parse_axes, run_profile
 
-    axes = parse_axes(axes_wanted[0], axes_wanted[1], axes_wanted[2], repeats)
+    axes = parse_axes(sizes, drafted, lengths, repeats)
     data = run_profile(settings, axes, device_counts or default_devices(settings), output, progress, requests)
     console = make_console()
     console.print(cost_table(data))
@@ -78,21 +75,17 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
 ) -> None:
     """Choose mode, layout, draft method and window by a profile, and say what was rejected and why."""
-    from specactor_ray.config import load_config
-    from specactor_ray.observability.console import log_through, make_console, say
     from specactor_ray.observability.plan_report import cost_table, prediction_table
     from specactor_ray.rollout.planning import as_decoupled, checked_devices, make_plan, requests_of, usable_profile
 
-    settings = as_decoupled(load_config(config_file, overrides or ()))
+    settings = as_decoupled(load_settings(config_file, overrides)[0])
     if profile_file is not None:
         settings.profile = str(profile_file)
     if acceptance is not None and not 0.0 <= acceptance <= 1.0:
         raise InputError(f"--acceptance: {acceptance} is no probability; use 0 to 1")
-    for option, value in (("--devices", devices), ("--context", context)):
-        if value is not None and value < 1:
-            raise InputError(f"{option}: {value} is too small; use 1 or more")
+    require_positive("--devices", devices)
+    require_positive("--context", context)
     batches = [requests_of(settings)] if batch is None else parse_numbers("--batch", batch)
-    log_through(make_console(sys.stderr), settings.run.log_level)
     measured, warnings = usable_profile(settings, settings.plan_force)
     count = checked_devices(settings, devices if devices is not None else settings.plan_devices, "--devices")
     plans = [
@@ -114,7 +107,3 @@ def plan(
     for plan in plans:
         for line in (*plan.notes, plan.words()):
             say(console, f"batch {plan.batch}: {line}")
-
-
-def _named(batches: str, windows: str, contexts: str) -> list[tuple[str, str]]:
-    return [("--batches", batches), ("--windows", windows), ("--contexts", contexts)]

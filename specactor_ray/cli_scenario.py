@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
 
-from specactor_ray.errors import EXIT_FAILED, EXIT_INTERRUPTED, InputError
+from specactor_ray.cli_options import finish
+from specactor_ray.errors import EXIT_FAILED, InputError
 from specactor_ray.files import make_folder, remove_if_empty, write_json
+from specactor_ray.observability.console import make_console, say, show_error
+from specactor_ray.observability.phase_progress import PhaseProgress
 from specactor_ray.signals import signals_deferred, sigterm_interrupts
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from specactor_ray.simulation.comparison import Compared, Sweep
     from specactor_ray.simulation.rollouts import Result
 
@@ -44,14 +46,7 @@ class ScenarioOptions:
 
 
 def run_scenario(options: ScenarioOptions) -> None:
-    """Simulate the variants, print their figures and write what was asked for.
-
-    Raises:
-        UserError: The scenario or an option is wrong.
-        typer.Exit: With the command's exit code.
-    """
-    from specactor_ray.observability.console import make_console, say, show_error
-
+    """Simulate the variants, print their figures, write what was asked for, and exit."""
     with signals_deferred():
         from specactor_ray.simulation.comparison import (
             build_report,
@@ -81,7 +76,7 @@ def run_scenario(options: ScenarioOptions) -> None:
     console = make_console()
     if not found:
         say(console, "interrupted before the first variant had finished; nothing was written")
-        raise typer.Exit(EXIT_INTERRUPTED)
+        finish("interrupted")
     if sweep is None:
         report = build_report(options.config, options.overrides, chosen, found[0].results, options.oracle)
         _show(report, console)
@@ -90,15 +85,11 @@ def run_scenario(options: ScenarioOptions) -> None:
         _show_sweep(report, len(sweep.values), console)
     with signals_deferred():
         _write(options, report, found[0].results if sweep is None else (), console)
-    raise typer.Exit(EXIT_INTERRUPTED if report["status"] == "interrupted" else 0)
+    finish(report["status"])
 
 
 def parse_names(text: str | None) -> list[str] | None:
-    """`plain,coupled` → the names; None, for all variants, from None.
-
-    Raises:
-        InputError: There is no name in the text.
-    """
+    """`plain,coupled` → the names; None, for all variants, from None. Raises InputError where there is no name."""
     if text is None:
         return None
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -109,8 +100,6 @@ def parse_names(text: str | None) -> list[str] | None:
 
 def _simulate(options: ScenarioOptions, sweep: Sweep | None, names: Sequence[str]) -> list[Compared]:
     """All results, or those that finished before an interruption."""
-    from specactor_ray.observability.console import make_console
-    from specactor_ray.observability.phase_progress import PhaseProgress
     from specactor_ray.simulation.comparison import compare_along
 
     with sigterm_interrupts(), PhaseProgress(make_console(sys.stderr), "simulating", 1.0) as progress:
@@ -126,7 +115,6 @@ def _simulate(options: ScenarioOptions, sweep: Sweep | None, names: Sequence[str
 
 
 def _show(report: Mapping[str, Any], console: Console) -> None:
-    from specactor_ray.observability.console import say
     from specactor_ray.observability.scenario_report import scenario_speed_table, scenario_work_table, verdict_lines
 
     if report["description"]:
@@ -143,7 +131,6 @@ def _show(report: Mapping[str, Any], console: Console) -> None:
 
 
 def _show_sweep(report: Mapping[str, Any], values: int, console: Console) -> None:
-    from specactor_ray.observability.console import say
     from specactor_ray.observability.scenario_report import sweep_table
 
     console.print(sweep_table(report))
@@ -153,7 +140,6 @@ def _show_sweep(report: Mapping[str, Any], values: int, console: Console) -> Non
 
 def _write(options: ScenarioOptions, report: Mapping[str, Any], results: Sequence[Result], console: Console) -> None:
     """Write the report, plots and traces, and name the files."""
-    from specactor_ray.observability.console import say
     from specactor_ray.observability.scenario_report import chrome_trace, trace_file, write_plots, write_sweep_plot
 
     written = []
@@ -178,11 +164,7 @@ def _write(options: ScenarioOptions, report: Mapping[str, Any], results: Sequenc
 
 
 def _write_json(path: Path, data: Mapping[str, Any], indent: int | None = 2) -> None:
-    """Write a new file.
-
-    Raises:
-        InputError: It exists, or cannot be written.
-    """
+    """Write a new file. Raises InputError where it exists or cannot be written."""
     try:
         write_json(path, data, indent, shared=True, new=True)
     except FileExistsError:

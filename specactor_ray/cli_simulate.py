@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from specactor_ray.cli_options import require_positive
 from specactor_ray.cli_scenario import ScenarioOptions, run_scenario
 from specactor_ray.cli_validate import run_validation
 from specactor_ray.errors import InputError
@@ -75,8 +76,7 @@ def simulate(
         raise InputError("name a scenario, such as conf/simulation/two_cores.yaml, or use --validate")
     else:
         _refuse(batch_given, "does not go with --config; leave it out")
-        if processes is not None and processes < 1:
-            raise InputError(f"--processes: {processes} is too small; use 1 or more")
+        require_positive("--processes", processes)
         run_scenario(ScenarioOptions(config, overrides, compare, oracle, sweep, folder, output, processes))
 
 

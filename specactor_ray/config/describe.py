@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import itertools
+import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,18 +111,11 @@ def type_in_words(annotation: Any) -> str:
 @functools.cache
 def attribute_docstrings(config_class: type) -> dict[str, str]:
     """Field name → the string literal that follows the field in the source, white space collapsed."""
-    body = _class_body(inspect.getsource(inspect.getmodule(config_class) or config_class), config_class.__name__)
+    definition: Any = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
     docs: dict[str, str] = {}
-    for statement, following in itertools.pairwise(body):
+    for statement, following in itertools.pairwise(definition.body):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
         if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             docs[statement.target.id] = " ".join(str(following.value.value).split())
     return docs
-
-
-def _class_body(source: str, name: str) -> list[ast.stmt]:
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return node.body
-    raise LookupError(f"class {name} is not in the source of its module")

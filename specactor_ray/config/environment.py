@@ -32,14 +32,8 @@ def references(tree: Any) -> list[tuple[KeyPath, str]]:
 
 
 def resolve(tree: Any, node: Any) -> dict[KeyPath, str]:
-    """Resolve every reference once.
-
-    Args:
-        tree: What the user wrote, as dicts and lists, with its references.
-        node: The OmegaConf configuration that was made of it.
-
-    Returns:
-        Path → text of those that read the environment, directly or by what they refer to.
+    """Resolve every reference in `tree`, what the user wrote, once in `node`, the OmegaConf configuration made of it.
+    Returns path → text of those that read the environment, directly or by what they refer to.
 
     Raises:
         ConfigError: One cannot be resolved, or stands for a value of the wrong type.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from specactor_ray.config.ranges import at_least, limited, positive
 from specactor_ray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,18 +28,18 @@ class OnlineConfig:
 
     where: OnlineWhere = OnlineWhere.off
     """`off`, or `trainer`: the trainer teaches it from the samples of each step, after the policy update."""
-    learning_rate: float = 1.0e-4
+    learning_rate: float = positive(1.0e-4, fix="use a number above 0; 1e-4 is the default.")
     """AdamW."""
-    buffer_tokens: int = 8192
+    buffer_tokens: int = at_least(2, default=8192)
     """Most positions that are learned from in one step; where its samples have more, of some chosen at random. The
     hidden states of one take 4 bytes x three layers x the target's hidden size."""
-    batch_tokens: int = 256
+    batch_tokens: int = at_least(2, default=256)
     """Most positions of one optimizer step of the head."""
-    passes: int = 4
+    passes: int = at_least(1, default=4)
     """How often each position is learned from."""
-    steps_per_version: int = 16
+    steps_per_version: int = at_least(1, default=16)
     """Optimizer steps of the head after which its weights count as a new version, with a number that is one higher."""
-    depths: int = 3
+    depths: int = limited(lambda value: 1 <= value <= 16, "is out of range.", "use 1 to 16.", default=3)
     """Tokens ahead that are trained: the head's own predictions are fed back so often."""
 
 
@@ -48,23 +48,6 @@ def taught_by_trainer(config: Config) -> DrafterConfig | None:
     if config.mode.value == "plain":
         return None
     return next((drafter for drafter in config.drafters if drafter.online.where is OnlineWhere.trainer), None)
-
-
-_SMALLEST = {"buffer_tokens": 2, "batch_tokens": 2, "passes": 1, "steps_per_version": 1}
-_MOST_DEPTHS = 16
-
-
-def reject_online_values_out_of_range(drafter: DrafterConfig, key: str) -> None:
-    online = drafter.online
-    for name, smallest in _SMALLEST.items():
-        if getattr(online, name) < smallest:
-            problem = f"{getattr(online, name)} is too small."
-            raise ConfigError(f"{key}.online.{name}", problem, f"use {smallest} or more.")
-    if not 1 <= online.depths <= _MOST_DEPTHS:
-        raise ConfigError(f"{key}.online.depths", f"{online.depths} is out of range.", f"use 1 to {_MOST_DEPTHS}.")
-    if not 0.0 < online.learning_rate < math.inf:
-        problem = f"{online.learning_rate!r} is not a finite number above 0."
-        raise ConfigError(f"{key}.online.learning_rate", problem, "use a number above 0; 1e-4 is the default.")
 
 
 def reject_batch_above_buffer(drafter: DrafterConfig, key: str) -> None:

@@ -1,16 +1,19 @@
 """Every configuration key, with its type, default and meaning.
 
 The dataclasses here are OmegaConf structured configs: a YAML file or a dotlist override may set exactly these
-keys. Relations between keys are checked in `validate.py`. This module imports nothing heavy.
+keys. Fields of `ranges.py` limit single values; relations between keys are checked in `validate.py`. This module
+imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, Optional, TypeVar
 
 from specactor_ray.config.online import OnlineConfig
+from specactor_ray.config.ranges import at_least, limited, not_empty, one_of, positive
 from specactor_ray.config.training_schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -22,12 +25,21 @@ from specactor_ray.messages import SamplingParams
 
 AUTO = "auto"
 """A value that follows from the device. `auto` for a number is read as null."""
+BACKENDS = ("hf", "vllm")
+DTYPES = (AUTO, "float32", "bfloat16", "float16")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+MAX_WINDOW = 128
 _T = TypeVar("_T")
 if TYPE_CHECKING:
     Auto = Annotated[_T, "null until it is resolved"]
 else:
     Auto = Optional
 _UNRESOLVED: Any = None
+
+
+def _window(default: int | None) -> Any:
+    fix = f"use 1 to {MAX_WINDOW}; mode=plain drafts nothing."
+    return limited(lambda value: 1 <= value <= MAX_WINDOW, "is not a draft window.", fix, default)
 
 
 class ModeName(str, Enum):
@@ -75,9 +87,9 @@ class RunConfig:
 
     name: str | None = None
     """Name of the run; names its actors and its folder. Default: date, time and a random suffix."""
-    dir: str = "runs"
+    dir: str = not_empty("runs")
     """Folder that holds one folder per run (resolved configuration, summary, logs)."""
-    log_level: str = "WARNING"
+    log_level: str = one_of(LOG_LEVELS, default="WARNING")
     """Logging level of the driver and of the actors: DEBUG, INFO, WARNING or ERROR."""
 
 
@@ -85,25 +97,25 @@ class RunConfig:
 class ClusterConfig:
     """Which Ray cluster to use and how actors are placed on it."""
 
-    address: str = "local"
+    address: str = not_empty("local")
     """`local` starts a private cluster for the run and stops it at the end; `auto` joins the one this machine
     (or the enclosing Ray job) belongs to; anything else is the address of a running cluster (`host:port`)."""
-    num_cpus: int | None = None
+    num_cpus: int | None = at_least(1, default=None)
     """CPUs of a `local` cluster. Default: the cores this process may use."""
-    num_gpus: int | None = None
+    num_gpus: int | None = at_least(0, default=None)
     """GPUs of a `local` cluster. Default: those Ray detects."""
-    placement_timeout_s: float = 60.0
+    placement_timeout_s: float = positive(60.0)
     """Longest wait for the placement groups of the run; then demand and supply are shown and the run ends."""
     pin_cores: bool = True
     """Give every actor CPU cores of its own (sched_setaffinity). Without it drafting and verification may share
     cores, so the decoupling is not enforced; only for development on machines with too few cores."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = positive(300.0)
     """Longest wait for an actor to load its model."""
-    health_interval_s: float = 2.0
+    health_interval_s: float = positive(2.0)
     """Seconds between health checks of an actor."""
-    health_timeout_s: float = 15.0
+    health_timeout_s: float = positive(15.0)
     """An actor that has not answered a health check for this long is replaced."""
-    stall_timeout_s: float = 300.0
+    stall_timeout_s: float = positive(300.0)
     """A verifier or draft actor that answers but has spent this long in one step is replaced. More than the longest
     prefill takes."""
 
@@ -112,33 +124,33 @@ class ClusterConfig:
 class TargetConfig:
     """The target model and the verifiers that serve it."""
 
-    model: str = "smollm2-135m"
+    model: str = not_empty("smollm2-135m")
     """A local directory, a Hugging Face id, or the built-in `smollm2-135m`. `org/name@REVISION` pins an id to a commit,
     tag or branch."""
-    backend: str = "hf"
+    backend: str = one_of(BACKENDS, default="hf")
     """Engine that runs the target: `hf` (transformers model with a paged cache) or `vllm` (its scheduler, paged
     attention and kernels, with the same tokens as `hf` up to near-ties)."""
-    replicas: int = 1
+    replicas: int = at_least(1, default=1)
     """Number of verifiers; requests are spread over them."""
-    cores: Auto[int] = _UNRESOLVED
+    cores: Auto[int] = at_least(1, default=_UNRESOLVED)
     """CPU cores of each verifier (its torch threads, pinned). Default: 1 on the CPU; on GPUs 4 and one more for each
     rank, fewer on a machine that has not so many."""
-    gpus: int = 0
+    gpus: int = at_least(0, default=0)
     """GPUs of each verifier; 0 runs on the CPU."""
-    tensor_parallel: int = 1
+    tensor_parallel: int = at_least(1, default=1)
     """For `vllm`: ranks that the model of a verifier is split over, each on a GPU of its own or on its share of the
     verifier's cores."""
-    dtype: str = AUTO
+    dtype: str = one_of(DTYPES, default=AUTO)
     """Weights and activations: float32, bfloat16, float16, or `auto`: bfloat16 on GPUs and, for `hf`, on CPUs with
     AVX512_BF16, else float32. A resumed run keeps what `auto` was."""
-    max_model_len: int | None = None
+    max_model_len: int | None = at_least(2, default=None)
     """Most prompt + output tokens of a request. Default: what the model supports."""
-    max_batch: Auto[int] = _UNRESOLVED
+    max_batch: Auto[int] = at_least(1, default=_UNRESOLVED)
     """Most requests a verifier runs at once. Default: 16 on the CPU, 128 on GPUs."""
-    max_step_tokens: Auto[int] = _UNRESOLVED
+    max_step_tokens: Auto[int] = at_least(1, default=_UNRESOLVED)
     """Most positions (prefill chunks + verify tokens) in one forward; long prompts are prefilled in chunks. Default:
     512 on the CPU, 2048 on GPUs; not less than max_batch."""
-    kv_cache_gb: Auto[float] = _UNRESOLVED
+    kv_cache_gb: Auto[float] = positive(_UNRESOLVED)
     """Key/value cache of each rank of a verifier, in 2**30 bytes. Default: what max_batch requests of max_model_len
     tokens take; on a GPU at most what weights, activations and graphs leave, on the CPU at most 1 (one request, if that
     takes more) and a quarter of the free memory."""
@@ -189,24 +201,24 @@ class DrafterConfig:
     (a head on the target's hidden states), or a proposer of your own as `package.module:Class`, derived from
     `specactor_ray.draft.slots.RowProposer` and made with this section as its only argument (`docs/api.md`). In mode
     `coupled` one that hangs holds its verifier up until `cluster.stall_timeout_s` replaces that."""
-    replicas: int = 1
+    replicas: int = at_least(0, default=1)
     """`decoupled`: number of draft actors of this method; `specactor scale` changes it during the run. `coupled`: every
     verifier drafts by it; 0: none does."""
     cores: float = 1.0
     """`decoupled`: CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that
     other draft actors of the run share, never a verifier. `coupled`: unused, the verifier's cores draft."""
-    gpus: int = 0
+    gpus: int = at_least(0, default=0)
     """`decoupled`: GPUs of each draft actor; 0 runs on the CPU. `coupled`: unused, the verifier's device drafts."""
-    window: int | None = None
+    window: int | None = _window(None)
     """Draft window of this method. Default: `speculation.window`."""
     model: str | None = None
     """For `draft_model`: a local directory, a Hugging Face id or a built-in name, with the target's vocabulary. For
     `eagle`: the directory of a head that was trained for this target."""
-    dtype: str = AUTO
+    dtype: str = one_of(DTYPES, default=AUTO)
     """For `draft_model` and `eagle`: float32, bfloat16, float16, or `auto`, as target.dtype."""
     trust_remote_code: bool = False
     """For `draft_model`: run model code that a checkpoint brings along."""
-    kv_cache_gb: Auto[float] = _UNRESOLVED
+    kv_cache_gb: Auto[float] = positive(_UNRESOLVED)
     """For `draft_model` and `eagle`: key/value cache, in 2**30 bytes. Default: what max_batch requests take, at most a
     tenth of a GPU, or 0.5 on the CPU."""
     shared_noise: bool = True
@@ -215,19 +227,24 @@ class DrafterConfig:
     follow_policy: bool = False
     """For `draft_model`: in training, take over every new version of the target's weights (its model must be the
     target's own)."""
-    max_batch: Auto[int] = _UNRESOLVED
+    max_batch: Auto[int] = at_least(1, default=_UNRESOLVED)
     """Most requests one draft actor drafts for at once; those beyond it have no drafts. Default: all that its verifiers
     run at once."""
-    min_match: int = 2
+    min_match: int = at_least(1, default=2)
     """For `ngram` and `suffix`: shortest suffix that counts as a match."""
-    max_match: int = 8
+    max_match: int = at_least(1, default=8)
     """For `ngram` and `suffix`: longest suffix that is looked up."""
-    history_tokens: int | None = None
+    history_tokens: int | None = at_least(0, default=None)
     """For `ngram` and `suffix`: most tokens kept of outputs, running ones included, at 32 to 40 and 48 to 64 bytes per
     token. `ngram` looks at those of the same prompt, `suffix` at all. 0 keeps none. Default: 65536 and 1048576."""
-    length_factor: float = 2.0
+    length_factor: float = positive(2.0)
     """For `suffix`: most draft tokens per matched token."""
-    min_probability: float = 0.1
+    min_probability: float = limited(
+        lambda value: 0.0 <= value < 1.0,
+        "is not a probability below 1.",
+        "use 0 (no such limit) to below 1; 0.1 is the default.",
+        default=0.1,
+    )
     """For `suffix`: a guess is lengthened while the estimated probability that all of it is right is at least this."""
     online: OnlineConfig = field(default_factory=OnlineConfig)
     """For `eagle`: learning from the samples of RL training."""
@@ -243,21 +260,26 @@ VERIFIERS_PER_GROUP = 8
 class SpeculationConfig:
     """How far drafters run ahead, and what is verified of their drafts."""
 
-    window: int = 8
+    window: int = _window(8)
     """Draft window: most tokens a drafter runs past the last commit it knows."""
     verify: VerifyPolicy = VerifyPolicy.auto
     """How many supplied draft tokens a step verifies: `auto` or `all`. With `all`, `coupled` verifiers draft whole
     windows at every step."""
-    draft_wait_s: float = 0.0
+    draft_wait_s: float = limited(
+        lambda value: 0.0 <= value < math.inf,
+        "is not a time of 0 or more.",
+        "use 0 (never wait) or a number of seconds.",
+        default=0.0,
+    )
     """`decoupled`: longest wait per step for the first draft token of requests that have none. Drafters run ahead, so
     waiting pays at the smallest batches at best (`docs/design/policy.md`)."""
     race: RaceName = RaceName.tail
     """When several draft methods race for one request: `off`, `tail` or `always`. In mode `coupled`, where drafters
     take turns with the verifier, only `always` races. With `always` drafting is never suspended."""
-    race_below: int | None = None
+    race_below: int | None = at_least(1, default=None)
     """`tail`: the race begins when a verifier has at most this many requests and none of them waits. Default: a quarter
     of target.max_batch, at least 1."""
-    verifiers_per_group: int = 0
+    verifiers_per_group: int = at_least(0, default=0)
     """Most verifiers that share draft actors: those of a method are spread over groups of neighbouring verifiers. 0: 8,
     so that up to 8 verifiers have all draft actors."""
 
@@ -266,14 +288,14 @@ class SpeculationConfig:
 class DataConfig:
     """What to roll out."""
 
-    path: str | None = None
+    path: str | None = not_empty()
     """Prompts: `.jsonl` (objects with `prompt` or chat `messages`) or a text file (one prompt a line). Training
     also takes `.parquet`, `reasoning_gym:TASK` (generated tasks) and `hf:DATASET` (Hugging Face)."""
-    n: int = 1
+    n: int = at_least(1, default=1)
     """Samples per prompt (the group size)."""
-    limit: int | None = None
+    limit: int | None = at_least(1, default=None)
     """Use only the first prompts, up to this number."""
-    output: str | None = None
+    output: str | None = not_empty()
     """Trajectories as JSONL. Default: `trajectories.jsonl` in the run's folder. Never overwritten."""
     chat: bool = True
     """Wrap `prompt` as one user message of the model's chat template, where it has one."""
@@ -303,11 +325,11 @@ class Config:
     plan: PlanPolicy = PlanPolicy.fixed
     """`fixed`: as written here. `auto`: mode, target.replicas, target.cores, target.max_batch, the draft method with
     its replicas and cores, and speculation.window are chosen by the profile before anything starts."""
-    profile: str | None = None
+    profile: str | None = not_empty()
     """For `plan: auto`: the file that `specactor profile` wrote."""
     plan_force: bool = False
     """For `plan: auto`: use a profile of other hardware or another version of torch; its costs may be far off."""
-    plan_devices: int | None = None
+    plan_devices: int | None = at_least(1, default=None)
     """For `plan: auto`: cores (or GPUs) to plan for. Default: all of a `local` cluster; elsewhere as many as the
     configuration, as it is written, takes."""
     run: RunConfig = field(default_factory=RunConfig)

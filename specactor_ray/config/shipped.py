@@ -8,12 +8,8 @@ SHIPPED = Path(__file__).parents[1] / "conf"
 
 
 def find_file(name: str | Path, folder: str = "") -> Path:
-    """The file of this name; where there is none, the shipped one: `local_cpu`, or `conf/prompts/demo.jsonl`.
-
-    Args:
-        name: A path, or the name of a shipped file without its ending.
-        folder: Of `conf`, where names are looked up.
-    """
+    """The file of this name; where there is none, the shipped one: `local_cpu` in `folder` of `conf`, or
+    `conf/prompts/demo.jsonl`."""
     path = Path(name)
     if path.exists() or path.is_absolute() or ".." in path.parts:
         return path

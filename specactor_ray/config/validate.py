@@ -1,83 +1,32 @@
-"""Ranges and contradictions: what the types of `schema.py` cannot say. Each function rejects one thing."""
+"""Contradictions between keys, and the ranges of `schema.py`. Each function rejects one thing."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from specactor_ray.config.engine_arguments import reject_engine_arguments
 from specactor_ray.config.named import is_named
-from specactor_ray.config.online import (
-    OnlineWhere,
-    reject_batch_above_buffer,
-    reject_online_values_out_of_range,
-    reject_two_sources_of_weights,
-)
-from specactor_ray.config.schema import (
-    AUTO,
-    MAX_METHODS,
-    Config,
-    DrafterConfig,
-    ModeName,
-    PlanPolicy,
-    RaceName,
-)
-from specactor_ray.config.tensor_parallel import (
-    reject_devices_that_do_not_fit_the_ranks,
-    reject_ranks_the_backend_has_not,
-)
+from specactor_ray.config.online import OnlineWhere, reject_batch_above_buffer, reject_two_sources_of_weights
+from specactor_ray.config.ranges import reject_unlisted, reject_values_not_allowed
+from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, PlanPolicy, RaceName
 from specactor_ray.draft.proposer import Checkpoint, Traits
 from specactor_ray.draft.registry import BUILT_IN
-from specactor_ray.errors import ConfigError, clipped, did_you_mean
+from specactor_ray.errors import ConfigError, clipped
 
-BACKENDS = ("hf", "vllm")
-DTYPES = (AUTO, "float32", "bfloat16", "float16")
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-MAX_WINDOW = 128
+TRAINING_SECTIONS = ("algorithm", "reward", "trainer", "checkpoint", "tracking")
+"""Sections that `validate_training` checks."""
 SMALLEST_SHARE = 0.01
 """Of a core. Ray counts in ten-thousandths; less than a hundredth is no share one could mean."""
-
 LARGEST = 1.0e9
 """Of numbers that need not be whole: seconds, gigabytes, weights."""
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+"""NUL and surrogates: the characters that UTF-8 or files do not take."""
 _FREE_NUMBERS = ("sampling.", "data.options.", "target.engine_arguments.")
 """Keys with other bounds: those of `SamplingParams`, and of the libraries that read the others."""
-
-# Dotted key → smallest allowed integer; None (not set) is always allowed where the type allows it.
-SMALLEST = {
-    "cluster.num_cpus": 1,
-    "cluster.num_gpus": 0,
-    "target.replicas": 1,
-    "target.cores": 1,
-    "target.gpus": 0,
-    "target.tensor_parallel": 1,
-    "target.max_model_len": 2,
-    "target.max_batch": 1,
-    "target.max_step_tokens": 1,
-    "speculation.race_below": 1,
-    "speculation.verifiers_per_group": 0,
-    "data.n": 1,
-    "data.limit": 1,
-    "plan_devices": 1,
-}
-SMALLEST_OF_A_DRAFTER = {
-    "replicas": 0,  # none at the start; `specactor scale` adds some during the run
-    "gpus": 0,
-    "max_batch": 1,
-    "min_match": 1,
-    "max_match": 1,
-    "history_tokens": 0,
-}
-POSITIVE_NUMBERS = (
-    "cluster.placement_timeout_s",
-    "cluster.start_timeout_s",
-    "cluster.health_interval_s",
-    "cluster.health_timeout_s",
-    "cluster.stall_timeout_s",
-    "target.kv_cache_gb",
-)
 
 
 def validate(config: Config) -> None:
@@ -96,7 +45,7 @@ def validate(config: Config) -> None:
 def reject_values_that_nothing_holds(config: Config) -> None:
     """Texts that no file and no terminal takes, and numbers beyond what arrays, timers and Ray count with."""
     for key, value in _leaves(config, ""):
-        if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
+        if isinstance(value, str) and _UNWRITABLE.search(value):
             problem = f"{clipped(value)} holds a NUL or is not valid UTF-8."
             raise ConfigError(key, problem, "write it in UTF-8, without \\0.")
         if isinstance(value, int):
@@ -107,27 +56,8 @@ def reject_values_that_nothing_holds(config: Config) -> None:
             raise ConfigError(key, f"{value!r} is out of range.", f"use a finite number, at most {LARGEST:g}.")
 
 
-def reject_too_small_counts(config: Config) -> None:
-    for key, smallest in SMALLEST.items():
-        reject_below(key, _value(config, key), smallest)
-
-
-def reject_numbers_not_positive(config: Config) -> None:
-    for key in POSITIVE_NUMBERS:
-        _reject_not_positive(key, _value(config, key))
-
-
-def reject_wait_below_zero(config: Config) -> None:
-    wait = config.speculation.draft_wait_s
-    if not 0.0 <= wait < math.inf:
-        fix = "use 0 (never wait) or a number of seconds."
-        raise ConfigError("speculation.draft_wait_s", f"{wait!r} is not a time of 0 or more.", fix)
-
-
-def reject_unknown_names(config: Config) -> None:
-    _reject_unlisted("run.log_level", config.run.log_level, LOG_LEVELS)
-    _reject_unlisted("target.backend", config.target.backend, BACKENDS)
-    _reject_unlisted("target.dtype", config.target.dtype, DTYPES)
+def reject_values_outside_their_ranges(config: Config) -> None:
+    reject_values_not_allowed(config, "", left_out=TRAINING_SECTIONS)
 
 
 def reject_run_name_unfit_for_a_folder(config: Config) -> None:
@@ -137,20 +67,10 @@ def reject_run_name_unfit_for_a_folder(config: Config) -> None:
         raise ConfigError("run.name", problem, "use letters, digits, `.`, `_` and `-`, at most 100, a letter first.")
 
 
-def reject_empty_paths(config: Config) -> None:
-    for key in ("run.dir", "cluster.address", "target.model", "data.path", "data.output", "profile"):
-        if _value(config, key) is not None and not str(_value(config, key)).strip():
-            raise ConfigError(key, "is empty.", "name it, or leave the key out for its default.")
-
-
 def reject_output_over_input(config: Config) -> None:
     if config.data.path is not None and config.data.path == config.data.output:
         problem = f"{clipped(config.data.output)} is also data.path; the prompts would be overwritten."
         raise ConfigError("data.output", problem, "name another file.")
-
-
-def reject_window_out_of_range(config: Config) -> None:
-    _reject_window("speculation.window", config.speculation.window)
 
 
 def reject_step_smaller_than_batch(config: Config) -> None:
@@ -186,14 +106,37 @@ def why_no_address(address: str) -> str:
 
 
 def reject_size_of_a_foreign_cluster(config: Config) -> None:
-    for key in ("cluster.num_cpus", "cluster.num_gpus"):
-        if config.cluster.address != "local" and _value(config, key) is not None:
+    for name in ("num_cpus", "num_gpus"):
+        if config.cluster.address != "local" and getattr(config.cluster, name) is not None:
             problem = "is set, but a cluster that runs already (cluster.address) has a size of its own."
-            raise ConfigError(key, problem, "leave it out, or use cluster.address=local.")
+            raise ConfigError(f"cluster.{name}", problem, "leave it out, or use cluster.address=local.")
 
 
 def reject_device_the_target_cannot_use(config: Config) -> None:
     _reject_half_precision_on_a_cpu("target.dtype", config.target.dtype, "target", config.target.gpus)
+
+
+def reject_ranks_the_backend_has_not(config: Config) -> None:
+    target, ranks = config.target, config.target.tensor_parallel
+    if ranks > 1 and target.backend != "vllm":
+        problem = f"{ranks}, but target.backend={target.backend} runs the model on one device."
+        raise ConfigError("target.tensor_parallel", problem, "use target.backend=vllm, or raise target.replicas.")
+    if ranks > 1 and config.plan is PlanPolicy.auto:
+        problem = f"{ranks} ranks, but plan=auto chooses a verifier's cores, and a profile is of one rank."
+        raise ConfigError("target.tensor_parallel", problem, "use plan=fixed.")
+
+
+def reject_devices_that_do_not_fit_the_ranks(config: Config) -> None:
+    target, ranks = config.target, config.target.tensor_parallel
+    if target.gpus not in (0, ranks):
+        fixes = [f"use target.gpus={ranks}", "raise target.replicas"]
+        if target.backend == "vllm":
+            fixes.insert(1, f"target.tensor_parallel={target.gpus}")
+        problem = f"{target.gpus} GPUs for {ranks} rank(s) of target.tensor_parallel; every rank has one."
+        raise ConfigError("target.gpus", problem, f"{', '.join(fixes[:-1])} or {fixes[-1]}.")
+    if not target.gpus and target.cores % ranks:
+        problem = f"{target.cores} core(s) cannot be shared out evenly among {ranks} ranks (target.tensor_parallel)."
+        raise ConfigError("target.cores", problem, f"use a multiple of {ranks}.")
 
 
 def reject_race_threshold_without_a_tail(config: Config) -> None:
@@ -250,9 +193,13 @@ def reject_method_twice(config: Config) -> None:
         raise ConfigError("drafters", f"{len(first)} methods; at most {MAX_METHODS} are compared.", "take some out.")
 
 
-def reject_too_small_drafter_counts(drafter: DrafterConfig, key: str) -> None:
-    for name, smallest in SMALLEST_OF_A_DRAFTER.items():
-        reject_below(f"{key}.{name}", getattr(drafter, name), smallest)
+def reject_unknown_method(drafter: DrafterConfig, key: str) -> None:
+    if not is_named(drafter.method):  # else a class of the user's, imported where it drafts
+        reject_unlisted(f"{key}.method", drafter.method, BUILT_IN)
+
+
+def reject_drafter_values_outside_their_ranges(drafter: DrafterConfig, key: str) -> None:
+    reject_values_not_allowed(drafter, f"{key}.")
 
 
 def reject_drafter_cores_between_whole_numbers(drafter: DrafterConfig, key: str) -> None:
@@ -260,21 +207,6 @@ def reject_drafter_cores_between_whole_numbers(drafter: DrafterConfig, key: str)
     if not SMALLEST_SHARE <= cores < math.inf or (cores > 1 and cores != int(cores)):
         problem = f"{cores:g} is neither a whole number of cores nor a share of one."
         raise ConfigError(f"{key}.cores", problem, f"use 1, 2, ..., or {SMALLEST_SHARE:g} up to below 1.")
-
-
-def reject_unknown_drafter_names(drafter: DrafterConfig, key: str) -> None:
-    if not is_named(drafter.method):  # else a class of the user's, imported where it drafts
-        _reject_unlisted(f"{key}.method", drafter.method, BUILT_IN)
-    _reject_unlisted(f"{key}.dtype", drafter.dtype, DTYPES)
-
-
-def reject_drafter_window_out_of_range(drafter: DrafterConfig, key: str) -> None:
-    if drafter.window is not None:
-        _reject_window(f"{key}.window", drafter.window)
-
-
-def reject_drafter_cache_not_positive(drafter: DrafterConfig, key: str) -> None:
-    _reject_not_positive(f"{key}.kv_cache_gb", drafter.kv_cache_gb)
 
 
 def reject_keys_against_a_built_in_method(drafter: DrafterConfig, key: str) -> None:
@@ -310,13 +242,6 @@ def reject_keys_of_other_methods(drafter: DrafterConfig, key: str) -> None:
                 raise ConfigError(f"{key}.{name}", problem, f"leave it out, or set {key}.method={method}.")
 
 
-def reject_suffix_keys_out_of_range(drafter: DrafterConfig, key: str) -> None:
-    _reject_not_positive(f"{key}.length_factor", drafter.length_factor)
-    if not 0.0 <= drafter.min_probability < 1.0:
-        problem = f"{drafter.min_probability!r} is not a probability below 1."
-        raise ConfigError(f"{key}.min_probability", problem, "use 0 (no such limit) to below 1; 0.1 is the default.")
-
-
 def reject_device_the_drafter_cannot_use(drafter: DrafterConfig, key: str) -> None:
     if drafter.gpus > 1:
         problem = f"{drafter.gpus} GPUs, but the model runs on one device."
@@ -331,13 +256,8 @@ def reject_match_range_upside_down(drafter: DrafterConfig, key: str) -> None:
 
 CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_values_that_nothing_holds,
-    reject_unknown_names,
-    reject_empty_paths,
+    reject_values_outside_their_ranges,
     reject_run_name_unfit_for_a_folder,
-    reject_too_small_counts,
-    reject_numbers_not_positive,
-    reject_wait_below_zero,
-    reject_window_out_of_range,
     reject_bad_hidden_layers,
     reject_step_smaller_than_batch,
     reject_health_timeout_below_interval,
@@ -357,17 +277,13 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
 )
 
 DRAFTER_CHECKS: tuple[Callable[[DrafterConfig, str], None], ...] = (
-    reject_unknown_drafter_names,
-    reject_too_small_drafter_counts,
+    reject_unknown_method,
+    reject_drafter_values_outside_their_ranges,
     reject_drafter_cores_between_whole_numbers,
-    reject_drafter_window_out_of_range,
-    reject_drafter_cache_not_positive,
     reject_keys_against_a_built_in_method,
     reject_keys_of_other_methods,
-    reject_suffix_keys_out_of_range,
     reject_device_the_drafter_cannot_use,
     reject_match_range_upside_down,
-    reject_online_values_out_of_range,
     reject_batch_above_buffer,
     reject_two_sources_of_weights,
 )
@@ -387,44 +303,6 @@ def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
         return
     for name, value in items:
         yield from _leaves(value, f"{key}.{name}" if key else name)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _value(config: Config, key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def reject_below(key: str, value: int | None, smallest: int) -> None:
-    """Raises ConfigError for a number that is set and smaller."""
-    if value is not None and value < smallest:
-        raise ConfigError(key, f"{value} is too small.", f"use {smallest} or more.")
-
-
-def _reject_not_positive(key: str, value: float | None) -> None:
-    if value is not None and not 0.0 < value < math.inf:  # also false for not-a-number
-        raise ConfigError(key, f"{value!r} is not a finite number above 0.", "use a number above 0.")
-
-
-def _reject_unlisted(key: str, value: str, allowed: Collection[str]) -> None:
-    if value not in allowed:
-        problem = f"{clipped(value)} is not known.{did_you_mean(value, allowed)}"
-        raise ConfigError(key, problem, f"use one of {', '.join(allowed)}.")
-
-
-def _reject_window(key: str, window: int) -> None:
-    if not 1 <= window <= MAX_WINDOW:
-        fix = f"use 1 to {MAX_WINDOW}; mode=plain drafts nothing."
-        raise ConfigError(key, f"{window} is not a draft window.", fix)
 
 
 def _reject_half_precision_on_a_cpu(key: str, dtype: str, host: str, gpus: int) -> None:

@@ -2,55 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
-from operator import attrgetter
 
+from specactor_ray.config.ranges import reject_values_not_allowed
 from specactor_ray.config.schema import Config
 from specactor_ray.config.training_schema import AlgorithmName, TrainerBackend
-from specactor_ray.config.validate import reject_below
+from specactor_ray.config.validate import TRAINING_SECTIONS
 from specactor_ray.errors import ConfigError, clipped, clipped_text
-
-SMALLEST = {
-    "algorithm.max_sampling_rounds": 1,
-    "algorithm.overlong_buffer": 0,
-    "reward.workers": 1,
-    "trainer.ranks": 1,
-    "trainer.cores": 1,
-    "trainer.gpus": 0,
-    "trainer.steps": 1,
-    "trainer.prompts_per_step": 1,
-    "trainer.warmup_steps": 0,
-    "trainer.mini_batches": 1,
-    "trainer.epochs": 1,
-    "trainer.micro_batch_tokens": 1,
-    "trainer.max_bad_steps": 1,
-    "trainer.weight_bucket_mb": 1,
-    "checkpoint.every": 1,
-    "checkpoint.keep_last": 1,
-}
-# Dotted key → (above, up to); null is allowed where the type allows it.
-RANGES = {
-    "algorithm.clip_low": (0.0, 1.0),
-    "algorithm.clip_high": (0.0, math.inf),
-    "algorithm.value_clip": (0.0, math.inf),
-    "algorithm.gamma": (0.0, 1.0),
-    "algorithm.gae_lambda": (0.0, 1.0),
-    "algorithm.importance_cap": (0.0, math.inf),
-    "algorithm.max_logprob_gap": (0.0, math.inf),
-    "reward.timeout_s": (0.0, math.inf),
-    "trainer.learning_rate": (0.0, 1.0),
-    "trainer.max_grad_norm": (0.0, math.inf),
-    "trainer.stall_timeout_s": (0.0, math.inf),
-}
-NOT_NEGATIVE = (
-    "algorithm.entropy_coef",
-    "algorithm.kl_coef",
-    "algorithm.overlong_penalty",
-    "algorithm.value_coef",
-    "trainer.weight_decay",
-)
 
 
 def validate_training(config: Config) -> None:
@@ -63,35 +22,9 @@ def validate_training(config: Config) -> None:
         check(config)
 
 
-def reject_too_small_counts(config: Config) -> None:
-    for key, smallest in SMALLEST.items():
-        reject_below(key, attrgetter(key)(config), smallest)
-
-
-def reject_numbers_out_of_range(config: Config) -> None:
-    for key, (above, up_to) in RANGES.items():
-        value = attrgetter(key)(config)
-        if value is not None and not (above < value <= up_to and math.isfinite(value)):
-            limit = "" if up_to == math.inf else f" and at most {up_to:g}"
-            raise ConfigError(key, f"{value!r} is out of range.", f"use a number above {above:g}{limit}.")
-    for key in NOT_NEGATIVE:
-        value = attrgetter(key)(config)
-        if not 0.0 <= value < math.inf:
-            raise ConfigError(key, f"{value!r} is out of range.", "use 0 or more.")
-
-
-def reject_betas_out_of_range(config: Config) -> None:
-    for key in ("trainer.beta1", "trainer.beta2"):
-        value = attrgetter(key)(config)
-        if not 0.0 <= value < 1.0:
-            raise ConfigError(key, f"{value!r} is out of range.", "use 0 to below 1.")
-
-
-def reject_a_reward_that_is_no_number(config: Config) -> None:
-    value = config.reward.failure_value
-    if value is not None and not math.isfinite(value):
-        fix = "use a finite number, or null to leave such samples out."
-        raise ConfigError("reward.failure_value", f"{value!r} is out of range.", fix)
+def reject_values_outside_their_ranges(config: Config) -> None:
+    for name in TRAINING_SECTIONS:
+        reject_values_not_allowed(getattr(config, name), f"{name}.")
 
 
 def reject_an_answer_pattern_that_does_not_compile(config: Config) -> None:
@@ -124,12 +57,8 @@ def reject_ranks_of_a_single_process(config: Config) -> None:
         raise ConfigError("trainer.ranks", problem, "use trainer.backend=deepspeed, or 1 rank.")
 
 
-def reject_unknown_stage_or_dtype(config: Config) -> None:
+def reject_several_gpus_of_a_rank(config: Config) -> None:
     trainer = config.trainer
-    if trainer.zero_stage not in (1, 2, 3):
-        raise ConfigError("trainer.zero_stage", f"{trainer.zero_stage} is not a ZeRO stage.", "use 1, 2 or 3.")
-    if trainer.dtype not in ("float32", "bfloat16"):
-        raise ConfigError("trainer.dtype", f"{clipped(trainer.dtype)} is not known.", "use float32 or bfloat16.")
     if trainer.gpus > 1:
         problem = f"{trainer.gpus} GPUs, but a rank computes on one."
         raise ConfigError("trainer.gpus", problem, "use 1 and raise trainer.ranks (trainer.backend=deepspeed).")
@@ -143,14 +72,11 @@ def reject_warmup_longer_than_the_run(config: Config) -> None:
 
 
 CHECKS: tuple[Callable[[Config], None], ...] = (
-    reject_too_small_counts,
-    reject_numbers_out_of_range,
-    reject_betas_out_of_range,
-    reject_a_reward_that_is_no_number,
+    reject_values_outside_their_ranges,
     reject_an_answer_pattern_that_does_not_compile,
     reject_groups_without_a_baseline,
     reject_greedy_rollouts,
     reject_ranks_of_a_single_process,
-    reject_unknown_stage_or_dtype,
+    reject_several_gpus_of_a_rank,
     reject_warmup_longer_than_the_run,
 )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specactor_ray.config.validate import DTYPES
+from specactor_ray.config.schema import DTYPES
 from specactor_ray.errors import InputError
 
 DEVICES = ("cpu", "cuda")

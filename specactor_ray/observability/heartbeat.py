@@ -6,18 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 logger = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """Calls `beat` at an interval from a thread of its own, until `stop` or the end of the `with` block.
-
-    Args:
-        beat: Shows progress, given the seconds since the beginning. Its errors are logged and ignored.
-        interval_s: Seconds between calls.
-    """
+    """Calls `beat` with the seconds since the beginning every `interval_s`, from a thread of its own, until `stop` or
+    the end of the `with` block. Errors of `beat` are logged and ignored."""
 
     def __init__(self, beat: Callable[[float], None], interval_s: float = 5.0) -> None:
         self._beat, self._interval_s, self._ended = beat, interval_s, threading.Event()
@@ -27,9 +22,7 @@ class Heartbeat:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def start(self) -> None:

@@ -1,10 +1,10 @@
-"""Progress of one phase of a longer job: a bar with the time left on a terminal, a line now and then elsewhere."""
+"""Progress of a phase: a bar with the time left on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import Progress, TaskID, TaskProgressColumn
@@ -19,11 +19,9 @@ class PhaseProgress:
     """Shows how far a phase is; drive it with `update` while the `with` block runs.
 
     Args:
-        console: A bar if it is a terminal, else plain lines.
+        console: A bar if it is a terminal, else plain lines, one every `line_interval_s`.
         title: What runs.
         total: What `done` counts up to.
-        line_interval_s: Seconds between plain lines.
-        clock: Monotonic seconds.
         poll: Called with this object twice a second, from a thread of its own, and once at the end; it calls `update`.
     """
 
@@ -56,9 +54,7 @@ class PhaseProgress:
             self._polls.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._poll is not None and self._polls is not None:
             self._polls.stop()
             self._poll(self)
@@ -124,3 +120,42 @@ def show_steps(progress: PhaseProgress, total: int) -> Callable[[str], None]:
         progress.update(done, f"{done}/{total}, {what}")
 
     return show
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressState:
+    """Progress of a rollout at one moment."""
+
+    done: int = 0
+    """Trajectories that ended, the failed ones included."""
+    failed: int = 0
+    tokens: int = 0
+    """Output tokens so far."""
+    acceptance_length: float = 0.0
+    supply: float = 0.0
+
+
+def rollout_progress(
+    console: Console,
+    title: str,
+    total: int,
+    read: Callable[[], ProgressState],
+    line_interval_s: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> PhaseProgress:
+    """Progress of a rollout of `total` trajectories. Another thread calls `read`, so it may only read."""
+
+    def show(progress: PhaseProgress) -> None:
+        state = read()
+        finished = state.done - state.failed
+        counts = f"{finished}/{total} trajectories, {state.tokens:,} tokens"
+        progress.update(finished, f"{counts}, {figures(state, progress.seconds)}")
+
+    return PhaseProgress(console, title, total, line_interval_s, clock, show)
+
+
+def figures(state: ProgressState, seconds: float) -> str:
+    """`98.2 tokens/s, acceptance length 1.42, supply 2.10`, and the failures if there are any."""
+    speed = f"{state.tokens / max(seconds, 1e-9):.1f} tokens/s"
+    failures = f", {state.failed} failed" if state.failed else ""
+    return f"{speed}, acceptance length {state.acceptance_length:.2f}, supply {state.supply:.2f}{failures}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from specactor_ray.observability.console import make_table
 from specactor_ray.speculation.plan import Plan
 
 
@@ -17,7 +17,9 @@ def cost_table(profile: Mapping[str, Any]) -> Table:
     measured += [(f"drafting, {method}", entry["points"]) for method, entry in profile["methods"].items()]
     batches = sorted({point["batch"] for _, points in measured for point in points})
     context = max(point["context"] for point in profile["verify"])
-    table = _table(f"ms, context {context}", ("cost of", "devices", "window", *(f"batch {batch}" for batch in batches)))
+    columns = ("cost of", "devices", "window", *(f"batch {batch}" for batch in batches))
+    caption = "verifying: of a step; drafting: of one token of each request"
+    table = make_table(columns, title=f"ms, context {context}", text=("cost of",), caption=caption)
     for name, points in measured:
         rows: dict[tuple[int, int], dict[int, float]] = {}
         for point in points:
@@ -26,7 +28,6 @@ def cost_table(profile: Mapping[str, Any]) -> Table:
         for (devices, window), costs in sorted(rows.items()):
             cells = (f"{costs[batch]:.3g}" if batch in costs else "-" for batch in batches)
             table.add_row(name, str(devices), str(window) if name == "verifying" else "-", *cells)
-    table.caption = "verifying: of a step; drafting: of one token of each request"
     return table
 
 
@@ -34,13 +35,14 @@ def acceptance_table(profile: Mapping[str, Any]) -> Table:
     """How often the first i draft tokens were right, per method."""
     depth = max((len(entry["acceptance"]["survival"]) for entry in profile["methods"].values()), default=0)
     depths = [i for i in range(1, depth + 1) if i in (1, 2, 3, 4, 6, 8) or i == depth]
-    table = _table("acceptance", ("method", "steps", "supply", "acc. rate", *(f"first {i}" for i in depths)))
+    columns = ("method", "steps", "supply", "acc. rate", *(f"first {i}" for i in depths))
+    caption = "first i: share of steps at which i draft tokens or more were there and right"
+    table = make_table(columns, title="acceptance", text=("method",), caption=caption)
     for method, entry in profile["methods"].items():
         found, survival = entry["acceptance"], entry["acceptance"]["survival"]
         cells = [f"{survival[i - 1]:.1%}" if i <= len(survival) else "-" for i in depths]
         figures = (str(found["steps"]), f"{found['supply']:.2f}", f"{found['acceptance_rate']:.1%}")
         table.add_row(method, *figures, *cells)
-    table.caption = "first i: share of steps at which i draft tokens or more were there and right"
     return table
 
 
@@ -48,7 +50,7 @@ def prediction_table(plan: Plan) -> Table:
     """The best window of every layout, fastest first."""
     title = f"batch {plan.batch} on {plan.devices} device(s), context {plan.context:.0f}"
     columns = ("mode", "method", "g_d", "g_v", "groups", "b", "window", "p", "D ms", "V ms", "tau", "TGS", "tokens/s")
-    table = _table(title, columns)
+    table = make_table(columns, title=title, text=("mode", "method"))
     for row in plan.predictions:
         table.add_row(
             row.mode.value,
@@ -67,12 +69,4 @@ def prediction_table(plan: Plan) -> Table:
         "request (a wrong token in a decoupled window costs two iterations, so it may be below 1); TGS: tokens/s of "
         "one request; tokens/s: of all groups together"
     )
-    return table
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD)
-    for name in columns:
-        text = name in ("cost of", "mode", "method")
-        table.add_column(name, justify="left" if text else "right", no_wrap=True)
     return table

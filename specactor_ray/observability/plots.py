@@ -8,16 +8,8 @@ from typing import Any
 
 
 def draw(path: Path, *plots: Callable[[Any], None], size: tuple[float, float] = (7, 3.5)) -> bool:
-    """Write a figure.
-
-    Args:
-        path: A PNG file.
-        plots: Each draws on axes of its own, side by side.
-        size: Of the figure, in inches.
-
-    Returns:
-        Whether it was written: not where matplotlib is not installed.
-    """
+    """Write a PNG file of `size` inches; each of the plots draws on axes of its own, side by side. Returns False where
+    matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:

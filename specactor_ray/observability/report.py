@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from specactor_ray.config.describe import KeyDoc
+from specactor_ray.observability.console import figures_table, make_table
+
 _MOST_REASONS = 3
 _MOST_DIFFERENCES = 10
+_SPLIT = ("forward", "sampling", "protocol", "waiting")
 
 
 def rollout_table(summary: Mapping[str, Any]) -> Table:
     """The figures of one rollout, a row each."""
     metrics, counts = summary["metrics"], summary["trajectories"]
-    table = Table(title=f"rollout {summary['run']} ({summary['status']})", box=SIMPLE_HEAD, show_header=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("", justify="right")
-    for name, value in (
+    figures = [
         ("mode", summary["config"]["mode"]),
         ("trajectories", f"{counts['finished']} finished, {counts['failed']} failed, {counts['total']} in all"),
         ("tokens", f"{summary['tokens']:,} in {summary['seconds']:.1f} s"),
@@ -31,11 +31,10 @@ def rollout_table(summary: Mapping[str, Any]) -> Table:
         ("drafts left alone", _share(metrics["suspended_steps"] / max(metrics["steps"], 1), metrics["steps"])),
         ("right by draft position", _by_position(metrics)),
         ("protocol", f"{1e3 * metrics['protocol_s'] / max(metrics['steps'], 1):.2f} ms per step"),
-    ):
-        table.add_row(name, value)
+    ]
     if summary["fallbacks"]:
-        table.add_row("fallbacks", "; ".join(summary["fallbacks"]))
-    return table
+        figures.append(("fallbacks", "; ".join(summary["fallbacks"])))
+    return figures_table(f"rollout {summary['run']} ({summary['status']})", figures)
 
 
 def reason_lines(reasons: Mapping[str, int]) -> list[str]:
@@ -67,9 +66,8 @@ def cut_line(counts: Mapping[str, Any]) -> list[str]:
 
 def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Speed, acceptance and supply of each measured variant, and whether its tokens are those of plain decoding."""
-    table = _bench_table("speed and acceptance")
-    for name in ("tokens/s", "ratio", "acc. rate", "acc. length", "supply", "steps supplied", "identical"):
-        table.add_column(name, justify="right", no_wrap=True)
+    figures = ("tokens/s", "ratio", "acc. rate", "acc. length", "supply", "steps supplied", "identical")
+    table = _bench_table("speed and acceptance", figures)
     for result in results:
         metrics = result["metrics"]
         table.add_row(
@@ -92,9 +90,7 @@ def speed_table(results: Sequence[Mapping[str, Any]]) -> Table:
 
 def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Where the time of a step goes, in milliseconds."""
-    table = _bench_table("ms per step of a verifier")
-    for name in ("steps", "forward", "sampling", "protocol", "waiting"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _bench_table("ms per step of a verifier", ("steps", *_SPLIT))
     for result in results:
         if result.get("peer"):
             continue  # its steps are not ours to time
@@ -102,7 +98,7 @@ def time_table(results: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(
             *_variant_cells(result),
             str(result["metrics"]["steps"]),
-            *(f"{split[name]:.2f}" for name in ("forward", "sampling", "protocol", "waiting")),
+            *(f"{split[name]:.2f}" for name in _SPLIT),
             end_section=result["last_of_group"],
         )
     return table
@@ -120,22 +116,19 @@ def difference_lines(results: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def config_keys_table(keys: Sequence[tuple[str, str, Any, str]]) -> Table:
+def config_keys_table(keys: Iterable[KeyDoc]) -> Table:
     """Key, allowed values, default and meaning of every configuration key."""
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("key", no_wrap=True)
-    for name in ("value", "default", "meaning"):
-        table.add_column(name)
-    for key, kind, default, meaning in keys:
-        table.add_row(Text(key), Text(kind), Text(_default(default)), Text(meaning))
+    columns = ("key", "value", "default", "meaning")
+    rows = ([Text(cell) for cell in (one.key, one.type, _default(one.default), one.doc)] for one in keys)
+    table = make_table(columns, rows, text=columns, wrap=True)
+    table.columns[0].no_wrap = True
     return table
 
 
 def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One row per actor of a run, as the controller reports them."""
-    table = Table(box=SIMPLE_HEAD)
-    for name in ("actor", "phase", "node", "pid", "core ids", "work", "note"):
-        table.add_column(name)
+    columns = ("actor", "phase", "node", "pid", "core ids", "work", "note")
+    table = make_table(columns, text=columns, wrap=True)
     for row in rows:
         cores = ",".join(str(core) for core in row.get("cores") or ())
         cells = (row.get("id"), row.get("phase"), row.get("node"), row.get("pid"), cores, _work(row), row.get("note"))
@@ -156,21 +149,19 @@ def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
                 seen[place] = standing
     if not seen:
         return None
-    table = Table(title="draft ladder", box=SIMPLE_HEAD)
-    for name in ("method", "output positions"):
-        table.add_column(name)
-    for name in ("acceptance", "ms per draft token", "predicted tokens/s"):
-        table.add_column(name, justify="right")
-    for (method, positions), standing in seen.items():
-        table.add_row(
+    columns = ("method", "output positions", "acceptance", "ms per draft token", "predicted tokens/s")
+    rows_shown = (
+        (
             method,
             positions,
             f"{standing['acceptance']:.1%}",
             f"{1e3 * standing['token_s']:.2f}" if standing["token_s"] else "-",
             f"{standing['tgs']:.1f}",
         )
-    table.caption = "acceptance: of a draft token after right ones. predicted tokens/s: of one request"
-    return table
+        for (method, positions), standing in seen.items()
+    )
+    caption = "acceptance: of a draft token after right ones. predicted tokens/s: of one request"
+    return make_table(columns, rows_shown, "draft ladder", text=columns[:2], wrap=True, caption=caption)
 
 
 def _work(row: Mapping[str, Any]) -> str:
@@ -192,12 +183,8 @@ def _by_position(metrics: Mapping[str, Any], most: int = 8) -> str:
     return " ".join(f"{accepted / drafted:.0%}" if drafted else "-" for accepted, drafted in pairs) or "-"
 
 
-def _bench_table(title: str) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD)
-    table.add_column("batch", justify="right")
-    table.add_column("workload", no_wrap=True)
-    table.add_column("variant", no_wrap=True)
-    return table
+def _bench_table(title: str, figures: Sequence[str]) -> Table:
+    return make_table(("batch", "workload", "variant", *figures), title=title, text=("workload", "variant"))
 
 
 def _variant_cells(result: Mapping[str, Any]) -> tuple[str, str, str]:

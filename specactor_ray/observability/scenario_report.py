@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from specactor_ray.observability.console import make_table
 from specactor_ray.observability.plots import draw
 
 _SHARES = ("forward", "waiting", "protocol", "idle")
@@ -31,10 +31,9 @@ def scenario_speed_table(report: Mapping[str, Any]) -> Table:
     """How fast each variant is, and against which others."""
     results, device = report["results"], report["device"]
     has_steps = any(step["update_s"] or step["sync_s"] for result in results for step in result["steps"])
-    table = _table("speed", ("variant", "mode"))
-    columns = [f"{device}s", "drafting", "rollout s", "tokens/s", f"tokens/s/{device}", "x"]
-    for name in [*columns, *(["RL step s"] if has_steps else []), *(["of oracle"] if report["of_oracle"] else [])]:
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ["variant", "mode", f"{device}s", "drafting", "rollout s", "tokens/s", f"tokens/s/{device}", "x"]
+    columns += [*(["RL step s"] if has_steps else []), *(["of oracle"] if report["of_oracle"] else [])]
+    table = _table("speed", columns, text=("variant", "mode"))
     for result in results:
         name = result["variant"]
         cells = [
@@ -58,9 +57,8 @@ def scenario_speed_table(report: Mapping[str, Any]) -> Table:
 
 def scenario_work_table(report: Mapping[str, Any]) -> Table:
     """What drafting brings, where the verifiers' time goes, and what drafters keep in memory."""
-    table = _table("drafting, and time of the verifiers", ("variant",))
-    for name in ("acc. length", "supply", *_SHARES, "draft streams", "cache GB"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("variant", "acc. length", "supply", *_SHARES, "draft streams", "cache GB")
+    table = _table("drafting, and time of the verifiers", columns, text=("variant",))
     for result in report["results"]:
         table.add_row(
             result["variant"],
@@ -114,11 +112,8 @@ def sweep_table(report: Mapping[str, Any]) -> Table:
     points = report["points"]
     device, baseline = points[0]["device"], points[0]["baseline"]
     names = list(dict.fromkeys(result["variant"] for point in points for result in point["results"]))
-    table = _table(f"tokens/s/{device} over {report['sweep']}", (report["sweep"],))
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-        if name != baseline:
-            table.add_column("x", justify="right", no_wrap=True)
+    columns = [column for name in names for column in ((name,) if name == baseline else (name, "x"))]
+    table = _table(f"tokens/s/{device} over {report['sweep']}", [report["sweep"], *columns], text=(report["sweep"],))
     for point in points:
         found = {result["variant"]: result["tokens_per_s_and_device"] for result in point["results"]}
         cells = []
@@ -129,9 +124,6 @@ def sweep_table(report: Mapping[str, Any]) -> Table:
         table.add_row(point["value"], *cells)
     table.caption = f"x: relative to {baseline}; drafting {device}s are counted."
     return table
-
-
-# ---- plots ----
 
 
 def write_sweep_plot(folder: Path, report: Mapping[str, Any]) -> list[str]:
@@ -160,11 +152,7 @@ def _number(text: str) -> float | str:
 
 
 def write_plots(folder: Path, results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Write `running.png` and `phases.png`.
-
-    Returns:
-        Names of the files; none where matplotlib is not installed.
-    """
+    """Write `running.png` and `phases.png`. Returns their names; none where matplotlib is not installed."""
     plots = {"running.png": _draw_running, "phases.png": _draw_phases}
     return [name for name, plot in plots.items() if draw(folder / name, partial(plot, results=results), size=(8, 4))]
 
@@ -205,9 +193,6 @@ def phase_seconds(result: Mapping[str, Any]) -> dict[str, float]:
     return {**rollout, **others}
 
 
-# ---- traces ----
-
-
 def trace_file(variant: str) -> str:
     """Name of a variant's trace."""
     safe = re.sub(r"[^-.\w]", "_", variant)
@@ -215,12 +200,8 @@ def trace_file(variant: str) -> str:
 
 
 def chrome_trace(variant: str, spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A timeline in the Trace Event Format, which Perfetto and chrome://tracing open.
-
-    Args:
-        variant: Named in the trace.
-        spans: `actor`, `what`, `begin`, `end` (seconds), `rows` and `positions` of each thing that an actor did.
-    """
+    """A timeline in the Trace Event Format, which Perfetto and chrome://tracing open, of spans with `actor`, `what`,
+    `begin`, `end` (seconds), `rows` and `positions`."""
     verifiers = {span["actor"] for span in spans if span["what"] == "verify"}
     actors = sorted({span["actor"] for span in spans}, key=_natural)
     thread = {actor: number for number, actor in enumerate(actors, start=1)}
@@ -256,11 +237,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _table(title: str, names: Sequence[str]) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", caption_justify="left")
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    return table
+def _table(title: str, columns: Sequence[str], text: Sequence[str]) -> Table:
+    return make_table(columns, title=title, text=text, title_justify="left", caption_justify="left")
 
 
 def _times(ratio: float | None) -> str:

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+from specactor_ray.observability.console import make_table
+
+_COLUMNS = ("backend", "batch", "layout", "measured tokens/s", "simulated", "error", "acc. length", "simulated")
 
 
 def validation_table(points: Sequence[Mapping[str, Any]]) -> Table:
     """What was measured against what was simulated."""
-    table = Table(title="simulated against measured", box=SIMPLE_HEAD, title_justify="left")
-    table.add_column("backend")
-    table.add_column("batch", justify="right")
-    table.add_column("layout")
-    for name in ("measured tokens/s", "simulated", "error", "acc. length", "simulated"):
-        table.add_column(name, justify="right")
-    for point in points:
-        table.add_row(
+    rows = (
+        (
             point["backend"],
             str(point["batch"]),
             point["variant"],
@@ -28,4 +25,7 @@ def validation_table(points: Sequence[Mapping[str, Any]]) -> Table:
             f"{point['measured_length']:.2f}",
             f"{point['predicted_length']:.2f}",
         )
-    return table
+        for point in points
+    )
+    text = ("backend", "layout")
+    return make_table(_COLUMNS, rows, "simulated against measured", text, wrap=True, title_justify="left")

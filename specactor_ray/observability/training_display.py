@@ -6,16 +6,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from specactor_ray.observability.console import say
+from specactor_ray.observability.console import make_table, say
 from specactor_ray.observability.heartbeat import Heartbeat
 
 Column = tuple[str, Callable[[Mapping[str, Any]], str]]
@@ -41,14 +39,8 @@ ALL_COLUMNS: Sequence[Column] = (
 
 
 class TrainingDisplay:
-    """Shows the steps of a run.
-
-    Args:
-        console: Where; a table that is redrawn if it is a terminal, else plain lines.
-        steps: Steps of the whole run.
-        columns: What is shown of each step, its number first.
-        line_interval_s: Seconds between lines within a step, where there is no terminal.
-    """
+    """Shows the steps of a run: `columns` of each, its number first. `line_interval_s`: between lines within a step,
+    where there is no terminal."""
 
     def __init__(
         self,
@@ -74,9 +66,7 @@ class TrainingDisplay:
             self._lines.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:
@@ -116,12 +106,7 @@ class TrainingDisplay:
 
 def steps_table(records: list[Mapping[str, Any]], columns: Sequence[Column]) -> Table:
     """A row a step."""
-    table = Table(box=SIMPLE_HEAD)
-    for name, _ in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    for record in records:
-        table.add_row(*(show(record) for _, show in columns))
-    return table
+    return make_table((name for name, _ in columns), ([show(record) for _, show in columns] for record in records))
 
 
 def _drafters(by_method: Mapping[str, Any]) -> str:

@@ -15,8 +15,8 @@ import numpy as np
 from specactor_ray.cluster.cores import cores_needed
 from specactor_ray.cluster.discovery import is_connected
 from specactor_ray.config.drafter_spec import drafter_specs
-from specactor_ray.config.schema import Config, DrafterConfig, ModeName, PlanPolicy
-from specactor_ray.config.validate import MAX_WINDOW, validate
+from specactor_ray.config.schema import MAX_WINDOW, Config, DrafterConfig, ModeName, PlanPolicy
+from specactor_ray.config.validate import validate
 from specactor_ray.draft.registry import traits
 from specactor_ray.errors import ConfigError
 from specactor_ray.observability.environment import count_gpus, fitting_dtype, hardware, versions

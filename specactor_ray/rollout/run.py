@@ -23,7 +23,7 @@ from specactor_ray.models.loading import load_tokenizer, require_tokenizer
 from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.heartbeat import Heartbeat, elapsed
-from specactor_ray.observability.progress import ProgressState, RolloutProgress
+from specactor_ray.observability.phase_progress import ProgressState, rollout_progress
 from specactor_ray.rollout.memory import memory_lines
 from specactor_ray.rollout.output import (
     SUMMARY_FILE,
@@ -280,7 +280,7 @@ def _consume(
         done = tally.finished + tally.failed
         return ProgressState(done, tally.failed, rollout.committed_tokens, metrics.acceptance_length, metrics.supply)
 
-    with RolloutProgress(console, "rollout", len(prompts) * rollout.config.data.n, read):
+    with rollout_progress(console, "rollout", len(prompts) * rollout.config.data.n, read):
         for trajectory in rollout.stream(prompts, skip=skip, encoded=encoded):
             row = trajectory.to_json()
             writer.write(row)

@@ -10,8 +10,13 @@ import pytest
 from rich.console import Console
 
 from specactor_ray.observability.heartbeat import Heartbeat, elapsed
-from specactor_ray.observability.phase_progress import PhaseProgress, show_tokens
-from specactor_ray.observability.progress import ProgressState, RolloutProgress, figures
+from specactor_ray.observability.phase_progress import (
+    PhaseProgress,
+    ProgressState,
+    figures,
+    rollout_progress,
+    show_tokens,
+)
 
 
 @pytest.mark.parametrize(("first", "rate", "left"), [(0, "20.0", "0:40"), (500, "20.0", "0:15")])
@@ -43,7 +48,7 @@ class TestRollout:
         out, seconds = io.StringIO(), [0.0]
         console = Console(file=out, width=200)
         state = ProgressState(done=3, failed=1, tokens=250, acceptance_length=1.5, supply=2.25)
-        with RolloutProgress(console, "rollout [x]", 8, lambda: state, 60.0, lambda: seconds[0]):
+        with rollout_progress(console, "rollout [x]", 8, lambda: state, 60.0, lambda: seconds[0]):
             seconds[0] = 2.0
         assert out.getvalue() == (
             "rollout [x]: 25%, 2/8 trajectories, 250 tokens, 125.0 tokens/s, acceptance length 1.50, supply 2.25, "
@@ -53,7 +58,7 @@ class TestRollout:
     def test_a_bar_on_a_terminal(self) -> None:
         out = io.StringIO()
         console = Console(file=out, width=160, force_terminal=True)
-        with RolloutProgress(console, "rollout", 8, lambda: ProgressState(done=8, tokens=10)):
+        with rollout_progress(console, "rollout", 8, lambda: ProgressState(done=8, tokens=10)):
             pass
         assert "8/8" in out.getvalue() and "tokens/s" in out.getvalue()
 
@@ -72,7 +77,7 @@ class TestRollout:
                 raise RuntimeError("no metrics yet")
             return ProgressState(done=8)
 
-        with RolloutProgress(Console(file=io.StringIO()), "rollout", 8, read):
+        with rollout_progress(Console(file=io.StringIO()), "rollout", 8, read):
             assert twice.wait(30.0)
 
 
