@@ -12,39 +12,8 @@ import numba
 import numpy as np
 
 from specactor_ray.jit import c_function, kernel
-from specactor_ray.models import _lanes_numba, lanes
-from specactor_ray.models._lanes_numba import BFLOAT16, FLOAT16, FLOAT32, SIZE, exp, narrow, rotate, tanh, widen
-from specactor_ray.models.lanes import (
-    LANES,
-    add,
-    address_of,
-    divide,
-    first_lane,
-    float32_at,
-    half1,
-    half2,
-    half3,
-    half4,
-    int32_at,
-    int64_at,
-    largest,
-    load,
-    maximum,
-    multiply,
-    set_float32,
-    splat,
-    store,
-    strip1,
-    strip2,
-    strip3,
-    strip4,
-    subtract,
-    take_ticket,
-    total,
-    transpose,
-    transpose_bfloat16,
-    within,
-)
+from specactor_ray.models import lanes
+from specactor_ray.models.lanes import BFLOAT16, FLOAT16, FLOAT32, LANES, SIZE, add_product, load, splat, store, widen
 from specactor_ray.models.openmp import padded
 
 BLOCK = 64
@@ -54,25 +23,8 @@ TILE = 32
 _FEW = 8
 """Rows up to which values are read from their pages by each strip of rows, instead of once to float32."""
 
-_jit: Any = kernel(sources=[lanes, _lanes_numba])
+_jit: Any = kernel(sources=[lanes])
 
-
-@_jit
-def _add_product(a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, rows: Any, columns: Any,
-                 first: Any, end: Any) -> None:  # fmt: skip
-    """c[r][x] += a[r][t] b[t][x], fused, in the order of t in [first, end). `columns` is a multiple of 16."""
-    while rows >= 4:
-        strip4(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
-        a, c, rows = a + 4 * a_stride, c + 4 * c_stride, rows - 4
-    if rows == 3:
-        strip3(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
-    elif rows == 2:
-        strip2(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
-    elif rows == 1:
-        strip1(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
-
-
-# --- attention --------------------------------------------------------------------------------------------------
 
 _FIELDS = (
     "next_task", "next_part", "scratch", "scratch_bytes", "query", "query_token", "query_head", "keys", "key_page",
@@ -94,65 +46,59 @@ def scratch_bytes(dim: int, value_dim: int, group: int) -> int:
     """Bytes that a thread works in."""
     rows = max(TILE, group)
     floats = rows * padded(dim) + padded(dim) * (LANES + BLOCK)
-    floats += BLOCK * padded(value_dim) + rows * BLOCK + rows * padded(value_dim) + 2 * rows + LANES + 2 * padded(dim)
+    floats += BLOCK * padded(value_dim) + rows * BLOCK + rows * padded(value_dim) + 2 * rows + 2 * padded(dim)
     return 4 * padded(floats)
 
 
 @_jit
 def _weigh(scores: Any, first: Any, end: Any, scaling: Any, softcap: Any, top: Any) -> Any:
     """Scores of the keys [first, end) of a block become weights exp(score - base); returns (top, base, their sum)."""
-    best, begin = splat(np.float32(-np.inf)), first // LANES * LANES
+    best, begin = splat(-np.inf), first // LANES * LANES
     for i in range(begin, end, LANES):
-        x = multiply(load(scores + 4 * i), splat(scaling))
+        x = load(scores + 4 * i) * scaling
         if softcap > np.float32(0):
-            x = multiply(tanh(divide(x, splat(softcap))), splat(softcap))
-        x = within(x, first - i, end - i)
+            x = lanes.tanh(x / softcap) * softcap
+        x = lanes.within(x, first - i, end - i)
         store(x, scores + 4 * i)
-        best = maximum(best, x)
-    top = max(top, largest(best))
+        best = lanes.maximum(best, x)
+    top = max(top, lanes.largest(best))
     base = top if top > np.float32(-np.inf) else np.float32(0)
-    sums = splat(np.float32(0))
+    sums = splat(0.0)
     for i in range(begin, end, LANES):
-        x = exp(subtract(load(scores + 4 * i), splat(base)))
+        x = lanes.exp(load(scores + 4 * i) - base)
         store(x, scores + 4 * i)
-        sums = add(sums, x)
-    return top, base, total(sums)
-
-
-@_jit
-def _scale(target: Any, columns: Any, factor: Any) -> None:
-    for i in range(0, columns, LANES):
-        store(multiply(load(target + 4 * i), splat(factor)), target + 4 * i)
+        sums = sums + x
+    return top, base, lanes.total(sums)
 
 
 @_jit
 def _clear(target: Any, floats: Any) -> None:
     for i in range(0, floats, LANES):
-        store(splat(np.float32(0)), target + 4 * i)
+        store(splat(0.0), target + 4 * i)
 
 
 @_jit
 def _place(call: Any, row: Any, position: Any) -> Any:
     """(page, slot) of a row's key."""
     which = position // call.page_size
-    return int32_at(call.pages, row * call.page_columns + which), position - which * call.page_size
+    return lanes.int32_at(call.pages, row * call.page_columns + which), position - which * call.page_size
 
 
 @_jit
 def _load_rows(call: Any, row: Any, begin: Any, count: Any, source: Any, page_stride: Any, stride: Any, dim: Any,
-               target: Any, width: Any, spare: Any) -> None:  # fmt: skip
+               target: Any, width: Any) -> None:  # fmt: skip
     """Keys or values [begin, begin + count) of a row become rows of float32."""
     i = 0
     while i < count:
         page, slot = _place(call, row, begin + i)
         n = min(call.page_size - slot, count - i)
-        widen(source + page * page_stride + slot * stride, stride, call.kind, n, dim, target + 4 * i * width, width,
-              spare)  # fmt: skip
+        first = source + page * page_stride + slot * stride
+        widen(first, stride, call.kind, n, dim, target + 4 * i * width, width)
         i += n
 
 
 @_jit
-def _load_columns(call: Any, row: Any, head: Any, begin: Any, count: Any, rows: Any, columns: Any, spare: Any) -> None:
+def _load_columns(call: Any, row: Any, head: Any, begin: Any, count: Any, rows: Any, columns: Any) -> None:
     """Keys [begin, begin + count) of a row and a head become columns, `(dim, 64)`."""
     width, source = call.width, call.keys + head * call.key_head
     in_place = call.page_size % LANES == 0 and call.kind != FLOAT16
@@ -164,30 +110,15 @@ def _load_columns(call: Any, row: Any, head: Any, begin: Any, count: Any, rows: 
             key = source + page * call.key_page + slot * call.key_slot
             if call.kind == BFLOAT16:
                 for d in range(0, width, 2 * LANES):
-                    transpose_bfloat16(key + 2 * d, call.key_slot, target + 4 * BLOCK * d, 4 * BLOCK)
+                    lanes.transpose_bfloat16(key + 2 * d, call.key_slot, target + 4 * BLOCK * d, 4 * BLOCK)
             else:
                 for d in range(0, width, LANES):
-                    transpose(key + 4 * d, call.key_slot, target + 4 * BLOCK * d, 4 * BLOCK)
+                    lanes.transpose(key + 4 * d, call.key_slot, target + 4 * BLOCK * d, 4 * BLOCK)
         else:
-            _load_rows(call, row, begin + i, n, source, call.key_page, call.key_slot, call.dim, rows, width, spare)
+            _load_rows(call, row, begin + i, n, source, call.key_page, call.key_slot, call.dim, rows, width)
             _clear(rows + 4 * n * width, (LANES - n) * width)
             for d in range(0, width, LANES):
-                transpose(rows + 4 * d, 4 * width, target + 4 * BLOCK * d, 4 * BLOCK)
-
-
-@_jit
-def _add_half_product(a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any, rows: Any, columns: Any,
-                      first: Any, end: Any) -> None:  # fmt: skip
-    """`_add_product` with b of bfloat16."""
-    while rows >= 4:
-        half4(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
-        a, c, rows = a + 4 * a_stride, c + 4 * c_stride, rows - 4
-    if rows == 3:
-        half3(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
-    elif rows == 2:
-        half2(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
-    elif rows == 1:
-        half1(a, a_stride, b, b_stride, c, c_stride, columns, first, end)
+                lanes.transpose(rows + 4 * d, 4 * width, target + 4 * BLOCK * d, 4 * BLOCK)
 
 
 @_jit
@@ -199,13 +130,11 @@ def _add_values(call: Any, row: Any, head: Any, begin: Any, values: Any, scores:
         page, slot = _place(call, row, begin + t)
         n = min(call.page_size - slot, end - t)
         source = call.values + head * call.value_head + page * call.value_page + (slot - t) * call.value_slot
-        if call.kind == BFLOAT16:
-            _add_half_product(scores, 4 * BLOCK, source, call.value_slot, sums, width, rows, call.value_width, t, t + n)
-        else:
-            _add_product(scores, 4 * BLOCK, source, call.value_slot, sums, width, rows, call.value_width, t, t + n)
+        add_product(scores, 4 * BLOCK, source, call.value_slot, call.kind == BFLOAT16, sums, width, rows,
+                    call.value_width, t, t + n)  # fmt: skip
         t += n
     if t < end:
-        _add_product(scores, 4 * BLOCK, values, width, sums, width, rows, call.value_width, t, end)
+        add_product(scores, 4 * BLOCK, values, width, False, sums, width, rows, call.value_width, t, end)
 
 
 @_jit
@@ -234,8 +163,7 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
     group = call.heads // call.kv_heads
     width, value_width, rows = call.width, call.value_width, count * group
     most = max(TILE, group)
-    spare = scratch
-    query = spare + 4 * LANES
+    query = scratch
     key_rows = query + 4 * most * width
     keys = key_rows + 4 * LANES * width
     values = keys + 4 * width * BLOCK
@@ -247,33 +175,33 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
     sin = cos + 4 * width
     if rows <= _FEW and call.kind != FLOAT16 and call.value_dim == value_width:
         values = np.int64(0)
-    start = int64_at(call.starts, row)
+    start = lanes.int64_at(call.starts, row)
     for i in range(rows):
         token, which = start + first + i // group, head * group + i % group
         source = call.query + token * call.query_token + which * call.query_head
-        widen(source, 0, call.query_kind, 1, call.dim, query + 4 * i * width, width, spare)
+        widen(source, 0, call.query_kind, 1, call.dim, query + 4 * i * width, width)
         if call.angles > 0:
             if i % group == 0:
                 angles = token * call.angle_token
-                widen(call.cos + angles, 0, call.angle_kind, 1, call.angles, cos, width, spare)
-                widen(call.sin + angles, 0, call.angle_kind, 1, call.angles, sin, width, spare)
-            rotate(query + 4 * i * width, cos, sin, call.angles)
+                widen(call.cos + angles, 0, call.angle_kind, 1, call.angles, cos, width)
+                widen(call.sin + angles, 0, call.angle_kind, 1, call.angles, sin, width)
+            lanes.rotate(query + 4 * i * width, cos, sin, call.angles)
         top, weight = np.float32(-np.inf), np.float32(0)
         if call.sinks != 0:
-            top, weight = float32_at(call.sinks + 4 * which), np.float32(1)
-        set_float32(top, tops + 4 * i)
-        set_float32(weight, totals + 4 * i)
+            top, weight = lanes.float32_at(call.sinks + 4 * which), np.float32(1)
+        lanes.set_float32(top, tops + 4 * i)
+        lanes.set_float32(weight, totals + 4 * i)
     _clear(sums, rows * value_width)
-    position = int64_at(call.lengths, row) - (int64_at(call.starts, row + 1) - start) + first
+    position = lanes.int64_at(call.lengths, row) - (lanes.int64_at(call.starts, row + 1) - start) + first
     for begin in range(max(position - call.window + 1, 0) // BLOCK * BLOCK, position + count, BLOCK):
         filled = min(BLOCK, position + count - begin)
-        _load_columns(call, row, head, begin, filled, key_rows, keys, spare)
+        _load_columns(call, row, head, begin, filled, key_rows, keys)
         if values != 0:
             _load_rows(call, row, begin, filled, call.values + head * call.value_head, call.value_page,
-                       call.value_slot, call.value_dim, values, value_width, spare)  # fmt: skip
+                       call.value_slot, call.value_dim, values, value_width)  # fmt: skip
         _clear(scores, rows * BLOCK)
-        _add_product(query, 4 * width, keys, 4 * BLOCK, scores, 4 * BLOCK, rows,
-                     (filled + LANES - 1) // LANES * LANES, 0, call.dim)  # fmt: skip
+        add_product(query, 4 * width, keys, 4 * BLOCK, False, scores, 4 * BLOCK, rows,
+                    (filled + LANES - 1) // LANES * LANES, 0, call.dim)  # fmt: skip
         shared_first, shared_end = np.int64(0), np.int64(BLOCK)
         for i in range(count):
             low = max(position + i - call.window + 1 - begin, 0)
@@ -282,32 +210,34 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
             if low >= high:
                 continue
             for m in range(i * group, (i + 1) * group):
-                old = float32_at(tops + 4 * m)
+                old = lanes.float32_at(tops + 4 * m)
                 top, base, weight = _weigh(scores + 4 * m * BLOCK, low, high, call.scaling, call.softcap, old)
-                fade = first_lane(exp(splat(old - base)))
-                set_float32(top, tops + 4 * m)
-                set_float32(float32_at(totals + 4 * m) * fade + weight, totals + 4 * m)
+                fade = lanes.first_lane(lanes.exp(splat(old - base)))
+                lanes.set_float32(top, tops + 4 * m)
+                lanes.set_float32(lanes.float32_at(totals + 4 * m) * fade + weight, totals + 4 * m)
                 if fade != np.float32(1):
-                    _scale(sums + 4 * m * value_width, value_width, fade)
+                    for at in range(sums + 4 * m * value_width, sums + 4 * (m + 1) * value_width, 4 * LANES):
+                        store(load(at) * fade, at)
         _add_all_values(call, row, head, begin, values, scores, sums, count, position - begin, shared_first, shared_end)
     for i in range(rows):
         token, which = start + first + i // group, head * group + i % group
         target = call.output + (token * call.heads + which) * call.value_dim * SIZE[call.query_kind]
-        narrow(sums + 4 * i * value_width, float32_at(totals + 4 * i), call.query_kind, call.value_dim, target, spare)
+        divisor = lanes.float32_at(totals + 4 * i)
+        lanes.narrow(sums + 4 * i * value_width, divisor, call.query_kind, call.value_dim, target)
 
 
-@c_function(numba.from_dtype(CALL), sources=[lanes, _lanes_numba])
+@c_function(numba.from_dtype(CALL), sources=[lanes])
 def attend(address: Any) -> None:
     """Work on a call's tasks until none is left; every thread of a team runs this. The longest tasks come first."""
-    call, tickets = numba.carray(address, 1)[0], address_of(address)
-    scratch = call.scratch + take_ticket(tickets + 8) * call.scratch_bytes
+    call, tickets = numba.carray(address, 1)[0], lanes.address_of(address)
+    scratch = call.scratch + lanes.take_ticket(tickets + 8) * call.scratch_bytes
     tile = max(TILE * call.kv_heads // call.heads, 1)
-    index, wanted = np.int64(0), take_ticket(tickets)
+    index, wanted = np.int64(0), lanes.take_ticket(tickets)
     for row in range(call.rows - 1, -1, -1):
-        count = int64_at(call.starts, row + 1) - int64_at(call.starts, row)
+        count = lanes.int64_at(call.starts, row + 1) - lanes.int64_at(call.starts, row)
         for first in range((count - 1) // tile * tile, -1, -tile):
             for head in range(call.kv_heads):
                 if index == wanted:
                     _attend(call, scratch, row, head, first, min(tile, count - first))
-                    wanted = take_ticket(tickets)
+                    wanted = lanes.take_ticket(tickets)
                 index += 1

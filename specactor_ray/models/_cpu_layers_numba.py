@@ -13,50 +13,35 @@ import numpy as np
 from numba import types
 
 from specactor_ray.jit import c_function
-from specactor_ray.models import _lanes_numba, lanes
-from specactor_ray.models._lanes_numba import SIZE, exp, load_kind, narrow, rotate, store_kind, widen
-from specactor_ray.models.lanes import (
-    LANES,
-    add,
-    address_of,
-    divide,
-    fma,
-    int64_at,
-    multiply,
-    splat,
-    take_ticket,
-    total,
-    where_below,
-    with_sign,
-)
+from specactor_ray.models import lanes
+from specactor_ray.models.lanes import LANES, SIZE, load_kind, narrow, rotate, splat, store_kind, take_ticket, widen
 
 BLOCK = 32
 """Rows, or vectors of 16 numbers, that a thread takes at a time."""
 
-_function: Any = c_function(types.int64, sources=[lanes, _lanes_numba])
+_function: Any = c_function(types.int64, sources=[lanes])
 
 
 @_function
 def rms_norm(address: Any) -> None:
     """out = x / sqrt(mean(x^2) + eps) * (weight + offset) in float32, rounded once."""
     _, rows, dim, x, weight, out, kind, weight_kind, eps, offset = numba.carray(address, 10)
-    counter = address_of(address)
+    counter = lanes.address_of(address)
     size = SIZE[kind]
-    shift, floor = splat(np.float32(offset)), np.int64(eps).view(np.float64)
+    shift, floor = np.float32(offset), np.int64(eps).view(np.float64)
     begin = take_ticket(counter) * BLOCK
     while begin < rows:
         for row in range(begin, min(begin + BLOCK, rows)):
             source, target = x + row * dim * size, out + row * dim * size
-            squares = splat(np.float32(0))
+            squares = splat(0.0)
             for i in range(0, dim, LANES):
                 value = load_kind(source + size * i, kind)
-                squares = fma(value, value, squares)
-            mean = np.float64(total(squares)) / np.float64(dim)
-            factor = splat(np.float32(1.0 / np.sqrt(mean + floor)))
+                squares = lanes.fma(value, value, squares)
+            mean = np.float64(lanes.total(squares)) / np.float64(dim)
+            factor = np.float32(1.0 / np.sqrt(mean + floor))
             for i in range(0, dim, LANES):
-                scale = add(load_kind(weight + SIZE[weight_kind] * i, weight_kind), shift)
-                value = multiply(load_kind(source + size * i, kind), factor)
-                store_kind(multiply(value, scale), target + size * i, kind)
+                scale = load_kind(weight + SIZE[weight_kind] * i, weight_kind) + shift
+                store_kind(load_kind(source + size * i, kind) * factor * scale, target + size * i, kind)
         begin = take_ticket(counter) * BLOCK
 
 
@@ -64,41 +49,41 @@ def rms_norm(address: Any) -> None:
 def silu_gate(address: Any) -> None:
     """gate = gate / (1 + exp(-gate)) * up in float32, rounded once; `vectors` of 16 numbers."""
     _, vectors, gate, up, kind = numba.carray(address, 5)
-    counter = address_of(address)
+    counter = lanes.address_of(address)
     step = LANES * SIZE[kind]
-    one = splat(np.float32(1))
+    one = np.float32(1)
     begin = take_ticket(counter) * BLOCK
     while begin < vectors:
         for at in range(begin * step, min(begin + BLOCK, vectors) * step, step):
             x = load_kind(gate + at, kind)
             # Of exp(-|x|), which cannot overflow: 1 / (1 + e) for x >= 0, e / (1 + e) below.
-            e = exp(with_sign(x, splat(np.float32(-1))))
-            share = divide(one, add(one, e))
-            share = where_below(x, np.float32(0), multiply(e, share), share)
-            store_kind(multiply(multiply(x, share), load_kind(up + at, kind)), gate + at, kind)
+            e = lanes.exp(lanes.with_sign(x, splat(-1.0)))
+            share = one / (one + e)
+            share = lanes.where_below(x, 0.0, e * share, share)
+            store_kind(x * share * load_kind(up + at, kind), gate + at, kind)
         begin = take_ticket(counter) * BLOCK
 
 
 @_function
 def store_pages(address: Any) -> None:
     """Copy keys and values of packed tokens to their slots, keys rotated if there are angles; one thread."""
-    (scratch, tokens, slots, page_size, heads, dim, value_dim, key, key_token, key_head, value, value_token, value_head,
+    (row, tokens, slots, page_size, heads, dim, value_dim, key, key_token, key_head, value, value_token, value_head,
      source_kind, keys, key_page, key_slot, key_to, values, value_page, value_slot, value_to, kind, cos, sin,
      angle_token, angle_kind, angles) = numba.carray(address, 28)  # fmt: skip
     width = (max(dim, value_dim) + LANES - 1) // LANES * LANES
-    row, cosines, sines = scratch + 4 * LANES, scratch + 4 * (LANES + width), scratch + 4 * (LANES + 2 * width)
+    cosines, sines = row + 4 * width, row + 8 * width
     one = np.float32(1)
     for token in range(tokens):
-        slot = int64_at(slots, token)
+        slot = lanes.int64_at(slots, token)
         page = slot // page_size
         slot -= page * page_size
         if angles > 0:
-            widen(cos + token * angle_token, 0, angle_kind, 1, angles, cosines, width, scratch)
-            widen(sin + token * angle_token, 0, angle_kind, 1, angles, sines, width, scratch)
+            widen(cos + token * angle_token, 0, angle_kind, 1, angles, cosines, width)
+            widen(sin + token * angle_token, 0, angle_kind, 1, angles, sines, width)
         for head in range(heads):
-            widen(key + token * key_token + head * key_head, 0, source_kind, 1, dim, row, width, scratch)
+            widen(key + token * key_token + head * key_head, 0, source_kind, 1, dim, row, width)
             if angles > 0:
                 rotate(row, cosines, sines, angles)
-            narrow(row, one, kind, dim, keys + page * key_page + slot * key_slot + head * key_to, scratch)
-            widen(value + token * value_token + head * value_head, 0, source_kind, 1, value_dim, row, width, scratch)
-            narrow(row, one, kind, value_dim, values + page * value_page + slot * value_slot + head * value_to, scratch)
+            narrow(row, one, kind, dim, keys + page * key_page + slot * key_slot + head * key_to)
+            widen(value + token * value_token + head * value_head, 0, source_kind, 1, value_dim, row, width)
+            narrow(row, one, kind, value_dim, values + page * value_page + slot * value_slot + head * value_to)

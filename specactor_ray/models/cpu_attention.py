@@ -136,7 +136,7 @@ def store_pages(
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
     heads, dim = key.shape[1:]
     value_dim = value.shape[2]
-    scratch = workspace(4 * (16 + 3 * padded(max(dim, value_dim))))
+    scratch = workspace(12 * padded(max(dim, value_dim)))
     size, kind = key.element_size(), keys.element_size()
     call = _STORE.pack(
         scratch, len(slots), slots.data_ptr(), keys.shape[1], heads, dim, value_dim,

@@ -22,7 +22,7 @@ from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch
 
 _NUMBERS_PER_THREAD = 100_000
 """Numbers from which another thread pays: some 10 us."""
-_DOUBLE, _NORM, _GATE = struct.Struct("=d"), struct.Struct("=8qdq"), struct.Struct("=5q")
+_NORM, _GATE = struct.Struct("=8qdq"), struct.Struct("=5q")
 
 
 def fuse(model: nn.Module, forward: Callable[[], object]) -> None:

@@ -1,4 +1,13 @@
-"""16 float32 numbers as one value of compiled code, and operations on them, written as LLVM instructions.
+"""16 float32 numbers as one value of compiled code: operations on it and functions made of them.
+
+Numba compiles the CPU kernels (`_cpu_attention_numba`, `_cpu_layers_numba`) but has no such type. This module adds one,
+`_lanes`, which lives in a vector register (AVX-512) or in two halves (AVX2), with + - * / on it and on float32.
+
+A function under `@_operation(result, *arguments)` runs when a kernel is compiled. Its arguments stand for the kernel's
+values, and every `builder.x(...)` appends one instruction to the kernel and returns what stands for its result:
+`fadd` adds floats and `add` integers, `zext`, `sext` and `trunc` change the width of integers, `bitcast` takes the same
+bits as another type, `select(c, x, y)` is x where c holds, `shuffle_vector` picks lanes of two vectors by number, and
+`alloca` is a variable, which the compiler keeps in a register. Python's own loops and ifs unroll what they contain.
 
 No operation has a fast-math flag and sums of products are explicit fused multiply-adds. So the compiler may choose
 registers and instructions, but no other order of operations: the bits follow from what is written. All addresses and
@@ -8,21 +17,31 @@ strides are in bytes.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.core.typing.templates import ConcreteTemplate, infer_global
+from numba.extending import intrinsic, lower_builtin, models, register_model
+
+from specactor_ray.jit import kernel
 
 LANES = 16
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+"""Kinds of numbers in memory."""
+SIZE = (4, 2, 2)
+"""Bytes of a number of each kind."""
 
-_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_VECTOR = ir.VectorType(_F32, LANES)
-_WIDE = 4 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 1
-"""Vectors of a strip whose sums stay in registers, for three and four rows."""
+_F32, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_VECTOR, _SHORTS, _WORDS = (ir.VectorType(kind, LANES) for kind in (_F32, _I16, _I32))
+_AVX512 = llvmlite.binding.get_host_cpu_features().get("avx512f")
+_WIDTH = {1: 4, 2: 4, 3: 4, 4: 4} if _AVX512 else {1: 4, 2: 2, 3: 1, 4: 1}
+"""Rows of a strip → vectors of each row whose sums stay in registers."""
 
 
 class _Lanes(types.Type):
@@ -39,6 +58,7 @@ class _LanesModel(models.PrimitiveModel):
 
 
 _lanes, _f32, _i64 = _Lanes(), types.float32, types.int64
+_jit: Any = kernel()
 
 
 def _operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -57,6 +77,24 @@ def _operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], A
     return made
 
 
+def _infix(symbol: Any, instruction: str) -> None:
+    """Give `symbol` a meaning between lanes, and between lanes and float32."""
+    signatures = [_lanes(_lanes, _lanes), _lanes(_lanes, _f32), _lanes(_f32, _lanes)]
+    infer_global(symbol)(type("_Infix", (ConcreteTemplate,), {"cases": signatures}))
+
+    def write(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return getattr(builder, instruction)(*(x if x.type == _VECTOR else _spread(builder, x) for x in values))
+
+    for signature in signatures:
+        lower_builtin(symbol, *signature.args)(write)
+
+
+_infix(operator.add, "fadd")
+_infix(operator.sub, "fsub")
+_infix(operator.mul, "fmul")
+_infix(operator.truediv, "fdiv")
+
+
 def _constant(kind: ir.Type, value: Any) -> ir.Constant:
     return ir.Constant(ir.VectorType(kind, LANES), [value] * LANES)
 
@@ -66,16 +104,17 @@ def _pointer(builder: Any, address: Any, kind: ir.Type) -> Any:
 
 
 def _read(builder: Any, address: Any, kind: ir.Type = _VECTOR) -> Any:
-    return builder.load(_pointer(builder, address, kind), align=2 if kind in (_I16, ir.VectorType(_I16, LANES)) else 4)
+    return builder.load(_pointer(builder, address, kind), align=2 if kind == _SHORTS else 4)
 
 
 def _write(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, _pointer(builder, address, value.type), align=2 if value.type.element == _I16 else 4)
+    builder.store(value, _pointer(builder, address, value.type), align=2 if value.type == _SHORTS else 4)
 
 
 def _spread(builder: Any, value: Any) -> Any:
-    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, _I32(0))
-    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
+    """The same number in all lanes."""
+    one = builder.insert_element(ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined), value, _I32(0))
+    return _pick(builder, one, one, [0] * LANES)
 
 
 def _pick(builder: Any, first: Any, second: Any, lanes: Any) -> Any:
@@ -87,9 +126,13 @@ def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32"), [x, y, z])
 
 
-@_operation(_lanes, _f32)
-def splat(builder: Any, value: Any) -> Any:
-    return _spread(builder, value)
+def _widened(builder: Any, address: Any) -> Any:
+    """bfloat16 numbers are the high halves of float32 numbers."""
+    bits = builder.zext(_read(builder, address, _SHORTS), _WORDS)
+    return builder.bitcast(builder.shl(bits, _constant(_I32, 16)), _VECTOR)
+
+
+# --- numbers in memory --------------------------------------------------------------------------------------------
 
 
 @_operation(_lanes, _i64)
@@ -102,11 +145,6 @@ def store(builder: Any, value: Any, address: Any) -> None:
     _write(builder, value, address)
 
 
-def _widened(builder: Any, address: Any) -> Any:
-    bits = builder.zext(_read(builder, address, ir.VectorType(_I16, LANES)), ir.VectorType(_I32, LANES))
-    return builder.bitcast(builder.shl(bits, _constant(_I32, 16)), _VECTOR)
-
-
 @_operation(_lanes, _i64)
 def load_bfloat16(builder: Any, address: Any) -> Any:
     return _widened(builder, address)
@@ -115,53 +153,89 @@ def load_bfloat16(builder: Any, address: Any) -> Any:
 @_operation(types.void, _lanes, _i64)
 def store_bfloat16(builder: Any, value: Any, address: Any) -> None:
     """Round to the nearest, ties to even; NaN stays NaN."""
-    bits = builder.bitcast(value, ir.VectorType(_I32, LANES))
+    bits = builder.bitcast(value, _WORDS)
     odd = builder.and_(builder.lshr(bits, _constant(_I32, 16)), _constant(_I32, 1))
     rounded = builder.add(bits, builder.add(odd, _constant(_I32, 0x7FFF)))
     nan = builder.fcmp_unordered("uno", value, value)
     kept = builder.lshr(builder.select(nan, _constant(_I32, 0x7FC00000), rounded), _constant(_I32, 16))
-    _write(builder, builder.trunc(kept, ir.VectorType(_I16, LANES)), address)
+    _write(builder, builder.trunc(kept, _SHORTS), address)
 
 
 @_operation(_lanes, _i64)
 def load_float16(builder: Any, address: Any) -> Any:
-    bits = _read(builder, address, ir.VectorType(_I16, LANES))
-    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
+    halves = builder.bitcast(_read(builder, address, _SHORTS), ir.VectorType(ir.HalfType(), LANES))
+    return builder.fpext(halves, _VECTOR)
 
 
 @_operation(types.void, _lanes, _i64)
 def store_float16(builder: Any, value: Any, address: Any) -> None:
-    half = builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES))
-    _write(builder, builder.bitcast(half, ir.VectorType(_I16, LANES)), address)
+    halves = builder.fptrunc(value, ir.VectorType(ir.HalfType(), LANES))
+    _write(builder, builder.bitcast(halves, _SHORTS), address)
+
+
+@intrinsic
+def address_of(context: Any, pointer: Any) -> Any:
+    return _i64(pointer), lambda context, builder, signature, values: builder.ptrtoint(values[0], _I64)
+
+
+@_operation(_i64)
+def spare(builder: Any) -> Any:
+    """Address of room for 16 numbers, the calling function's own."""
+    with builder.goto_entry_block():
+        return builder.ptrtoint(builder.alloca(ir.ArrayType(_F32, LANES)), _I64)
+
+
+@_operation(types.void, _i64, _i64, _i64)
+def copy(builder: Any, source: Any, target: Any, size: Any) -> None:
+    cgutils.raw_memcpy(builder, _pointer(builder, target, _I8), _pointer(builder, source, _I8), size, 1)
+
+
+@_operation(_i64, _i64)
+def take_ticket(builder: Any, address: Any) -> Any:
+    """The counter's value; it is one more for whichever thread comes next."""
+    return builder.atomic_rmw("add", _pointer(builder, address, _I64), _I64(1), "monotonic")
+
+
+@_operation(_i64, _i64, _i64)
+def int64_at(builder: Any, address: Any, index: Any) -> Any:
+    return _read(builder, builder.add(address, builder.shl(index, _I64(3))), _I64)
+
+
+@_operation(_i64, _i64, _i64)
+def int32_at(builder: Any, address: Any, index: Any) -> Any:
+    return builder.sext(_read(builder, builder.add(address, builder.shl(index, _I64(2))), _I32), _I64)
+
+
+@_operation(_f32, _i64)
+def float32_at(builder: Any, address: Any) -> Any:
+    return _read(builder, address, _F32)
+
+
+@_operation(types.void, _f32, _i64)
+def set_float32(builder: Any, value: Any, address: Any) -> None:
+    _write(builder, value, address)
+
+
+# --- numbers in registers -----------------------------------------------------------------------------------------
+
+
+@_operation(_lanes, _f32)
+def splat(builder: Any, value: Any) -> Any:
+    return _spread(builder, value)
 
 
 @_operation(_lanes, _lanes, _lanes, _lanes)
 def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """x y + z, rounded once."""
     return _fused(builder, x, y, z)
 
 
 @_operation(_lanes, _lanes, _lanes)
-def add(builder: Any, x: Any, y: Any) -> Any:
-    return builder.fadd(x, y)
-
-
-@_operation(_lanes, _lanes, _lanes)
-def subtract(builder: Any, x: Any, y: Any) -> Any:
-    return builder.fsub(x, y)
-
-
-@_operation(_lanes, _lanes, _lanes)
-def multiply(builder: Any, x: Any, y: Any) -> Any:
-    return builder.fmul(x, y)
-
-
-@_operation(_lanes, _lanes, _lanes)
-def divide(builder: Any, x: Any, y: Any) -> Any:
-    return builder.fdiv(x, y)
-
-
-@_operation(_lanes, _lanes, _lanes)
 def maximum(builder: Any, x: Any, y: Any) -> Any:
+    return _larger(builder, x, y)
+
+
+def _larger(builder: Any, x: Any, y: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
@@ -174,42 +248,40 @@ def where_below(builder: Any, x: Any, bound: Any, y: Any, z: Any) -> Any:
 @_operation(_lanes, _lanes, _lanes)
 def with_sign(builder: Any, x: Any, sign: Any) -> Any:
     """x with its sign bit set where that of another number is."""
-    kind = ir.VectorType(_I32, LANES)
-    bit = builder.and_(builder.bitcast(sign, kind), _constant(_I32, 0x80000000))
-    return builder.bitcast(builder.or_(builder.bitcast(x, kind), bit), _VECTOR)
+    bit = builder.and_(builder.bitcast(sign, _WORDS), _constant(_I32, 0x80000000))
+    return builder.bitcast(builder.or_(builder.bitcast(x, _WORDS), bit), _VECTOR)
 
 
 @_operation(_lanes, _lanes, _i64, _i64)
 def within(builder: Any, x: Any, first: Any, end: Any) -> Any:
     """x in the lanes [first, end), else -inf."""
     lane = ir.Constant(ir.VectorType(_I64, LANES), list(range(LANES)))
-    bounds = []
-    for bound in (first, end):
-        one = builder.insert_element(ir.Constant(lane.type, ir.Undefined), bound, _I32(0))
-        bounds.append(builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)))
-    inside = builder.and_(builder.icmp_signed(">=", lane, bounds[0]), builder.icmp_signed("<", lane, bounds[1]))
+    behind = builder.icmp_signed(">=", lane, _spread(builder, first))
+    inside = builder.and_(behind, builder.icmp_signed("<", lane, _spread(builder, end)))
     return builder.select(inside, x, _constant(_F32, float("-inf")))
 
 
 @_operation(_lanes, _lanes)
 def power_of_two(builder: Any, x: Any) -> Any:
     """2^k of x = 1.5 * 2^23 + 127 + k, -126 <= k <= 127: the sum's last bits are the exponent."""
-    bits = builder.bitcast(x, ir.VectorType(_I32, LANES))
-    return builder.bitcast(builder.shl(bits, _constant(_I32, 23)), _VECTOR)
+    return builder.bitcast(builder.shl(builder.bitcast(x, _WORDS), _constant(_I32, 23)), _VECTOR)
 
 
-def _folded(builder: Any, x: Any, join: Callable[[Any, Any], Any]) -> Any:
-    width = LANES
-    while width > 1:
-        width //= 2
-        x = join(_pick(builder, x, x, range(width)), _pick(builder, x, x, range(width, 2 * width)))
+def _folded(builder: Any, x: Any, join: Callable[[Any, Any, Any], Any]) -> Any:
+    """Join lanes l and l + 8 first, then l and l + 4, l + 2, l + 1."""
+    for width in (8, 4, 2, 1):
+        x = join(builder, _pick(builder, x, x, range(width)), _pick(builder, x, x, range(width, 2 * width)))
     return builder.extract_element(x, _I32(0))
 
 
 @_operation(_f32, _lanes)
 def total(builder: Any, x: Any) -> Any:
-    """Lanes l and l + 8 first, then l and l + 4, l + 2, l + 1."""
-    return _folded(builder, x, builder.fadd)
+    return _folded(builder, x, ir.IRBuilder.fadd)
+
+
+@_operation(_f32, _lanes)
+def largest(builder: Any, x: Any) -> Any:
+    return _folded(builder, x, _larger)
 
 
 @_operation(_f32, _lanes)
@@ -217,9 +289,7 @@ def first_lane(builder: Any, x: Any) -> Any:
     return builder.extract_element(x, _I32(0))
 
 
-@_operation(_f32, _lanes)
-def largest(builder: Any, x: Any) -> Any:
-    return _folded(builder, x, lambda a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+# --- matrices -----------------------------------------------------------------------------------------------------
 
 
 def _transposed(builder: Any, source: Any, stride: Any, kind: ir.Type) -> list[Any]:
@@ -246,108 +316,166 @@ def transpose(builder: Any, source: Any, source_stride: Any, target: Any, target
 @_operation(types.void, _i64, _i64, _i64, _i64)
 def transpose_bfloat16(builder: Any, source: Any, source_stride: Any, target: Any, target_stride: Any) -> None:
     """16 rows of 32 bfloat16 become columns of float32: neighbours travel as one number."""
-    for i, column in enumerate(_transposed(builder, source, source_stride, ir.VectorType(_I32, LANES))):
+    for i, column in enumerate(_transposed(builder, source, source_stride, _WORDS)):
         even = builder.shl(column, _constant(_I32, 16))
         odd = builder.and_(column, _constant(_I32, 0xFFFF0000))
         for at, half in ((2 * i, even), (2 * i + 1, odd)):
             _write(builder, builder.bitcast(half, _VECTOR), builder.add(target, builder.mul(target_stride, _I64(at))))
 
 
-@intrinsic
-def address_of(context: Any, pointer: Any) -> Any:
-    return _i64(pointer), lambda context, builder, signature, values: builder.ptrtoint(values[0], _I64)
+@_operation(types.void, *[_i64] * 11)
+def add_strip(
+    builder: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, half: Any, c: Any, c_stride: Any, rows: Any,
+    columns: Any, first: Any, end: Any,
+) -> None:  # fmt: skip
+    """`add_product` of 1 to 4 rows: a piece of code for each case."""
+    which, stop = builder.add(builder.mul(rows, _I64(2)), half), builder.mul(columns, _I64(4))
+    for count, width in _WIDTH.items():
+        for is_half in (0, 1):
+            case = builder.icmp_signed("==", which, _I64(2 * count + is_half))
+            with builder.if_then(case):
+                start = _I64(0)
+                for wide in sorted({width, 1}, reverse=True):
+                    step = _I64(4 * LANES * wide)
+                    whole = builder.mul(builder.sdiv(stop, step), step)
+                    with cgutils.for_range_slice(builder, start, whole, step, _I64) as (at, _):
+                        source = builder.add(b, builder.lshr(at, _I64(is_half)))
+                        _add_columns(
+                            builder, count, wide, is_half, a, a_stride, source, b_stride, builder.add(c, at), c_stride,
+                            first, end,
+                        )  # fmt: skip
+                    start = whole
 
 
-@_operation(_i64, _i64)
-def take_ticket(builder: Any, address: Any) -> Any:
-    """The counter's value; it is one more for whichever thread comes next."""
-    return builder.atomic_rmw("add", _pointer(builder, address, _I64), _I64(1), "monotonic")
+def _add_columns(
+    builder: Any, rows: int, wide: int, half: int, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any, c_stride: Any,
+    first: Any, end: Any,
+) -> None:  # fmt: skip
+    """`add_product` of `wide` vectors of columns, whose sums stay in registers."""
+    targets = [
+        builder.add(c, builder.add(builder.mul(c_stride, _I64(r)), _I64(4 * LANES * x)))
+        for r in range(rows)
+        for x in range(wide)
+    ]
+    sums = [cgutils.alloca_once_value(builder, _read(builder, target)) for target in targets]
+    with cgutils.for_range_slice(builder, first, end, _I64(1), _I64) as (t, _):
+        source, factors = builder.add(b, builder.mul(t, b_stride)), builder.add(a, builder.mul(t, _I64(4)))
+        read, size = (_widened, 2) if half else (_read, 4)
+        vectors = [read(builder, builder.add(source, _I64(size * LANES * x))) for x in range(wide)]
+        for r in range(rows):
+            factor = _read(builder, builder.add(factors, builder.mul(a_stride, _I64(r))), _F32)
+            spread = _spread(builder, factor)
+            for vector, place in zip(vectors, sums[r * wide : (r + 1) * wide], strict=True):
+                builder.store(_fused(builder, spread, vector, builder.load(place)), place)
+    for target, place in zip(targets, sums, strict=True):
+        _write(builder, builder.load(place), target)
 
 
-@_operation(_i64, _i64, _i64)
-def int64_at(builder: Any, address: Any, index: Any) -> Any:
-    return _read(builder, builder.add(address, builder.shl(index, _I64(3))), _I64)
-
-
-@_operation(_i64, _i64, _i64)
-def int32_at(builder: Any, address: Any, index: Any) -> Any:
-    return builder.sext(_read(builder, builder.add(address, builder.shl(index, _I64(2))), _I32), _I64)
-
-
-@_operation(_f32, _i64)
-def float32_at(builder: Any, address: Any) -> Any:
-    return _read(builder, address, _F32)
-
-
-@_operation(types.void, _f32, _i64)
-def set_float32(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, _pointer(builder, address, _F32), align=4)
-
-
-@_operation(types.void, _i64, _i64)
-def move16(builder: Any, source: Any, target: Any) -> None:
-    builder.store(_read(builder, source, _I16), _pointer(builder, target, _I16), align=2)
-
-
-# --- products of matrices ---------------------------------------------------------------------------------------
-
-
-def _strip(rows: int, wide: int, half: bool = False) -> Any:
-    """c[r][x] += a[r][t] b[t][x] in the order of t in [first, end), for `rows` rows and all columns x.
+@_jit
+def add_product(a: Any, a_stride: Any, b: Any, b_stride: Any, half: Any, c: Any, c_stride: Any, rows: Any, columns: Any,
+                first: Any, end: Any) -> None:  # fmt: skip
+    """c[r][x] += a[r][t] b[t][x], fused, in the order of t in [first, end). `columns` is a multiple of 16.
 
     b is of bfloat16 where `half`, all else of float32.
     """
-
-    @_operation(types.void, *[_i64] * 9)
-    def strip(builder: Any, *given: Any) -> None:
-        columns = given[6]
-        step = _I64(4 * LANES * wide)
-        whole = builder.mul(builder.sdiv(builder.mul(columns, _I64(4)), step), step)
-        with cgutils.for_range_slice(builder, _I64(0), whole, step, _I64) as (at, _):
-            _columns(builder, rows, wide, half, at, *given)
-        if wide > 1:
-            end = builder.mul(columns, _I64(4))
-            with cgutils.for_range_slice(builder, whole, end, _I64(4 * LANES), _I64) as (at, _):
-                _columns(builder, rows, 1, half, at, *given)
-
-    return strip
+    while rows >= 4:
+        add_strip(a, a_stride, b, b_stride, half, c, c_stride, 4, columns, first, end)
+        a, c, rows = a + 4 * a_stride, c + 4 * c_stride, rows - 4
+    add_strip(a, a_stride, b, b_stride, half, c, c_stride, rows, columns, first, end)
 
 
-def _columns(
-    builder: Any, rows: int, wide: int, half: bool, at: Any, a: Any, a_stride: Any, b: Any, b_stride: Any, c: Any,
-    c_stride: Any, columns: Any, first: Any, end: Any,
-) -> None:  # fmt: skip
-    """A strip's `wide` vectors of columns, the first one at byte `at`: its sums stay in registers."""
-    offsets = [_I64(4 * LANES * x) for x in range(wide)]
-    steps = [_I64((2 if half else 4) * LANES * x) for x in range(wide)]
-    targets = [builder.add(builder.add(c, at), builder.mul(c_stride, _I64(r))) for r in range(rows)]
-    begin = [_read(builder, builder.add(target, x)) for target in targets for x in offsets]
-    factors = [builder.add(a, builder.mul(a_stride, _I64(r))) for r in range(rows)]
-    entry, loop, done = builder.block, builder.append_basic_block("sum"), builder.append_basic_block("summed")
-    builder.cbranch(builder.icmp_signed("<", first, end), loop, done)
-    with builder.goto_block(loop):
-        t, sums = builder.phi(_I64), [builder.phi(_VECTOR) for _ in begin]
-        source = builder.add(builder.add(b, builder.lshr(at, _I64(int(half)))), builder.mul(t, b_stride))
-        vectors = [(_widened if half else _read)(builder, builder.add(source, x)) for x in steps]
-        after = []
-        for r in range(rows):
-            factor = _spread(builder, _read(builder, builder.add(factors[r], builder.mul(t, _I64(4))), _F32))
-            after += [_fused(builder, factor, v, sums[r * wide + x]) for x, v in enumerate(vectors)]
-        following = builder.add(t, _I64(1))
-        for phi, old, new in zip([t, *sums], [first, *begin], [following, *after], strict=True):
-            phi.add_incoming(old, entry)
-            phi.add_incoming(new, loop)
-        builder.cbranch(builder.icmp_signed("<", following, end), loop, done)
-    builder.position_at_end(done)
-    for i, (old, new) in enumerate(zip(begin, after, strict=True)):
-        result = builder.phi(_VECTOR)
-        result.add_incoming(old, entry)
-        result.add_incoming(new, loop)
-        begin[i] = result
-    for i, result in enumerate(begin):
-        _write(builder, result, builder.add(targets[i // wide], offsets[i % wide]))
+# --- functions of lanes and rows ----------------------------------------------------------------------------------
 
 
-strip1, strip2, strip3, strip4 = _strip(1, 4), _strip(2, max(_WIDE, 2)), _strip(3, _WIDE), _strip(4, _WIDE)
-half1, half2 = _strip(1, 4, half=True), _strip(2, max(_WIDE, 2), half=True)
-half3, half4 = _strip(3, _WIDE, half=True), _strip(4, _WIDE, half=True)
+@_jit
+def load_kind(address: Any, kind: Any) -> Any:
+    if kind == BFLOAT16:
+        return load_bfloat16(address)
+    if kind == FLOAT16:
+        return load_float16(address)
+    return load(address)
+
+
+@_jit
+def store_kind(value: Any, address: Any, kind: Any) -> None:
+    if kind == BFLOAT16:
+        store_bfloat16(value, address)
+    elif kind == FLOAT16:
+        store_float16(value, address)
+    else:
+        store(value, address)
+
+
+@_jit
+def widen(source: Any, stride: Any, kind: Any, rows: Any, count: Any, target: Any, width: Any) -> None:
+    """Rows of `count` numbers of a kind become rows of `width` float32; zeros fill up the last 16 of a row."""
+    whole, room = count // LANES * LANES, spare()
+    for r in range(rows):
+        begin, to = source + r * stride, target + 4 * r * width
+        if kind == BFLOAT16:
+            for i in range(0, whole, LANES):
+                store(load_bfloat16(begin + 2 * i), to + 4 * i)
+        elif kind == FLOAT16:
+            for i in range(0, whole, LANES):
+                store(load_float16(begin + 2 * i), to + 4 * i)
+        else:
+            for i in range(0, whole, LANES):
+                store(load(begin + 4 * i), to + 4 * i)
+        if whole < count:
+            store(splat(0.0), room)
+            copy(begin + SIZE[kind] * whole, room, SIZE[kind] * (count - whole))
+            store(load_kind(room, kind), to + 4 * whole)
+
+
+@_jit
+def narrow(source: Any, scale: Any, kind: Any, count: Any, target: Any) -> None:
+    """`count` float32 numbers, each divided by `scale`, become numbers of a kind."""
+    size, whole, room = SIZE[kind], count // LANES * LANES, spare()
+    for i in range(0, whole, LANES):
+        store_kind(load(source + 4 * i) / scale, target + size * i, kind)
+    if whole < count:
+        store_kind(load(source + 4 * whole) / scale, room, kind)
+        copy(room, target + size * whole, size * (count - whole))
+
+
+@_jit
+def exp(x: Any) -> Any:
+    """exp of x <= 0, relative error below 2e-7; 0 under e^-87, NaN of NaN."""
+    shift = splat(1.5 * 2.0**23 + 127)
+    shifted = fma(x, splat(1.4426950408889634), shift)  # log2(e)
+    k = shifted - shift
+    r = fma(k, splat(-0.693359375), x)  # log(2) in two parts
+    r = fma(k, splat(2.12194440e-4), r)
+    p = splat(1 / 5040)
+    p = fma(p, r, splat(1 / 720))
+    p = fma(p, r, splat(1 / 120))
+    p = fma(p, r, splat(1 / 24))
+    p = fma(p, r, splat(1 / 6))
+    p = fma(p, r, splat(1 / 2))
+    p = fma(p, r, splat(1.0))
+    p = fma(p, r, splat(1.0))
+    return where_below(x, -87.0, splat(0.0), p * power_of_two(shifted))
+
+
+@_jit
+def tanh(x: Any) -> Any:
+    e = exp(with_sign(x * np.float32(2), splat(-1.0)))
+    one = np.float32(1)
+    return with_sign((one - e) / (one + e), x)
+
+
+@_jit
+def rotate(row: Any, cos: Any, sin: Any, dim: Any) -> None:
+    """Rotate the pairs (i, i + dim / 2) of a float32 row in place; `cos` and `sin` are float32 rows of `dim`."""
+    half = dim // 2
+    whole = half // LANES * LANES
+    for i in range(0, 4 * whole, 4 * LANES):
+        j = i + 4 * half
+        x, y = load(row + i), load(row + j)
+        store(x * load(cos + i) - y * load(sin + i), row + i)
+        store(y * load(cos + j) + x * load(sin + j), row + j)
+    for i in range(4 * whole, 4 * half, 4):
+        j = i + 4 * half
+        x, y = float32_at(row + i), float32_at(row + j)
+        set_float32(np.float32(x * float32_at(cos + i)) - np.float32(y * float32_at(sin + i)), row + i)
+        set_float32(np.float32(y * float32_at(cos + j)) + np.float32(x * float32_at(sin + j)), row + j)

@@ -69,7 +69,8 @@ class RaggedModel:
         _replace_attention(model)
         if can_pack(self.device, self.dtype):
             pack_linears(model)
-            self._pad_to = self._tune_padding()
+            packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+            self._pad_to = cheapest_row_counts(packed) if packed else [0]
         self._exported: dict[int, torch.Tensor] = {}
         self._hidden_layers = tuple(hidden_layers)
         self._hook_hidden_layers()
@@ -160,10 +161,6 @@ class RaggedModel:
                 tied[name] = source
                 tied[source] = name
         return tied
-
-    def _tune_padding(self) -> list[int]:
-        layers = [module for module in self.model.modules() if isinstance(module, PackedLinear)]
-        return cheapest_row_counts(layers) if layers else [0]
 
     def _hook_hidden_layers(self) -> None:
         if not self._hidden_layers:
