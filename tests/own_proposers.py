@@ -99,3 +99,23 @@ class Vague(Model):
 
 class Unfinished(RowProposer):
     method, vocab_size = "own", None
+
+
+class Nameless(RowProposer):
+    vocab_size = None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
+        return []
+
+
+class Hollow(Model):
+    def __init__(self, config: Any) -> None:
+        self.window = config.window
+
+
+class Broken(Model):
+    def __init__(self, config: Any) -> None:
+        raise RuntimeError("no luck")

@@ -95,7 +95,8 @@ def without_none(annotation: Any) -> tuple[Any, bool]:
 def type_in_words(annotation: Any) -> str:
     """The values an annotation allows, for messages and help."""
     inner, optional = without_none(annotation)
-    suffix = ", or null" if optional else ""
+    null = ", auto or null" if inner in (int, float) else ", or null"
+    suffix = null if optional else ""
     if list_element(inner) is not None:
         return f"a list ({type_in_words(list_element(inner))} each){suffix}"
     if is_dataclass(inner):

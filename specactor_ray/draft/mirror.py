@@ -92,7 +92,13 @@ class MirrorTable:
         self.ends[slots] = ends + 1
 
     def lengthen(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
-        """Append tokens to a tail, up to its limit."""
+        """Append tokens to a tail, up to its limit.
+
+        Raises:
+            TypeError: They are no integers.
+        """
+        if len(tokens) and np.asarray(tokens).dtype.kind not in "iu":
+            raise TypeError(f"guesses are token ids, not {np.asarray(tokens).dtype}")
         begin = int(self.ends[slot])
         tokens = tokens[: max(int(self.limits[slot]) - begin, 0)]
         self.lines[slot, begin : begin + len(tokens)] = tokens

@@ -82,6 +82,8 @@ class Proposer(abc.ABC):
     vocab_size: int | None
     """Size of the drafter's vocabulary; None: any vocabulary."""
     traits = Traits()
+    required: tuple[str, ...] = ("method", "vocab_size")
+    """Attributes that a proposer has once it is made."""
 
     @abc.abstractmethod
     def open(

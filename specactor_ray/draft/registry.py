@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specactor_ray.config.named import import_named, is_named
 from specactor_ray.draft.proposer import Checkpoint, Proposer, Traits
-from specactor_ray.errors import ConfigError, clipped, clipped_text
+from specactor_ray.errors import ConfigError, SpecActorError, clipped, clipped_text
 
 if TYPE_CHECKING:
     from specactor_ray.config.schema import DrafterConfig, TargetConfig
@@ -55,10 +55,23 @@ def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> 
     """Build the configured proposer for this target on `device` (`cpu` or `cuda`).
 
     Raises:
-        ConfigError: There is no such method.
+        ConfigError: There is no such method, or a user's own class cannot be made.
         ModelLoadError: Its model cannot be loaded or served.
     """
-    return _class_of(config.method, "drafters.N.method").from_config(config, target, device)
+    key, method = "drafters.N.method", clipped_text(config.method)
+    proposer_class = _class_of(config.method, key)
+    try:
+        proposer = proposer_class.from_config(config, target, device)
+    except Exception as error:
+        if isinstance(error, SpecActorError) or config.method in BUILT_IN:
+            raise
+        problem = f"{method} cannot be made: {type(error).__name__}: {clipped(error)}."
+        raise ConfigError(key, problem, "mend its from_config, or its constructor.") from error
+    missing = [name for name in proposer.required if not hasattr(proposer, name)]
+    if missing:
+        fix = "set method and vocab_size in the class, and call super().__init__() in its constructor."
+        raise ConfigError(key, f"{method} is made without {', '.join(missing)}.", fix)
+    return proposer
 
 
 def _class_of(method: str, key: str) -> type[Proposer]:

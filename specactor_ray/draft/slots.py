@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,6 +33,7 @@ class SlotProposer(Proposer):
 
     _by_slot: tuple[str, ...] = ("_placed", "_waiting", "_unanswered")
     """Names of the arrays `(slots,)` that grow with the table, filled with 0."""
+    required = (*Proposer.required, "mirrors")
 
     def __init__(self, max_batch: int = 64) -> None:
         if max_batch < 1:
@@ -39,6 +41,8 @@ class SlotProposer(Proposer):
         self.mirrors = MirrorTable()
         self.request_ids, self.samplings = dict[int, str](), dict[int, SamplingParams]()
         """By open slot."""
+        self._failures = Counter[str]()
+        """Guesses that failed, by the kind of error."""
         self._places = max_batch
         """Free places."""
         self._placed, self._waiting, self._unanswered = np.zeros((3, 0), np.bool_)
@@ -146,9 +150,20 @@ class RowProposer(SlotProposer):
             try:
                 found = self.guess(slot, mirrors.prompt(slot), mirrors.lines[slot, begin:end], room)
                 mirrors.lengthen(slot, found)
-            except Exception:
-                logger.exception("%s: no draft for request %s", self.method, self.request_ids[slot])
+            except Exception as error:  # noqa: BLE001 - of a user's class; drafts are only a matter of speed
+                self._log(slot, error)
                 mirrors.ends[slot] = mirrors.known[slot]
             else:
                 self._unanswered[slot] = not self.traits.looks_up and 0 < len(found) < room
         return slots.astype(np.int32)
+
+    def _log(self, slot: int, error: Exception) -> None:
+        """Log the first failure of a kind with its traceback, and then the 10th, the 100th and so on."""
+        kind = type(error).__name__
+        self._failures[kind] += 1
+        count = self._failures[kind]
+        if count == 1:
+            more = f"further ones with {kind} are counted"
+            logger.exception("%s: no draft for request %s; %s", self.method, self.request_ids[slot], more)
+        elif str(count).strip("0") == "1":
+            logger.warning("%s: %d guesses failed with %s", self.method, count, kind)

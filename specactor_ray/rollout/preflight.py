@@ -196,9 +196,11 @@ def _reject_context_beyond_the_models(config: Config, text: Any) -> None:
 
 def _reject_cache_below_one_request(config: Config, text: Any) -> None:
     """vLLM does not start with a cache that a single request of `max_model_len` could not be finished in; `hf` takes
-    shorter requests, but needs one block."""
+    shorter prompts, but one of a token must have room for its output."""
     target, on_vllm = config.target, config.target.backend == "vllm"
-    length = (target.max_model_len or context_of(text)) if on_vllm else 1
+    length = target.max_model_len or context_of(text)
+    if not on_vllm:
+        length = min(length or 1 << 30, 1 + config.sampling.max_tokens)
     plain = not getattr(text, "sliding_window", None) and not getattr(text, "kv_lora_rank", None)
     if (
         target.kv_cache_gb is None

@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 import torch
 
-from specactor_ray.errors import ModelLoadError
+from specactor_ray.errors import ConfigError, ModelLoadError, clipped
 from specactor_ray.fallbacks import fall_back
 from specactor_ray.leftovers import make_owned_folder, mapped_segments, note_segments, remove_abandoned
 from specactor_ray.messages import SamplingParams
@@ -117,6 +117,7 @@ class EngineCoreHandle:
             with kernel_scan_without_llvmlite():
                 self._core = EngineCore(config, Executor.get_class(config), log_stats=False)
         except (ValueError, RuntimeError) as error:  # its checks of the model and its settings raise both
+            _name_argument(error, settings.engine_arguments)
             hint = ""
             if "cache" in str(error).lower():
                 hint = (
@@ -363,6 +364,20 @@ def _engine_arguments(settings: CoreSettings) -> dict[str, Any]:
     if not GRAPH_ARGUMENTS & settings.engine_arguments.keys():
         arguments |= graphs
     return {**arguments, **settings.engine_arguments}
+
+
+def _name_argument(error: Exception, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError where vLLM's error is about a value of `target.engine_arguments`."""
+    from pydantic import ValidationError
+
+    for problem in error.errors() if isinstance(error, ValidationError) else ():
+        name = str(problem["loc"][-1]) if problem["loc"] else ""
+        if name in arguments:
+            key, what = (
+                f"target.engine_arguments.{name}",
+                f"{clipped(arguments[name])} is refused by vLLM: {problem['msg']}.",
+            )
+            raise ConfigError(key, what, "use a value that vLLM takes, or leave it out.") from error
 
 
 @contextlib.contextmanager

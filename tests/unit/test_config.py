@@ -161,7 +161,7 @@ class TestWrongTypes:
             ("target.replicas=1.5", "target.replicas", "1.5", "an integer"),
             ("target.replicas=true", "target.replicas", "True", "an integer"),
             ("target.replicas=null", "target.replicas", "None", "an integer"),
-            ("target.max_model_len=x", "target.max_model_len", "'x'", "an integer, or null"),
+            ("target.max_model_len=x", "target.max_model_len", "'x'", "an integer, auto or null"),
             ("target.kv_cache_gb=lots", "target.kv_cache_gb", "'lots'", "a number"),
             ("target.model=[1]", "target.model", "[1]", "a text"),
             ("target.trust_remote_code=2", "target.trust_remote_code", "2", "true or false"),
@@ -487,7 +487,7 @@ class TestDescriptions:
     def test_all_keys_are_described(self) -> None:
         docs = {doc.key: doc for doc in describe()}
         assert docs["mode"].type == "one of auto, plain, coupled, decoupled"
-        assert docs["target.max_model_len"].type == "an integer, or null"
+        assert docs["target.max_model_len"].type == "an integer, auto or null"
         assert docs["drafters.N.max_match"].default == 8
         assert docs["drafters.N.online.where"].doc
         assert docs["drafters"].default == []

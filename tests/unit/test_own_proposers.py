@@ -6,28 +6,30 @@ import io
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from specactor_ray.config.drafter_spec import drafter_specs
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.schema import Config, SpeculationConfig, VerifyPolicy
+from specactor_ray.config.schema import Config, DrafterConfig, SpeculationConfig, TargetConfig, VerifyPolicy
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.lookup.suffix import SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.proposer import Proposer, packed
 from specactor_ray.draft.registry import build_proposer, traits
 from specactor_ray.drafter_training.corpus import Record
 from specactor_ray.drafter_training.measuring import measure
 from specactor_ray.errors import ConfigError
-from specactor_ray.messages import Finished, Progress
+from specactor_ray.messages import Finished, Progress, SamplingParams
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.rollout.preflight import export_what_drafters_read
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
+from tests.own_proposers import Lookup
 from tests.tiny import tiny_draft, tiny_target
 from tests.unit.engine_conformance import requests
 from tests.unit.test_loops import engine, truth_of
@@ -184,6 +186,32 @@ def test_a_noisy_model_of_ones_own_is_measured_with_both_noises() -> None:
 def test_a_section_that_contradicts_the_class_is_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         drafter_specs(config_of(section))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Nameless", "Nameless is made without method. Fix: set method"),
+        ("Hollow", r"Hollow is made without mirrors. Fix: .*super\(\).__init__\(\)"),
+        ("Broken", r"Broken cannot be made: RuntimeError: .*no luck.*Fix: mend"),
+    ],
+)
+def test_a_class_that_makes_no_proposer_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_proposer(config_of({"method": own(name)}).drafters[0], TargetConfig(), "cpu")
+
+
+def test_failures_of_a_kind_are_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    proposer = Lookup(DrafterConfig(method=own("Lookup"), window=4))
+    guesses = iter([[1.5, 2.0]] * 12 + [[[1, 2], [3, 4]]])
+    proposer.guess = lambda *_: next(guesses)  # type: ignore[method-assign]
+    proposer.open(0, "r", [1, 2], [], SamplingParams(max_tokens=64), 4)
+    for position in range(13):
+        proposer.commit(*packed([(0, position, [7])]))
+        assert proposer.extend().tolist() == [0] and not len(proposer.tails(np.zeros(1, np.int32)).tokens)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3 and "no draft for request r; further ones with TypeError" in lines[0]
+    assert lines[1] == "own: 10 guesses failed with TypeError" and "ValueError" in lines[2]
 
 
 def test_classes_are_not_imported_where_nothing_is_drafted() -> None:

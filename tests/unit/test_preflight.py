@@ -93,11 +93,12 @@ def test_a_cache_is_that_of_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert two - one == pytest.approx(2**30 + 2 * memory.PROCESS_BYTES)
 
 
-def test_a_cache_that_holds_no_block_of_hf(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_holds_no_output_of_hf(monkeypatch: pytest.MonkeyPatch) -> None:
     model = LlamaConfig(**LLAMA, max_position_embeddings=4096)
-    check(monkeypatch, model, backend="hf", kv_cache_gb=16 / 2**20)
-    with pytest.raises(ConfigError, match="holds 0 tokens of m in blocks of 16, and a request may have 1") as error:
-        check(monkeypatch, model, backend="hf", kv_cache_gb=15 / 2**20)
+    check(monkeypatch, model, backend="hf", kv_cache_gb=144 / 2**20)
+    with pytest.raises(ConfigError, match="holds 128 tokens of m in blocks of 16, and a request may have 129") as error:
+        check(monkeypatch, model, backend="hf", kv_cache_gb=143 / 2**20)
+    check(monkeypatch, model, backend="hf", kv_cache_gb=16 / 2**20, max_model_len=16)
     assert error.value.key == "target.kv_cache_gb"
 
 
