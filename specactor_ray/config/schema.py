@@ -215,7 +215,8 @@ class DrafterConfig:
     """For `draft_model`: a local directory, a Hugging Face id or a built-in name, with the target's vocabulary. For
     `eagle`: the directory of a head that was trained for this target."""
     dtype: str = one_of(DTYPES, default=AUTO)
-    """For `draft_model` and `eagle`: float32, bfloat16, float16, or `auto`, as target.dtype."""
+    """For `draft_model` and `eagle`: float32, bfloat16, float16, or `auto`: bfloat16 on GPUs and on CPUs with
+    AVX512_BF16, else float32."""
     trust_remote_code: bool = False
     """For `draft_model`: run model code that a checkpoint brings along."""
     kv_cache_gb: Auto[float] = positive(_UNRESOLVED)

@@ -195,7 +195,7 @@ def reject_method_twice(config: Config) -> None:
 
 def reject_unknown_method(drafter: DrafterConfig, key: str) -> None:
     if not is_named(drafter.method):  # else a class of the user's, imported where it drafts
-        reject_unlisted(f"{key}.method", drafter.method, BUILT_IN)
+        reject_unlisted(f"{key}.method", drafter.method, (*BUILT_IN, "package.module:Class"))
 
 
 def reject_drafter_values_outside_their_ranges(drafter: DrafterConfig, key: str) -> None:
