@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import hypothesis
 import pytest
 
 from tests import tiny
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell: children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine is no failure, and a failure must come back: no deadline, and the same examples each run.
 hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
