@@ -174,7 +174,7 @@ S = TypeVar("S", DraftActorSpec, VerifierSpec)
 
 
 class LoopActor(Generic[S, M]):
-    """An actor whose methods only touch queues, and whose loop does the work in a thread of its own."""
+    """An actor with a loop in a thread of its own; its methods only touch queues."""
 
     _THREAD: ClassVar[str]
     """Name of the thread."""
@@ -210,6 +210,7 @@ class LoopActor(Generic[S, M]):
             self._thread.stop(10.0)
 
     def _make_loop(self) -> M:
+        """Build the loop, in its thread."""
         raise NotImplementedError
 
     def _take_version(self, version: int) -> bool:

@@ -134,7 +134,7 @@ class TargetConfig:
     """Number of verifiers; requests are spread over them."""
     cores: Auto[int] = at_least(1, default=_UNRESOLVED)
     """CPU cores of each verifier (its torch threads, pinned). Default: 1 on the CPU; on GPUs 4 and one more for each
-    rank, fewer on a machine that has not so many."""
+    rank, fewer on smaller machines."""
     gpus: int = at_least(0, default=0)
     """GPUs of each verifier; 0 runs on the CPU."""
     tensor_parallel: int = at_least(1, default=1)

@@ -172,8 +172,8 @@ class Controller:
         self._wake.set()
 
     def set_weights(self, weights: WeightSet, timeout_s: float) -> None:
-        """Give everyone who follows the policy these weights, now and when they join later. Waits until all verifiers
-        that are ready have them; who fails to take them is replaced. Idempotent.
+        """Send these weights to all actors that follow the policy, also to later ones. Returns when all ready verifiers
+        have them; an actor that fails to load them is replaced. Idempotent.
 
         Raises:
             InputError: The version is not above all earlier ones.

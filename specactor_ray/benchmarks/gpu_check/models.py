@@ -47,7 +47,7 @@ def spread_head(weight: torch.Tensor, logits: torch.Tensor) -> None:
 
 
 class SynchronizedModel(RaggedModel):
-    """Waits for the device after a forward, whose time would else be that of its launches, the rest the sampler's."""
+    """Waits for the device after a forward; else its time would count as the sampler's."""
 
     def forward(self, *args: Any) -> RaggedOutput:
         output = super().forward(*args)
@@ -56,6 +56,6 @@ class SynchronizedModel(RaggedModel):
 
 
 def ragged_model(shape: ModelShape, dtype: str, device: str, tokens: int) -> SynchronizedModel:
-    """A random model as the `hf` engine runs it, with a cache of so many tokens."""
+    """A random model as the `hf` engine runs it, with a cache of `tokens` tokens."""
     cache_bytes = shape.cache_bytes(tokens, getattr(torch, dtype).itemsize)
     return SynchronizedModel(random_model(shape, dtype, device), cache_bytes)

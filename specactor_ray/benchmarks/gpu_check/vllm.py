@@ -83,7 +83,7 @@ def _measure_ours(stage: Stage, engine: str, cell: Cell, target: TargetConfig) -
 
 
 def _in_child(work: tuple[str, Cell, TargetConfig, Settings, float], report: Report) -> dict[str, Any]:
-    """The entry of a stage that has so many seconds."""
+    """Measure one engine in a child process, within the seconds given."""
     from specactor_ray.target.vllm import VllmEngine
 
     name, cell, target, settings, seconds = work

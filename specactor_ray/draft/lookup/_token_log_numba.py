@@ -27,8 +27,8 @@ from specactor_ray.sampling.numba import keyed_gumbel
 TOKEN, BACK, NEXT, GROUP, LINKS = 0, 1, 2, 3, 4
 CONTEXT_ONLY = -1
 MAX_VOTES = 64
-"""Latest rows of a bucket that a look-up compares; so many occurrences may vote. Bounds the cost of a look-up, and lets
-older policies fade: what has been seen 64 times since has no say any more."""
+"""Latest rows of a bucket that a look-up compares, and most occurrences that vote. Bounds the cost of a look-up; older
+occurrences than the latest 64 do not vote, so those of older policies fade."""
 DOUBT = 0.5
 """Votes that are always given to none of the tokens seen: one occurrence alone is no certainty."""
 
@@ -238,7 +238,7 @@ def advance(
         lines: `(slots, width)` int32; `prompts` and `known` `(slots,)` int32: see `MirrorTable`.
         own_rows: `(slots, width, LINKS + levels)` int32: rows of the logs of the requests' own text.
         own_heads: `(slots, levels * width)` int32: their heads.
-        indexed: `(slots,)` int64: tokens in these logs; 0 begins anew.
+        indexed: `(slots,)` int64: tokens in these logs; 0 starts a new one.
         buckets: `(slots,)` int64: their buckets, a power of two that grows with the text; 0: the request has no log.
         count: Rows ever written to the log of the run; row number n is in slot n % capacity.
         groups: `(slots,)` int64: each request's group there; -1: it writes nothing there.
