@@ -97,8 +97,9 @@ class MirrorTable:
         Raises:
             TypeError: They are no integers.
         """
-        if len(tokens) and np.asarray(tokens).dtype.kind not in "iu":
-            raise TypeError(f"guesses are token ids, not {np.asarray(tokens).dtype}")
+        dtype = np.asarray(tokens).dtype
+        if len(tokens) and dtype.kind not in "iu":
+            raise TypeError(f"guesses are token ids, not {dtype}")
         begin = int(self.ends[slot])
         tokens = tokens[: max(int(self.limits[slot]) - begin, 0)]
         self.lines[slot, begin : begin + len(tokens)] = tokens

@@ -40,7 +40,7 @@ def hardware() -> dict[str, Any]:
 def fitting_dtype(dtype: str, on_gpu: bool, backend: str = "hf") -> str:
     """What `auto` stands for on a GPU, or on the CPU of this machine; any other data type as it is.
 
-    On CPUs `vllm` computes in float32: its attention in bfloat16 depends on the batch, that of `hf` does not.
+    On CPUs `vllm` computes in float32: that its bits in bfloat16 do not depend on the batch is proved for `hf` alone.
     """
     if dtype != AUTO:
         return dtype
