@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15, help="steps per verify figure (default 15; 0: no table)")
     parser.add_argument("--repeats", type=int, default=3, help="paired runs per decode figure (default 3)")
     parser.add_argument(
-        "--peer-first", action="store_true", help="load the peer first (the later one has up to 4% faster memory)"
+        "--peer-first", action="store_true", help="load the peer first (the later one has up to 4%% faster memory)"
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
