@@ -170,7 +170,7 @@ def _work(row: Mapping[str, Any]) -> str:
     if row.get("kind") == "verifier":
         rows, tokens = counters.get("row_steps", 0), counters.get("committed_tokens", 0)
         length = tokens / rows if rows else 0.0
-        return f"{counters.get('running', 0)} requests, {tokens:,} tokens, acceptance length {length:.2f}"
+        return f"{counters.get('running', 0)} requests run or wait, {tokens:,} tokens, acceptance length {length:.2f}"
     words = [f"{counters.get('open_requests', 0)} open", f"{counters.get('tails', 0):,} tails"]
     if row.get("weight_version"):
         words.append(f"version {row['weight_version']}")

@@ -686,7 +686,7 @@ class TestRun:
         assert partial.read_text() == "half a line"
         outcome = self.run(*map(trajectory, range(3)), resume="auto")
         assert outcome.summary["resumed"] == 0 and len(outcome.trajectories.read_text().splitlines()) == 3
-        with pytest.raises(InputError, match="there is nothing to continue in it: it is complete"):
+        with pytest.raises(InputError, match="it is complete, so there is nothing to continue in it"):
             self.run(trajectory(0), resume="auto")
 
     def test_an_output_elsewhere_is_found_again_from_another_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:

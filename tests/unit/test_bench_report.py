@@ -310,7 +310,7 @@ class TestStatus:
         for expected in (
             "verifier-0#1a2b",
             "0,1",
-            "3 requests, 60 tokens, acceptance length 1.50",
+            "3 requests run or wait, 60 tokens, acceptance length 1.50",
             "[no room]",
             "0 open",
             "2 open, 9 tails, version 5",
