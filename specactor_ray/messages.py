@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -159,14 +159,35 @@ class CommitBatch:
     last of its tokens; only for drafters that ask for it."""
     session: int = 0
     """Number of the seat's session, from 1; a newer one replaces all requests of older ones."""
+    step_s: float = 0.0
+    """Seconds of a verify step, in which a drafter drafts the next window; 0 if unknown."""
+
+
+class Branches(NamedTuple):
+    """Alternatives to the ends of `n` tails: after the first `ats[j]` tokens of tail `tails[j]`, then these tokens.
+
+    The first token of a branch differs from the tail's token at `ats[j]`.
+    """
+
+    tails: np.ndarray
+    """int32 `(m,)`, ascending: index of the tail."""
+    ats: np.ndarray
+    """int32 `(m,)`: 0 to the tail's length."""
+    lengths: np.ndarray
+    """int32 `(m,)`, at least 1."""
+    tokens: np.ndarray
+    """int32 `(sum of lengths,)`, branch by branch."""
+
+
+NO_BRANCHES = Branches(*(np.zeros(0, np.int32) for _ in range(4)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TailBatch:
     """Drafter → verifier: after the committed prefix of length `bases[i]` I guess all of these for request `rows[i]`.
 
-    Always the whole unverified tail. It replaces an earlier one, unless that has a newer base, or the same base and
-    more tokens. An empty tail says "I know the prefix up to its base and have no guess".
+    Always the whole unverified tail, with its branches. It replaces an earlier one, unless that has a newer base, or
+    the same base and more tokens. An empty tail says "I know the prefix up to its base and have no guess".
     """
 
     drafter_id: str
@@ -177,6 +198,7 @@ class TailBatch:
     lengths: np.ndarray
     tokens: np.ndarray
     """int32, those of all tails one after the other."""
+    branches: Branches = NO_BRANCHES
     token_s: float = 0.0
     """Seconds in which a model drafts one token for each of its requests, at the load it has now; 0 if unknown."""
     lost: tuple[tuple[int, int], ...] = ()

@@ -18,6 +18,8 @@ class DrafterSpec(DrafterConfig):
     """Draft window: its own, else the common one."""
     max_batch: int = 16
     """Most requests it drafts for at once: its own, else all that the verifiers it serves run at once."""
+    branches: int = 0
+    """Most branches of a request; 0 where its proposers cannot branch."""
     traits: Traits = Proposer.traits
     """What its proposers are."""
 

@@ -29,6 +29,7 @@ BACKENDS = ("hf", "vllm")
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 MAX_WINDOW = 128
+MAX_BRANCHES = 16
 _T = TypeVar("_T")
 if TYPE_CHECKING:
     Auto = Annotated[_T, "null until it is resolved"]
@@ -263,6 +264,14 @@ class SpeculationConfig:
 
     window: int = _window(8)
     """Draft window: most tokens a drafter runs past the last commit it knows."""
+    branches: Auto[int] = limited(  # noqa: RUF009
+        lambda value: 0 <= value <= MAX_BRANCHES,
+        "is not a number of branches.",
+        f"use auto, 0 (none) or up to {MAX_BRANCHES}.",
+        default=None,
+    )
+    """Most branches of a request and drafter: drafted outcomes of the verification under way, one of which is the next
+    tail where the main chain is refuted. `auto`: 8 where a drafter can branch. 0: none."""
     verify: VerifyPolicy = VerifyPolicy.auto
     """How many supplied draft tokens a step verifies: `auto` or `all`. With `all`, `coupled` verifiers draft whole
     windows at every step."""

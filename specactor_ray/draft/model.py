@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.draft.branches import MAIN, Chains, main_chains
 from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
@@ -24,14 +25,15 @@ class DraftModelProposer(ModelProposer):
 
     Args:
         model: The small model with its cache; owned by the proposer.
-        max_batch, shared_noise: See `ModelProposer`.
+        max_batch, shared_noise, branches: See `ModelProposer`.
     """
 
     method = "draft_model"
     traits = BUILT_IN[method].traits
 
-    def __init__(self, model: RaggedModel, max_batch: int = 64, shared_noise: bool = True) -> None:
-        super().__init__(model.cache, model.dtype, model.vocab_size, model.max_positions, max_batch, shared_noise)
+    def __init__(self, model: RaggedModel, max_batch: int = 64, shared_noise: bool = True, branches: int = 0) -> None:
+        limits = (model.max_positions, max_batch)
+        super().__init__(model.cache, model.dtype, model.vocab_size, *limits, shared_noise, branches)
         self._model = model
 
     @classmethod
@@ -40,35 +42,46 @@ class DraftModelProposer(ModelProposer):
         model = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
         total = None if device == "cpu" else device_bytes(device)
         cache = drafter_cache_bytes(config, model.config.get_text_config(), model.dtype.itemsize, total)
-        return cls(RaggedModel(model, cache), config.max_batch, config.shared_noise)
+        branches = getattr(config, "branches", 0)
+        return cls(RaggedModel(model, cache), config.max_batch, config.shared_noise, branches)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
         self.mirrors.ends[:] = self.mirrors.known
+        for slot in np.flatnonzero(self._placed).tolist():
+            self._free(self.branches.release(slot))
         self._cache.truncate(self._rows[self._placed], 0)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
         placed = self._placed[slots]
         np.minimum.at(self._cache.lengths, self._rows[slots[placed]], same[placed])
 
-    def _ready(self) -> np.ndarray:
-        mirrors = self.mirrors
-        slots = np.flatnonzero(self._placed & (mirrors.ends < np.minimum(mirrors.limits, self.max_len)))
+    def _ready(self) -> Chains:
+        mirrors, limits = self.mirrors, np.minimum(self.mirrors.limits, self.max_len)
+        slots = np.flatnonzero(self._placed & (mirrors.ends < limits)).astype(np.int32)
         backlogs = mirrors.ends[slots] - self._cached(slots)
-        return slots[np.argsort(backlogs, kind="stable")] if backlogs.max(initial=1) > 1 else slots
+        if backlogs.max(initial=1) > 1:
+            return main_chains(slots[np.argsort(backlogs, kind="stable")])
+        if self.branches.most and self.budget > len(slots):
+            return self.branches.plan(mirrors, np.flatnonzero(self._placed), limits[self._placed], self.budget)
+        return main_chains(slots)
 
-    def _forward(self, slots: np.ndarray) -> np.ndarray:
-        mirrors = self.mirrors
-        slots, rows, counts = self._reserve(slots, mirrors.ends[slots] - self._cached(slots))
-        if not len(slots):
-            return slots
-        begins = self._cached(slots)
-        ends, tokens = begins + counts, mirrors.tokens(slots, begins, counts)
-        complete = ends == mirrors.ends[slots]
+    def _forward(self, chains: Chains) -> np.ndarray:
+        mirrors, slots = self.mirrors, chains.slots
+        rows = self._rows_of(chains)
+        counts = np.where(chains.numbers == MAIN, mirrors.ends[slots] - self._cache.lengths[rows], 1)
+        chains, rows, counts = self._reserve(chains, rows, counts)
+        if not len(rows):
+            return slots[:0]
+        main, slots = chains.numbers == MAIN, chains.slots
+        begins = self._cache.lengths[rows]
+        tokens = mirrors.tokens(slots, begins, counts)
+        if not main.all():
+            fed = np.cumsum(counts)[~main] - 1
+            tokens[fed] = self.branches.newest(slots[~main], chains.numbers[~main])
+        complete = np.where(main, begins + counts == mirrors.ends[slots], True)
         logits = self._model.forward(rows, counts, tokens, complete.astype(np.int64)).logits
+        self.rows_drafted = len(rows) if (counts == 1).all() else 0
         if not complete.all():
-            slots, ends = slots[complete], ends[complete]
-        tokens = self._sample(slots, logits, ends)
-        drawn = tokens >= 0
-        mirrors.append(slots[drawn], tokens[drawn])
-        return slots
+            chains = chains.at(complete)
+        return self._draw(chains, logits)

@@ -7,8 +7,11 @@ import abc
 import numpy as np
 import torch
 
+from specactor_ray.draft.branches import FREE, MAIN, BranchTable, Chains, ranges_of
+from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.paged_cache import PagedCache
+from specactor_ray.sampling.candidates import candidates
 from specactor_ray.sampling.keyed import own_noise, verify_arrays, warm_up
 from specactor_ray.sampling.rules import Rules
 
@@ -27,6 +30,7 @@ class ModelProposer(SlotProposer):
         max_positions: Longest sequence of the model.
         max_batch: Most requests drafted for at once; others are answered with empty tails until one ends.
         shared_noise: Sample with the target's noise, else with independent noise.
+        branches: Most branches of a request.
     """
 
     _by_slot = (*SlotProposer._by_slot, "_rows")
@@ -39,8 +43,10 @@ class ModelProposer(SlotProposer):
         max_positions: int,
         max_batch: int,
         shared_noise: bool,
+        branches: int = 0,
     ) -> None:
         super().__init__(max_batch)
+        self.branches = BranchTable(branches)
         self._cache, self._shared_noise = cache, shared_noise
         self.vocab_size: int | None = vocab_size
         self.max_len = min(max_positions, cache.slots)
@@ -50,28 +56,37 @@ class ModelProposer(SlotProposer):
         """`(slots,)`: rows in the cache of the requests that have a place."""
         warm_up(cache.device, dtype)
 
+    def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        if self.branches.most:
+            self._free(self.branches.settle(self.mirrors, self._rows, slots, starts, lengths, tokens))
+        return super().commit(slots, starts, lengths, tokens)
+
+    def tails(self, slots: np.ndarray) -> Tails:
+        tails = super().tails(slots)
+        return tails._replace(branches=self.branches.published(self.mirrors, slots)) if self.branches.most else tails
+
     def _cached(self, slots: np.ndarray) -> np.ndarray:
         """int64 `(n,)`: tokens in the cache of slots that have a place."""
         lengths: np.ndarray = self._cache.lengths[self._rows[slots]]
         return lengths
 
     @abc.abstractmethod
-    def _ready(self) -> np.ndarray:
-        """int `(n,)`: slots that a forward can draft for, most urgent first."""
+    def _ready(self) -> Chains:
+        """Chains that a forward can draft for, most urgent first."""
 
     @abc.abstractmethod
-    def _forward(self, slots: np.ndarray) -> np.ndarray:
-        """Run one forward for as many of `slots` as fit. Returns those whose tails changed, or that cannot go on."""
+    def _forward(self, chains: Chains) -> np.ndarray:
+        """Run one forward for as many chains as fit. Returns slots whose tails changed, or that cannot go on."""
 
     def extend(self) -> np.ndarray:
         while True:
-            slots, answered = self._ready(), self._unanswered.copy()
-            answered[slots] = False  # the others have no more guesses
-            if len(slots):
-                answered[self._forward(slots)] = True
+            chains, answered = self._ready(), self._unanswered.copy()
+            answered[chains.slots] = False  # the others have no more guesses
+            if len(chains.slots):
+                answered[self._forward(chains)] = True
             found = np.flatnonzero(answered)
             self._unanswered[found] = False
-            if len(found) or not len(slots):
+            if len(found) or not len(chains.slots):
                 return found.astype(np.int32)
 
     def _enter(self, slot: int, late: bool) -> bool:
@@ -84,27 +99,77 @@ class ModelProposer(SlotProposer):
         return True
 
     def _leave(self, slot: int, finished: bool) -> None:
+        self._free(self.branches.release(slot))
         self._cache.free(int(self._rows[slot]))
 
-    def _reserve(self, slots: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Make room in the cache for `counts` more tokens of each slot; slots without room are given up.
+    def _free(self, rows: np.ndarray) -> None:
+        for row in rows.tolist():
+            self._cache.free(row)
+
+    def _fit(self, slots: int) -> None:
+        super()._fit(slots)
+        if self.branches.most:
+            self._free(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
+
+    def _rows_of(self, chains: Chains) -> np.ndarray:
+        """int64 `(n,)`: rows of the cache; that of a branch that begins is forked from its main chain's."""
+        rows, cache = self._rows[chains.slots], self._cache
+        if not len(rows) or chains.numbers[-1] == MAIN:  # main chains come first
+            return rows
+        branch = chains.numbers != MAIN
+        slots, numbers, held = chains.slots[branch], chains.numbers[branch], self.branches.rows
+        for at in np.flatnonzero(chains.begins[branch] != FREE).tolist():
+            held[slots[at], numbers[at]] = cache.fork(int(rows[branch][at]), int(chains.begins[branch][at]))
+        rows[branch] = held[slots, numbers]
+        return rows
+
+    def _reserve(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[Chains, np.ndarray, np.ndarray]:
+        """Make room in the cache for `counts` more tokens of each chain; chains without room are given up.
 
         Returns:
-            The slots that fit in one forward, their cache rows, and their tokens in it, at least 1.
+            The chains that fit in one forward, their cache rows, and their tokens in it, at least 1.
         """
         if counts.sum() > _MAX_STEP_TOKENS:
             counts = np.minimum(counts, _MAX_STEP_TOKENS - np.cumsum(counts) + counts)
-            slots, counts = slots[counts > 0], counts[counts > 0]  # the first ones
-        rows = self._rows[slots]
+            chains, rows, counts = chains.at(counts > 0), rows[counts > 0], counts[counts > 0]  # the first ones
         ends = self._cache.lengths[rows] + counts
         short = np.flatnonzero(ends > self._cache.room(rows)).tolist()
         if not short:
-            return slots, rows, counts
+            return chains, rows, counts
+        fits = np.ones(len(rows), np.bool_)
         for i in short:
-            if not self._cache.reserve(int(rows[i]), int(ends[i])):
-                self._give_up(int(slots[i]))
-        placed = self._placed[slots]
-        return slots[placed], rows[placed], counts[placed]
+            fits[i] = self._cache.reserve(int(rows[i]), int(ends[i]))
+            if not fits[i]:
+                self._give_up_chain(int(chains.slots[i]), int(chains.numbers[i]))
+        fits &= self._placed[chains.slots]
+        return chains.at(fits), rows[fits], counts[fits]
+
+    def _give_up_chain(self, slot: int, number: int) -> None:
+        """Give up a branch, or with its main chain the request."""
+        if number == MAIN:
+            self._give_up(slot)
+        elif self._placed[slot]:  # else it went with its main chain
+            self._cache.free(int(self.branches.rows[slot, number]))
+            self.branches.close(slot, number)
+
+    def _draw(self, chains: Chains, logits: torch.Tensor) -> np.ndarray:
+        """Append the token that each chain draws from its logits `(n, V)`; one that cannot be sampled from is given up.
+        Returns int32 `(n,)`, the slots of the chains."""
+        mirrors, branches, slots = self.mirrors, self.branches, chains.slots
+        if not branches.most:
+            tokens = self._sample(slots, logits, mirrors.ends[slots])
+            mirrors.append(slots[tokens >= 0], tokens[tokens >= 0])
+            return slots
+        main = chains.numbers == MAIN
+        ends = np.where(main, mirrors.ends[slots], (branches.ats + branches.lengths)[slots, chains.numbers])
+        tokens, gaps = candidates(logits, ends.astype(np.int64), slots.astype(np.int64), self._rules)
+        drawn = tokens[:, 0] >= 0
+        for slot, number in zip(slots[~drawn].tolist(), chains.numbers[~drawn].tolist(), strict=True):
+            self._give_up_chain(slot, number)
+        drawn &= self._placed[slots]
+        parts = (slots, chains.numbers, *tokens[:, :1].T, tokens[:, 1:], ranges_of(gaps))
+        branches.append(mirrors, *(np.ascontiguousarray(part[drawn]) for part in parts))
+        return slots
 
     def _sample(self, slots: np.ndarray, logits: torch.Tensor, ends: np.ndarray) -> np.ndarray:
         """Sample the tokens at the positions `ends` of the lines from logits `(n, V)`, int32 `(n,)`.

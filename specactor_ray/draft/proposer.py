@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from specactor_ray.messages import Features, SamplingParams
+from specactor_ray.messages import NO_BRANCHES, Branches, Features, SamplingParams
 
 if TYPE_CHECKING:
     from specactor_ray.config.schema import DrafterConfig, TargetConfig
@@ -43,6 +43,8 @@ class Traits:
     """Receives the target's hidden states of committed positions and implements `add_features`."""
     draws_noise: bool = False
     """Samples, so `drafters.N.shared_noise` changes its drafts."""
+    branches: bool = False
+    """Drafts branches beside its tails, up to `speculation.branches` per request."""
     checkpoint: Checkpoint = Checkpoint.NONE
 
 
@@ -55,6 +57,7 @@ class Tails(NamedTuple):
     """int32 `(n,)`: draft tokens after them."""
     tokens: np.ndarray
     """int32 `(sum of lengths,)`, request by request."""
+    branches: Branches = NO_BRANCHES
 
     def rows(self) -> Iterator[tuple[int, list[int]]]:
         """Yields base and tokens of each request."""
@@ -82,6 +85,10 @@ class Proposer(abc.ABC):
     vocab_size: int | None
     """Size of the drafter's vocabulary; None: any vocabulary."""
     traits = Traits()
+    budget: int = 0
+    """Most rows of a forward with branches, set before `extend`; where more tails have room, there are no branches."""
+    rows_drafted: int = 0
+    """Rows of the newest forward, each of which read and drafted one token; 0 where one read more."""
     required: tuple[str, ...] = ("method", "vocab_size")
     """Attributes that a proposer has once it is made."""
 

@@ -103,10 +103,11 @@ class PagedCache:
         self.free(row)
         return None
 
-    def fork(self, row: int) -> int:
-        """A row of the same tokens. It takes no page before one of the two writes."""
-        fork, shared = self._new_row(), self._pages_of(int(self.lengths[row]))
-        self.lengths[fork] = self.lengths[row]
+    def fork(self, row: int, tokens: int | None = None) -> int:
+        """A row of the same tokens, or of the first `tokens`. It takes no page before one of the two writes."""
+        length = int(self.lengths[row]) if tokens is None else tokens
+        fork, shared = self._new_row(), self._pages_of(length)
+        self.lengths[fork] = length
         self._table[fork, :shared] = self._table[row, :shared]
         self._holders[self._table[row, :shared]] += 1
         self._held[fork] = self._shared[fork] = shared

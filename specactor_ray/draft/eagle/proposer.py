@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.draft.branches import Chains, main_chains
 from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.runner import EagleRunner
 from specactor_ray.draft.footprint import head_text
@@ -129,8 +130,8 @@ class EagleProposer(ModelProposer):
 
     # ---- one forward ----
 
-    def _ready(self) -> np.ndarray:
-        return np.concatenate([np.flatnonzero(self._can_anchor()), np.flatnonzero(self._can_run_ahead())])
+    def _ready(self) -> Chains:
+        return main_chains(np.concatenate([np.flatnonzero(self._can_anchor()), np.flatnonzero(self._can_run_ahead())]))
 
     def _can_anchor(self) -> np.ndarray:
         """bool `(slots,)`: has unread states, with a known token after each."""
@@ -143,12 +144,15 @@ class EagleProposer(ModelProposer):
         room = np.minimum(self.mirrors.limits, self.max_len) - known
         return self._placed & self._has_output & (self._anchor == known - 1) & (self._depth < room)
 
-    def _forward(self, slots: np.ndarray) -> np.ndarray:
+    def _forward(self, chains: Chains) -> np.ndarray:
         """Read the unread states, or append one entry on the head's own output."""
+        slots = chains.slots
         reading = slots[self._anchor[slots] < self._received[slots]]
         self._cache.truncate(self._rows[reading], self._anchor[reading] - self._first[reading])
         self._depth[reading] = 0
-        slots, rows, counts = self._reserve(slots, np.maximum(self._received[slots] - self._anchor[slots], 1))
+        counts = np.maximum(self._received[slots] - self._anchor[slots], 1)
+        chains, rows, counts = self._reserve(chains, self._rows[slots], counts)
+        slots = chains.slots
         if not len(slots):
             return slots
         begins, reads = self._first[slots] + self._cached(slots), self._anchor[slots] < self._received[slots]

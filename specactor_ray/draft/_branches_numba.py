@@ -1,0 +1,289 @@
+"""The kernels behind `branches.py`, compiled by numba. In one file for the reason that `spec/_kernels.py` gives."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specactor_ray.jit import kernel
+
+_jit: Any = kernel()
+
+MAIN = -1
+"""Number of the main chain of a slot; branches have numbers from 0."""
+FREE = -1
+RANKS = 2
+"""Alternatives kept per position: the second and the third candidate."""
+GAPS = 8
+"""Ranges of the gap between the first and the second score."""
+_LEAST = 1e-4
+"""Chance below which a chain is not drafted on."""
+_PRIOR = np.array(
+    [[0.3, 0.35, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95], [0.3, 0.3, 0.35, 0.4, 0.45, 0.5, 0.5, 0.5], [0.18] * GAPS]
+)
+"""`(RANKS + 1, GAPS)`: chance that a candidate is right where those before it are wrong, as measured with SmolLM2."""
+_PRIOR_TRIES = 16.0
+
+
+class Lines(NamedTuple):
+    """Arrays of `MirrorTable`, which documents them."""
+
+    lines: np.ndarray
+    prompts: np.ndarray
+    known: np.ndarray
+    ends: np.ndarray
+
+
+class Planes(NamedTuple):
+    """Arrays of `BranchTable`, which documents them."""
+
+    ats: np.ndarray
+    lengths: np.ndarray
+    ranks: np.ndarray
+    rows: np.ndarray
+    tokens: np.ndarray
+    others: np.ndarray
+    gaps: np.ndarray
+    branch_others: np.ndarray
+    branch_gaps: np.ndarray
+    opened: np.ndarray
+    evidence: np.ndarray
+
+
+@_jit
+def chance(evidence: Any, gap: int, rank: int) -> float:
+    """Chance that the candidate `rank` (0: the first) is right, given that those before it are wrong."""
+    return (evidence[0, rank, gap] + _PRIOR_TRIES * _PRIOR[rank, gap]) / (evidence[1, rank, gap] + _PRIOR_TRIES)
+
+
+@_jit
+def settle(
+    table: Any,
+    mirror: Any,
+    fade: float,
+    main_rows: Any,
+    slots: Any,
+    starts: Any,
+    lengths: Any,
+    tokens: Any,
+    counts: Any,
+) -> Any:
+    """Hold branches against commits, before `MirrorTable.commit` of the same arguments.
+
+    Where a main chain is refuted and a branch agrees, the branch takes its place: its tokens in the line, its row in
+    `main_rows`. Branches that are refuted, or left behind, are freed. Candidates are judged.
+
+    Returns:
+        Rows of the cache that are free now, int64. `counts` `(2,)`: refuted main chains and branches that took their
+        place with tokens past the commit are added.
+    """
+    freed, count = np.empty(table.ats.size, np.int64), 0
+    table.evidence[:] = table.evidence * fade
+    width, places, end = table.gaps.shape[1], table.ats.shape[1], 0
+    for i in range(len(slots)):
+        slot, begin, end = slots[i], end, end + lengths[i]
+        if slot < 0 or slot >= len(table.ats) or slot >= len(mirror.known) or mirror.known[slot] < 0:
+            continue
+        start, known = mirror.prompts[slot] + starts[i], mirror.known[slot]
+        stop, last, line = start + lengths[i], mirror.ends[slot], mirror.lines[slot]
+        if start > known or stop <= known:
+            continue
+        fits = True
+        for at in range(start, known):
+            fits = fits and line[at] == tokens[begin + at - start]
+        if not fits:
+            continue
+        agreed = known
+        while agreed < min(last, stop) and line[agreed] == tokens[begin + agreed - start]:
+            _judge(table.evidence, table.gaps[slot, agreed % width], 0)
+            agreed += 1
+        refuted, best = agreed < min(last, stop), FREE
+        if refuted:
+            right, spot = tokens[begin + agreed - start], agreed % width
+            rank = 0
+            while rank < RANKS and table.others[slot, spot, rank] != right:
+                rank += 1
+            _judge(table.evidence, table.gaps[slot, spot], rank + 1)
+            counts[0] += 1
+            for b in range(places):
+                if table.ats[slot, b] != agreed:
+                    continue
+                size, agrees = table.lengths[slot, b], True
+                for k in range(min(size, stop - agreed)):
+                    agrees = agrees and table.tokens[slot, b, k] == tokens[begin + agreed - start + k]
+                if agrees and (best == FREE or size > table.lengths[slot, best]):
+                    best = b
+        if best != FREE:
+            size = table.lengths[slot, best]
+            counts[1] += agreed + size > stop
+            line[agreed : agreed + size] = table.tokens[slot, best, :size]
+            mirror.ends[slot] = agreed + size
+            table.rows[slot, best], main_rows[slot] = main_rows[slot], table.rows[slot, best]
+            for at in range(agreed, agreed + size):
+                spot = at % width
+                table.gaps[slot, spot] = table.branch_gaps[slot, best, spot]
+                table.others[slot, spot] = table.branch_others[slot, best, spot]
+                table.opened[slot, spot] = 0
+        for b in range(places):
+            if table.ats[slot, b] != FREE and (refuted or table.ats[slot, b] < stop):
+                freed[count], table.ats[slot, b] = table.rows[slot, b], FREE
+                count += 1
+    return freed[:count]
+
+
+@_jit
+def _judge(evidence: Any, gap: int, right: int) -> None:
+    """Candidate number `right` of a position was right; `RANKS + 1`: none was. Positions without candidates are left
+    out."""
+    if gap < 0:
+        return
+    for rank in range(min(right, RANKS) + 1):
+        evidence[0, rank, gap] += rank == right
+        evidence[1, rank, gap] += 1.0
+
+
+@_jit
+def release(table: Any, slot: int) -> Any:
+    """Free all branches of a slot and drop its candidates. Returns their rows of the cache, int64."""
+    rows, count = np.empty(table.ats.shape[1], np.int64), 0
+    for b in range(len(rows)):
+        if table.ats[slot, b] != FREE:
+            rows[count], table.ats[slot, b] = table.rows[slot, b], FREE
+            count += 1
+    table.gaps[slot], table.opened[slot] = FREE, 0
+    return rows[:count]
+
+
+@_jit
+def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
+    """Choose the chains of the next forward: those whose next token is most likely to be needed.
+
+    A main chain of `n` tokens needs its next one with the product of their chances. A branch of candidate `f` at the
+    main chain's token `i` needs its next one with (chance of the tokens before `i`) times (chance that token `i` is
+    wrong) times (chance that `f` is right then) times (chance of the branch's further tokens).
+
+    Args:
+        slots: int `(n,)`.
+        limits: int `(n,)`: where the tails of these slots end.
+        budget: Most chains; where more main chains have room, there are no branches.
+
+    Returns:
+        int32 `(m,)` each, main chains first, then branches, the most likely first: slots; numbers of chains; for a
+        branch to be opened the place where it begins, else -1; its candidate, from 1.
+    """
+    places, width = table.ats.shape[1], table.gaps.shape[1]
+    most = len(slots) * (1 + places + RANKS * width)
+    found, worth, count, mains = np.empty((4, most), np.int32), np.empty(most), 0, 0
+    running = np.empty(places)
+    for i in range(len(slots)):
+        slot, limit = slots[i], limits[i]
+        known, end, alive, free = mirror.known[slot], mirror.ends[slot], 1.0, 0
+        for b in range(places):
+            running[b] = 0.0
+            free += table.ats[slot, b] == FREE
+        for at in range(known, end):
+            spot = at % width
+            gap = table.gaps[slot, spot]
+            if gap < 0:
+                alive *= 0.5  # no candidates were kept
+                continue
+            right = chance(table.evidence, gap, 0)
+            wrong = alive * (1.0 - right)
+            for rank in range(RANKS):
+                share = wrong * chance(table.evidence, gap, rank + 1)
+                wrong -= share
+                is_open = table.opened[slot, spot] >> rank & 1
+                if is_open:
+                    for b in range(places):
+                        if table.ats[slot, b] == at and table.ranks[slot, b] == rank + 1:
+                            running[b] = share
+                elif free > 0 and share > _LEAST and at + 1 < limit and table.others[slot, spot, rank] >= 0:
+                    found[0, count], found[1, count] = slot, places
+                    found[2, count], found[3, count] = at, rank + 1
+                    worth[count] = share
+                    count += 1
+            alive *= right
+        if end < limit:
+            found[0, count], found[1, count], found[2, count], found[3, count] = slot, MAIN, FREE, 0
+            worth[count] = 2.0 + alive  # before all branches
+            count += 1
+            mains += 1
+        for b in range(places):
+            at, size = table.ats[slot, b], table.lengths[slot, b]
+            if at == FREE or at + size >= limit:
+                continue
+            value = running[b]
+            for place in range(at + 1, at + size):
+                gap = table.branch_gaps[slot, b, place % width]
+                value *= chance(table.evidence, gap, 0) if gap >= 0 else 0.5
+            if value > _LEAST:
+                found[0, count], found[1, count], found[2, count], found[3, count] = slot, b, FREE, 0
+                worth[count] = value
+                count += 1
+    kept = max(min(budget, count), mains)
+    order = np.argsort(-worth[:count])[:kept]
+    return found[:, order]
+
+
+@_jit
+def open_branches(table: Any, chosen: Any) -> Any:
+    """Take a place for each branch to be opened in `chosen`, as `plan` returns it. Returns which chains there are, bool
+    `(m,)`; branches get their numbers in `chosen`."""
+    there, width = np.ones(chosen.shape[1], np.bool_), table.gaps.shape[1]
+    for i in range(chosen.shape[1]):
+        slot, at, rank = chosen[0, i], chosen[2, i], chosen[3, i]
+        if at == FREE:
+            continue
+        there[i] = False
+        for b in range(table.ats.shape[1]):
+            if table.ats[slot, b] == FREE:
+                there[i], chosen[1, i], spot = True, b, at % width
+                table.ats[slot, b], table.lengths[slot, b], table.ranks[slot, b] = at, 1, rank
+                table.tokens[slot, b, 0] = table.others[slot, spot, rank - 1]
+                table.branch_gaps[slot, b], table.branch_others[slot, b] = FREE, FREE
+                table.opened[slot, spot] |= 1 << (rank - 1)
+                break
+    return there
+
+
+@_jit
+def append(table: Any, mirror: Any, slots: Any, numbers: Any, tokens: Any, others: Any, gaps: Any) -> None:
+    """Append the token drafted by each chain, `(m,)` each; `others` `(m, RANKS)`: its second and third candidate, -1
+    where there is none; `gaps`: range of the gap between the first two scores."""
+    width = table.gaps.shape[1]
+    for i in range(len(slots)):
+        slot, b = slots[i], numbers[i]
+        if b == MAIN:
+            at = mirror.ends[slot]
+            spot = at % width
+            mirror.lines[slot, at], mirror.ends[slot] = tokens[i], at + 1
+            table.gaps[slot, spot], table.opened[slot, spot] = gaps[i], 0
+            table.others[slot, spot] = others[i]
+        else:
+            size = table.lengths[slot, b]
+            spot = (table.ats[slot, b] + size) % width
+            table.tokens[slot, b, size], table.lengths[slot, b] = tokens[i], size + 1
+            table.branch_gaps[slot, b, spot] = gaps[i]
+            table.branch_others[slot, b, spot] = others[i]
+
+
+@_jit
+def published(table: Any, known: Any, ends: Any, slots: Any) -> Any:
+    """Columns of `messages.Branches` of these slots; branches of one token, which the target finds anyway, are left
+    out."""
+    places = table.ats.shape[1]
+    columns, total = np.empty((3, len(slots) * places), np.int32), 0
+    tokens = np.empty(len(slots) * places * table.tokens.shape[2], np.int32)
+    count = 0
+    for i in range(len(slots)):
+        slot = slots[i]
+        for b in range(places):
+            at, size = table.ats[slot, b], table.lengths[slot, b]
+            if at < known[slot] or at >= ends[slot] or size < 2:
+                continue
+            columns[0, count], columns[1, count], columns[2, count] = i, at - known[slot], size
+            tokens[total : total + size] = table.tokens[slot, b, :size]
+            count += 1
+            total += size
+    return columns[0, :count].copy(), columns[1, :count].copy(), columns[2, :count].copy(), tokens[:total].copy()

@@ -1,0 +1,99 @@
+"""The best candidates of keyed draws, for drafters that branch (`draft/branches.py`).
+
+A drafter that samples with the target's noise needs the second and the third token of the same draw, beside the first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from specactor_ray.jit import kernel
+from specactor_ray.sampling import numba as base
+from specactor_ray.sampling.rules import Rules
+
+if TYPE_CHECKING:
+    import torch
+
+_jit: Any = kernel(sources=(base,))
+MOST = 3
+"""Candidates of a draw."""
+
+
+class Candidates(NamedTuple):
+    """Of `n` draws."""
+
+    tokens: np.ndarray
+    """int32 `(n, MOST)`, the best first; the first one is what `verify_arrays` samples. -1: there are no more that
+    top-k and top-p leave, or the logits cannot be sampled from."""
+    gaps: np.ndarray
+    """float32 `(n,)`: first minus second perturbed score; inf where there is no second."""
+
+
+def candidates(logits: torch.Tensor, positions: np.ndarray, slots: np.ndarray, rules: Rules) -> Candidates:
+    """Rank the tokens of one draw per row.
+
+    Args:
+        logits: (n, V) float32, bfloat16 or float16.
+        positions: int64 `(n,)`: positions of the draws; the base of the rule is added.
+        slots: int64 `(n,)`: slots in `rules`.
+        rules: How the slots are sampled.
+    """
+    tokens, gaps = np.full((len(slots), MOST), -1, np.int32), np.full(len(slots), np.inf, np.float32)
+    x = logits.detach().cpu().float().contiguous().numpy()
+    _rank_rows(x, x.view(np.int32), positions, slots, rules.table, tokens, gaps)
+    return Candidates(tokens, gaps)
+
+
+@_jit
+def _insert(score: Any, v: Any, scores: Any, tokens: Any) -> None:
+    """Put a candidate in its place; of equal scores the lower token comes first."""
+    place = len(scores) - 1
+    while place > 0 and score > scores[place - 1]:
+        scores[place], tokens[place] = scores[place - 1], tokens[place - 1]
+        place -= 1
+    scores[place], tokens[place] = score, v
+
+
+@_jit
+def _rank_row(x: Any, bits: Any, key: Any, rule: Any, scratch: Any, scores: Any, tokens: Any) -> None:
+    e, gap = scratch
+    scores[:], temperature = -np.inf, rule["temperature"]
+    status, m = base._max_logit(bits)
+    if status != base.OK:
+        return
+    if temperature < base.GREEDY_BELOW:
+        for v in range(len(x)):
+            if x[v] > scores[-1]:
+                _insert(np.float64(x[v]), v, scores, tokens)
+        return
+    cut = base.find_cut(x, m, temperature, rule["top_k"], rule["top_p"])
+    inv_t, bar = np.float32(1.0 / temperature), np.float32(np.inf)
+    for start in range(0, len(x), base._BLOCK):
+        n = min(base._BLOCK, len(x) - start)
+        base._exp_block(x, start, n, m, inv_t, e)
+        base._hash_block(key, start, n, gap)
+        if base._count_under(gap, e, bar, n) == 0:
+            continue
+        for i in range(n):
+            v = start + i
+            if gap[i] > np.float32(e[i] * bar) or not base._kept(x[v], v, cut[0], cut[1]) or x[v] == -np.inf:
+                continue
+            score = base._score(x[v], v, key, temperature)
+            if score > scores[-1]:
+                _insert(score, v, scores, tokens)
+                bar = base._bar(m, temperature, scores[-1])
+
+
+@_jit
+def _rank_rows(logits: Any, bits: Any, positions: Any, slots: Any, rules: Any, tokens: Any, gaps: Any) -> None:
+    scratch = (np.empty(base._BLOCK, np.float32), np.empty(base._BLOCK, np.float32))
+    scores = np.empty(tokens.shape[1], np.float64)
+    for i in range(len(slots)):
+        rule = rules[slots[i]]
+        seed, position = rule["seed"], positions[i] + rule["base"]
+        key = (np.uint32(seed & np.uint64(0xFFFFFFFF)), np.uint32(seed >> np.uint64(32)), np.uint32(position))
+        _rank_row(logits[i], bits[i], key, rule, scratch, scores, tokens[i])
+        if tokens[i, 1] >= 0:
+            gaps[i] = scores[0] - scores[1]

@@ -1,0 +1,198 @@
+"""Branches of drafters: chains are what the candidates say, rows of the cache what the chains say, after any commits."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from specactor_ray.draft._branches_numba import chance
+from specactor_ray.draft.branches import FREE, MAIN, RANKS, BranchTable, Chains, main_chains, ranges_of
+from specactor_ray.draft.mirror import MirrorTable
+from specactor_ray.messages import SamplingParams
+
+VOCABULARY = 12
+SHARES = (0.55, 0.4, 0.25)
+"""Chance of each candidate to be right where those before it are wrong."""
+
+
+class Drafting:
+    """A drafter of `slots` requests whose candidates are a function of the context, over a cache that keeps tokens."""
+
+    def __init__(self, slots: int, most: int, window: int, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.seed, self.window, self.slots = seed, window, np.arange(slots, dtype=np.int32)
+        self.mirrors, self.table = MirrorTable(), BranchTable(most)
+        self.numbers = itertools.count()
+        self.cache: dict[int, list[int]] = {}
+        self.rows = np.array([self.new_row([]) for _ in range(slots)], np.int64)
+        self.truth = [[self.rng.randrange(VOCABULARY) for _ in range(400)] for _ in range(slots)]
+        self.prompts = [[0] * self.rng.randint(1, 4) for _ in range(slots)]
+        for slot, prompt in enumerate(self.prompts):
+            self.mirrors.open(slot, prompt, (), SamplingParams(max_tokens=300), window)
+            assert not len(self.table.fit(len(self.mirrors.known), window))
+
+    def new_row(self, tokens: list[int]) -> int:
+        row = next(self.numbers)
+        self.cache[row] = tokens
+        return row
+
+    def candidates(self, slot: int, line: Sequence[int]) -> list[int]:
+        """The candidates after these tokens: the true one is more often among them where all of them are right."""
+        at, rng = len(line) - len(self.prompts[slot]), random.Random(f"{self.seed} {slot} {list(line)}")
+        found = rng.sample(range(VOCABULARY), 1 + RANKS)
+        truth = self.truth[slot]
+        if list(line[len(self.prompts[slot]) :]) == truth[:at]:
+            found = [token for token in found if token != truth[at]]
+            rank = next((n for n, share in enumerate(SHARES) if rng.random() < share), None)
+            found = found[:RANKS] if rank is None else [*found[:rank], truth[at], *found[rank:]]
+        return (found + [-1] * RANKS)[: 1 + RANKS]
+
+    def line(self, slot: int, number: int, tokens: int | None = None) -> list[int]:
+        """The tokens of a chain, prompt included."""
+        line = self.mirrors.lines[slot, : self.mirrors.ends[slot]].tolist()
+        if number != MAIN:
+            at, size = int(self.table.ats[slot, number]), int(self.table.lengths[slot, number])
+            line = line[:at] + self.table.tokens[slot, number, :size].tolist()
+        return line[:tokens]
+
+    def extend(self, budget: int) -> Chains:
+        mirrors, table = self.mirrors, self.table
+        chains = table.plan(mirrors, self.slots, mirrors.limits[self.slots], budget)
+        tokens, others = [], []
+        for slot, number, begin in zip(*(column.tolist() for column in chains), strict=True):
+            if begin != FREE:
+                table.rows[slot, number] = self.new_row(self.cache[int(self.rows[slot])][:begin])
+            row, line = int(self.rows[slot] if number == MAIN else table.rows[slot, number]), self.line(slot, number)
+            assert self.cache[row] == line[: len(self.cache[row])]
+            assert number == MAIN or len(self.cache[row]) == len(line) - 1, "a branch feeds one token"
+            self.cache[row] = line
+            first, *rest = self.candidates(slot, line)
+            tokens.append(first)
+            others.append(rest)
+        arrays = np.array(tokens, np.int32), np.array(others, np.int32).reshape(-1, RANKS)
+        table.append(mirrors, chains.slots, chains.numbers, *arrays, np.zeros(len(tokens), np.int32))
+        return chains
+
+    def commit(self, counts: Sequence[int]) -> None:
+        """Commit so many further tokens of the true output of each slot."""
+        mirrors = self.mirrors
+        starts = np.maximum(mirrors.known[self.slots] - mirrors.prompts[self.slots] - self.rng.randint(0, 2), 0)
+        ends = mirrors.known[self.slots] - mirrors.prompts[self.slots] + np.array(counts)
+        tokens = [t for n, s, e in zip(self.slots, starts, ends, strict=True) for t in self.truth[n][s:e]]
+        arrays = (self.slots, starts.astype(np.int32), (ends - starts).astype(np.int32), np.array(tokens, np.int32))
+        for row in self.table.settle(mirrors, self.rows, *arrays).tolist():
+            del self.cache[row]
+        same, _ = mirrors.commit(*arrays)
+        assert (same >= 0).all()
+        for slot, limit in zip(self.slots.tolist(), same.tolist(), strict=True):
+            row = int(self.rows[slot])
+            self.cache[row] = self.cache[row][:limit]
+
+    def check(self) -> None:
+        held = [int(row) for row in self.rows]
+        for slot in self.slots.tolist():
+            known, end = int(self.mirrors.known[slot]), int(self.mirrors.ends[slot])
+            line = self.line(slot, MAIN)
+            prompt = len(self.prompts[slot])
+            assert line[prompt:known] == self.truth[slot][: known - prompt]
+            for at in range(known, end):
+                assert line[at] == self.candidates(slot, line[:at])[0]
+            for number in np.flatnonzero(self.table.ats[slot] != FREE).tolist():
+                at, rank = int(self.table.ats[slot, number]), int(self.table.ranks[slot, number])
+                branch = self.line(slot, number)
+                assert known <= at < end and branch[at] == self.candidates(slot, line[:at])[rank] != line[at]
+                for place in range(at + 1, len(branch)):
+                    assert branch[place] == self.candidates(slot, branch[:place])[0]
+                assert len(branch) <= self.mirrors.limits[slot]
+                held.append(int(self.table.rows[slot, number]))
+        assert sorted(held) == sorted(self.cache), "each row of the cache has one owner"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_chains_and_rows_agree_after_any_commits(seed: int) -> None:
+    rng = random.Random(seed)
+    drafting = Drafting(slots=4, most=rng.choice([1, 3, 8]), window=rng.choice([1, 3, 6]), seed=seed)
+    for _ in range(60):
+        for _ in range(rng.randint(0, 4)):
+            drafting.extend(rng.randint(0, 20))
+            drafting.check()
+        drafting.commit([rng.randint(0, 4) for _ in drafting.slots])
+        drafting.check()
+    refuted, rescued = drafting.table.outcomes.tolist()
+    assert refuted > 20 and (rescued > 5 or drafting.window == 1)
+    for slot in drafting.slots.tolist():
+        for row in drafting.table.release(slot).tolist():
+            del drafting.cache[row]
+    assert sorted(drafting.cache) == sorted(drafting.rows.tolist())
+
+
+def test_a_commit_that_does_not_fit_changes_nothing() -> None:
+    drafting = Drafting(slots=1, most=4, window=6, seed=3)
+    for _ in range(6):
+        drafting.extend(6)
+    before = {name: getattr(drafting.table, name).copy() for name in ("ats", "tokens", "rows", "evidence")}
+    drafting.commit([1])
+    drafting.extend(6)
+    kept = {name: getattr(drafting.table, name).copy() for name in before}
+    wrong = (drafting.truth[0][0] + 1) % VOCABULARY
+    gap = (np.zeros(1, np.int32), np.full(1, 9, np.int32), np.ones(1, np.int32), np.full(1, wrong, np.int32))
+    contradiction = (gap[0], np.zeros(1, np.int32), np.full(1, 2, np.int32), np.array([wrong, 1], np.int32))
+    unknown = (np.full(1, 99, np.int32), *gap[1:])
+    for arrays in (gap, contradiction, unknown):
+        assert not len(drafting.table.settle(drafting.mirrors, drafting.rows, *arrays))
+        for name in ("ats", "tokens", "rows"):
+            assert np.array_equal(kept[name], getattr(drafting.table, name))
+    drafting.check()
+
+
+def test_the_likeliest_chains_are_drafted() -> None:
+    """Against all chains by their worth, one by one."""
+    drafting = Drafting(slots=3, most=4, window=8, seed=5)
+    for _ in range(3):
+        drafting.extend(0)
+    table, mirrors = drafting.table, drafting.mirrors
+    table.gaps[:, :] = np.random.default_rng(0).integers(0, 8, table.gaps.shape)
+    worth = {}
+    for slot in range(3):
+        alive = 1.0
+        for at in range(int(mirrors.known[slot]), int(mirrors.ends[slot])):
+            spot = at % table.gaps.shape[1]
+            gap = int(table.gaps[slot, spot])
+            wrong = alive * (1.0 - chance(table.evidence, gap, 0))
+            for rank in range(RANKS):
+                if table.others[slot, spot, rank] >= 0:
+                    worth[slot, at, rank] = wrong * chance(table.evidence, gap, rank + 1)
+                wrong *= 1.0 - chance(table.evidence, gap, rank + 1)
+            alive *= chance(table.evidence, gap, 0)
+    best = sorted(worth, key=lambda key: -worth[key])[:4]
+    chains = table.plan(mirrors, drafting.slots, mirrors.limits[drafting.slots], 3 + 4)
+    assert chains.slots[:3].tolist() != [] and set(chains.slots[:3].tolist()) == {0, 1, 2}
+    assert (chains.numbers[:3] == MAIN).all() and len(chains.slots) == 7
+    slots, numbers = chains.slots[3:], chains.numbers[3:]
+    found = zip(slots.tolist(), chains.begins[3:].tolist(), (table.ranks[slots, numbers] - 1).tolist(), strict=True)
+    assert set(found) == set(best)
+
+
+def test_chances_are_learned_by_the_gap() -> None:
+    drafting = Drafting(slots=8, most=4, window=4, seed=1)
+    for _ in range(90):
+        for _ in range(3):
+            drafting.extend(24)
+        drafting.commit([2] * 8)
+    first, second = (chance(drafting.table.evidence, 0, rank) for rank in (0, 1))
+    assert abs(first - SHARES[0]) < 0.08 and abs(second - SHARES[1]) < 0.12
+    assert chance(drafting.table.evidence, 7, 0) == pytest.approx(0.95)
+
+
+def test_small_parts() -> None:
+    assert ranges_of(np.array([0.0, 0.2, 2.0, 100.0, np.inf])).tolist() == [0, 1, 4, 7, 7]
+    chains = main_chains(np.array([3, 1]))
+    assert chains.numbers.tolist() == [MAIN, MAIN] and chains.at(np.array([False, True])).slots.tolist() == [1]
+    table = BranchTable(2)
+    assert not len(table.fit(1, 3))
+    table.ats[0, 1], table.rows[0, 1] = 4, 77
+    assert table.fit(2, 9).tolist() == [77] and (table.ats == FREE).all() and table.tokens.shape == (2, 2, 16)
