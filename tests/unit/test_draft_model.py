@@ -151,7 +151,7 @@ def test_branches_push_out_no_main_chain(reference: torch.nn.Module) -> None:
         for i in range(3):
             assert len(drafter.tail(f"r{i}")[1]) == 5
             most = max(most, len(branches_of(drafter, f"r{i}")))
-    assert most == 8 and not drafter._model.cache._free, "the cache is full"
+    assert most == 8 and not drafter._model.cache.free_slots, "the cache is full"
     for i, prompt in enumerate(prompts):
         assert drafter.tail(f"r{i}")[1] == expected_tail(reference, prompt, output[:end], sampling, 5)
         check_branches(reference, drafter, f"r{i}", prompt, sampling)
