@@ -172,12 +172,9 @@ class ModelProposer(SlotProposer):
         main = chains.numbers == MAIN
         ends = np.where(main, mirrors.ends[slots], (branches.ats + branches.lengths)[slots, chains.numbers])
         tokens, gaps = candidates(logits, ends.astype(np.int64), slots.astype(np.int64), self._rules)
-        drawn = tokens[:, 0] >= 0
-        for slot, number in zip(slots[~drawn].tolist(), chains.numbers[~drawn].tolist(), strict=True):
-            self._give_up_chain(slot, number)
-        drawn &= self._placed[slots]
-        parts = (slots, chains.numbers, *tokens[:, :1].T, tokens[:, 1:], ranges_of(gaps))
-        branches.append(mirrors, *(np.ascontiguousarray(part[drawn]) for part in parts))
+        for i in np.flatnonzero(tokens[:, 0] < 0).tolist():
+            self._give_up_chain(int(slots[i]), int(chains.numbers[i]))
+        branches.append(mirrors, slots, chains.numbers, tokens, ranges_of(gaps))
         return slots
 
     def _sample(self, slots: np.ndarray, logits: torch.Tensor, ends: np.ndarray) -> np.ndarray:
