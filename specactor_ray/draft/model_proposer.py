@@ -58,7 +58,8 @@ class ModelProposer(SlotProposer):
         warm_up(cache.device, dtype)
         if branches:
             branching.warm_up()
-            candidates(torch.zeros(1, 2, dtype=dtype), *np.zeros((2, 1), np.int64), Rules(1, torch.device("cpu")))
+            zero = np.zeros(1, np.int64)
+            candidates(torch.zeros(1, 2, dtype=dtype), zero, zero, Rules(1))
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if self.branches.most:
