@@ -117,7 +117,8 @@ class ModelProposer(SlotProposer):
 
     def _fit(self, slots: int) -> None:
         super()._fit(slots)
-        self._cache.free_rows(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
+        if self.branches.most:
+            self._cache.free_rows(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
 
     def _rows_of(self, chains: Chains) -> np.ndarray:
         """int64 `(n,)`: rows of the cache; that of a branch that begins is forked from its main chain's."""
