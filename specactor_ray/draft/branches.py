@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specactor_ray.draft import _branches_numba as kernels
-from specactor_ray.draft._branches_numba import FREE, GAPS
+from specactor_ray.draft._branches_numba import FREE as FREE
+from specactor_ray.draft._branches_numba import GAPS
 from specactor_ray.draft._branches_numba import MAIN as MAIN
 from specactor_ray.draft._branches_numba import RANKS as RANKS
 from specactor_ray.draft.mirror import MirrorTable
@@ -85,14 +86,14 @@ class BranchTable:
         returns their rows, int64."""
         (have, width), freed = self.gaps.shape, np.zeros(0, np.int64)
         if window + 1 > width:
-            width, freed = 1 << window.bit_length(), self.rows[self.ats != FREE]
+            width, freed = 1 << window.bit_length(), self.close_all()
             for name, shape in (
                 ("tokens", (have, self.most, width)), ("others", (have, width, RANKS)), ("gaps", (have, width)),
                 ("branch_others", (have, self.most, width, RANKS)), ("branch_gaps", (have, self.most, width)),
                 ("opened", (have, width)),
             ):  # fmt: skip
                 setattr(self, name, np.zeros(shape, np.int32))
-            self.ats[:], self.gaps[:] = FREE, FREE
+            self.gaps[:] = FREE
         if slots > have:
             for name in kernels.Planes._fields[:-1]:
                 setattr(self, name, enlarged(getattr(self, name), 0, slots))
@@ -141,6 +142,12 @@ class BranchTable:
         tokens: np.ndarray = self.tokens[slots, numbers, self.lengths[slots, numbers] - 1]
         return tokens
 
+    def close_all(self) -> np.ndarray:
+        """Give up all branches; they are not opened again. Returns their rows, int64."""
+        rows: np.ndarray = self.rows[self.ats != FREE]
+        self.ats[:] = FREE
+        return rows
+
     def close(self, slot: int, number: int) -> None:
         """Give up a branch that has no row."""
         self.ats[slot, number] = FREE
@@ -151,16 +158,15 @@ class BranchTable:
         slots: np.ndarray,
         numbers: np.ndarray,
         tokens: np.ndarray,
-        others: np.ndarray,
         gaps: np.ndarray,
     ) -> None:
-        """Append the token that each chain drafted, `(n,)` each.
+        """Append the token that each chain drafted, int32 `(n,)` each; chains that were given up are passed over.
 
         Args:
-            others: int32 `(n, RANKS)`: second and third candidate, -1 where there is none.
+            tokens: int32 `(n, 1 + RANKS)`: that token and the other candidates, -1 where there is none.
             gaps: int32 `(n,)`: see `ranges_of`.
         """
-        kernels.append(self._planes, _lines(mirrors), slots, numbers, tokens, others, gaps)
+        kernels.append(self._planes, _lines(mirrors), slots, numbers, tokens, gaps)
 
     def published(self, mirrors: MirrorTable, slots: np.ndarray) -> Branches:
         """Branches of the tails of these slots that have two tokens or more: the target finds the first one itself."""
@@ -189,7 +195,7 @@ def warm_up() -> None:
     table, mirrors, zero = BranchTable(1), MirrorTable(), np.zeros(1, np.int32)
     mirrors.open(0, (1,), (), SamplingParams(), 4)
     table.fit(1, 4)
-    table.append(mirrors, zero, zero + MAIN, zero + 1, np.full((1, RANKS), 2, np.int32), zero)
+    table.append(mirrors, zero, zero + MAIN, np.ones((1, 1 + RANKS), np.int32), zero)
     table.plan(mirrors, zero, zero + 5, 4)
     table.settle(mirrors, np.zeros(1, np.int64), zero, zero, zero + 1, zero + 2)
     table.published(mirrors, zero)

@@ -7,6 +7,7 @@ import abc
 import numpy as np
 import torch
 
+from specactor_ray.draft import branches as branching
 from specactor_ray.draft.branches import FREE, MAIN, BranchTable, Chains, ranges_of
 from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
@@ -55,10 +56,14 @@ class ModelProposer(SlotProposer):
         self._rows = np.zeros(0, np.int64)
         """`(slots,)`: rows in the cache of the requests that have a place."""
         warm_up(cache.device, dtype)
+        if branches:
+            branching.warm_up()
+            zero = np.zeros(1, np.int64)
+            candidates(torch.zeros(1, 2, dtype=dtype), zero, zero, Rules(1))
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if self.branches.most:
-            self._free(self.branches.settle(self.mirrors, self._rows, slots, starts, lengths, tokens))
+            self._cache.free_rows(self.branches.settle(self.mirrors, self._rows, slots, starts, lengths, tokens))
         return super().commit(slots, starts, lengths, tokens)
 
     def tails(self, slots: np.ndarray) -> Tails:
@@ -79,6 +84,7 @@ class ModelProposer(SlotProposer):
         """Run one forward for as many chains as fit. Returns slots whose tails changed, or that cannot go on."""
 
     def extend(self) -> np.ndarray:
+        self.rows_drafted = 0
         while True:
             chains, answered = self._ready(), self._unanswered.copy()
             answered[chains.slots] = False  # the others have no more guesses
@@ -90,7 +96,11 @@ class ModelProposer(SlotProposer):
                 return found.astype(np.int32)
 
     def _enter(self, slot: int, late: bool) -> bool:
-        row = self._cache.open(min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len))
+        tokens = min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len)
+        row = self._cache.open(tokens)
+        if row is None:
+            self._drop_branches()
+            row = self._cache.open(tokens)
         if row is None:
             return False
         self._rows[slot] = row
@@ -99,32 +109,31 @@ class ModelProposer(SlotProposer):
         return True
 
     def _leave(self, slot: int, finished: bool) -> None:
-        self._free(self.branches.release(slot))
-        self._cache.free(int(self._rows[slot]))
+        self._cache.free_rows(np.append(self.branches.release(slot), self._rows[slot]))
 
-    def _free(self, rows: np.ndarray) -> None:
-        for row in rows.tolist():
-            self._cache.free(row)
+    def _drop_branches(self) -> None:
+        """Free the pages of all branches, which main chains need more."""
+        self._cache.free_rows(self.branches.close_all())
 
     def _fit(self, slots: int) -> None:
         super()._fit(slots)
         if self.branches.most:
-            self._free(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
+            self._cache.free_rows(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
 
     def _rows_of(self, chains: Chains) -> np.ndarray:
         """int64 `(n,)`: rows of the cache; that of a branch that begins is forked from its main chain's."""
-        rows, cache = self._rows[chains.slots], self._cache
+        rows: np.ndarray = self._rows[chains.slots]
         if not len(rows) or chains.numbers[-1] == MAIN:  # main chains come first
             return rows
-        branch = chains.numbers != MAIN
-        slots, numbers, held = chains.slots[branch], chains.numbers[branch], self.branches.rows
-        for at in np.flatnonzero(chains.begins[branch] != FREE).tolist():
-            held[slots[at], numbers[at]] = cache.fork(int(rows[branch][at]), int(chains.begins[branch][at]))
-        rows[branch] = held[slots, numbers]
+        new, branch = chains.begins != FREE, chains.numbers != MAIN
+        held, forks = self.branches.rows, self._cache.fork(rows[new], chains.begins[new].astype(np.int64))
+        held[chains.slots[new], chains.numbers[new]] = forks
+        rows[branch] = held[chains.slots[branch], chains.numbers[branch]]
         return rows
 
     def _reserve(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[Chains, np.ndarray, np.ndarray]:
-        """Make room in the cache for `counts` more tokens of each chain; chains without room are given up.
+        """Make room in the cache for `counts` more tokens of each chain. Where a main chain finds none, all branches
+        are given up; chains without room are, too.
 
         Returns:
             The chains that fit in one forward, their cache rows, and their tokens in it, at least 1.
@@ -133,23 +142,25 @@ class ModelProposer(SlotProposer):
             counts = np.minimum(counts, _MAX_STEP_TOKENS - np.cumsum(counts) + counts)
             chains, rows, counts = chains.at(counts > 0), rows[counts > 0], counts[counts > 0]  # the first ones
         ends = self._cache.lengths[rows] + counts
-        short = np.flatnonzero(ends > self._cache.room(rows)).tolist()
-        if not short:
+        short = np.flatnonzero(ends > self._cache.room(rows))
+        full = short[~self._cache.reserve_rows(rows[short], ends[short])]
+        if not len(full):
             return chains, rows, counts
-        fits = np.ones(len(rows), np.bool_)
-        for i in short:
-            fits[i] = self._cache.reserve(int(rows[i]), int(ends[i]))
-            if not fits[i]:
+        for i in full.tolist():
+            if chains.numbers[i] == MAIN:
+                self._drop_branches()
+            if chains.numbers[i] != MAIN or not self._cache.reserve(int(rows[i]), int(ends[i])):
                 self._give_up_chain(int(chains.slots[i]), int(chains.numbers[i]))
-        fits &= self._placed[chains.slots]
-        return chains.at(fits), rows[fits], counts[fits]
+        left, branch = self._placed[chains.slots], np.flatnonzero(chains.numbers != MAIN)
+        left[branch] = self.branches.ats[chains.slots[branch], chains.numbers[branch]] != FREE
+        return chains.at(left), rows[left], counts[left]
 
     def _give_up_chain(self, slot: int, number: int) -> None:
         """Give up a branch, or with its main chain the request."""
         if number == MAIN:
             self._give_up(slot)
-        elif self._placed[slot]:  # else it went with its main chain
-            self._cache.free(int(self.branches.rows[slot, number]))
+        elif self.branches.ats[slot, number] != FREE:  # else it went with its main chain
+            self._cache.free_rows(self.branches.rows[slot, [number]])
             self.branches.close(slot, number)
 
     def _draw(self, chains: Chains, logits: torch.Tensor) -> np.ndarray:
@@ -163,12 +174,9 @@ class ModelProposer(SlotProposer):
         main = chains.numbers == MAIN
         ends = np.where(main, mirrors.ends[slots], (branches.ats + branches.lengths)[slots, chains.numbers])
         tokens, gaps = candidates(logits, ends.astype(np.int64), slots.astype(np.int64), self._rules)
-        drawn = tokens[:, 0] >= 0
-        for slot, number in zip(slots[~drawn].tolist(), chains.numbers[~drawn].tolist(), strict=True):
-            self._give_up_chain(slot, number)
-        drawn &= self._placed[slots]
-        parts = (slots, chains.numbers, *tokens[:, :1].T, tokens[:, 1:], ranges_of(gaps))
-        branches.append(mirrors, *(np.ascontiguousarray(part[drawn]) for part in parts))
+        for i in np.flatnonzero(tokens[:, 0] < 0).tolist():
+            self._give_up_chain(int(slots[i]), int(chains.numbers[i]))
+        branches.append(mirrors, slots, chains.numbers, tokens, ranges_of(gaps))
         return slots
 
     def _sample(self, slots: np.ndarray, logits: torch.Tensor, ends: np.ndarray) -> np.ndarray:

@@ -30,6 +30,8 @@ class _Verifier:
     """Its newest session; see `CommitBatch`."""
     slots: np.ndarray = field(default_factory=lambda: np.full(1, _NONE, np.int32))
     """Row → slot; the last entry has none."""
+    step_s: float = 0.0
+    """See `CommitBatch`."""
     lost: dict[int, int] = field(default_factory=dict)
     """Rows to open again → generation."""
 
@@ -43,7 +45,7 @@ class DraftRequests:
     """
 
     def __init__(self, drafter_id: str, proposer: Proposer) -> None:
-        self.counters = dict.fromkeys(("opens", "resyncs", "extends", "tails", "failures"), 0)
+        self.counters = dict.fromkeys(("opens", "resyncs", "extends", "tails", "branches", "failures"), 0)
         """Totals, of the loop too."""
         self._drafter_id, self._proposer = drafter_id, proposer
         self._verifiers: dict[str, _Verifier] = {}
@@ -63,6 +65,12 @@ class DraftRequests:
         """Open requests."""
         return len(self._open)
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of the shortest verify step of those verifiers that have open requests; 0 if none is known."""
+        known = [one for one in self._verifiers.values() if one.step_s > 0.0 and (self._owners == one.number).any()]
+        return min((one.step_s for one in known), default=0.0)
+
     # ---- messages ----
 
     def take(self, message: CommitBatch) -> None:
@@ -74,6 +82,7 @@ class DraftRequests:
             self._next_number += 1
         elif message.session < verifier.session:
             return
+        verifier.step_s = message.step_s
         self._commit(verifier, message)
         if message.closed:
             rows, generations, finished = zip(*message.closed, strict=True)
@@ -221,16 +230,18 @@ class DraftRequests:
                 link.offer(functools.partial(self._tails, verifier, mine, token_s))
 
     def _tails(self, verifier: _Verifier, slots: np.ndarray, token_s: float) -> TailBatch:
-        """Whole tails of changed slots of a verifier."""
+        """Whole tails and branches of changed slots of a verifier."""
         self._changed[slots] = False
         lost, verifier.lost = verifier.lost, {}
+        tails = self._proposer.tails(slots)
         self.counters["tails"] += len(slots)
+        self.counters["branches"] += len(tails.branches.tails)
         self.counters["resyncs"] += len(lost)
         return TailBatch(
             self._drafter_id,
             self._rows[slots],
             self._generations[slots],
-            *self._proposer.tails(slots),
+            *tails,
             token_s,
             tuple(lost.items()),
         )

@@ -125,7 +125,7 @@ def for_verifier(vocab_size: int, branches: int = 0) -> Inbox[TailBatch]:
         _require(_is_id(message.drafter_id), "the drafter's id is no string, or far too long")
         _check_arrays(message.rows, message.generations, message.bases, message.lengths, message.tokens, vocab_size)
         _check_branches(message.branches, message.lengths, branches, vocab_size)
-        _require(_are_seconds(message.token_s), "token_s is no number of seconds")
+        _require(_is_seconds(message.token_s), "token_s is no number of seconds")
         _require(_are_all(message.lost, _is_handle), "lost holds no handles")
 
     return Inbox(check, "drafter_id")
@@ -147,7 +147,7 @@ def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
         _require(closed, "closed holds something else than handles and whether they finished")
         features = _are_all(message.features, lambda one: _is_count(one[0]) and _are_features(one[1]), size=2)
         _require(features, "features are not in order")
-        _require(_are_seconds(message.step_s), "step_s is no number of seconds")
+        _require(_is_seconds(message.step_s), "step_s is no number of seconds")
 
     return Inbox(check, "verifier_id")
 
@@ -252,7 +252,7 @@ def _is_column(value: Any) -> bool:
     return type(value) is np.ndarray and value.dtype == _INT32 and value.ndim == 1
 
 
-def _are_seconds(value: Any) -> bool:
+def _is_seconds(value: Any) -> bool:
     return type(value) in (float, int) and 0.0 <= value <= _MAX_SECONDS
 
 
