@@ -164,7 +164,7 @@ class ModelProposer(SlotProposer):
         ends = np.where(main, mirrors.ends[slots], (branches.ats + branches.lengths)[slots, chains.numbers])
         tokens, gaps = candidates(logits, ends.astype(np.int64), slots.astype(np.int64), self._rules)
         drawn = tokens[:, 0] >= 0
-        self._count_undrawn(slots[main & ~drawn])
+        self.judged[0] += mirrors.windows[slots[main & ~drawn]].sum()  # no numbers: a whole window is wrong
         for slot, number in zip(slots[~drawn].tolist(), chains.numbers[~drawn].tolist(), strict=True):
             self._give_up_chain(slot, number)
         drawn &= self._placed[slots]
@@ -180,11 +180,7 @@ class ModelProposer(SlotProposer):
         rows, none = np.arange(len(slots)), np.zeros(len(slots) + 1, np.int64)
         found = verify_arrays(logits, rows, none, none[:0], ends.astype(np.int64), slots, self._rules)
         tokens = found.tokens[:, 0].astype(np.int32)
-        self._count_undrawn(slots[tokens < 0])
+        self.judged[0] += self.mirrors.windows[slots[tokens < 0]].sum()  # no numbers: a whole window is wrong
         for slot in slots[tokens < 0].tolist():
             self._give_up(slot)
         return tokens
-
-    def _count_undrawn(self, slots: np.ndarray) -> None:
-        """The logits of these slots are no numbers: the windows that they will not draft count as wrong."""
-        self.judged[0] += self.mirrors.windows[slots].sum()
