@@ -174,6 +174,7 @@ class ModelProposer(SlotProposer):
         main = chains.numbers == MAIN
         ends = np.where(main, mirrors.ends[slots], (branches.ats + branches.lengths)[slots, chains.numbers])
         tokens, gaps = candidates(logits, ends.astype(np.int64), slots.astype(np.int64), self._rules)
+        self.judged[0] += mirrors.windows[slots[main & (tokens[:, 0] < 0)]].sum()  # no numbers: a whole window is wrong
         for i in np.flatnonzero(tokens[:, 0] < 0).tolist():
             self._give_up_chain(int(slots[i]), int(chains.numbers[i]))
         branches.append(mirrors, slots, chains.numbers, tokens, ranges_of(gaps))
@@ -187,6 +188,7 @@ class ModelProposer(SlotProposer):
         rows, none = np.arange(len(slots)), np.zeros(len(slots) + 1, np.int64)
         found = verify_arrays(logits, rows, none, none[:0], ends.astype(np.int64), slots, self._rules)
         tokens = found.tokens[:, 0].astype(np.int32)
+        self.judged[0] += self.mirrors.windows[slots[tokens < 0]].sum()  # no numbers: a whole window is wrong
         for slot in slots[tokens < 0].tolist():
             self._give_up(slot)
         return tokens

@@ -459,7 +459,8 @@ class FakeRollout:
         return []
 
     def status(self) -> list[dict[str, Any]]:
-        return [{"id": "verifier-0#1a2b", "kind": "verifier", "counters": {}}]
+        health = {"health": {"method": "eagle", "alarm": True}}
+        return [{"id": "verifier-0#1a2b", "kind": "verifier", "counters": {"inline": {"eagle-0#1a2b": health}}}]
 
     def stream(self, prompts: list[Any], skip: Collection[tuple[int, int]], encoded: Any) -> Iterator[Trajectory]:
         type(self).skipped = set(skip)
@@ -525,6 +526,7 @@ class TestRun:
         assert summary == outcome.summary
         assert summary["status"] == "complete" and summary["tokens"] == 9
         assert summary["trajectories"]["finish_reasons"] == {"length": 3}
+        assert summary["drafters"] == [{"id": "eagle-0#1a2b", "method": "eagle", "alarm": True}]
         assert {"ray", "torch", "transformers"} <= summary["versions"].keys() and summary["hardware"]["cores"] >= 1
         saved = yaml.safe_load(Path("runs/r/config.yaml").read_text())
         assert saved == summary["config"] and saved["data"]["path"] == "prompts.txt"

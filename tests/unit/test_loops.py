@@ -21,11 +21,13 @@ from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolic
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.eagle.runner import EagleRunner
+from specactor_ray.draft.health import ENOUGH, checksum
 from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.lookup.suffix import SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.proposer import Proposer
+from specactor_ray.draft.proposer import Checkpoint, Proposer, Traits
+from specactor_ray.draft.slots import RowProposer
 from specactor_ray.messages import Features, Finished, Progress, SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.queues import inbox
@@ -426,6 +428,8 @@ def test_a_hosted_head_is_taught_between_two_steps_and_changes_no_token() -> Non
         assert taught.result(30) is other.result(30) is None
     finally:
         bench.close()
+    health = bench.verifier.snapshot()["inline"]["eagle-0"]["health"]
+    assert (health["version"], health["checksum"]) == (5, checksum(weights))
     states = torch.ones(1, head._runner.config.feature_size)
     now, before, then = (one._runner.fuse(states) for one in (head, fresh, pupil))
     assert torch.equal(now, then) and not torch.equal(now, before)
@@ -445,6 +449,59 @@ def test_a_hosted_drafter_that_cannot_take_new_weights_holds_up_no_update() -> N
     loaded = verifier.load_weights(1, AutoModelForCausalLM.from_pretrained(tiny_target()).state_dict())
     verifier.run_once()
     assert loaded.result(0) is None and verifier.snapshot()["weight_version"] == 1
+    assert verifier.snapshot()["inline"]["twin"]["health"]["version"] == 0
+
+
+class Parrot(RowProposer):
+    """Guesses the truth, as long as its weights say so."""
+
+    method, vocab_size = "parrot", None
+    traits = Traits(checkpoint=Checkpoint.MODEL)
+
+    def __init__(self, truth: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        self._truth, self._off = truth, 0
+
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+        self._off = int(state_dict["off"])
+
+    def guess(self, slot: int, prompt: np.ndarray, output: np.ndarray, room: int) -> list[int]:
+        return [(token + self._off) % 512 for token in self._truth[self.request_ids[slot]][len(output) :][:1]]
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "apart"])
+def test_an_alarm_is_raised_while_a_drafter_is_never_right(inline: bool, caplog: pytest.LogCaptureFixture) -> None:
+    batch = requests(10, 1.0)
+    bench = Bench({"parrot-0": Parrot(truth_of(batch))}, inline, draft_wait_s=0.05)
+    (loop,) = bench.drafts.values()
+
+    def run_until(version: int, alarm: bool) -> dict[str, Any]:
+        """Runs the requests until the alarm is on, or off."""
+        deadline = time.monotonic() + 60.0
+        while True:
+            assert bench.run(batch) == truth_of(batch)
+            health: dict[str, Any] = loop.snapshot()["health"]
+            if health["version"] == version and health["tried"] and health["alarm"] is alarm:
+                return health
+            assert time.monotonic() < deadline, health
+
+    def load(version: int, off: int) -> None:
+        weights = {"off": torch.tensor(off)}
+        (bench.verifier.teach("parrot", version, weights) if inline else loop.load_weights(version, weights)).result(30)
+
+    try:
+        assert run_until(0, alarm=False)["right"] > 0
+        load(1, 1)
+        dead = run_until(1, alarm=True)
+        load(2, 0)
+        well = run_until(2, alarm=False)
+    finally:
+        bench.close()
+    assert dead["right"] == 0 and dead["missed"] == dead["tried"] >= ENOUGH
+    assert well["right"] > 0 and well["checksum"] != dead["checksum"]
+    warning, end = (record.getMessage() for record in caplog.records if "parrot-0 (parrot)" in record.getMessage())
+    assert "none of its last" in warning and "version 1" in warning
+    assert "right again" in end and "version 2" in end
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
