@@ -12,6 +12,7 @@ from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.sampling.candidates import candidates
+from specactor_ray.sampling.candidates import warm_up as warm_up_candidates
 from specactor_ray.sampling.keyed import own_noise, verify_arrays, warm_up
 from specactor_ray.sampling.rules import Rules
 
@@ -55,6 +56,8 @@ class ModelProposer(SlotProposer):
         self._rows = np.zeros(0, np.int64)
         """`(slots,)`: rows in the cache of the requests that have a place."""
         warm_up(cache.device, dtype)
+        if branches:
+            warm_up_candidates(cache.device, dtype)
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if self.branches.most:

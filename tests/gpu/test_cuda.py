@@ -84,8 +84,12 @@ def test_triton_kernels_are_exact_and_timed_on_this_gpu() -> None:
     stage = Stage("triton", ON_GPU._replace(sampler_rows=(1, 128)), math.inf)
     measure_triton(stage)
     different = stage.entry["figures"]["different"]
-    assert len(different) == 6 * len(ON_GPU.sampler_vocabs) and not any(different.values())
-    assert all(point[f"{name} ms"] > 0 for point in stage.entry["points"] for name in ("T=1", "T=0", "top-p 0.95"))
+    assert len(different) == 9 * len(ON_GPU.sampler_vocabs) and not any(different.values())
+    assert all(
+        point[f"{name} ms"] > 0
+        for point in stage.entry["points"]
+        for name in ("T=1", "T=0", "top-p 0.95", "candidates")
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -98,4 +102,4 @@ def test_attention_on_this_gpu_does_not_depend_on_the_batch(dtype: str) -> None:
         assert point["one by one"] < (0.02 if dtype == "bfloat16" else 1e-4), point
         assert ("flash over pages" in point["kernel"]) is (dtype == "bfloat16"), point
     sampling.warm_up(torch.device("cuda", 0), torch.bfloat16)
-    assert sampling._fused_is_exact(torch.device("cuda", 0), torch.bfloat16, False), "auto takes them"
+    assert sampling._fused_is_exact(torch.device("cuda", 0), torch.bfloat16, 1), "auto takes them"
