@@ -18,7 +18,9 @@ from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch, attend_masked, attend_varlen, why_masked
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling import keyed as sampling
-from specactor_ray.sampling.keyed import sample_rows
+from specactor_ray.sampling.candidates import candidates
+from specactor_ray.sampling.keyed import Backend, sample_rows
+from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.target.hf import HfEngine
 from tests.tiny import tiny_target
@@ -78,6 +80,17 @@ def test_cuda_samples_what_the_cpu_samples(temperature: float) -> None:
         on_gpu = sample_rows(logits.cuda(), params, positions, backend=backend)
         assert on_gpu.token_ids == on_cpu.token_ids
         assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "auto"])
+def test_cuda_has_the_candidates_of_the_cpu(backend: Backend) -> None:
+    logits, rows = 3 * torch.randn(60, 5000, generator=torch.Generator().manual_seed(0)), np.arange(60)
+    params = [SamplingParams((0.0, 0.6, 1.0)[i % 3], seed=i, top_k=(0, 2, 40)[i % 4 % 3]) for i in range(60)]
+    on_cpu, on_gpu = Rules(60), Rules(60, torch.device("cuda", 0))
+    for rules in (on_cpu, on_gpu):
+        rules.write(range(60), params, [0] * 60)
+    want, got = candidates(logits, rows, rows, on_cpu), candidates(logits.cuda(), rows, rows, on_gpu, backend=backend)
+    assert got.tokens.tolist() == want.tokens.tolist() and got.gaps.tolist() == want.gaps.tolist()
 
 
 def test_triton_kernels_are_exact_and_timed_on_this_gpu() -> None:
