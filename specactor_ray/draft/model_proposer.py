@@ -13,6 +13,7 @@ from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.sampling.candidates import candidates
+from specactor_ray.sampling.candidates import warm_up as warm_up_candidates
 from specactor_ray.sampling.keyed import own_noise, verify_arrays, warm_up
 from specactor_ray.sampling.rules import Rules
 
@@ -58,8 +59,7 @@ class ModelProposer(SlotProposer):
         warm_up(cache.device, dtype)
         if branches:
             branching.warm_up()
-            zero = np.zeros(1, np.int64)
-            candidates(torch.zeros(1, 2, dtype=dtype), zero, zero, Rules(1))
+            warm_up_candidates(cache.device, dtype)
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if self.branches.most:
