@@ -251,7 +251,7 @@ def test_drafted_equals_plain(kind: str, inline: bool, temperature: float) -> No
 
 
 @pytest.mark.parametrize(("temperature", "faulty"), [(0.0, False), (1.0, False), (1.0, True)])
-def test_branches_change_no_token(temperature: float, faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_branches_drafted_within_a_step_change_no_token(temperature: float, faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter has as much time as eight branches of each request take."""
     batch, deliver = requests(6, temperature), DraftLoop.deliver
     monkeypatch.setattr(DraftLoop, "deliver", lambda loop, message: deliver(loop, replace(message, step_s=60.0)))
