@@ -146,7 +146,7 @@ def test_filtered_rows_are_those_of_the_numba_form(small_blocks: None) -> None:
     assert rows >= 140
 
 
-@pytest.mark.parametrize(("filtered", "batches", "least"), [(False, 24, 500), (True, 5, 100)])
+@pytest.mark.parametrize(("filtered", "batches", "least"), [(False, 10, 200), (True, 3, 60)])
 def test_candidates_are_those_of_the_numba_form(small_blocks: None, filtered: bool, batches: int, least: int) -> None:
     rng, rows, wrong = np.random.default_rng(3), 0, []
     vocabs = [40, 200, 3, 300, 1, 600] if filtered else [1, 2, 3, 7, 40, 300, 511, 512, 513, 1030]
