@@ -7,11 +7,11 @@ import abc
 import numpy as np
 import torch
 
-from specactor_ray.draft.branches import FREE, MAIN, BranchTable, Chains, ranges_of
+from specactor_ray.draft.branches import FREE, MAIN, BranchTable, Chains, main_chains, ranges_of
 from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.paged_cache import PagedCache
-from specactor_ray.sampling.candidates import candidates
+from specactor_ray.sampling.candidates import MOST, Candidates, candidates
 from specactor_ray.sampling.keyed import own_noise, verify_arrays, warm_up
 from specactor_ray.sampling.rules import Rules
 
@@ -33,7 +33,7 @@ class ModelProposer(SlotProposer):
         branches: Most branches of a request.
     """
 
-    _by_slot = (*SlotProposer._by_slot, "_rows")
+    _by_slot = (*SlotProposer._by_slot, "_rows", "_origins")
 
     def __init__(
         self,
@@ -52,8 +52,9 @@ class ModelProposer(SlotProposer):
         self.max_len = min(max_positions, cache.slots)
         self._rules = Rules(0, cache.device)
         """Sampling rules by slot; positions are those of the lines."""
-        self._rows = np.zeros(0, np.int64)
-        """`(slots,)`: rows in the cache of the requests that have a place."""
+        self._rows, self._origins = np.zeros((2, 0), np.int64)
+        """int64 `(slots,)`, of the requests that have a place: rows in the cache; index in the line of the token that
+        the first entry of the row has read."""
         warm_up(cache.device, dtype)
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -65,18 +66,29 @@ class ModelProposer(SlotProposer):
         tails = super().tails(slots)
         return tails._replace(branches=self.branches.published(self.mirrors, slots)) if self.branches.most else tails
 
-    def _cached(self, slots: np.ndarray) -> np.ndarray:
-        """int64 `(n,)`: tokens in the cache of slots that have a place."""
-        lengths: np.ndarray = self._cache.lengths[self._rows[slots]]
-        return lengths
+    @property
+    def _tips(self) -> np.ndarray:
+        """int32 `(slots,)`: where main chains are drafted on, see `BranchTable.append`."""
+        return self.mirrors.ends
+
+    @property
+    @abc.abstractmethod
+    def _backlogs(self) -> np.ndarray:
+        """int `(slots,)`: tokens that the main chain reads before its next one is drafted, at least 1."""
 
     @abc.abstractmethod
     def _ready(self) -> Chains:
-        """Chains that a forward can draft for, most urgent first."""
+        """Chains that a forward can draft for, main chains first, the most urgent ones first."""
 
     @abc.abstractmethod
-    def _forward(self, chains: Chains) -> np.ndarray:
-        """Run one forward for as many chains as fit. Returns slots whose tails changed, or that cannot go on."""
+    def _run(
+        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray
+    ) -> tuple[np.ndarray, torch.Tensor]:
+        """Read `counts` tokens of each chain into its row of the cache.
+
+        Returns:
+            bool `(n,)`: chains that have read all their tokens; logits of their next ones.
+        """
 
     def extend(self) -> np.ndarray:
         while True:
@@ -89,6 +101,34 @@ class ModelProposer(SlotProposer):
             if len(found) or not len(chains.slots):
                 return found.astype(np.int32)
 
+    def _plan(self, reading: np.ndarray, ahead: np.ndarray) -> Chains:
+        """Chains of the next forward where the slots `reading` have to read first and the slots `ahead` can draft on,
+        bool `(slots,)` each: main chains, the fewer tokens to read the earlier; the likeliest branches of `ahead`."""
+        tips, limits = self._tips, np.minimum(self.mirrors.limits, self.max_len)
+        room, (slots,) = tips < limits, np.nonzero(ahead)
+        late, running = np.flatnonzero(reading & room), slots[room[slots]]
+        late = late[np.argsort(self._backlogs[late], kind="stable")]
+        if not self.branches.most or self.budget <= len(late) + len(running):
+            return main_chains(np.concatenate([running, late]))
+        chains = self.branches.plan(self.mirrors, slots, limits[slots], self.budget - len(late), tips)
+        behind = zip(chains, main_chains(late), strict=True)
+        return Chains(*(np.insert(column, len(running), more) for column, more in behind))
+
+    def _forward(self, chains: Chains) -> np.ndarray:
+        """Run one forward for as many chains as fit. Returns slots whose tails changed, or that cannot go on."""
+        rows = self._rows_of(chains)
+        counts = np.where(chains.numbers == MAIN, self._backlogs[chains.slots], 1)
+        chains, rows, counts = self._reserve(chains, rows, counts)
+        slots, branch = chains.slots, chains.numbers != MAIN
+        if not len(slots):
+            return slots
+        tokens = self.mirrors.tokens(slots, self._origins[slots] + self._cache.lengths[rows], counts)
+        if branch.any():
+            tokens[np.cumsum(counts)[branch] - 1] = self.branches.newest(slots[branch], chains.numbers[branch])
+        complete, logits = self._run(chains, rows, counts, tokens)
+        self.rows_drafted = len(rows) if (counts == 1).all() else 0
+        return self._draw(chains.at(complete), logits)
+
     def _enter(self, slot: int, late: bool) -> bool:
         row = self._cache.open(min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len))
         if row is None:
@@ -99,7 +139,7 @@ class ModelProposer(SlotProposer):
         return True
 
     def _leave(self, slot: int, finished: bool) -> None:
-        self._free(self.branches.release(slot))
+        self._free(self.branches.release(np.array([slot])))
         self._cache.free(int(self._rows[slot]))
 
     def _free(self, rows: np.ndarray) -> None:
@@ -108,8 +148,7 @@ class ModelProposer(SlotProposer):
 
     def _fit(self, slots: int) -> None:
         super()._fit(slots)
-        if self.branches.most:
-            self._free(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
+        self._free(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
 
     def _rows_of(self, chains: Chains) -> np.ndarray:
         """int64 `(n,)`: rows of the cache; that of a branch that begins is forked from its main chain's."""
@@ -118,8 +157,9 @@ class ModelProposer(SlotProposer):
             return rows
         branch = chains.numbers != MAIN
         slots, numbers, held = chains.slots[branch], chains.numbers[branch], self.branches.rows
+        kept = chains.begins[branch] - self._origins[slots]
         for at in np.flatnonzero(chains.begins[branch] != FREE).tolist():
-            held[slots[at], numbers[at]] = cache.fork(int(rows[branch][at]), int(chains.begins[branch][at]))
+            held[slots[at], numbers[at]] = cache.fork(int(rows[branch][at]), int(kept[at]))
         rows[branch] = held[slots, numbers]
         return rows
 
@@ -154,31 +194,25 @@ class ModelProposer(SlotProposer):
 
     def _draw(self, chains: Chains, logits: torch.Tensor) -> np.ndarray:
         """Append the token that each chain draws from its logits `(n, V)`; one that cannot be sampled from is given up.
-        Returns int32 `(n,)`, the slots of the chains."""
-        mirrors, branches, slots = self.mirrors, self.branches, chains.slots
-        if not branches.most:
-            tokens = self._sample(slots, logits, mirrors.ends[slots])
-            mirrors.append(slots[tokens >= 0], tokens[tokens >= 0])
-            return slots
-        main = chains.numbers == MAIN
-        ends = np.where(main, mirrors.ends[slots], (branches.ats + branches.lengths)[slots, chains.numbers])
-        tokens, gaps = candidates(logits, ends.astype(np.int64), slots.astype(np.int64), self._rules)
+        Returns int32: slots whose tails changed."""
+        branches, slots = self.branches, chains.slots
+        tokens, gaps = self._candidates(logits, branches.ends(chains, self._tips), slots.astype(np.int64))
         drawn = tokens[:, 0] >= 0
-        for slot, number in zip(slots[~drawn].tolist(), chains.numbers[~drawn].tolist(), strict=True):
+        changed = ~drawn
+        for slot, number in zip(slots[changed].tolist(), chains.numbers[changed].tolist(), strict=True):
             self._give_up_chain(slot, number)
         drawn &= self._placed[slots]
         parts = (slots, chains.numbers, *tokens[:, :1].T, tokens[:, 1:], ranges_of(gaps))
-        branches.append(mirrors, *(np.ascontiguousarray(part[drawn]) for part in parts))
-        return slots
+        drawn_parts = (np.ascontiguousarray(part[drawn]) for part in parts)
+        changed[drawn] = branches.append(self.mirrors, *drawn_parts, tips=self._tips)
+        return slots[changed]
 
-    def _sample(self, slots: np.ndarray, logits: torch.Tensor, ends: np.ndarray) -> np.ndarray:
-        """Sample the tokens at the positions `ends` of the lines from logits `(n, V)`, int32 `(n,)`.
-
-        A row that cannot be sampled from is -1, and its slot is given up.
-        """
+    def _candidates(self, logits: torch.Tensor, ends: np.ndarray, slots: np.ndarray) -> Candidates:
+        """Draw the tokens at the positions `ends` of the lines of slots from logits `(n, V)`."""
+        if self.branches.most:
+            return candidates(logits, ends, slots, self._rules)
         rows, none = np.arange(len(slots)), np.zeros(len(slots) + 1, np.int64)
-        found = verify_arrays(logits, rows, none, none[:0], ends.astype(np.int64), slots, self._rules)
-        tokens = found.tokens[:, 0].astype(np.int32)
-        for slot in slots[tokens < 0].tolist():
-            self._give_up(slot)
-        return tokens
+        found = verify_arrays(logits, rows, none, none[:0], ends, slots, self._rules)
+        tokens = np.full((len(slots), MOST), -1, np.int32)
+        tokens[:, 0] = found.tokens[:, 0]
+        return Candidates(tokens, np.full(len(slots), np.inf, np.float32))
