@@ -18,7 +18,8 @@ import numpy as np
 from specactor_ray.messages import NO_BRANCHES, Branches, Features, SamplingParams
 
 if TYPE_CHECKING:
-    from specactor_ray.config.schema import DrafterConfig, TargetConfig
+    from specactor_ray.config.drafter_spec import DrafterSpec
+    from specactor_ray.config.schema import TargetConfig
 
 
 class Checkpoint(Enum):
@@ -88,7 +89,8 @@ class Proposer(abc.ABC):
     budget: int = 0
     """Most rows of a forward with branches, set before `extend`; where more tails have room, there are no branches."""
     rows_drafted: int = 0
-    """Rows of the newest forward, each of which read and drafted one token; 0 where one read more."""
+    """Rows of the forward of the newest `extend`, each of which read and drafted one token; 0 where one read more, or
+    there were several forwards."""
     required: tuple[str, ...] = ("method", "vocab_size")
     """Attributes that a proposer has once it is made."""
 
@@ -156,7 +158,7 @@ class Proposer(abc.ABC):
         """Clear the history; open requests stay. Overridden with the trait `keeps_history`."""
 
     @classmethod
-    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
+    def from_config(cls, config: DrafterSpec, target: TargetConfig, device: str) -> Self:
         """Build the proposer of a section of `drafters` for this target, on `device` (`cpu` or `cuda`).
 
         Raises:

@@ -18,7 +18,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.draft.branches import MAIN, Chains
 from specactor_ray.draft.eagle.checkpoint import load_head
 from specactor_ray.draft.eagle.runner import EagleRunner
@@ -64,14 +65,13 @@ class EagleProposer(ModelProposer):
         each branch, then those that drew the first, second, ... token of the tail."""
 
     @classmethod
-    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
+    def from_config(cls, config: DrafterSpec, target: TargetConfig, device: str) -> Self:
         assert config.model is not None  # validated
         trust = target.trust_remote_code
         head = load_head(config.model, target.model, dtype=config.dtype, device=device, trust_remote_code=trust)
         total = None if device == "cpu" else device_bytes(device)
         cache = drafter_cache_bytes(config, head_text(head), head.fc.weight.itemsize, total)
-        branches = getattr(config, "branches", 0)
-        return cls(EagleRunner(head, cache), config.max_batch, config.shared_noise, branches)
+        return cls(EagleRunner(head, cache), config.max_batch, config.shared_noise, config.branches)
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         good = super().commit(slots, starts, lengths, tokens)
