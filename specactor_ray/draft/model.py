@@ -49,7 +49,7 @@ class DraftModelProposer(ModelProposer):
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
         self.mirrors.ends[:] = self.mirrors.known
-        self._free(self.branches.release(np.flatnonzero(self._placed)))
+        self._cache.free_rows(self.branches.release(np.flatnonzero(self._placed)))
         self._cache.truncate(self._rows[self._placed], 0)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:

@@ -138,7 +138,7 @@ class EagleProposer(ModelProposer):
     def _drop_guesses(self, slots: np.ndarray) -> None:
         """Drop what rests on own outputs. The tails stay on offer until they are drafted again."""
         self._drafted[slots] = self.mirrors.known[slots]
-        self._free(self.branches.release(slots))
+        self._cache.free_rows(self.branches.release(slots))
         self._cache.truncate(self._rows[slots], self._anchors[slots] + 1 - self._origins[slots])
 
     # ---- one forward ----
