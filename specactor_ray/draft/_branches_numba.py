@@ -250,26 +250,28 @@ def open_branches(table: Any, chosen: Any) -> Any:
 
 
 @_jit
-def append(table: Any, mirror: Any, tips: Any, slots: Any, numbers: Any, tokens: Any, others: Any, gaps: Any) -> Any:
+def append(table: Any, mirror: Any, tips: Any, slots: Any, numbers: Any, tokens: Any, gaps: Any) -> Any:
     """See `BranchTable.append`."""
     width, changed = table.gaps.shape[1], np.ones(len(slots), np.bool_)
     for i in range(len(slots)):
         slot, b = slots[i], numbers[i]
+        if tokens[i, 0] < 0 or (b != MAIN and table.ats[slot, b] == FREE):
+            continue
         if b == MAIN:
             at = tips[slot]
             spot = at % width
-            changed[i] = at >= mirror.ends[slot] or mirror.lines[slot, at] != tokens[i]
+            changed[i] = at >= mirror.ends[slot] or mirror.lines[slot, at] != tokens[i, 0]
             if changed[i]:
-                mirror.lines[slot, at], mirror.ends[slot] = tokens[i], at + 1
+                mirror.lines[slot, at], mirror.ends[slot] = tokens[i, 0], at + 1
             tips[slot] = at + 1
             table.gaps[slot, spot], table.opened[slot, spot] = gaps[i], 0
-            table.others[slot, spot] = others[i]
+            table.others[slot, spot] = tokens[i, 1:]
         else:
             size = table.lengths[slot, b]
             spot = (table.ats[slot, b] + size) % width
-            table.tokens[slot, b, size], table.lengths[slot, b] = tokens[i], size + 1
+            table.tokens[slot, b, size], table.lengths[slot, b] = tokens[i, 0], size + 1
             table.branch_gaps[slot, b, spot] = gaps[i]
-            table.branch_others[slot, b, spot] = others[i]
+            table.branch_others[slot, b, spot] = tokens[i, 1:]
     return changed
 
 

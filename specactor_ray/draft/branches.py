@@ -123,9 +123,9 @@ class BranchTable:
         freed = kernels.settle(self._planes, _lines(mirrors), _FADE, main_rows, *arrays, self.outcomes)
         return freed
 
-    def release(self, slots: np.ndarray) -> np.ndarray:
+    def release(self, slots: np.ndarray | int) -> np.ndarray:
         """Drop the branches and candidates of slots. Returns their rows, int64."""
-        freed: np.ndarray = kernels.release(self._planes, np.asarray(slots, np.int64))
+        freed: np.ndarray = kernels.release(self._planes, np.atleast_1d(np.asarray(slots, np.int64)))
         return freed
 
     def plan(
@@ -171,14 +171,13 @@ class BranchTable:
         slots: np.ndarray,
         numbers: np.ndarray,
         tokens: np.ndarray,
-        others: np.ndarray,
         gaps: np.ndarray,
         tips: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Append the token that each chain drafted, `(n,)` each.
+        """Append the token that each chain drafted, int32 `(n,)` each; chains that were given up are passed over.
 
         Args:
-            others: int32 `(n, RANKS)`: second and third candidate, -1 where there is none.
+            tokens: int32 `(n, 1 + RANKS)`: that token and the other candidates, -1 where there is none.
             gaps: int32 `(n,)`: see `ranges_of`.
             tips: int32 `(slots,)`, updated: where main chains are drafted on. From there to the ends of the tails they
                 are drafted again: another token replaces the rest. None: at the ends.
@@ -187,7 +186,7 @@ class BranchTable:
             bool `(n,)`: False where a tail is what it was.
         """
         tips = mirrors.ends if tips is None else tips
-        changed: np.ndarray = kernels.append(self._planes, _lines(mirrors), tips, slots, numbers, tokens, others, gaps)
+        changed: np.ndarray = kernels.append(self._planes, _lines(mirrors), tips, slots, numbers, tokens, gaps)
         return changed
 
     def published(self, mirrors: MirrorTable, slots: np.ndarray) -> Branches:
@@ -217,7 +216,7 @@ def warm_up() -> None:
     table, mirrors, zero = BranchTable(1), MirrorTable(), np.zeros(1, np.int32)
     mirrors.open(0, (1,), (), SamplingParams(), 4)
     table.fit(1, 4)
-    table.append(mirrors, zero, zero + MAIN, zero + 1, np.full((1, RANKS), 2, np.int32), zero)
+    table.append(mirrors, zero, zero + MAIN, np.ones((1, 1 + RANKS), np.int32), zero)
     table.plan(mirrors, zero, zero + 5, 4)
     table.settle(mirrors, np.zeros(1, np.int64), zero, zero, zero + 1, zero + 2)
     table.published(mirrors, zero)

@@ -59,7 +59,8 @@ class ModelProposer(SlotProposer):
         warm_up(cache.device, dtype)
         branching.warm_up()
         if branches:
-            candidates(torch.zeros(1, 2, dtype=dtype), *np.zeros((2, 1), np.int64), Rules(1, torch.device("cpu")))
+            first, rules = np.zeros(1, np.int64), Rules(1, torch.device("cpu"))
+            candidates(torch.zeros(1, 2, dtype=dtype), first, first, rules)
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if self.branches.most:
@@ -150,7 +151,7 @@ class ModelProposer(SlotProposer):
         return True
 
     def _leave(self, slot: int, finished: bool) -> None:
-        self._cache.free_rows(np.append(self.branches.release(np.array([slot])), self._rows[slot]))
+        self._cache.free_rows(np.append(self.branches.release(slot), self._rows[slot]))
 
     def _drop_branches(self) -> None:
         """Free the pages of all branches, which main chains need more."""
@@ -206,25 +207,18 @@ class ModelProposer(SlotProposer):
 
     def _draw(self, chains: Chains, logits: torch.Tensor) -> np.ndarray:
         """Append the token that each chain draws from its logits `(n, V)`; one that cannot be sampled from is given up.
-        Returns int32: slots whose tails changed."""
-        branches, slots = self.branches, chains.slots
-        tokens, gaps = self._candidates(logits, branches.ends(chains, self._tips), slots.astype(np.int64))
-        drawn = tokens[:, 0] >= 0
-        changed = ~drawn
-        for slot, number in zip(slots[changed].tolist(), chains.numbers[changed].tolist(), strict=True):
-            self._give_up_chain(slot, number)
-        drawn &= self._placed[slots]
-        parts = (slots, chains.numbers, *tokens[:, :1].T, tokens[:, 1:], ranges_of(gaps))
-        drawn_parts = (np.ascontiguousarray(part[drawn]) for part in parts)
-        changed[drawn] = branches.append(self.mirrors, *drawn_parts, self._tips)
-        return slots[changed]
+        Returns int32: slots whose tails changed, or that were given up."""
+        slots, numbers, tips = chains.slots, chains.numbers, self._tips
+        tokens, gaps = self._candidates(logits, self.branches.ends(chains, tips), slots.astype(np.int64))
+        for i in np.flatnonzero(tokens[:, 0] < 0).tolist():
+            self._give_up_chain(int(slots[i]), int(numbers[i]))
+        return slots[self.branches.append(self.mirrors, slots, numbers, tokens, ranges_of(gaps), tips)]
 
     def _candidates(self, logits: torch.Tensor, ends: np.ndarray, slots: np.ndarray) -> Candidates:
         """Draw the tokens at the positions `ends` of the lines of slots from logits `(n, V)`."""
         if self.branches.most:
             return candidates(logits, ends, slots, self._rules)
         rows, none = np.arange(len(slots)), np.zeros(len(slots) + 1, np.int64)
-        found = verify_arrays(logits, rows, none, none[:0], ends, slots, self._rules)
         tokens = np.full((len(slots), MOST), -1, np.int32)
-        tokens[:, 0] = found.tokens[:, 0]
+        tokens[:, 0] = verify_arrays(logits, rows, none, none[:0], ends, slots, self._rules).tokens[:, 0]
         return Candidates(tokens, np.full(len(slots), np.inf, np.float32))
