@@ -57,8 +57,8 @@ def engine(hidden_layers: Sequence[int] = ()) -> HfEngine:
     return HfEngine(ragged(tiny_target(), hidden_layers), [eos_id()])
 
 
-def eagle(kind: type[E] = EagleProposer) -> E:  # type: ignore[assignment]
-    return kind(EagleRunner(load_head(str(tiny_eagle()), str(tiny_target())), 4 << 20))
+def eagle(kind: type[E] = EagleProposer, branches: int = 0) -> E:  # type: ignore[assignment]
+    return kind(EagleRunner(load_head(str(tiny_eagle()), str(tiny_target())), 4 << 20), branches=branches)
 
 
 def eos_id() -> int:
@@ -248,12 +248,13 @@ def test_drafted_equals_plain(kind: str, inline: bool, temperature: float) -> No
 
 
 @pytest.mark.parametrize(("temperature", "faulty"), [(0.0, False), (1.0, False), (1.0, True)])
-def test_branches_change_no_token(temperature: float, faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
+def test_branches_change_no_token(kind: str, temperature: float, faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter has as much time as eight branches of each request take."""
     batch, deliver = requests(6, temperature), DraftLoop.deliver
     monkeypatch.setattr(DraftLoop, "deliver", lambda loop, message: deliver(loop, replace(message, step_s=60.0)))
-    proposer, faults = DraftModelProposer(ragged(tiny_draft()), branches=8), random.Random(3) if faulty else None
-    bench = Bench({"small-0": proposer}, False, faults, draft_wait_s=0.05)
+    proposer = eagle(branches=8) if kind == "eagle" else DraftModelProposer(ragged(tiny_draft()), branches=8)
+    bench = Bench({"small-0": proposer}, False, random.Random(3) if faulty else None, draft_wait_s=0.05)
     try:
         assert bench.run(batch) == truth_of(batch)
         assert bench.drafts["small-0"].snapshot()["branches"] > 0
