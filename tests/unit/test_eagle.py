@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +152,14 @@ def test_tails_and_branches_after_any_history_are_those_of_a_fresh_computation(s
             drafter.proposer.budget = rng.randint(0, 12)
             drafter.extend()
         for request in rng.sample(requests, rng.randint(1, 4)):
-            _, tail = drafter.tail(request.name)
-            at, branch = rng.choice([(0, ()), *branches_of(drafter, request.name)])
-            right = [*tail[:at], *branch] if branch else list(tail)
-            cut = rng.randint(0, len(right))
-            request.commit(drafter, [*right[:cut], rng.randrange(400)], rng.randint(0, 3), late=rng.random() < 0.3)
+            right = list(drafter.tail(request.name)[1])
+            if rng.random() < 0.4:
+                for at, branch in branches_of(drafter, request.name)[-1:]:
+                    right = [*right[:at], *branch]
+            right = right[: rng.randint(0, len(right))]
+            if not right or rng.random() < 0.5:
+                right.append(rng.randrange(400))
+            request.commit(drafter, right, rng.randint(0, 3), late=rng.random() < 0.3)
             if rng.random() < 0.2:
                 request.lose_states()
     for request in requests:
@@ -227,6 +231,19 @@ def test_a_surviving_tail_is_gone_through_again_and_kept_where_it_still_fits() -
     assert extend_fully(drafter)[-1:] == [request.name]
     expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
     assert drafter.tail(request.name) == (2, expected)
+
+
+def test_a_tail_that_ends_with_the_output_is_drafted_again() -> None:
+    drafter, request = eagle(branches=4), Sequence(0, 1.0)
+    request.sampling, drafter.proposer.budget = replace(request.sampling, max_tokens=WINDOW + 1), 99
+    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    request.commit(drafter, [7])
+    extend_fully(drafter)
+    _, before = drafter.tail(request.name)
+    request.commit(drafter, [before[0]])
+    assert drafter.tail(request.name) == (2, before[1:])
+    extend_fully(drafter)
+    assert drafter.tail(request.name)[1] == request.expected(head())[:-1] != before[1:]
 
 
 def test_a_gap_in_the_states_means_less_context() -> None:
