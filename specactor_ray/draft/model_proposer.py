@@ -59,8 +59,8 @@ class ModelProposer(SlotProposer):
         warm_up(cache.device, dtype)
         branching.warm_up()
         if branches:
-            first, rules = np.zeros(1, np.int64), Rules(1, torch.device("cpu"))
-            candidates(torch.zeros(1, 2, dtype=dtype), first, first, rules)
+            zero = np.zeros(1, np.int64)
+            candidates(torch.zeros(1, 2, dtype=dtype), zero, zero, Rules(1))
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if self.branches.most:
