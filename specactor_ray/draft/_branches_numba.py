@@ -144,14 +144,16 @@ def _judge(evidence: Any, gap: int, right: int) -> None:
 
 
 @_jit
-def release(table: Any, slot: int) -> Any:
-    """Free all branches of a slot and drop its candidates. Returns their rows of the cache, int64."""
-    rows, count = np.empty(table.ats.shape[1], np.int64), 0
-    for b in range(len(rows)):
-        if table.ats[slot, b] != FREE:
-            rows[count], table.ats[slot, b] = table.rows[slot, b], FREE
-            count += 1
-    table.gaps[slot], table.opened[slot] = FREE, 0
+def release(table: Any, slots: Any) -> Any:
+    """Free all branches of slots and drop their candidates. Returns their rows of the cache, int64."""
+    places = table.ats.shape[1]
+    rows, count = np.empty(len(slots) * places, np.int64), 0
+    for slot in slots:
+        for b in range(places):
+            if table.ats[slot, b] != FREE:
+                rows[count], table.ats[slot, b] = table.rows[slot, b], FREE
+                count += 1
+        table.gaps[slot], table.opened[slot] = FREE, 0
     return rows[:count]
 
 
@@ -248,18 +250,20 @@ def open_branches(table: Any, chosen: Any) -> Any:
 
 
 @_jit
-def append(table: Any, mirror: Any, slots: Any, numbers: Any, tokens: Any, gaps: Any) -> None:
-    """Append the token drafted by each chain that was not given up, `(m,)` each; `tokens` `(m, 1 + RANKS)`: that token
-    (-1: there is none), its second and third candidate; `gaps`: range of the gap between the first two scores."""
-    width = table.gaps.shape[1]
+def append(table: Any, mirror: Any, tips: Any, slots: Any, numbers: Any, tokens: Any, gaps: Any) -> Any:
+    """See `BranchTable.append`."""
+    width, changed = table.gaps.shape[1], np.ones(len(slots), np.bool_)
     for i in range(len(slots)):
         slot, b = slots[i], numbers[i]
         if tokens[i, 0] < 0 or (b != MAIN and table.ats[slot, b] == FREE):
             continue
         if b == MAIN:
-            at = mirror.ends[slot]
+            at = tips[slot]
             spot = at % width
-            mirror.lines[slot, at], mirror.ends[slot] = tokens[i, 0], at + 1
+            changed[i] = at >= mirror.ends[slot] or mirror.lines[slot, at] != tokens[i, 0]
+            if changed[i]:
+                mirror.lines[slot, at], mirror.ends[slot] = tokens[i, 0], at + 1
+            tips[slot] = at + 1
             table.gaps[slot, spot], table.opened[slot, spot] = gaps[i], 0
             table.others[slot, spot] = tokens[i, 1:]
         else:
@@ -268,6 +272,7 @@ def append(table: Any, mirror: Any, slots: Any, numbers: Any, tokens: Any, gaps:
             table.tokens[slot, b, size], table.lengths[slot, b] = tokens[i, 0], size + 1
             table.branch_gaps[slot, b, spot] = gaps[i]
             table.branch_others[slot, b, spot] = tokens[i, 1:]
+    return changed
 
 
 @_jit

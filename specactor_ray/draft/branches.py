@@ -123,19 +123,32 @@ class BranchTable:
         freed = kernels.settle(self._planes, _lines(mirrors), _FADE, main_rows, *arrays, self.outcomes)
         return freed
 
-    def release(self, slot: int) -> np.ndarray:
-        """Drop the branches and candidates of a slot. Returns their rows, int64."""
-        if not self.most:  # nothing was made room for
-            return np.zeros(0, np.int64)
-        freed: np.ndarray = kernels.release(self._planes, slot)
+    def release(self, slots: np.ndarray | int) -> np.ndarray:
+        """Drop the branches and candidates of slots. Returns their rows, int64."""
+        freed: np.ndarray = kernels.release(self._planes, np.atleast_1d(np.asarray(slots, np.int64)))
         return freed
 
-    def plan(self, mirrors: MirrorTable, slots: np.ndarray, limits: np.ndarray, budget: int) -> Chains:
+    def plan(
+        self,
+        mirrors: MirrorTable,
+        slots: np.ndarray,
+        limits: np.ndarray,
+        budget: int,
+        tips: np.ndarray | None = None,
+    ) -> Chains:
         """The chains of the next forward, the most likely ones: main chains of `slots` that have room below `limits`
-        (`(n,)` each), then branches up to `budget` chains in all. Branches that begin have one token, and no row."""
+        (`(n,)` each), then branches up to `budget` chains in all. Branches that begin have one token, and no row.
+        `tips`: as in `append`."""
         arrays = np.asarray(slots, np.int64), np.asarray(limits, np.int64)
-        chosen = kernels.plan(self._planes, _lines(mirrors), *arrays, budget)
+        chosen = kernels.plan(self._planes, _lines(mirrors, tips), *arrays, budget)
         return Chains(*chosen[:3, kernels.open_branches(self._planes, chosen)])
+
+    def ends(self, chains: Chains, tips: np.ndarray) -> np.ndarray:
+        """int64 `(n,)`: index in the line of the next token of each chain. `tips`: as in `append`."""
+        ends, branch = tips[chains.slots].astype(np.int64), chains.numbers != MAIN
+        at = chains.slots[branch], chains.numbers[branch]
+        ends[branch] = self.ats[at] + self.lengths[at]
+        return ends
 
     def newest(self, slots: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """int32 `(n,)`: the last token of each branch."""
@@ -159,14 +172,22 @@ class BranchTable:
         numbers: np.ndarray,
         tokens: np.ndarray,
         gaps: np.ndarray,
-    ) -> None:
+        tips: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Append the token that each chain drafted, int32 `(n,)` each; chains that were given up are passed over.
 
         Args:
             tokens: int32 `(n, 1 + RANKS)`: that token and the other candidates, -1 where there is none.
             gaps: int32 `(n,)`: see `ranges_of`.
+            tips: int32 `(slots,)`, updated: where main chains are drafted on. From there to the ends of the tails they
+                are drafted again: another token replaces the rest. None: at the ends.
+
+        Returns:
+            bool `(n,)`: False where a tail is what it was.
         """
-        kernels.append(self._planes, _lines(mirrors), slots, numbers, tokens, gaps)
+        tips = mirrors.ends if tips is None else tips
+        changed: np.ndarray = kernels.append(self._planes, _lines(mirrors), tips, slots, numbers, tokens, gaps)
+        return changed
 
     def published(self, mirrors: MirrorTable, slots: np.ndarray) -> Branches:
         """Branches of the tails of these slots that have two tokens or more: the target finds the first one itself."""
@@ -185,8 +206,8 @@ def ranges_of(gaps: np.ndarray) -> np.ndarray:
     return ranges
 
 
-def _lines(mirrors: MirrorTable) -> kernels.Lines:
-    return kernels.Lines(mirrors.lines, mirrors.prompts, mirrors.known, mirrors.ends)
+def _lines(mirrors: MirrorTable, ends: np.ndarray | None = None) -> kernels.Lines:
+    return kernels.Lines(mirrors.lines, mirrors.prompts, mirrors.known, mirrors.ends if ends is None else ends)
 
 
 @functools.cache
@@ -199,4 +220,4 @@ def warm_up() -> None:
     table.plan(mirrors, zero, zero + 5, 4)
     table.settle(mirrors, np.zeros(1, np.int64), zero, zero, zero + 1, zero + 2)
     table.published(mirrors, zero)
-    table.release(0)
+    table.release(zero)

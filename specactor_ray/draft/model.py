@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.draft.branches import MAIN, Chains, main_chains
+from specactor_ray.draft.branches import MAIN, Chains
 from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
@@ -48,40 +49,24 @@ class DraftModelProposer(ModelProposer):
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)
         self.mirrors.ends[:] = self.mirrors.known
-        for slot in np.flatnonzero(self._placed).tolist():
-            self._cache.free_rows(self.branches.release(slot))
+        self._cache.free_rows(self.branches.release(np.flatnonzero(self._placed)))
         self._cache.truncate(self._rows[self._placed], 0)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
         placed = self._placed[slots]
         np.minimum.at(self._cache.lengths, self._rows[slots[placed]], same[placed])
 
-    def _ready(self) -> Chains:
-        mirrors, limits = self.mirrors, np.minimum(self.mirrors.limits, self.max_len)
-        slots = np.flatnonzero(self._placed & (mirrors.ends < limits)).astype(np.int32)
-        backlogs = mirrors.ends[slots] - self._cached(slots)
-        if backlogs.max(initial=1) > 1:
-            return main_chains(slots[np.argsort(backlogs, kind="stable")])
-        if self.branches.most and self.budget > len(slots):
-            return self.branches.plan(mirrors, np.flatnonzero(self._placed), limits[self._placed], self.budget)
-        return main_chains(slots)
+    @property
+    def _backlogs(self) -> np.ndarray:
+        backlogs: np.ndarray = self.mirrors.ends - self._cache.lengths[self._rows]
+        return backlogs
 
-    def _forward(self, chains: Chains) -> np.ndarray:
-        mirrors, slots = self.mirrors, chains.slots
-        rows = self._rows_of(chains)
-        counts = np.where(chains.numbers == MAIN, mirrors.ends[slots] - self._cache.lengths[rows], 1)
-        chains, rows, counts = self._reserve(chains, rows, counts)
-        if not len(rows):
-            return slots[:0]
-        main, slots = chains.numbers == MAIN, chains.slots
-        begins = self._cache.lengths[rows]
-        tokens = mirrors.tokens(slots, begins, counts)
-        if not main.all():
-            fed = np.cumsum(counts)[~main] - 1
-            tokens[fed] = self.branches.newest(slots[~main], chains.numbers[~main])
-        complete = np.where(main, begins + counts == mirrors.ends[slots], True)
-        logits = self._model.forward(rows, counts, tokens, complete.astype(np.int64)).logits
-        self.rows_drafted = len(rows) if (counts == 1).all() else 0
-        if not complete.all():
-            chains = chains.at(complete)
-        return self._draw(chains, logits)
+    def _ready(self) -> Chains:
+        reading = self._backlogs > 1
+        return self._plan(self._placed & reading, self._placed & ~reading)
+
+    def _run(
+        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray
+    ) -> tuple[np.ndarray, torch.Tensor]:
+        complete = (chains.numbers != MAIN) | (counts == self._backlogs[chains.slots])
+        return complete, self._model.forward(rows, counts, tokens, complete.astype(np.int64)).logits

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from specactor_ray.draft import branches as branching
-from specactor_ray.draft.branches import FREE, MAIN, BranchTable, Chains, ranges_of
+from specactor_ray.draft.branches import FREE, MAIN, BranchTable, Chains, main_chains, ranges_of
 from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.paged_cache import PagedCache
-from specactor_ray.sampling.candidates import candidates
+from specactor_ray.sampling.candidates import MOST, Candidates, candidates
 from specactor_ray.sampling.candidates import warm_up as warm_up_candidates
 from specactor_ray.sampling.keyed import own_noise, verify_arrays, warm_up
 from specactor_ray.sampling.rules import Rules
@@ -35,7 +35,7 @@ class ModelProposer(SlotProposer):
         branches: Most branches of a request.
     """
 
-    _by_slot = (*SlotProposer._by_slot, "_rows")
+    _by_slot = (*SlotProposer._by_slot, "_rows", "_origins")
 
     def __init__(
         self,
@@ -54,11 +54,12 @@ class ModelProposer(SlotProposer):
         self.max_len = min(max_positions, cache.slots)
         self._rules = Rules(0, cache.device)
         """Sampling rules by slot; positions are those of the lines."""
-        self._rows = np.zeros(0, np.int64)
-        """`(slots,)`: rows in the cache of the requests that have a place."""
+        self._rows, self._origins = np.zeros((2, 0), np.int64)
+        """int64 `(slots,)`, of the requests that have a place: rows in the cache; index in the line of the token that
+        the first entry of the row has read."""
         warm_up(cache.device, dtype)
+        branching.warm_up()
         if branches:
-            branching.warm_up()
             warm_up_candidates(cache.device, dtype)
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -70,21 +71,32 @@ class ModelProposer(SlotProposer):
         tails = super().tails(slots)
         return tails._replace(branches=self.branches.published(self.mirrors, slots)) if self.branches.most else tails
 
-    def _cached(self, slots: np.ndarray) -> np.ndarray:
-        """int64 `(n,)`: tokens in the cache of slots that have a place."""
-        lengths: np.ndarray = self._cache.lengths[self._rows[slots]]
-        return lengths
+    @property
+    def _tips(self) -> np.ndarray:
+        """int32 `(slots,)`: where main chains are drafted on, see `BranchTable.append`."""
+        return self.mirrors.ends
+
+    @property
+    @abc.abstractmethod
+    def _backlogs(self) -> np.ndarray:
+        """int `(slots,)`: tokens that the main chain reads before its next one is drafted, at least 1."""
 
     @abc.abstractmethod
     def _ready(self) -> Chains:
-        """Chains that a forward can draft for, most urgent first."""
+        """Chains that a forward can draft for, main chains first, the most urgent ones first."""
 
     @abc.abstractmethod
-    def _forward(self, chains: Chains) -> np.ndarray:
-        """Run one forward for as many chains as fit. Returns slots whose tails changed, or that cannot go on."""
+    def _run(
+        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray
+    ) -> tuple[np.ndarray, torch.Tensor]:
+        """Read `counts` tokens of each chain into its row of the cache.
+
+        Returns:
+            bool `(n,)`: chains that have read all their tokens; logits of their next ones.
+        """
 
     def extend(self) -> np.ndarray:
-        self.rows_drafted = 0
+        self.rows_drafted, again = 0, False
         while True:
             chains, answered = self._ready(), self._unanswered.copy()
             answered[chains.slots] = False  # the others have no more guesses
@@ -93,7 +105,37 @@ class ModelProposer(SlotProposer):
             found = np.flatnonzero(answered)
             self._unanswered[found] = False
             if len(found) or not len(chains.slots):
+                self.rows_drafted *= not again
                 return found.astype(np.int32)
+            again = True
+
+    def _plan(self, reading: np.ndarray, ahead: np.ndarray) -> Chains:
+        """Chains of the next forward where the slots `reading` have to read first and the slots `ahead` can draft on,
+        bool `(slots,)` each: main chains, the fewer tokens to read the earlier; the likeliest branches of `ahead`."""
+        tips, limits = self._tips, np.minimum(self.mirrors.limits, self.max_len)
+        room, (slots,) = tips < limits, np.nonzero(ahead)
+        late, running = np.flatnonzero(reading & room), slots[room[slots]]
+        late = late[np.argsort(self._backlogs[late], kind="stable")]
+        if not self.branches.most or self.budget <= len(late) + len(running):
+            return main_chains(np.concatenate([running, late]))
+        chains = self.branches.plan(self.mirrors, slots, limits[slots], self.budget - len(late), tips)
+        behind = zip(chains, main_chains(late), strict=True)
+        return Chains(*(np.insert(column, len(running), more) for column, more in behind))
+
+    def _forward(self, chains: Chains) -> np.ndarray:
+        """Run one forward for as many chains as fit. Returns slots whose tails changed, or that cannot go on."""
+        rows = self._rows_of(chains)
+        counts = np.where(chains.numbers == MAIN, self._backlogs[chains.slots], 1)
+        chains, rows, counts = self._reserve(chains, rows, counts)
+        slots, branch = chains.slots, chains.numbers != MAIN
+        if not len(slots):
+            return slots
+        tokens = self.mirrors.tokens(slots, self._origins[slots] + self._cache.lengths[rows], counts)
+        if branch.any():
+            tokens[np.cumsum(counts)[branch] - 1] = self.branches.newest(slots[branch], chains.numbers[branch])
+        complete, logits = self._run(chains, rows, counts, tokens)
+        self.rows_drafted = len(rows) if (counts == 1).all() else 0
+        return self._draw(chains.at(complete), logits)
 
     def _enter(self, slot: int, late: bool) -> bool:
         tokens = min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len)
@@ -117,8 +159,7 @@ class ModelProposer(SlotProposer):
 
     def _fit(self, slots: int) -> None:
         super()._fit(slots)
-        if self.branches.most:
-            self._cache.free_rows(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
+        self._cache.free_rows(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
 
     def _rows_of(self, chains: Chains) -> np.ndarray:
         """int64 `(n,)`: rows of the cache; that of a branch that begins is forked from its main chain's."""
@@ -126,7 +167,8 @@ class ModelProposer(SlotProposer):
         if not len(rows) or chains.numbers[-1] == MAIN:  # main chains come first
             return rows
         new, branch = chains.begins != FREE, chains.numbers != MAIN
-        held, forks = self.branches.rows, self._cache.fork(rows[new], chains.begins[new].astype(np.int64))
+        kept = chains.begins[new] - self._origins[chains.slots[new]]
+        held, forks = self.branches.rows, self._cache.fork(rows[new], kept)
         held[chains.slots[new], chains.numbers[new]] = forks
         rows[branch] = held[chains.slots[branch], chains.numbers[branch]]
         return rows
@@ -165,30 +207,20 @@ class ModelProposer(SlotProposer):
 
     def _draw(self, chains: Chains, logits: torch.Tensor) -> np.ndarray:
         """Append the token that each chain draws from its logits `(n, V)`; one that cannot be sampled from is given up.
-        Returns int32 `(n,)`, the slots of the chains."""
-        mirrors, branches, slots = self.mirrors, self.branches, chains.slots
-        if not branches.most:
-            tokens = self._sample(slots, logits, mirrors.ends[slots])
-            mirrors.append(slots[tokens >= 0], tokens[tokens >= 0])
-            return slots
-        main = chains.numbers == MAIN
-        ends = np.where(main, mirrors.ends[slots], (branches.ats + branches.lengths)[slots, chains.numbers])
-        tokens, gaps = candidates(logits, ends.astype(np.int64), slots.astype(np.int64), self._rules)
-        self.judged[0] += mirrors.windows[slots[main & (tokens[:, 0] < 0)]].sum()  # no numbers: a whole window is wrong
+        Returns int32: slots whose tails changed, or that were given up."""
+        slots, numbers, tips = chains.slots, chains.numbers, self._tips
+        tokens, gaps = self._candidates(logits, self.branches.ends(chains, tips), slots.astype(np.int64))
+        unsound = (numbers == MAIN) & (tokens[:, 0] < 0)  # no numbers: a whole window is wrong
+        self.judged[0] += self.mirrors.windows[slots[unsound]].sum()
         for i in np.flatnonzero(tokens[:, 0] < 0).tolist():
-            self._give_up_chain(int(slots[i]), int(chains.numbers[i]))
-        branches.append(mirrors, slots, chains.numbers, tokens, ranges_of(gaps))
-        return slots
+            self._give_up_chain(int(slots[i]), int(numbers[i]))
+        return slots[self.branches.append(self.mirrors, slots, numbers, tokens, ranges_of(gaps), tips)]
 
-    def _sample(self, slots: np.ndarray, logits: torch.Tensor, ends: np.ndarray) -> np.ndarray:
-        """Sample the tokens at the positions `ends` of the lines from logits `(n, V)`, int32 `(n,)`.
-
-        A row that cannot be sampled from is -1, and its slot is given up.
-        """
+    def _candidates(self, logits: torch.Tensor, ends: np.ndarray, slots: np.ndarray) -> Candidates:
+        """Draw the tokens at the positions `ends` of the lines of slots from logits `(n, V)`."""
+        if self.branches.most:
+            return candidates(logits, ends, slots, self._rules)
         rows, none = np.arange(len(slots)), np.zeros(len(slots) + 1, np.int64)
-        found = verify_arrays(logits, rows, none, none[:0], ends.astype(np.int64), slots, self._rules)
-        tokens = found.tokens[:, 0].astype(np.int32)
-        self.judged[0] += self.mirrors.windows[slots[tokens < 0]].sum()  # no numbers: a whole window is wrong
-        for slot in slots[tokens < 0].tolist():
-            self._give_up(slot)
-        return tokens
+        tokens = np.full((len(slots), MOST), -1, np.int32)
+        tokens[:, 0] = verify_arrays(logits, rows, none, none[:0], ends, slots, self._rules).tokens[:, 0]
+        return Candidates(tokens, np.full(len(slots), np.inf, np.float32))

@@ -89,7 +89,8 @@ class Proposer(abc.ABC):
     budget: int = 0
     """Most rows of a forward with branches, set before `extend`; where more tails have room, there are no branches."""
     rows_drafted: int = 0
-    """Rows of the newest forward, each of which read and drafted one token; 0 where one read more."""
+    """Rows of the forward of the newest `extend`, each of which read and drafted one token; 0 where one read more, or
+    there were several forwards."""
     judged: np.ndarray = np.zeros(2, np.int64)
     """int64 `(2,)`: draft tokens that commits decided on, each after right ones, and how many of them were right, those
     of a branch that took over included."""

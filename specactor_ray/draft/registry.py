@@ -34,7 +34,8 @@ BUILT_IN = {
         "model:DraftModelProposer", Traits(draws_noise=True, branches=True, checkpoint=Checkpoint.MODEL)
     ),
     "eagle": BuiltIn(
-        "eagle.proposer:EagleProposer", Traits(reads_features=True, draws_noise=True, checkpoint=Checkpoint.HEAD)
+        "eagle.proposer:EagleProposer",
+        Traits(reads_features=True, draws_noise=True, branches=True, checkpoint=Checkpoint.HEAD),
     ),
 }
 

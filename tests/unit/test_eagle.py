@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +54,33 @@ def dense_outputs(head: EagleHead, inputs: torch.Tensor, next_ids: list[int], fi
 
 @torch.no_grad()
 def expected_tail(
-    head: EagleHead, states: np.ndarray, tokens: list[int], num_prompt: int, sampling: SamplingParams, first: int = 0
+    head: EagleHead,
+    states: np.ndarray,
+    tokens: list[int],
+    num_prompt: int,
+    sampling: SamplingParams,
+    first: int = 0,
+    along: tuple[int, ...] = (),
 ) -> tuple[int, ...]:
-    """What the head guesses after `tokens`, from nothing at every step; states of `[first, L - 1)` are known."""
+    """What the head guesses after `tokens`, from nothing at every step; states of `[first, L - 1)` are known.
+
+    `along`: A branch: some guesses, and one more, which has to be the second or the third best one of its draw.
+    """
     inputs, guessed = head.fuse(torch.from_numpy(states[first : len(tokens) - 1])), list[int]()
     while len(guessed) < WINDOW:
         outputs = dense_outputs(head, inputs, [*tokens, *guessed][first + 1 :], first)
         logits = torch.full((1, head.config.vocab_size), float("-inf"))
         logits[:, head.draft_token_ids()] = head.logits(outputs[-1:])
-        guessed += sample_rows(logits, [sampling], [len(tokens) - num_prompt + len(guessed)]).token_ids
+        best = []
+        for _ in range(3):
+            best += sample_rows(logits, [sampling], [len(tokens) - num_prompt + len(guessed)]).token_ids
+            logits[:, best] = float("-inf")
+        if len(guessed) + 1 == len(along):
+            assert along[-1] in best[1:]
+            best[0] = along[-1]
+        guessed.append(best[0])
         inputs = torch.cat([inputs, outputs[-1:]])
+    assert tuple(guessed[: len(along)]) == along
     return tuple(guessed)
 
 
@@ -85,7 +103,7 @@ class Sequence:
         self.sampling = SamplingParams(temperature=temperature, max_tokens=200, seed=50 + number)
         self.states = states_of(400, number)
         self.output: list[int] = []
-        self.sent = 0
+        self.sent = self.first = self.received = 0
 
     @property
     def tokens(self) -> list[int]:
@@ -93,37 +111,112 @@ class Sequence:
 
     def new_features(self, repeat: int = 0) -> list[Features]:
         begin, end = max(self.sent - repeat, 0), len(self.tokens) - 1
-        self.sent = end
+        self.first = begin if begin > self.received else self.first
+        self.sent = self.received = end
         return [Features(begin, self.states[begin:end])]
 
-    def commit(self, drafter: ByName, fresh: list[int], repeat: int = 0) -> None:
+    def commit(self, drafter: ByName, fresh: list[int], repeat: int = 0, late: bool = False) -> None:
         start = len(self.output)
         self.output += fresh
         assert drafter.commit(self.name, start, fresh)
-        drafter.add_features(self.name, self.new_features(repeat))
+        if not late:
+            drafter.add_features(self.name, self.new_features(repeat))
+
+    def lose_states(self) -> None:
+        """Those that have not been sent, but for the newest one."""
+        self.sent = max(self.sent, len(self.tokens) - 2)
+
+    def expected(self, reference: EagleHead, along: tuple[int, ...] = ()) -> tuple[int, ...]:
+        history = (self.states, self.tokens, len(self.prompt), self.sampling, self.first)
+        return expected_tail(reference, *history, along)
 
 
+def branches_of(drafter: ByName, name: str) -> list[tuple[int, tuple[int, ...]]]:
+    """Branches that are published: place in the tail, tokens."""
+    found = drafter.tails(np.array([drafter.slots[name]], np.int32)).branches
+    parts = np.split(found.tokens, np.cumsum(found.lengths)[:-1])
+    return [(at, tuple(part.tolist())) for at, part in zip(found.ats.tolist(), parts, strict=False)]
+
+
+@pytest.mark.parametrize("branches", [0, 1, 6])
 @pytest.mark.parametrize("seed", range(4))
-def test_tails_after_any_history_are_those_of_a_fresh_computation(seed: int) -> None:
+def test_tails_and_branches_after_any_history_are_those_of_a_fresh_computation(seed: int, branches: int) -> None:
     rng, reference = random.Random(seed), head()
-    drafter = eagle()
+    drafter = eagle(branches=branches)
     requests = [Sequence(number, rng.choice([0.0, 1.0])) for number in range(4)]
     for request in requests:
         drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
         request.commit(drafter, [rng.randrange(400)])
     for _ in range(8):
         for _ in range(rng.randint(0, 6)):
+            drafter.proposer.budget = rng.randint(0, 12)
             drafter.extend()
         for request in rng.sample(requests, rng.randint(1, 4)):
-            _, tail = drafter.tail(request.name)
-            right = list(tail[: rng.randint(0, len(tail))])
-            request.commit(drafter, [*right, rng.randrange(400)], repeat=rng.randint(0, 3))
-    extend_fully(drafter)
+            right = list(drafter.tail(request.name)[1])
+            if rng.random() < 0.4:
+                for at, branch in branches_of(drafter, request.name)[-1:]:
+                    right = [*right[:at], *branch]
+            right = right[: rng.randint(0, len(right))]
+            if not right or rng.random() < 0.5:
+                right.append(rng.randrange(400))
+            request.commit(drafter, right, rng.randint(0, 3), late=rng.random() < 0.3)
+            if rng.random() < 0.2:
+                request.lose_states()
     for request in requests:
-        expected = expected_tail(reference, request.states, request.tokens, len(request.prompt), request.sampling)
+        drafter.add_features(request.name, request.new_features())
+    drafter.proposer.budget = 99
+    extend_fully(drafter)
+    found = 0
+    for request in requests:
+        expected = request.expected(reference)
         assert drafter.tail(request.name) == (len(request.output), expected)
+        for at, tokens in branches_of(drafter, request.name):
+            assert request.expected(reference, (*expected[:at], tokens[0]))[at:] == tokens
+            found += 1
         drafter.close(request.name)
+    assert found >= 4 * min(branches, 2)
     assert drafter._runner.cache.free_slots == drafter._runner.cache.slots, "cache was leaked"
+
+
+def test_the_branch_that_agrees_is_the_tail_at_once_and_is_then_drafted_again() -> None:
+    drafter, reference, request = eagle(branches=4), head(), Sequence(0, 1.0)
+    drafter.proposer.budget = 99
+    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    request.commit(drafter, [7])
+    for _ in range(4):
+        extend_fully(drafter)
+        _, tail = drafter.tail(request.name)
+        at, branch = max(branches_of(drafter, request.name), key=lambda found: len(found[1]))
+        request.commit(drafter, [*tail[:at], branch[0]], late=True)
+        assert drafter.tail(request.name) == (len(request.output), branch[1:]) != (len(request.output), ())
+        assert not drafter.extend() or drafter.tail(request.name)[1] == branch[1:], "without states nothing is drafted"
+        drafter.add_features(request.name, request.new_features())
+    extend_fully(drafter)
+    assert drafter.tail(request.name) == (len(request.output), request.expected(reference))
+    assert drafter.branches.outcomes.tolist() == [4, 4]
+
+
+def test_a_taught_head_goes_on_with_its_branches() -> None:
+    """Entries of old weights stay; tails and commits are those of a head without branches."""
+    plain, other = eagle(), eagle(branches=4)
+    other.proposer.budget = 99
+    taught, mine, its = head(), Sequence(0, 1.0), Sequence(0, 1.0)
+    for drafter, request in ((plain, mine), (other, its)):
+        drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+        request.commit(drafter, [7])
+    for number in range(4):
+        for drafter in (plain, other):
+            extend_fully(drafter)
+        assert branches_of(other, its.name) and plain.tail(mine.name) == other.tail(its.name)
+        with torch.no_grad():
+            taught.lm_head.weight.copy_(taught.lm_head.weight.roll(number + 1, 0))
+        for drafter in (plain, other):
+            drafter.load_weights(number, trained_weights(taught))
+        at, branch = branches_of(other, its.name)[0]
+        fresh = [*other.tail(its.name)[1][:at], branch[0]]
+        mine.commit(plain, fresh)
+        its.commit(other, fresh)
+        assert other.tail(its.name)[1] == branch[1:]
 
 
 def test_a_surviving_tail_is_gone_through_again_and_kept_where_it_still_fits() -> None:
@@ -138,6 +231,19 @@ def test_a_surviving_tail_is_gone_through_again_and_kept_where_it_still_fits() -
     assert extend_fully(drafter)[-1:] == [request.name]
     expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
     assert drafter.tail(request.name) == (2, expected)
+
+
+def test_a_tail_that_ends_with_the_output_is_drafted_again() -> None:
+    drafter, request = eagle(branches=4), Sequence(0, 1.0)
+    request.sampling, drafter.proposer.budget = replace(request.sampling, max_tokens=WINDOW + 1), 99
+    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    request.commit(drafter, [7])
+    extend_fully(drafter)
+    _, before = drafter.tail(request.name)
+    request.commit(drafter, [before[0]])
+    assert drafter.tail(request.name) == (2, before[1:])
+    extend_fully(drafter)
+    assert drafter.tail(request.name)[1] == request.expected(head())[:-1] != before[1:]
 
 
 def test_a_gap_in_the_states_means_less_context() -> None:
@@ -215,12 +321,14 @@ def test_no_states_are_kept_of_a_request_that_is_too_long_for_the_head() -> None
     assert not drafter._unread
 
 
-def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing() -> None:
-    drafter = eagle()
+@pytest.mark.parametrize("branches", [0, 4])
+def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(branches: int) -> None:
+    drafter = eagle(branches=branches)
     requests = [Sequence(number, 1.0) for number in range(3)]
     for request in requests:
         drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
         request.commit(drafter, [9])
+    drafter.proposer.budget = 99
     drafter.extend()
     bad, forward = drafter._rows[drafter.slots["r1"]], drafter._runner.forward
 
@@ -230,12 +338,33 @@ def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing() -> None:
         return outputs, logits
 
     drafter._runner.forward = poisoned  # type: ignore[method-assign, assignment]
-    assert sorted(drafter.extend()) == ["r0", "r1", "r2"], "also that there is no guess for r1"
-    assert drafter.tail("r1") == (1, ())
+    assert sorted(set(drafter.extend())) == ["r0", "r1", "r2"], "also that there is no guess for r1"
+    assert drafter.tail("r1") == (1, ()) and not branches_of(drafter, "r1")
     extend_fully(drafter)
     for request in (requests[0], requests[2]):
-        expected = expected_tail(head(), request.states, request.tokens, len(request.prompt), request.sampling)
-        assert drafter.tail(request.name) == (1, expected)
+        assert drafter.tail(request.name) == (1, request.expected(head()))
+    for request in requests:
+        drafter.close(request.name)
+    assert drafter._runner.cache.free_slots == drafter._runner.cache.slots
+
+
+def test_a_branch_that_cannot_be_sampled_from_is_given_up_alone() -> None:
+    drafter, request = eagle(branches=4), Sequence(0, 1.0)
+    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    request.commit(drafter, [9])
+    drafter.proposer.budget = 99
+    forward = drafter._runner.forward
+
+    def poisoned(rows: np.ndarray, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, logits = (tensor.clone() for tensor in forward(rows, *arguments))
+        logits[np.flatnonzero(rows != drafter._rows[drafter.slots["r0"]])] = float("nan")
+        return outputs, logits
+
+    drafter._runner.forward = poisoned  # type: ignore[method-assign, assignment]
+    extend_fully(drafter)
+    assert drafter.tail(request.name) == (1, request.expected(head())) and not branches_of(drafter, request.name)
+    drafter.close(request.name)
+    assert drafter._runner.cache.free_slots == drafter._runner.cache.slots
 
 
 def test_own_noise_changes_the_samples() -> None:

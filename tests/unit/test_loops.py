@@ -60,8 +60,8 @@ def engine(hidden_layers: Sequence[int] = ()) -> HfEngine:
     return HfEngine(ragged(tiny_target(), hidden_layers), [eos_id()])
 
 
-def eagle(kind: type[E] = EagleProposer) -> E:  # type: ignore[assignment]
-    return kind(EagleRunner(load_head(str(tiny_eagle()), str(tiny_target())), 4 << 20))
+def eagle(kind: type[E] = EagleProposer, branches: int = 0) -> E:  # type: ignore[assignment]
+    return kind(EagleRunner(load_head(str(tiny_eagle()), str(tiny_target())), 4 << 20), branches=branches)
 
 
 def eos_id() -> int:
@@ -252,14 +252,15 @@ def test_drafted_equals_plain(kind: str, inline: bool, temperature: float) -> No
 
 
 @pytest.mark.parametrize(("temperature", "faulty"), [(0.0, False), (1.0, False), (1.0, True)])
+@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
 def test_branches_drafted_within_a_step_change_no_token(
-    temperature: float, faulty: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, temperature: float, faulty: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drafter has as much time as eight branches of each request take."""
     batch, deliver = requests(6, temperature), DraftLoop.deliver
     monkeypatch.setattr(DraftLoop, "deliver", lambda loop, message: deliver(loop, replace(message, step_s=60.0)))
-    proposer, faults = DraftModelProposer(ragged(tiny_draft()), branches=8), random.Random(3) if faulty else None
-    bench = Bench({"small-0": proposer}, False, faults, draft_wait_s=0.05)
+    proposer = eagle(branches=8) if kind == "eagle" else DraftModelProposer(ragged(tiny_draft()), branches=8)
+    bench = Bench({"small-0": proposer}, False, random.Random(3) if faulty else None, draft_wait_s=0.05)
     try:
         assert bench.run(batch) == truth_of(batch)
         if not faulty:
@@ -522,7 +523,7 @@ def test_a_head_is_told_each_state_once_and_before_it_drafts(inline: bool) -> No
         def extend(self) -> np.ndarray:
             for slot in self.request_ids:
                 self.steps += 1
-                self.behind += self._first[slot] > 0 or self._received[slot] != self.mirrors.known[slot] - 1
+                self.behind += self._origins[slot] > 1 or self._received[slot] != self.mirrors.known[slot] - 1
             return super().extend()
 
     head, batch = eagle(Reader), requests(10, 1.0)
