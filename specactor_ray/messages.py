@@ -26,7 +26,7 @@ class Mode(StrEnum):
     COUPLED = "coupled"
     """The verifier hosts its drafters and drives them between two steps, as far as that pays."""
     DECOUPLED = "decoupled"
-    """The verifier takes the tail that is there; the drafter runs ahead up to its window."""
+    """The verifier takes the tail that is there; draft actors run ahead up to their windows. Lookups are hosted."""
 
 
 MAX_TEMPERATURE = 1.0e30

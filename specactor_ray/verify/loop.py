@@ -51,6 +51,7 @@ class VerifyLoop(Loop):
         self._suspension = drafting.policy.suspension
         self._requests = Requests(engine, drafting, clock)
         self._hosted = hosted
+        self._has_models = any(not drafter.spec.traits.looks_up for drafter in hosted)
         self.drafter_links: Mapping[str, DrafterLink] = {}
         """The drafters in other processes as they were set last."""
         for drafter in hosted:
@@ -201,9 +202,9 @@ class VerifyLoop(Loop):
         drafting.revise(rows)
         if not len(rows) or self._suspension.is_on:
             return 0.0
-        rounds = drafting.policy.plan_rounds(rows) if self._hosted else 0
+        rounds = drafting.policy.plan_rounds(rows) if self._has_models else 0
         begin = self._clock.now()
-        if not self._hosted:
+        if not self._has_models:
             self._await_tails(rows, begin + drafting.wait_s)
         elif rounds:
             drafting.flush()

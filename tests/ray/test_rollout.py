@@ -56,6 +56,7 @@ def config(mode: str, drafters: list[dict[str, Any]], verifiers: int = 2, **sect
 
 
 NGRAM = {"method": "ngram", "replicas": 2}
+APART = {**NGRAM, "hosted": False}
 SMALL = {"method": "draft_model", "replicas": 1, "kv_cache_gb": 0.05}
 
 
@@ -108,6 +109,11 @@ def test_modes_are_token_for_token_plain(plain: Any, mode: str, race: str) -> No
     with running(settings) as rollout:
         done = [generate(rollout, temperature) for temperature in (0.0, 1.0)]
         metrics, moved = rollout.metrics().to_dict(), rollout.moved_requests
+        assert all("ngram" in methods for methods in hosted_methods(rollout)[:2]), "lookups are hosted in both modes"
+        drafters = [row["method"] for row in rollout.status() if row["kind"] == "drafter"]
+        assert drafters == (["draft_model"] if mode == "decoupled" else [])
+        with pytest.raises(ConfigError, match="mode" if mode == "coupled" else "drafters.0.hosted: verifiers draft by"):
+            rollout.scale({"ngram": 3})
     assert [tokens_of(trajectories) for trajectories in done] == [plain[0.0], plain[1.0]]
     assert metrics["accepted_tokens"] > 0
     computed_again = metrics["committed_tokens"] - sum(len(t.token_ids) for t in (*done[0], *done[1]))
@@ -119,7 +125,7 @@ def test_modes_are_token_for_token_plain(plain: Any, mode: str, race: str) -> No
 def test_fastest_of_n_is_token_for_token_plain(plain: Any) -> None:
     """All methods race for every request, hidden states stream to the EAGLE head."""
     head = {"method": "eagle", "model": str(tiny_eagle()), "kv_cache_gb": 0.02}
-    settings = config("decoupled", [NGRAM, {"method": "suffix", "min_match": 1}, small(), head])
+    settings = config("decoupled", [APART, {"method": "suffix", "min_match": 1}, small(), head])
     settings.speculation.race = RaceName.always
     with running(settings) as rollout:
         methods = {"ngram", "suffix", "draft_model", "eagle"}
@@ -212,7 +218,7 @@ def test_weights_that_a_head_was_taught_reach_whoever_drafts_with_it(mode: str, 
 
 @pytest.fixture(scope="class")
 def rollout() -> Iterator[Rollout]:
-    with running(config("decoupled", [NGRAM], verifiers=1)) as rollout:
+    with running(config("decoupled", [APART], verifiers=1)) as rollout:
         yield rollout
 
 
