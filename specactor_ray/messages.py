@@ -257,6 +257,15 @@ class Finished:
     """Of the request, as `TargetRequest.attempt`."""
 
 
+class FinishedOutput(NamedTuple):
+    """Rollout → verifier: an output that another verifier finished, for the histories of hosted lookups."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: np.ndarray
+    """int32 `(n,)`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refused:
     """Verifier → rollout: this attempt was not begun, because the weights are of another version than it asks for."""

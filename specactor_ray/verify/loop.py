@@ -18,7 +18,7 @@ import numpy as np
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.fallbacks import fallbacks
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
-from specactor_ray.messages import TailBatch, ToRollout
+from specactor_ray.messages import FinishedOutput, TailBatch, ToRollout
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec.policy import Seconds
 from specactor_ray.target.base import TargetEngine, TargetRequest
@@ -116,6 +116,10 @@ class VerifyLoop(Loop):
     def forget_history(self) -> Future[None]:
         """Let the drafters of this process forget earlier outputs."""
         return self.call(lambda: [one.loop.proposer.forget_history() for one in self._hosted])  # type: ignore[func-returns-value]
+
+    def learn(self, outputs: Sequence[FinishedOutput]) -> Future[None]:
+        """Let the drafters of this process learn from outputs of other verifiers."""
+        return self.call(lambda: [one.loop.proposer.learn(outputs) for one in self._hosted])  # type: ignore[func-returns-value]
 
     def sleep(self) -> Future[None]:
         """Give up the cache's memory until `wake`."""
