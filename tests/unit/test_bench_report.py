@@ -106,13 +106,13 @@ class TestVariants:
 
     def test_each_method_alone_and_all_of_them_together(self) -> None:
         base = config()
-        methods = [("ngram", 0.5, False), ("suffix", 0.25, False), ("mine:Lookup", 1.0, True)]
+        methods = [("ngram", 0.5, False), ("suffix", 0.25, False), ("tests.own_proposers:Lookup", 1.0, True)]
         base.drafters = [DrafterConfig(method, cores=cores, hosted=hosted) for method, cores, hosted in methods]
         variants = plan_variants(base, list(BenchMode), [2])
         assert [variant.label for variant in variants][3:] == [
             "coupled ngram 1x2",
             "coupled suffix 1x2",
-            "coupled mine:Lookup 1x2",
+            "coupled tests.own_proposers:Lookup 1x2",
             "decoupled ngram 1x1 + 1",
             "decoupled suffix 1x1 + 1",
             "fon 1x1 + 1",

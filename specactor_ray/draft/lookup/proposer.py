@@ -88,8 +88,9 @@ class LookupProposer(SlotProposer):
         return slots
 
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:
-        for output in outputs if self._history is not None else ():
-            self._history.add(output.request_id, np.array(output.prompt_token_ids, np.int32), output.token_ids)
+        if (history := self._history) is not None:
+            for request_id, prompt, tokens in outputs:
+                history.add(request_id, np.array(prompt, np.int32), tokens)
 
     def forget_history(self) -> None:
         """Clear the history; requests that are open add nothing to the new one."""
