@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specactor_ray.config.drafting import is_hosted
 from specactor_ray.config.schema import VERIFIERS_PER_GROUP, Config, DrafterConfig, ModeName
 from specactor_ray.config.validate import reject_keys_against_traits
 from specactor_ray.draft import registry
@@ -33,13 +32,10 @@ def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
     """
     if config.mode is ModeName.plain:
         return {}
-    window, batch, specs = config.speculation.window, config.target.max_batch, {}
-    group = min(config.target.replicas, config.speculation.verifiers_per_group or VERIFIERS_PER_GROUP)
-    for index, drafter in enumerate(config.drafters):
-        key = f"drafters.{index}"
-        most = batch if is_hosted(drafter, config.mode, key) else batch * group
-        specs[drafter.method] = drafter_spec(key, drafter, window, most)
-    return specs
+    window, batch = config.speculation.window, config.target.max_batch
+    if config.mode is not ModeName.coupled:
+        batch *= min(config.target.replicas, config.speculation.verifiers_per_group or VERIFIERS_PER_GROUP)
+    return {one.method: drafter_spec(f"drafters.{n}", one, window, batch) for n, one in enumerate(config.drafters)}
 
 
 def drafter_spec(key: str, drafter: DrafterConfig, window: int, max_batch: int) -> DrafterSpec:

@@ -247,7 +247,7 @@ class Dispatcher:
     def _cancel_rest(self) -> None:
         """The caller stopped early, or all have ended: verifiers drop what is left, and no answer is waited for."""
         if self._sharing is not None:
-            self._sharing.send()
+            self._sharing.send(at_end=True)
         for verifier_id, link in self._links.items():
             left = [(entry.request_id, entry.attempt) for entry in self.journal.owned_by(verifier_id)]
             if left:

@@ -13,13 +13,13 @@ from specactor_ray.messages import FinishedOutput
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.verifiers import VerifierLink
 
-_MOST_WAITING = 1024
+_MOST_WAITING = 256
 """Most outputs that wait for a verifier; of more the oldest are dropped."""
 _DEADLINE_S = 30.0
 
 
 class OutputSharing:
-    """Sends finished outputs in batches, one at most on its way to each verifier. What is lost costs drafts only.
+    """Sends finished outputs in batches, one at a time to each verifier. What is lost costs drafts only.
 
     Each output goes to at most seven others, those of the same eight in the order of the ids, so that the driver sends
     a bounded number of bytes per output.
@@ -41,9 +41,9 @@ class OutputSharing:
             for name in others:
                 self._waiting.setdefault(name, deque(maxlen=_MOST_WAITING)).append(output)
 
-    def send(self) -> None:
-        """Send what waits; never blocks."""
-        self._on_its_way = {name: call for name, call in self._on_its_way.items() if not call.poll()}
+    def send(self, at_end: bool = False) -> None:
+        """Send what waits, never blocks; `at_end`: to those who have not confirmed the last batch, too."""
+        self._on_its_way = {name: call for name, call in self._on_its_way.items() if not (at_end or call.poll())}
         for name in self._waiting.keys() - self._on_its_way.keys():
             outputs = list(self._waiting.pop(name))
             if link := self._links.get(name):

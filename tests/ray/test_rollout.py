@@ -109,11 +109,15 @@ def test_modes_are_token_for_token_plain(plain: Any, mode: str, race: str) -> No
     with running(settings) as rollout:
         done = [generate(rollout, temperature) for temperature in (0.0, 1.0)]
         metrics, moved = rollout.metrics().to_dict(), rollout.moved_requests
-        assert all("ngram" in methods for methods in hosted_methods(rollout)[:2]), "lookups are hosted in both modes"
         drafters = [row["method"] for row in rollout.status() if row["kind"] == "drafter"]
         assert drafters == (["draft_model"] if mode == "decoupled" else [])
         with pytest.raises(ConfigError, match="mode" if mode == "coupled" else "drafters.0.hosted: verifiers draft by"):
             rollout.scale({"ngram": 3})
+        end = time.monotonic() + 60.0
+        tokens = sum(len(t.token_ids) for t in (*done[0], *done[1]))
+        while len(history := histories(rollout)) < 2 or min(history) < tokens:
+            assert time.monotonic() < end, f"{history}: not each verifier hosts it and has learned what others finished"
+            time.sleep(0.2)
     assert [tokens_of(trajectories) for trajectories in done] == [plain[0.0], plain[1.0]]
     assert metrics["accepted_tokens"] > 0
     computed_again = metrics["committed_tokens"] - sum(len(t.token_ids) for t in (*done[0], *done[1]))
@@ -169,6 +173,12 @@ def hosted_methods(rollout: Rollout) -> list[set[str]]:
     """By what methods each verifier has drafted."""
     counters = [row["counters"].get("inline", {}) for row in rollout.status() if row["phase"] == "ready"]
     return [{name.partition("-")[0] for name, one in inline.items() if one["tails"]} for inline in counters]
+
+
+def histories(rollout: Rollout) -> list[int]:
+    """Tokens of outputs that the n-gram drafter of each verifier has seen."""
+    counters = [row["counters"].get("inline", {}) for row in rollout.status() if row["kind"] == "verifier"]
+    return [one["history_tokens"] for inline in counters for name, one in inline.items() if name.startswith("ngram")]
 
 
 def test_a_killed_verifier_comes_back_with_its_inline_drafters(plain: Any) -> None:
