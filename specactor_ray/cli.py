@@ -208,7 +208,10 @@ def bench_rollout(
     config_file: ConfigFile = None,
     overrides: Overrides = None,
     modes: Annotated[
-        str, typer.Option(help="What to compare: plain, coupled and decoupled with each method, fon with all of them.")
+        str,
+        typer.Option(
+            help="What to compare: plain, coupled and (draft actors) decoupled with each method, fon with all."
+        ),
     ] = "plain,coupled,decoupled",
     prompts: Annotated[
         list[Path] | None, typer.Option(help="Prompts; may be repeated. Default: data.path.", show_default=False)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _OF_SCENARIOS = ("description", "hardware", "machines", "workload")
 DEFAULTS: Mapping[str, Any] = {
     "target": {"cores": 1, "max_model_len": 1024},
-    "drafters": [{"method": "ngram"}],
+    "drafters": [{"method": "ngram", "hosted": False}],
     "sampling": {"max_tokens": 96, "seed": 7},
     "data": {"path": "conf/prompts/demo.jsonl"},
 }

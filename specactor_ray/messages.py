@@ -26,7 +26,7 @@ class Mode(StrEnum):
     COUPLED = "coupled"
     """The verifier hosts its drafters and drives them between two steps, as far as that pays."""
     DECOUPLED = "decoupled"
-    """The verifier takes the tail that is there; the drafter runs ahead up to its window."""
+    """The verifier takes the tail that is there; draft actors run ahead up to their windows. Lookups are hosted."""
 
 
 MAX_TEMPERATURE = 1.0e30
@@ -255,6 +255,15 @@ class Finished:
     """Output tokens in all; what the journal must hold."""
     attempt: int = 0
     """Of the request, as `TargetRequest.attempt`."""
+
+
+class FinishedOutput(NamedTuple):
+    """Rollout → verifier: an output that another verifier finished, for the histories of hosted lookups."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: np.ndarray
+    """int32 `(n,)`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,16 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.state import ClusterView, Departure
 from specactor_ray.errors import SpecActorError
-from specactor_ray.messages import Finished, Progress, Refused, RequestStats, SamplingParams, ToRollout, WeightSet
+from specactor_ray.messages import (
+    Finished,
+    FinishedOutput,
+    Progress,
+    Refused,
+    RequestStats,
+    SamplingParams,
+    ToRollout,
+    WeightSet,
+)
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.run_client import RunClient
 from specactor_ray.simulation.kernel import Kernel
@@ -46,6 +55,7 @@ class FakeVerifier:
         self.cancelled: set[tuple[str, int]] = set()
         self.running: dict[str, tuple[TargetRequest, int]] = {}
         self.commands: list[str] = []
+        self.learned: list[FinishedOutput] = []
         self._cluster, self._clock = cluster, cluster.bench.clock_of(actor)
         self._events: list[ToRollout] = []
         self._clock.spawn(self._loop, "loop")
@@ -76,6 +86,9 @@ class FakeVerifier:
             self._clock.sleep(STEP_S)
         first = max(0, after - 2)  # more than was asked for does no harm
         return first, self._events[first:], {}
+
+    def learn(self, outputs: Sequence[FinishedOutput]) -> None:
+        self.learned += outputs
 
     def load_weights(self, version: int) -> None:
         self.version = version

@@ -9,7 +9,7 @@ from specactor_ray.actors.process import LoopActor
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.controller.state import VERIFIER, DraftEndpoint, VerifierSpec
 from specactor_ray.draft.loop import DraftLoop
-from specactor_ray.messages import TailBatch, ToRollout, WeightSet
+from specactor_ray.messages import FinishedOutput, TailBatch, ToRollout, WeightSet
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.verify.loop import VerifyLoop
@@ -75,6 +75,10 @@ class VerifierActor(LoopActor[VerifierSpec, VerifyLoop]):
     def teach(self, method: str, weights: WeightSet) -> None:
         """Take over weights that a drafter of this process was taught. Idempotent."""
         self._do(self._running().teach(method, weights.version, self._host.fetch_weights(weights)))
+
+    def learn(self, outputs: Sequence[FinishedOutput]) -> None:
+        """Outputs of other verifiers, for the histories of the lookups of this process."""
+        self._running().learn(outputs)
 
     def sleep(self) -> None:
         """Give up the cache's memory until `wake`."""

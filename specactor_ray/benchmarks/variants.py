@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from specactor_ray.cluster.cores import cores_needed
+from specactor_ray.config.drafting import acting_drafters, is_hosted
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.config.validate import validate
 from specactor_ray.errors import ConfigError, InputError
@@ -31,8 +32,8 @@ class Variant:
 
     @property
     def draft_cores(self) -> int:
-        """Cores of the draft actors' own; in coupled mode they take turns with the verifier on its cores."""
-        return draft_cores(self.config) if self.mode is ModeName.decoupled else 0
+        """Cores of the draft actors' own; hosted drafters take turns with the verifier on its cores."""
+        return draft_cores(self.config)
 
     @property
     def total_cores(self) -> int:
@@ -41,7 +42,7 @@ class Variant:
 
 def draft_cores(config: Config) -> int:
     """Whole CPU cores that all draft actors take; shares of a core are put together."""
-    return cores_needed(drafter.cores for drafter in config.drafters for _ in range(drafter.replicas))
+    return cores_needed(drafter.cores for drafter in acting_drafters(config) for _ in range(drafter.replicas))
 
 
 class BenchMode(StrEnum):
@@ -57,10 +58,11 @@ class BenchMode(StrEnum):
 def plan_variants(config: Config, modes: Sequence[BenchMode], batches: Sequence[int]) -> list[Variant]:
     """The variants in the order they run: batch by batch, plain first.
 
-    `decoupled` is the configuration as given, with each draft method alone on all the draft cores; `fon` is the one
-    with all of them. Plain and coupled verifiers get the drafters' cores on top of their own. Plain decoding may use
-    the cores in the layout that suits it best: all cores in the given verifiers, as many verifiers more as the
-    drafters' cores can hold (the batch is then shared out), or one core per verifier (and rank).
+    `decoupled` is the configuration as given, with each method of draft actors alone on all the draft cores (a hosted
+    lookup alone is as in `coupled`); `fon` is the one with all of them. Plain and coupled verifiers get the drafters'
+    cores on top of their own. Plain decoding may use the cores in the layout that suits it best: all cores in the given
+    verifiers, as many verifiers more as the drafters' cores can hold (the batch is then shared out), or one core per
+    verifier (and rank).
 
     Raises:
         InputError: `modes` lacks plain, which the others are compared with, or a batch is below 1; or `fon` has only
@@ -93,11 +95,16 @@ def _variants(config: Config, mode: BenchMode, batch: int) -> Iterator[Variant]:
         yield _decoupled(config, batch, "fon")
         yield _coupled(config, batch, "fon coupled")
     else:
-        lay_out = _coupled if mode is BenchMode.coupled else _decoupled
         for drafter in config.drafters:
-            alone = config if len(config.drafters) == 1 else _method_alone(config, drafter)
             name = mode.value if len(config.drafters) == 1 else f"{mode.value} {drafter.method}"
-            yield replace(lay_out(alone, batch, name), method=drafter.method)
+            if mode is BenchMode.coupled:
+                variant = _coupled(config, batch, name)
+                variant.config.drafters = [one for one in variant.config.drafters if one.method == drafter.method]
+            elif is_hosted(drafter, config.mode):
+                continue
+            else:
+                variant = _decoupled(_method_alone(config, drafter), batch, name)
+            yield replace(variant, method=drafter.method)
 
 
 def _plain(config: Config, batch: int) -> Iterator[Variant]:
@@ -121,6 +128,8 @@ def _decoupled(config: Config, batch: int, name: str) -> Variant:
 
 def _method_alone(config: Config, drafter: DrafterConfig) -> Config:
     """One method with all the draft cores to itself: as many draft actors as there are cores, or as it has."""
+    if len(config.drafters) == 1:
+        return config
     chosen = copy.deepcopy(config)
     alone = copy.deepcopy(drafter)
     cores = draft_cores(config)

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName
+from specactor_ray.draft.registry import traits
+
+
+def is_hosted(drafter: DrafterConfig, mode: ModeName) -> bool:
+    """Whether verifiers draft by the method of this section themselves; else it has draft actors. `auto` is taken for
+    `decoupled`.
+
+    Raises:
+        ConfigError: A user's own method cannot be imported.
+    """
+    if mode is ModeName.coupled or drafter.hosted is not None:
+        return mode is ModeName.coupled or bool(drafter.hosted)
+    return traits(drafter.method).looks_up
 
 
 def inline_drafters(config: Config) -> list[DrafterConfig]:
     """The sections of the methods that every verifier drafts by itself, in the order of the configuration."""
-    return [one for one in config.drafters if one.replicas] if config.mode is ModeName.coupled else []
+    if config.mode is ModeName.plain:
+        return []
+    return [one for one in config.drafters if one.replicas and is_hosted(one, config.mode)]
+
+
+def acting_drafters(config: Config) -> list[DrafterConfig]:
+    """The sections of the methods with draft actors, those without any now included."""
+    return [] if config.mode is ModeName.plain else [one for one in config.drafters if not is_hosted(one, config.mode)]
 
 
 def draft_actors(config: Config) -> dict[str, int]:
     """Method → draft actors to begin with."""
-    return {one.method: one.replicas for one in config.drafters} if config.mode is ModeName.decoupled else {}
+    return {one.method: one.replicas for one in acting_drafters(config)}

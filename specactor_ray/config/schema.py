@@ -194,22 +194,25 @@ def open_config() -> Config:
 
 @dataclass
 class DrafterConfig:
-    """One draft method: in mode `decoupled` with draft actors of its own, in mode `coupled` inside every verifier."""
+    """One draft method: inside every verifier (`hosted`), or with draft actors of its own."""
 
     method: str = "ngram"
     """`ngram` (copies what followed the last tokens in prompt, output and earlier outputs of the prompt), `suffix`
     (counts it, also in the samples under way and in other prompts' outputs), `draft_model` (a smaller model), `eagle`
     (a head on the target's hidden states), or a proposer of your own as `package.module:Class`, derived from
-    `specactor_ray.draft.slots.RowProposer` and made with this section as its only argument (`docs/api.md`). In mode
-    `coupled` one that hangs holds its verifier up until `cluster.stall_timeout_s` replaces that."""
+    `specactor_ray.draft.slots.RowProposer` and made with this section as its only argument (`docs/api.md`). A hosted
+    one that hangs holds its verifier up until `cluster.stall_timeout_s` replaces that."""
+    hosted: bool | None = None
+    """Whether every verifier drafts by it itself, without messages and cores of its own; else it has draft actors.
+    Default: lookups (`ngram`, `suffix`) are hosted, models in mode `coupled` only. `coupled` hosts all, `decoupled` no
+    model. `mode: auto` with `false` is `decoupled`."""
     replicas: int = at_least(0, default=1)
-    """`decoupled`: number of draft actors of this method; `specactor scale` changes it during the run. `coupled`: every
-    verifier drafts by it; 0: none does."""
+    """Number of draft actors; `specactor scale` changes it during the run. Hosted: 0 switches it off."""
     cores: float = 1.0
-    """`decoupled`: CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that
-    other draft actors of the run share, never a verifier. `coupled`: unused, the verifier's cores draft."""
+    """CPU cores of each draft actor: a whole number of its own, or a share below 1 (0.25) of a core that other draft
+    actors of the run share, never a verifier. Hosted: unused, but `mode: auto` on CPUs gives them to the verifier."""
     gpus: int = at_least(0, default=0)
-    """`decoupled`: GPUs of each draft actor; 0 runs on the CPU. `coupled`: unused, the verifier's device drafts."""
+    """GPUs of each draft actor; 0 runs on the CPU. Hosted: unused, the verifier's device drafts."""
     window: int | None = _window(None)
     """Draft window of this method. Default: `speculation.window`."""
     model: str | None = None

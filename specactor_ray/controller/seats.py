@@ -15,6 +15,7 @@ from specactor_ray.cluster.backend import Backend
 from specactor_ray.cluster.cores import CoreLedger
 from specactor_ray.cluster.names import actor_name
 from specactor_ray.cluster.placement import Demand, Placement
+from specactor_ray.config.drafting import draft_actors
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.controller.state import VERIFIER
 from specactor_ray.errors import ClusterError, ConfigError
@@ -128,6 +129,10 @@ def scale_refusal(config: Config, method: str, number: int) -> ConfigError | Clu
     if method not in known:
         fix = f"use one of {', '.join(known)}."
         return ConfigError("drafters", f"method {method!r} is not configured for this run.", fix)
+    if method not in draft_actors(config):
+        problem = f"verifiers draft by {method} themselves, so it has no draft actors to scale."
+        key = f"drafters.{known.index(method)}.hosted"
+        return ConfigError(key, problem, f"start the run with {key}=false.")
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         return ConfigError(f"drafters.{method}", f"{number!r} is not a number of draft actors.", "use 0 or more.")
     return None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from specactor_ray.messages import NO_BRANCHES, Branches, Features, SamplingParams
+from specactor_ray.messages import NO_BRANCHES, Branches, Features, FinishedOutput, SamplingParams
 
 if TYPE_CHECKING:
     from specactor_ray.config.drafter_spec import DrafterSpec
@@ -156,6 +156,9 @@ class Proposer(abc.ABC):
     def add_features(self, slot: int, features: Sequence[Features]) -> None:  # noqa: B027
         """Hidden states of consecutive sequence positions, after an `open` or `commit`. They may overlap or leave gaps;
         a slot that is not open is ignored. Called with the trait `reads_features`."""
+
+    def learn(self, outputs: Sequence[FinishedOutput]) -> None:  # noqa: B027
+        """Outputs that other verifiers finished. Default: nothing."""
 
     def forget_history(self) -> None:  # noqa: B027
         """Clear the history; open requests stay. Overridden with the trait `keeps_history`."""

@@ -12,6 +12,7 @@ from specactor_ray.models.loading import load_model_config, read_config
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation")
 _NOT_THE_METHOD = (
+    "hosted",
     "replicas",
     "cores",
     "gpus",

@@ -17,6 +17,7 @@ from specactor_ray.messages import Finished, Progress, Refused, RequestStats, To
 from specactor_ray.rollout.backlog import Backlog, Batches
 from specactor_ray.rollout.journal import Journal, JournalEntry
 from specactor_ray.rollout.rebalance import RunningRequest, expected_remaining, plan_moves
+from specactor_ray.rollout.sharing import OutputSharing
 from specactor_ray.rollout.verifiers import VerifierLink, Verifiers
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Dispatcher:
             rollout gives up.
         request_stall_timeout_s: Longest time that a request which has begun, or has stalled before, makes no progress
             while its verifier answers; then it is handed out again.
+        shares_outputs: Verifiers get the outputs that others finish, for the histories of the lookups they host.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Dispatcher:
         outstanding_per_verifier: int,
         no_verifier_timeout_s: float,
         request_stall_timeout_s: float,
+        shares_outputs: bool = False,
     ) -> None:
         self.journal = Journal()
         self.moves = 0
@@ -63,6 +66,7 @@ class Dispatcher:
         self._links = self._verifiers.links
         self.counters = self._verifiers.counters
         """Latest counters of every verifier there has been."""
+        self._sharing = OutputSharing(calls, self._links) if shares_outputs else None
         self._backlog = Backlog(self.journal, outstanding_per_verifier)
         self._quarantine = self._backlog.quarantine
         self._ended: deque[JournalEntry] = deque()
@@ -172,6 +176,8 @@ class Dispatcher:
             if not self.journal.is_current(request_id, event.attempt):
                 continue
             if isinstance(event, Finished) and (ended := self.journal.finish(event)) is not None:
+                if self._sharing is not None:
+                    self._sharing.add(link.verifier_id, ended)
                 self._end(ended)
             elif isinstance(event, Refused):
                 link.free_at = self._clock.now() + _REFUSED_S
@@ -199,6 +205,8 @@ class Dispatcher:
             return
         self._tail_looked = now
         self._verifiers.retry_notices()
+        if self._sharing is not None:
+            self._sharing.send()
         if now - self._passed >= requests * _PASS_INTERVAL_S_PER_REQUEST:
             self._passed = now
             self._reissue_stalled(now)
@@ -238,6 +246,8 @@ class Dispatcher:
 
     def _cancel_rest(self) -> None:
         """The caller stopped early, or all have ended: verifiers drop what is left, and no answer is waited for."""
+        if self._sharing is not None:
+            self._sharing.send(at_end=True)
         for verifier_id, link in self._links.items():
             left = [(entry.request_id, entry.attempt) for entry in self.journal.owned_by(verifier_id)]
             if left:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from specactor_ray.cluster.discovery import is_connected
 from specactor_ray.config.drafter_spec import DrafterSpec, drafter_specs
-from specactor_ray.config.drafting import inline_drafters
+from specactor_ray.config.drafting import inline_drafters, is_hosted
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.draft.footprint import footprint
 from specactor_ray.errors import ConfigError
@@ -53,7 +53,7 @@ def plan_rollout_memory(config: Config) -> list[MemoryItem]:
 
 def _drafter_item(drafter: DrafterSpec, config: Config) -> MemoryItem:
     target, held = config.target, footprint(drafter, config.target, None)
-    if config.mode is ModeName.coupled:
+    if is_hosted(drafter, config.mode):
         return MemoryItem("verifiers", f"{target.replicas} x {drafter.method}", target.replicas * held)
     held += PROCESS_BYTES
     return MemoryItem("draft actors", f"{drafter.replicas} x {drafter.method}", drafter.replicas * held)

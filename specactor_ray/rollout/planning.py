@@ -15,6 +15,7 @@ import numpy as np
 from specactor_ray.cluster.cores import cores_needed
 from specactor_ray.cluster.discovery import is_connected
 from specactor_ray.config.drafter_spec import drafter_specs
+from specactor_ray.config.drafting import acting_drafters
 from specactor_ray.config.schema import MAX_WINDOW, Config, DrafterConfig, ModeName, PlanPolicy
 from specactor_ray.config.validate import validate
 from specactor_ray.draft.registry import traits
@@ -62,7 +63,7 @@ def settle(config: Config, devices: Devices | None) -> Config:
     if target.cores is None:
         target.cores = _GPU_CORES + target.tensor_parallel
         if devices is not None:
-            others = _draft_cores(_acting_drafters(settled)) + _trainer_cores(settled)
+            others = _draft_cores(acting_drafters(settled)) + _trainer_cores(settled)
             target.cores = max(1, min(target.cores, (devices.cores - others) // target.replicas))
     target.dtype = fitting_dtype(target.dtype, target.gpus > 0, target.backend)
     if settled.mode is not ModeName.auto:  # which may yet give a draft model a GPU
@@ -75,13 +76,13 @@ def settle(config: Config, devices: Devices | None) -> Config:
 def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[str]]:
     """`mode: auto`: coupled or decoupled, and one line with the reason; any other mode stays, without a line.
 
-    - Drafters that need draft actors (they have GPUs beside a target on CPUs, or all have `replicas: 0`, which
+    - Drafters that need draft actors (`hosted: false`, GPUs beside a target on CPUs, or all have `replicas: 0`, which
       `specactor scale` may raise): decoupled.
     - A target on CPUs: coupled. Draft actors would take cores from the verifiers; the verifiers get those that draft
       actors are configured with, as far as they exist and can be shared out in whole cores.
-    - A target on GPUs: decoupled where draft actors find room beside verifiers and trainer, else coupled. A draft model
-      without GPUs of its own gets one there, or else is hosted by the verifiers on theirs: on a CPU core it would be
-      slower than the target.
+    - A target on GPUs: decoupled where there are draft actors, and room for them beside verifiers and trainer, else
+      coupled. A draft model without GPUs of its own gets one there, or else is hosted by the verifiers on theirs: on a
+      CPU core it would be slower than the target.
 
     Never plain: both modes stop drafting where it does not pay, and ask that again at every step (`spec/policy.py`).
     Without any drafter one of `DEFAULT_METHOD` is added.
@@ -137,7 +138,9 @@ def _models_on_cores(config: Config) -> list[int]:
     return [
         number
         for number, drafter in enumerate(config.drafters if config.target.gpus else ())
-        if drafter.replicas and not drafter.gpus and not traits(drafter.method, f"drafters.{number}.method").looks_up
+        if drafter.replicas
+        and not (drafter.gpus or drafter.hosted)
+        and not traits(drafter.method, f"drafters.{number}.method").looks_up
     ]
 
 
@@ -158,14 +161,18 @@ def _give_gpus(config: Config, devices: Devices | None) -> list[str]:
 def _mode_of(config: Config, devices: Devices | None) -> tuple[ModeName, str]:
     """Mode and reason."""
     for index, drafter in enumerate(config.drafters):
-        if drafter.gpus and drafter.replicas and not config.target.gpus:
+        if drafter.hosted is False:
+            return ModeName.decoupled, f"drafters.{index}.hosted is false, so {drafter.method} has draft actors"
+        if drafter.gpus and drafter.replicas and not (drafter.hosted or config.target.gpus):
             return ModeName.decoupled, f"{drafter.method} has GPUs of its own, drafters.{index}.gpus"
-    if not any(drafter.replicas for drafter in config.drafters):
+    if not any(drafter.replicas for drafter in config.drafters) and acting_drafters(config):
         return ModeName.decoupled, "drafters.*.replicas are all 0: draft actors come by `specactor scale` only"
     if not config.target.gpus:
         return ModeName.coupled, "on CPUs draft actors would take cores from the verifiers"
     if numbers := _models_on_cores(config):
         return ModeName.coupled, f"no GPU for drafters.{numbers[0]}, so verifiers run it on theirs; set its gpus to 1"
+    if not acting_drafters(config):
+        return ModeName.coupled, "verifiers host all drafters"
     if devices is None:
         return ModeName.decoupled, "draft actors on devices of their own"
     if _have_room(config, devices):
@@ -188,14 +195,9 @@ def _with_trainer(config: Config) -> tuple[int, int]:
 
 def _devices_of(config: Config) -> tuple[int, int]:
     """GPUs and cores that verifiers and draft actors take as the configuration is written."""
-    target, drafters = config.target, _acting_drafters(config)
+    target, drafters = config.target, acting_drafters(config)
     gpus = target.replicas * target.gpus + sum(drafter.replicas * drafter.gpus for drafter in drafters)
     return gpus, target.replicas * target.cores + _draft_cores(drafters)
-
-
-def _acting_drafters(config: Config) -> Sequence[DrafterConfig]:
-    """Those that are draft actors, beside the verifiers."""
-    return () if config.mode in (ModeName.plain, ModeName.coupled) else config.drafters
 
 
 def _draft_cores(drafters: Sequence[DrafterConfig]) -> int:
@@ -272,7 +274,7 @@ def apply_plan(config: Config, plan: Plan) -> Config:
     drafter.replicas, drafter.window = chosen.groups, None
     drafter.max_batch = drafter.max_batch and max(drafter.max_batch, chosen.batch)
     if chosen.mode is ModeName.decoupled and not drafter.gpus:
-        drafter.cores = max(chosen.draft_devices, 1)
+        drafter.cores, drafter.hosted = max(chosen.draft_devices, 1), False if chosen.draft_devices else None
     resolved.drafters = kept
     resolved.speculation.window = chosen.window
     return resolved
@@ -409,7 +411,8 @@ def require_gpus(config: Config, trains: bool = False) -> None:
         return
     target, trainer = config.target, config.trainer
     wanted = {"target.gpus": target.replicas * target.gpus}
-    wanted |= {f"drafters.{i}.gpus": one.replicas * one.gpus for i, one in enumerate(_acting_drafters(config))}
+    acting = acting_drafters(config)
+    wanted |= {f"drafters.{i}.gpus": d.replicas * d.gpus for i, d in enumerate(config.drafters) if d in acting}
     wanted |= {"trainer.gpus": trainer.ranks * trainer.gpus * trains}
     needed = sum(wanted.values())
     if not needed:
@@ -425,7 +428,7 @@ def require_gpus(config: Config, trains: bool = False) -> None:
 
 def _require_cores(config: Config, trains: bool) -> None:
     target, cluster, trainer = config.target, config.cluster, _trainer_cores(config) if trains else 0
-    shares = [drafter.cores for drafter in _acting_drafters(config) for _ in range(drafter.replicas)]
+    shares = [drafter.cores for drafter in acting_drafters(config) for _ in range(drafter.replicas)]
     verifiers, there = target.replicas * target.cores, len(os.sched_getaffinity(0))
     counted = cluster.num_cpus or there  # what Ray gives out; cores that actors are bound to must exist, too
     pinned = verifiers + cores_needed(shares) if cluster.pin_cores else 0

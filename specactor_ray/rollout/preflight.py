@@ -14,6 +14,7 @@ from typing import Any
 
 from specactor_ray.cluster.discovery import is_connected, require_listener, resolve_address
 from specactor_ray.config.drafter_spec import drafter_specs
+from specactor_ray.config.drafting import acting_drafters
 from specactor_ray.config.schema import Config, ModeName
 from specactor_ray.draft.proposer import Checkpoint
 from specactor_ray.draft.registry import reads_head
@@ -286,11 +287,11 @@ def warn_without_drafters(config: Config) -> None:
     """
     if config.mode is ModeName.plain or any(drafter.replicas for drafter in config.drafters):
         return
-    until = f" until `specactor scale {config.drafters[0].method}=1`"
+    acting = acting_drafters(config)
     logger.warning(
         "drafters.*.replicas are all 0: the run decodes without drafts%s. Fix: "
         "drafters.0.replicas=1, or mode=plain if that is what you want.",
-        until if config.mode is ModeName.decoupled else "",
+        f" until `specactor scale {acting[0].method}=1`" if acting else "",
     )
 
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from specactor_ray.actors.process import put_weights
 from specactor_ray.cluster.calls import Calls
+from specactor_ray.config.drafting import inline_drafters
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.state import ClusterView, Phase
+from specactor_ray.draft.registry import traits
 from specactor_ray.errors import ActorLostError, InputError
 from specactor_ray.messages import WeightSet
 from specactor_ray.rollout.dispatch import Dispatcher
@@ -41,6 +43,7 @@ class RunClient:
             outstanding_per_verifier=2 * config.target.max_batch,
             no_verifier_timeout_s=cluster.start_timeout_s + cluster.placement_timeout_s,
             request_stall_timeout_s=2.0 * cluster.stall_timeout_s,
+            shares_outputs=any(traits(one.method).keeps_history for one in inline_drafters(config)),
         )
         self.streaming = self.closed = False
         self._asleep = False

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.draft.proposer import Proposer, Tails, Traits
-from specactor_ray.messages import SamplingParams
+from specactor_ray.messages import FinishedOutput, SamplingParams
 from specactor_ray.ragged import enlarged
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
@@ -138,6 +138,9 @@ class TimedProposer(Proposer):
 
     def tails(self, slots: np.ndarray) -> Tails:
         return self._inner.tails(slots)
+
+    def learn(self, outputs: Sequence[FinishedOutput]) -> None:
+        self._inner.learn(outputs)
 
     def forget_history(self) -> None:
         self._inner.forget_history()

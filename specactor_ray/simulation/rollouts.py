@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from specactor_ray.config.drafting import acting_drafters
 from specactor_ray.config.schema import ModeName
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.rollout.journal import JournalEntry
@@ -315,8 +316,7 @@ class SimulatedRollouts(VirtualRun):
 
 def count_devices(scenario: ScenarioConfig) -> tuple[int, int]:
     """GPUs of verifiers and draft actors together, and of the latter alone; cores where nothing has a GPU."""
-    target, mode = scenario.config.target, scenario.config.mode
-    drafters = scenario.config.drafters if mode is ModeName.decoupled else []
+    target, drafters = scenario.config.target, acting_drafters(scenario.config)
     if target.gpus:
         draft = sum(drafter.gpus * drafter.replicas for drafter in drafters)
         return target.gpus * target.replicas + draft, draft

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from specactor_ray.config.drafting import acting_drafters
 from specactor_ray.config.load import load_as
 from specactor_ray.config.schema import Config, ModeName, open_config
 from specactor_ray.config.validate import validate
@@ -244,7 +245,7 @@ def _check(scenario: ScenarioConfig) -> None:
 def _check_room(scenario: ScenarioConfig) -> None:
     """Refuse a layout that the machines have no room for."""
     target, machines = scenario.config.target, scenario.machines
-    drafters = scenario.config.drafters if scenario.config.mode is ModeName.decoupled else []
+    drafters = acting_drafters(scenario.config)
     needed = {
         "gpus": target.gpus * target.replicas + sum(one.gpus * one.replicas for one in drafters),
         "cpus": 0.0 if target.gpus else float(target.cores * target.replicas),

@@ -42,6 +42,8 @@ class Drafter:
     """Requests of the verifier when it said so."""
     able: bool = True
     """It can be reached."""
+    hosted: bool = False
+    """The verifier's own thread drives it."""
 
 
 class Seconds(NamedTuple):
@@ -115,9 +117,9 @@ class Policy:
         return seats, lengths
 
     def is_waiting(self, rows: np.ndarray) -> bool:
-        """Whether a request has no tail and a drafter that has yet to say what follows the newest commit."""
+        """Whether a request has no tail and a draft actor that has yet to say what follows the newest commit."""
         table = self.table
-        able = [seat for seat, one in self.drafters.items() if one.able]
+        able = [seat for seat, one in self.drafters.items() if one.able and not one.hosted]
         base, asked = table.base[able].take(rows, axis=1), table.assigned[able].take(rows, axis=1)
         silent = asked & (base != table.committed[rows])
         return bool((silent.any(axis=0) & ~self._supply(rows).any(axis=0)).any())

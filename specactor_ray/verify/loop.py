@@ -18,7 +18,7 @@ import numpy as np
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.fallbacks import fallbacks
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
-from specactor_ray.messages import TailBatch, ToRollout
+from specactor_ray.messages import FinishedOutput, TailBatch, ToRollout
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec.policy import Seconds
 from specactor_ray.target.base import TargetEngine, TargetRequest
@@ -51,6 +51,7 @@ class VerifyLoop(Loop):
         self._suspension = drafting.policy.suspension
         self._requests = Requests(engine, drafting, clock)
         self._hosted = hosted
+        self._has_models = any(not drafter.spec.traits.looks_up for drafter in hosted)
         self.drafter_links: Mapping[str, DrafterLink] = {}
         """The drafters in other processes as they were set last."""
         for drafter in hosted:
@@ -115,6 +116,10 @@ class VerifyLoop(Loop):
     def forget_history(self) -> Future[None]:
         """Let the drafters of this process forget earlier outputs."""
         return self.call(lambda: [one.loop.proposer.forget_history() for one in self._hosted])  # type: ignore[func-returns-value]
+
+    def learn(self, outputs: Sequence[FinishedOutput]) -> Future[None]:
+        """Let the drafters of this process learn from outputs of other verifiers."""
+        return self.call(lambda: [one.loop.proposer.learn(outputs) for one in self._hosted])  # type: ignore[func-returns-value]
 
     def sleep(self) -> Future[None]:
         """Give up the cache's memory until `wake`."""
@@ -201,9 +206,9 @@ class VerifyLoop(Loop):
         drafting.revise(rows)
         if not len(rows) or self._suspension.is_on:
             return 0.0
-        rounds = drafting.policy.plan_rounds(rows) if self._hosted else 0
+        rounds = drafting.policy.plan_rounds(rows) if self._has_models else 0
         begin = self._clock.now()
-        if not self._hosted:
+        if not self._has_models:
             self._await_tails(rows, begin + drafting.wait_s)
         elif rounds:
             drafting.flush()

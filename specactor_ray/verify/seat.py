@@ -73,9 +73,9 @@ class Seat(Drafter):
     def __init__(
         self, number: int, session: int, drafter_id: str, link: DrafterLink, table: RequestTable, features: FeatureLog
     ) -> None:
-        super().__init__(drafter_id, link.spec)
+        super().__init__(drafter_id, link.spec, hosted=isinstance(link, HostedDrafter))
         self.link = link.link
-        self.takes_turns = isinstance(link, HostedDrafter) and not self.spec.traits.looks_up
+        self.takes_turns = self.hosted and not self.spec.traits.looks_up
         self.postponed = 0
         """Deliveries that were left out, as it works only when the verifier lets it."""
         self.number, self._table = number, table

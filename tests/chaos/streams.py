@@ -20,6 +20,7 @@ from specactor_ray import Rollout, SamplingParams
 from specactor_ray.actors.process import put_weights
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config import Config
+from specactor_ray.config.drafting import draft_actors
 from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import SpecActorError
 from specactor_ray.messages import WeightSet
@@ -53,7 +54,7 @@ def chaos_config(address: str, folder: Path) -> Config:
             "run": {"dir": str(folder)},
             "target": {"model": str(tiny_target()), "replicas": VERIFIERS, "max_batch": 16, "kv_cache_gb": 0.05},
             "drafters": [
-                {"method": "ngram", "replicas": 2, "cores": 0.5},
+                {"method": "ngram", "hosted": False, "replicas": 2, "cores": 0.5},
                 {"method": "suffix", "replicas": 1, "cores": 0.5, "min_match": 1},
                 model,
             ],
@@ -171,7 +172,7 @@ def run_streams(folder: Path, mark: str, schedule: Schedule, console: Console) -
         with Rollout(chaos_config(nodes.address, folder)) as rollout:
             streams = Streams(rollout, stage)
             streams.run_calm()
-            wanted = {one.method: one.replicas for one in rollout.config.drafters}
+            wanted = draft_actors(rollout.config)
             with Watch(rollout.status, lambda: rollout.committed_tokens, VERIFIERS, wanted) as watch:
                 injector = Injector(rollout, nodes, watch, stage, schedule, memory)
                 try:
@@ -284,7 +285,7 @@ def run_network(folder: Path, _mark: str, _schedule: Schedule, console: Console)
     with TwoNodes(folder / "ray", CPUS) as nodes, Rollout(chaos_config(nodes.address, folder)) as rollout:
         streams = Streams(rollout, stage)
         streams.run_calm()
-        wanted = {one.method: one.replicas for one in rollout.config.drafters}
+        wanted = draft_actors(rollout.config)
         watch = Watch(rollout.status, lambda: rollout.committed_tokens, VERIFIERS, wanted)
         with watch, Watchdog(watch, stage):
             with PhaseProgress(console, "streams over a bad network", NETWORK_STREAMS) as progress:

@@ -40,6 +40,8 @@ class FaultScenario:
     drafters: int = 4
     nodes: int = 3
     mode: str = "decoupled"
+    hosted: bool = False
+    """The verifiers host the n-gram drafter."""
     training: bool = False
     """Steps of training, instead of streams alone."""
     faults: FaultPlan = field(default_factory=FaultPlan)
@@ -65,6 +67,7 @@ class FaultScenario:
             mode=rng.choice(("decoupled", "decoupled", "decoupled", "coupled", "plain")),
             training=training,
             faults=plan,
+            hosted=rng.random() < 0.5,
         )
 
 
@@ -106,7 +109,7 @@ def make_config(scenario: FaultScenario) -> Config:
             "target": {"replicas": scenario.verifiers, "max_batch": 16},
             "speculation": {"window": 4},
             "drafters": [
-                {"method": "ngram", "replicas": ngrams},
+                {"method": "ngram", "replicas": ngrams, "hosted": scenario.hosted},
                 {
                     "method": "draft_model",
                     "model": "m",

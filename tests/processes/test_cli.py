@@ -142,7 +142,7 @@ class TestUserErrors:
         "no tokenizer": (["target.model=./bare"], "The model directory ./bare has no tokenizer"),
         "too many cores": (["mode=plain", "target.cores=999"], "target.cores: the run needs 999 CPU cores"),
         "too many draft actors": (
-            ["mode=decoupled", "drafters=[{method: ngram, replicas: 998}]"],
+            ["mode=decoupled", "drafters=[{method: ngram, hosted: false, replicas: 998}]"],
             "drafters: the run needs 999 CPU cores (1 verifier(s) with 1 each, 998 draft actor(s) with 998 in all)",
         ),
         "more than Ray gives out": (

@@ -68,7 +68,7 @@ def make_config(verifiers: int = 1, ngram: int = 1, **cluster: Any) -> Config:
     )
     for name, value in cluster.items():
         setattr(quick, name, value)
-    ngrams = DrafterConfig(method="ngram", replicas=ngram)
+    ngrams = DrafterConfig(method="ngram", replicas=ngram, hosted=False)
     drafters = [ngrams, DrafterConfig(method="draft_model", model="small", replicas=0)]
     return Config(mode=ModeName.decoupled, cluster=quick, target=TargetConfig(replicas=verifiers), drafters=drafters)
 

@@ -41,7 +41,7 @@ def rolled(mode: str, **environment: str) -> dict[str, Any]:
         "mode": mode,
         "target": {"model": str(tiny_target()), "replicas": 2, "max_batch": 6, "kv_cache_gb": 0.05},
         "drafters": [
-            {"method": "ngram", "replicas": 1},
+            {"method": "ngram", "hosted": False},
             {"method": "draft_model", "model": str(tiny_draft()), "kv_cache_gb": 0.05},
         ],
         "cluster": {"num_cpus": 6, "pin_cores": False, "health_interval_s": 0.5, "health_timeout_s": 20.0},

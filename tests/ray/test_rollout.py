@@ -56,6 +56,7 @@ def config(mode: str, drafters: list[dict[str, Any]], verifiers: int = 2, **sect
 
 
 NGRAM = {"method": "ngram", "replicas": 2}
+APART = {**NGRAM, "hosted": False}
 SMALL = {"method": "draft_model", "replicas": 1, "kv_cache_gb": 0.05}
 
 
@@ -108,6 +109,15 @@ def test_modes_are_token_for_token_plain(plain: Any, mode: str, race: str) -> No
     with running(settings) as rollout:
         done = [generate(rollout, temperature) for temperature in (0.0, 1.0)]
         metrics, moved = rollout.metrics().to_dict(), rollout.moved_requests
+        drafters = [row["method"] for row in rollout.status() if row["kind"] == "drafter"]
+        assert drafters == (["draft_model"] if mode == "decoupled" else [])
+        with pytest.raises(ConfigError, match="mode" if mode == "coupled" else "drafters.0.hosted: verifiers draft by"):
+            rollout.scale({"ngram": 3})
+        end = time.monotonic() + 60.0
+        tokens = sum(len(t.token_ids) for t in (*done[0], *done[1]))
+        while len(history := histories(rollout)) < 2 or min(history) < tokens:
+            assert time.monotonic() < end, f"{history}: not each verifier hosts it and has learned what others finished"
+            time.sleep(0.2)
     assert [tokens_of(trajectories) for trajectories in done] == [plain[0.0], plain[1.0]]
     assert metrics["accepted_tokens"] > 0
     computed_again = metrics["committed_tokens"] - sum(len(t.token_ids) for t in (*done[0], *done[1]))
@@ -119,7 +129,7 @@ def test_modes_are_token_for_token_plain(plain: Any, mode: str, race: str) -> No
 def test_fastest_of_n_is_token_for_token_plain(plain: Any) -> None:
     """All methods race for every request, hidden states stream to the EAGLE head."""
     head = {"method": "eagle", "model": str(tiny_eagle()), "kv_cache_gb": 0.02}
-    settings = config("decoupled", [NGRAM, {"method": "suffix", "min_match": 1}, small(), head])
+    settings = config("decoupled", [APART, {"method": "suffix", "min_match": 1}, small(), head])
     settings.speculation.race = RaceName.always
     with running(settings) as rollout:
         methods = {"ngram", "suffix", "draft_model", "eagle"}
@@ -163,6 +173,12 @@ def hosted_methods(rollout: Rollout) -> list[set[str]]:
     """By what methods each verifier has drafted."""
     counters = [row["counters"].get("inline", {}) for row in rollout.status() if row["phase"] == "ready"]
     return [{name.partition("-")[0] for name, one in inline.items() if one["tails"]} for inline in counters]
+
+
+def histories(rollout: Rollout) -> list[int]:
+    """Tokens of outputs that the n-gram drafter of each verifier has seen."""
+    counters = [row["counters"].get("inline", {}) for row in rollout.status() if row["kind"] == "verifier"]
+    return [one["history_tokens"] for inline in counters for name, one in inline.items() if name.startswith("ngram")]
 
 
 def test_a_killed_verifier_comes_back_with_its_inline_drafters(plain: Any) -> None:
@@ -212,7 +228,7 @@ def test_weights_that_a_head_was_taught_reach_whoever_drafts_with_it(mode: str, 
 
 @pytest.fixture(scope="class")
 def rollout() -> Iterator[Rollout]:
-    with running(config("decoupled", [NGRAM], verifiers=1)) as rollout:
+    with running(config("decoupled", [APART], verifiers=1)) as rollout:
         yield rollout
 
 

@@ -52,7 +52,7 @@ def settings(tasks: Path, folder: Path, name: str, *more: str) -> list[str]:
         "target.dtype=float32",
         "target.kv_cache_gb=0.05",
         "target.max_batch=64",
-        "drafters=[{method: ngram}]",
+        "drafters=[{method: ngram, hosted: false}]",
         "reward.functions=[{name: 'tests.reward_functions:sleepy'}]",
         "data.n=8",
         "sampling.max_tokens=32",

@@ -48,7 +48,7 @@ def config(replicas: int = 1, cores: int = 1, drafters: int = 1, **target: Any) 
         {
             "mode": "decoupled",
             "target": {"replicas": replicas, "cores": cores, **target},
-            "drafters": [{"method": "ngram", "replicas": drafters}],
+            "drafters": [{"method": "ngram", "replicas": drafters, "hosted": False}],
         }
     )
 
@@ -117,21 +117,22 @@ class TestVariants:
 
     def test_each_method_alone_and_all_of_them_together(self) -> None:
         base = config()
-        base.drafters = [DrafterConfig(method="ngram", cores=0.5), DrafterConfig(method="suffix", cores=0.25)]
+        methods = [("ngram", 0.5, False), ("suffix", 0.25, False), ("tests.own_proposers:Lookup", 1.0, True)]
+        base.drafters = [DrafterConfig(method, cores=cores, hosted=hosted) for method, cores, hosted in methods]
         variants = plan_variants(base, list(BenchMode), [2])
         assert [variant.label for variant in variants][3:] == [
             "coupled ngram 1x2",
             "coupled suffix 1x2",
+            "coupled tests.own_proposers:Lookup 1x2",
             "decoupled ngram 1x1 + 1",
             "decoupled suffix 1x1 + 1",
             "fon 1x1 + 1",
             "fon coupled 1x2",
         ]
-        for variant in variants[3:7]:
-            (alone,) = variant.config.drafters
-            assert (alone.method, alone.cores, alone.replicas) == (variant.method, 1.0, 1)
-        assert all([d.method for d in v.config.drafters] == ["ngram", "suffix"] for v in variants[7:])
-        assert all(variant.config.speculation.race is base.speculation.race for variant in variants[7:])
+        assert all([one.method for one in v.config.drafters] == [v.method] for v in variants[3:8])
+        assert all([(d.cores, d.replicas) for d in v.config.drafters] == [(1.0, 1)] for v in variants[6:8])
+        assert all([d.method for d in v.config.drafters] == [one[0] for one in methods] for v in variants[8:])
+        assert all(variant.config.speculation.race is base.speculation.race for variant in variants[8:])
         assert {variant.total_cores for variant in variants[3:]} == {2}
 
     @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_a_head_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "replicas", "warning"),
     [
-        ("decoupled", 0, "the run decodes without drafts until `specactor scale ngram=1`. Fix: drafters.0.replicas=1"),
+        ("decoupled", 0, "decodes without drafts until `specactor scale draft_model=1`. Fix: drafters.0.replicas=1"),
         ("coupled", 0, "the run decodes without drafts. Fix: drafters.0.replicas=1"),
         ("decoupled", 1, ""),
         ("plain", 0, ""),
@@ -68,6 +69,7 @@ def test_a_head_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
 def test_a_run_without_drafters_is_warned_of(
     mode: str, replicas: int, warning: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    drafters = [{"method": "ngram", "replicas": replicas, "cores": 0.5}]
+    drafters: list[dict[str, Any]] = [{"method": "ngram", "replicas": replicas, "cores": 0.5}]
+    drafters.append({"method": "draft_model", "model": "m", "replicas": 0})
     warn_without_drafters(from_mapping({"mode": mode, "target": {"replicas": 2}, "drafters": drafters}))
     assert warning in caplog.text and bool(warning) == bool(caplog.records)

@@ -117,7 +117,8 @@ def test_a_data_type_that_is_set_stays(bf16: bool) -> None:
         (Devices(64, 8), ["target.gpus=4", "target.backend=vllm", "target.tensor_parallel=4"], 8),
         (Devices(64, 8), ["target.gpus=1", "target.cores=2"], 2),
         (Devices(9, 2), ["target.gpus=1", "target.replicas=2"], 4),
-        (Devices(9, 2), ["target.gpus=1", "mode=decoupled", "drafters=[{method: ngram, cores: 6}]"], 3),
+        (Devices(9, 2), ["target.gpus=1", "mode=decoupled", "drafters=[{method: ngram, hosted: false, cores: 6}]"], 3),
+        (Devices(9, 2), ["target.gpus=1", "mode=decoupled", "drafters=[{method: ngram, cores: 6}]"], 5),
         (Devices(9, 2), ["target.gpus=1", "mode=coupled", "drafters=[{method: ngram, cores: 6}]"], 5),
         (Devices(1, 2), ["target.gpus=1", "target.replicas=2"], 1),
         (Devices(64, 0), [], 1),
@@ -128,7 +129,7 @@ def test_cores_of_verifiers_on_gpus(devices: Devices | None, overrides: list[str
 
 
 def test_drafters_have_room_for_all_that_their_verifiers_run() -> None:
-    lookup = "drafters=[{method: ngram}, {method: suffix, max_batch: 5}]"
+    lookup = "drafters=[{method: ngram, hosted: false}, {method: suffix, hosted: false, max_batch: 5}]"
 
     def sizes(*overrides: str) -> list[int]:
         return [one.max_batch for one in drafter_specs(load_config(None, [lookup, *overrides])).values()]

@@ -52,6 +52,39 @@ def test_a_request_moves_once_to_the_verifier_that_has_none_left() -> None:
     assert cluster.client.dispatcher.moves == 1 and cluster.client.dispatcher.reissues == 0
 
 
+class TestSharing:
+    """Outputs reach the lookups that other verifiers host."""
+
+    def test_each_output_goes_once_to_the_others_of_its_eight(self) -> None:
+        cluster = FakeCluster(verifiers=10)
+        requests = entries(60)
+        prompts = {entry.request_id: entry.prompt_token_ids for entry in requests}
+
+        def body() -> dict[str, list[int]]:
+            ended = {entry.request_id: entry.token_ids for entry in cluster.finish(requests)}
+            cluster.bench.clock.sleep(1.0)
+            return ended
+
+        ended = cluster.run(body)
+        groups = (sorted(cluster.handles)[:8], sorted(cluster.handles)[8:])
+        for group in groups:
+            mine = {name: cluster.verifier(name).learned for name in group}
+            learned = {name: Counter(one.request_id for one in outputs) for name, outputs in mine.items()}
+            finished = Counter(request_id for counts in learned.values() for request_id in counts)
+            assert set(finished.values()) == {len(group) - 1}, "the others, and not who has finished it"
+            assert all(count == 1 for counts in learned.values() for count in counts.values())
+            for one in (one for outputs in mine.values() for one in outputs):
+                assert one.prompt_token_ids == prompts[one.request_id]
+                assert one.token_ids.dtype == "int32" and one.token_ids.tolist() == ended[one.request_id]
+
+    @pytest.mark.parametrize("fault", ["lost_before", "lost_after", "delayed"])
+    def test_lost_outputs_cost_drafts_only(self, fault: str) -> None:
+        cluster = FakeCluster()
+        cluster.network.lose("learn", times=1000, fault=fault)
+        assert reasons(cluster.run(lambda: cluster.finish(entries(30)))) == {}
+        assert cluster.client.dispatcher.reissues == 0 and not cluster.suspected
+
+
 class TestLostMessages:
     def test_a_verifier_out_of_reach_for_a_while_is_reported_and_loses_nothing(self) -> None:
         cluster = FakeCluster()

@@ -20,7 +20,7 @@ from specactor_ray.draft.lookup.proposer import LookupProposer
 from specactor_ray.draft.lookup.run_history import RunHistory
 from specactor_ray.draft.lookup.suffix import SuffixProposer
 from specactor_ray.draft.registry import build_proposer
-from specactor_ray.messages import SamplingParams
+from specactor_ray.messages import FinishedOutput, SamplingParams
 from tests.by_name import ByName
 from tests.unit.brute_force_log import BruteForceLog, Noise
 
@@ -384,6 +384,7 @@ def test_nothing_is_compiled_once_it_drafts(method: Any) -> None:
         proposer.extend()
         assert proposer.tail(f"t{temperature}")[1]
         proposer.close(f"t{temperature}")
+        proposer.learn([FinishedOutput("other", (1, 2), ints(3, 4))])
     assert compiled_ones and [list(kernel.signatures) for kernel in compiled_ones] == compiled
 
 
@@ -531,6 +532,26 @@ def test_an_output_that_comes_back_does_not_count_twice() -> None:
 
 
 # ---- the history ----
+
+
+@both
+@given(st.data())
+@settings(max_examples=30)
+def test_what_others_finished_is_as_if_it_had_been_finished_here(method: Any, data: Any) -> None:
+    """Row for row, also where the log is full, and where the output began here."""
+    texts = st.lists(st.integers(0, 3), min_size=1, max_size=20)
+    outputs = data.draw(st.lists(st.tuples(texts, texts, st.integers(0, 20)), max_size=6))
+    told, shown = method(1, 6, 64), method(1, 6, 64)
+    for number, (prompt, tokens, known) in enumerate(outputs):
+        for one in (told, shown):
+            one.open(str(number), prompt, tokens[:known], GREEDY, 4)
+            one.close(str(number), finished=False)
+        shown.open(str(number), prompt, tokens, GREEDY, 4)
+        shown.close(str(number), finished=True)
+        told.proposer.learn([FinishedOutput(str(number), tuple(prompt), ints(*tokens))])
+    for plane in ("rows", "heads", "count"):
+        assert np.array_equal(getattr(told.proposer._log, plane), getattr(shown.proposer._log, plane))
+    assert len(told.proposer._history) == len(shown.proposer._history)
 
 
 def test_prompts_are_forgotten_with_their_tokens() -> None:

@@ -102,7 +102,8 @@ def spec_of(proposer: Proposer, window: int) -> DrafterSpec:
 
 
 class Bench:
-    """One verifier and some drafters, connected; runs until all requests have ended."""
+    """One verifier and some drafters, connected; runs until all requests have ended. `inline`: the verifier hosts all;
+    `lookups`: it hosts the lookups."""
 
     def __init__(
         self,
@@ -112,6 +113,7 @@ class Bench:
         window: int = 6,
         narrow: int | None = None,
         branches: int = 0,
+        lookups: bool = False,
         **speculation: Any,
     ) -> None:
         config = SpeculationConfig(window=narrow or window, **{"verify": VerifyPolicy.all, **speculation})
@@ -121,25 +123,25 @@ class Bench:
         self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
         self._threads: list[threading.Thread] = []
         self._attempt, self._next_event = 0, 0
-        if inline:
-            hosted = [
-                HostedDrafter(spec_of(loop.proposer, window), Link(direct_sender(loop.deliver)), loop)
-                for loop in self.drafts.values()
-            ]
-            self.verifier = VerifyLoop(target, drafts, hosted)
-        else:
-            self.verifier = VerifyLoop(target, drafts)
-            self._connect(window, faults)
+        hosted = [
+            HostedDrafter(spec_of(loop.proposer, window), Link(direct_sender(loop.deliver)), loop)
+            for loop in self.drafts.values()
+            if inline or (lookups and loop.proposer.traits.looks_up)
+        ]
+        self.verifier = VerifyLoop(target, drafts, hosted)
+        apart = self.drafts.keys() - {drafter.loop.drafter_id for drafter in hosted}
+        if not inline:
+            self._connect({name: self.drafts[name] for name in sorted(apart)}, window, faults)
         self._threads.append(threading.Thread(target=self.verifier.run, daemon=True))
 
-    def _connect(self, window: int, faults: random.Random | None) -> None:
+    def _connect(self, apart: Mapping[str, DraftLoop], window: int, faults: random.Random | None) -> None:
         links = {}
-        for name, loop in self.drafts.items():
+        for name, loop in apart.items():
             link = Link(Channel(loop.deliver, faults))
             links[name] = DrafterLink(spec_of(loop.proposer, window), link)
             loop.set_verifiers({"v0": Link(Channel(self.verifier.deliver, faults))})
         self.verifier.set_drafters(links)
-        self._threads += [threading.Thread(target=loop.run, daemon=True) for loop in self.drafts.values()]
+        self._threads += [threading.Thread(target=loop.run, daemon=True) for loop in apart.values()]
 
     def run(self, batch: Sequence[TargetRequest], timeout_s: float = 120.0) -> dict[str, list[int]]:
         for thread in self._threads:
@@ -228,14 +230,14 @@ def test_an_engine_is_closed_when_its_loop_ends(failing: bool) -> None:
     assert len(closed) == 1 and isinstance(closed[0], TypeError) == failing
 
 
-@pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
+@pytest.mark.parametrize("layout", ["inline", "lookups", "decoupled"])
 @pytest.mark.parametrize(
     ("kind", "temperature"),
     [("ngram", 1.0), ("suffix", 1.0), ("draft_model", 1.0), ("eagle", 1.0), ("all", 1.0), ("all", 0.0)],
 )
-def test_drafted_equals_plain(kind: str, inline: bool, temperature: float) -> None:
+def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> None:
     batch = requests(10, temperature)
-    bench = Bench(proposers(kind), inline, draft_wait_s=0.05)
+    bench = Bench(proposers(kind), layout == "inline", lookups=layout == "lookups", draft_wait_s=0.05)
     try:
         assert bench.run(batch) == truth_of(batch)
         bench.await_closed()
@@ -282,17 +284,18 @@ def test_a_faulty_channel_changes_no_token_and_drafts_recover(seed: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("temperature", "coupled", "race", "names", "lossy"),
+    ("temperature", "layout", "race", "names", "lossy"),
     [
-        (0.0, False, RaceName.tail, "ngram-0 ngram-1 small-0", True),
-        (1.0, False, RaceName.always, "ngram-0 small-0 eagle-0 liar", True),
-        (1.0, False, RaceName.off, "ngram-0 small-0 liar", False),
-        (0.0, True, RaceName.always, "ngram-0 suffix-0 small-0", False),
-        (1.0, True, RaceName.tail, "ngram-0 small-0 liar", False),
+        (0.0, "decoupled", RaceName.tail, "ngram-0 ngram-1 small-0", True),
+        (1.0, "decoupled", RaceName.always, "ngram-0 small-0 eagle-0 liar", True),
+        (1.0, "decoupled", RaceName.off, "ngram-0 small-0 liar", False),
+        (1.0, "lookups", RaceName.tail, "ngram-0 suffix-0 small-0 eagle-0 liar", True),
+        (0.0, "inline", RaceName.always, "ngram-0 suffix-0 small-0", False),
+        (1.0, "inline", RaceName.tail, "ngram-0 small-0 liar", False),
     ],
 )
 def test_races_and_reconfigurations_change_no_token(
-    temperature: float, coupled: bool, race: RaceName, names: str, lossy: bool, monkeypatch: pytest.MonkeyPatch
+    temperature: float, layout: str, race: RaceName, names: str, lossy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every step another assignment, other rounds of drafting and other parts of tails; the channel loses, repeats and
     reorders."""
@@ -309,7 +312,7 @@ def test_races_and_reconfigurations_change_no_token(
     batch = requests(8, temperature)
     drafters = {name: proposer for name, proposer in {**proposers("all"), "liar": Liar()}.items() if name in names}
     faults = random.Random(len(names)) if lossy else None
-    bench = Bench(drafters, coupled, faults, race=race, draft_wait_s=0.01)
+    bench = Bench(drafters, layout == "inline", faults, lookups=layout == "lookups", race=race, draft_wait_s=0.01)
     try:
         assert bench.run(batch) == truth_of(batch)
         snapshot = bench.verifier.snapshot()
@@ -340,8 +343,8 @@ def test_branches_change_no_token(
         assert snapshot["refuted_tails"] and snapshot["arrival_rescues"] + snapshot["commit_rescues"]
 
 
-@pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
-def test_suspensions_change_no_token(inline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", ["inline", "lookups", "decoupled"])
+def test_suspensions_change_no_token(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(5)
 
     def on_a_whim(self: Suspension, *arguments: Any) -> None:
@@ -350,7 +353,7 @@ def test_suspensions_change_no_token(inline: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Suspension, "record", on_a_whim)
     batch = requests(10, 1.0)
     drafters = {**proposers("all"), "ngram-0": NgramProposer(2, 6, 1 << 20, 64)}
-    bench = Bench(drafters, inline, verify=VerifyPolicy.auto)
+    bench = Bench(drafters, layout == "inline", lookups=layout == "lookups", verify=VerifyPolicy.auto)
     try:
         for _ in range(2):
             assert bench.run(batch) == truth_of(batch)

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from specactor_ray.config.drafter_spec import drafter_specs
+from specactor_ray.config.drafting import is_hosted
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.schema import Config, DrafterConfig, SpeculationConfig, TargetConfig, VerifyPolicy
+from specactor_ray.config.schema import Config, DrafterConfig, ModeName, SpeculationConfig, TargetConfig, VerifyPolicy
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.lookup.suffix import SuffixProposer
@@ -50,27 +51,29 @@ class Bench:
     """A verifier and the drafters of a configuration, hosted or apart, step by step in one thread."""
 
     def __init__(self, config: Config) -> None:
-        self.hosts = config.mode.value == "coupled"
+        coupled = config.mode is ModeName.coupled
         self.proposers: dict[str, Any] = {}
         self.loops, links = dict[str, DraftLoop](), dict[str, Any]()
         for method, spec in drafter_specs(config).items():
             self.proposers[method] = build_proposer(spec, config.target, "cpu")
             loop = self.loops[method] = DraftLoop(method, self.proposers[method])
             link = Link(direct_sender(loop.deliver))
-            links[method] = HostedDrafter(spec, link, loop) if self.hosts else DrafterLink(spec, link)
+            links[method] = HostedDrafter(spec, link, loop) if is_hosted(spec, config.mode) else DrafterLink(spec, link)
+        hosted = [one for one in links.values() if isinstance(one, HostedDrafter)]
+        self.apart = {name: self.loops[name] for name, one in links.items() if one not in hosted}
         speculation = SpeculationConfig(verify=VerifyPolicy.all)
-        self.drafting = Drafting("v0", self.hosts, speculation, 512)
+        self.drafting = Drafting("v0", coupled, speculation, 512)
         target = engine(tuple(config.target.hidden_layers))
-        self.verifier = VerifyLoop(target, self.drafting, list(links.values()) if self.hosts else ())
-        if not self.hosts:
-            for loop in self.loops.values():
-                loop.set_verifiers({"v0": Link(direct_sender(self.verifier.deliver))})
-            self.verifier.set_drafters(links)
+        self.verifier = VerifyLoop(target, self.drafting, hosted)
+        for loop in self.apart.values():
+            loop.set_verifiers({"v0": Link(direct_sender(self.verifier.deliver))})
+        if self.apart:
+            self.verifier.set_drafters({name: links[name] for name in self.apart})
         self.steps = 0
 
     def step(self) -> None:
         self.verifier.run_once()
-        for loop in self.loops.values() if not self.hosts else ():
+        for loop in self.apart.values():
             loop.run_once()
         self.steps += 1
 
@@ -107,6 +110,18 @@ def test_a_lookup_of_ones_own_is_driven_as_a_lookup() -> None:
     assert bench.loops[own("Lookup")].snapshot()["token_s"] == 0.0
 
 
+def test_lookups_of_decoupled_verifiers_are_as_fresh_as_those_of_coupled_ones() -> None:
+    """No message lies between; a model apart that says nothing is not waited for."""
+    coupled = Bench(config_of({"method": own("Lookup")}))
+    decoupled = Bench(config_of({"method": own("Lookup")}, {"method": own("Model")}, mode="decoupled"))
+    assert decoupled.apart.keys() == {own("Model")}
+    decoupled.apart.clear()
+    for bench in (coupled, decoupled):
+        bench.run()
+    assert coupled.verifier.metrics.accepted_tokens == decoupled.verifier.metrics.accepted_tokens > 0
+    assert coupled.steps == decoupled.steps
+
+
 def test_a_lookup_of_ones_own_follows_all_requests_beside_a_model() -> None:
     """Two models share them."""
     bench = Bench(config_of({"method": own("Lookup")}, {"method": own("Model")}))
@@ -121,7 +136,7 @@ def test_one_that_keeps_history_is_told_outputs_to_their_ends_and_forgets(mode: 
     bench.run()
     learner = bench.proposers[own("Learner")]
     assert learner.learned == truth_of(requests(4, 0.0))
-    forgotten = (bench.verifier if bench.hosts else bench.loops[own("Learner")]).forget_history()
+    forgotten = (bench.apart.get(own("Learner")) or bench.verifier).forget_history()
     bench.step()
     assert forgotten.done() and not learner.learned
 

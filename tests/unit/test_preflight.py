@@ -112,12 +112,13 @@ def test_a_machine_with_too_little_memory_is_told_before_anything_starts(monkeyp
         {
             "mode": "decoupled",
             "target": {"model": str(tiny_target()), "kv_cache_gb": 8, "replicas": 2},
-            "drafters": [{"method": "ngram", "replicas": 3}],
+            "drafters": [{"method": "ngram", "replicas": 3, "hosted": False}, {"method": "suffix", "replicas": 3}],
             "cluster": {"pin_cores": False, "num_cpus": 5},
         }
     )
     plan = {item.what: item.num_bytes for item in memory.plan_rollout_memory(config)}
     assert plan["2 x (weights + cache)"] > 16 * 2**30 and plan["3 x ngram"] == 3 * memory.PROCESS_BYTES
+    assert plan["2 x suffix"] < memory.PROCESS_BYTES
     monkeypatch.setattr(memory, "available_bytes", lambda: 4.0 * 2**30)
     with pytest.raises(
         ConfigError, match=r"needs about 1[78]\.\d\d GiB \(verifiers, .*\), and 4\.00 GiB are free"

@@ -242,7 +242,8 @@ class TestResolve:
     def test_only_the_asked_modes(self, file: Path, tiny_model_dir: Path) -> None:
         resolved, _ = resolve_plan(auto(file, tiny_model_dir), [ModeName.decoupled])
         assert resolved.mode is ModeName.decoupled
-        assert (resolved.target.cores, resolved.drafters[0].cores, resolved.drafters[0].replicas) == (1, 1, 1)
+        drafter = resolved.drafters[0]
+        assert (resolved.target.cores, drafter.cores, drafter.replicas, drafter.hosted) == (1, 1, 1, False)
 
     def test_more_devices_than_there_are(self, file: Path, tiny_model_dir: Path) -> None:
         with pytest.raises(ConfigError, match=r"plan_devices: the plan may use 64 core\(s\), and there are 2"):
@@ -252,7 +253,7 @@ class TestResolve:
         self, file: Path, tiny_model_dir: Path
     ) -> None:
         overrides = ["cluster.address=auto", "cluster.num_cpus=null", "plan_devices=null", "target.replicas=3"]
-        config = auto(file, tiny_model_dir, *overrides, "drafters.0.replicas=3")
+        config = auto(file, tiny_model_dir, *overrides, "drafters.0.replicas=3", "drafters.0.hosted=false")
         assert devices_of(as_decoupled(config)) == 6
         resolved, _ = resolve_plan(config, [ModeName.decoupled])
         assert devices_of(resolved) == 6

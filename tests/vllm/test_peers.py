@@ -41,7 +41,7 @@ def test_vllm_runs_plain_and_with_its_own_drafters(tmp_path: Path) -> None:
                 "dtype": "float32",
             },
             "drafters": [
-                {"method": "ngram", "cores": 0.5},
+                {"method": "ngram", "hosted": False, "cores": 0.5},
                 {"method": "eagle", "cores": 0.5, "model": str(head_of_wide_heads(tmp_path))},
             ],
             "speculation": {"window": 4},

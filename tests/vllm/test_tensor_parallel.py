@@ -106,7 +106,7 @@ def shared_memory(processes: list[psutil.Process]) -> set[Path]:
 
 
 def split_config() -> Config:
-    settings = config("decoupled", [NGRAM])
+    settings = config("decoupled", [{**NGRAM, "hosted": False}])
     settings.target.cores = settings.target.tensor_parallel = 2
     settings.cluster.health_timeout_s = 20.0
     return settings

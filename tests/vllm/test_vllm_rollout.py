@@ -80,7 +80,7 @@ def test_coupled_gives_the_tokens_of_hf(truth: Any) -> None:
 
 @pytest.fixture(scope="class")
 def rollout() -> Iterator[Rollout]:
-    settings = config("decoupled", [{**NGRAM, "replicas": 2}, small()], verifiers=2)
+    settings = config("decoupled", [{**NGRAM, "hosted": False, "replicas": 2}, small()], verifiers=2)
     settings.target.max_batch = 16
     with Rollout.from_config(settings) as rollout:
         yield rollout

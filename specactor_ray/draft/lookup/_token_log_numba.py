@@ -228,6 +228,21 @@ def draft(
 
 
 @_jit
+def write(
+    rows: Any, heads: Any, levels: Any, scopes: Any, count: Any, line: Any, begin: Any, group: Any, last: Any
+) -> Any:
+    """Write `line[begin:]` behind row number `last` of the log of the run. Returns its new count and last row."""
+    capacity, hashes = rows.shape[0], np.empty(levels.shape[0], np.uint64)
+    back = last % capacity if last >= 0 and count - last < capacity else -1
+    for position in range(begin, line.shape[0]):
+        hashed, place = hash_context(line, position, levels, hashes), count % capacity
+        append(rows, heads, levels, scopes, place, back, line[position], group, hashes, hashed)
+        last, back = count, place
+        count += 1
+    return count, last
+
+
+@_jit
 def advance(
     lines: Any, prompts: Any, known: Any, own_rows: Any, own_heads: Any, indexed: Any, buckets: Any,
     rows: Any, heads: Any, levels: Any, scopes: Any, count: Any, groups: Any, lasts: Any, written: Any, slots: Any,

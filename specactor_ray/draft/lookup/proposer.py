@@ -10,12 +10,15 @@ guess as context. Tails never enter an index.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from specactor_ray.draft.lookup import _token_log_numba as kernels
 from specactor_ray.draft.lookup.run_history import Output, RunHistory
 from specactor_ray.draft.lookup.token_log import TokenLog
 from specactor_ray.draft.slots import SlotProposer
+from specactor_ray.messages import FinishedOutput
 
 
 class LookupProposer(SlotProposer):
@@ -74,6 +77,7 @@ class LookupProposer(SlotProposer):
         """See `_token_log_numba.fill`."""
         nothing = np.zeros(0, np.int32)  # compiles or loads the kernels (some seconds on the first run of a machine)
         self._log.begin(nothing)
+        self._log.write(nothing, 0, 0, -1)
         self._write(nothing)
         self._fill(nothing)
 
@@ -82,6 +86,11 @@ class LookupProposer(SlotProposer):
         self._unanswered[slots] = False
         self._fill(slots)
         return slots
+
+    def learn(self, outputs: Sequence[FinishedOutput]) -> None:
+        if (history := self._history) is not None:
+            for request_id, prompt, tokens in outputs:
+                history.add(request_id, np.array(prompt, np.int32), tokens)
 
     def forget_history(self) -> None:
         """Clear the history; requests that are open add nothing to the new one."""

@@ -107,6 +107,13 @@ class RunHistory:
             self._idle[output.prompt] = self.log.count
         self._forget_prompts()
 
+    def add(self, request_id: str, prompt: np.ndarray, tokens: np.ndarray) -> None:
+        """A finished output of a prompt (int32 both) that another process has seen."""
+        output = self.open(request_id, prompt, tokens)
+        begin = len(prompt) + len(output.tokens)
+        last = self.log.write(np.concatenate([prompt, tokens]), begin, output.group, output.last)
+        self.close(request_id, output, last, None)
+
     def _forget_prompts(self) -> None:
         """Drop prompts without open outputs whose tokens are all overwritten."""
         while self._idle:

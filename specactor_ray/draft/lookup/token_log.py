@@ -68,3 +68,9 @@ class TokenLog:
             )
             back, self.count = slot, self.count + 1
         return self.count - 1 if len(context) else -1
+
+    def write(self, text: np.ndarray, begin: int, group: int, last: int) -> int:
+        """Write `text[begin:]` (int32) behind the row number `last` (-1: none). Returns the number of its last row."""
+        arrays = (self.rows, self.heads, self.levels, self.scopes)
+        self.count, last = kernels.write(*arrays, self.count, text, begin, group, last)
+        return last

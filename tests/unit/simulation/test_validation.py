@@ -16,7 +16,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.validation import Point, accuracy_of, median_round, variants_of
 
-CONFIG = from_mapping({"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": "m"}]})
+CONFIG = from_mapping({"drafters": [{"method": "ngram", "hosted": False}, {"method": "draft_model", "model": "m"}]})
 
 
 def test_accuracy_is_that_of_tokens_behind_right_ones() -> None:
