@@ -28,6 +28,7 @@ from specactor_ray.errors import EXIT_FAILED, EXIT_USER_ERROR, ConfigError, Inpu
 from specactor_ray.observability.console import make_console, say, show_error
 from specactor_ray.observability.environment import versions
 from specactor_ray.observability.report import (
+    alarm_lines,
     config_keys_table,
     cut_line,
     difference_lines,
@@ -121,7 +122,8 @@ def rollout(config_file: ConfigFile = None, overrides: Overrides = None) -> None
     _show_ladder(console, outcome.summary["actors"])
     counts = outcome.summary["trajectories"]
     failed = failed_prompts_line(counts["failed_prompts"])
-    for line in (*reason_lines(counts["failures"]), *failed, *cut_line(counts)):
+    alarms = alarm_lines(outcome.summary["drafters"])
+    for line in (*reason_lines(counts["failures"]), *failed, *cut_line(counts), *alarms):
         say(console, line)
     if outcome.trajectories.exists():
         say(console, f"trajectories: {outcome.trajectories.resolve()}")

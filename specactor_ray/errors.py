@@ -41,7 +41,7 @@ def clipped_text(text: str, longest: int = _LONGEST_VALUE) -> str:
 def did_you_mean(name: str, known: Collection[str], prefix: str = "") -> str:
     """A sentence that names the known one closest to a mistyped name, with a space before it; empty without one."""
     close = [one for one in known if one.startswith(f"{name}_") or one.endswith(f"_{name}")]
-    close = close or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = close or difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {prefix}{close[0]}?" if close else ""
 
 

@@ -17,7 +17,10 @@ from specactor_ray.errors import ClusterError
 _NOTE = "ray_current_cluster"
 """File in Ray's temporary folder: the address of the newest `ray start` there. Private clusters leave none."""
 _LISTENER_TIMEOUT_S = 2.0
-TWO_FIXES = "start one with `ray start --head`, or leave the address out: a run then starts a private cluster."
+TWO_FIXES = (
+    "start one with `ray start --head`, or leave the address out: a run starts a private "
+    "cluster then, and `status` and `scale` look for runs of this machine."
+)
 
 
 def started_clusters() -> list[str]:

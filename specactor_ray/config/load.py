@@ -52,6 +52,9 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
         ConfigError: A file cannot be read, a key is unknown, a value is of the wrong type or out of range, or
             values contradict each other.
     """
+    if path is not None and not isinstance(path, str | Path):
+        fix = "name a YAML file or a shipped configuration; `specactor_ray.config.load.from_mapping` takes a dict."
+        raise ConfigError("config", f"{clipped(path)} is no name.", fix)
     return from_mapping(_read_yaml(Path(path)) if path is not None else {}, overrides)
 
 
@@ -91,6 +94,8 @@ def load_as(
 
 def _checked_tree(settings: Mapping[str, Any], overrides: Sequence[str], schema: type) -> Tree:
     tree = _to_tree(settings)
+    if isinstance(overrides, str | Mapping) or not all(isinstance(item, str) for item in overrides):
+        raise ConfigError("overrides", f"{clipped(overrides)} is no list of texts.", "write ['KEY=VALUE', ...].")
     for item in overrides:
         _apply_override(tree, item, schema)
     tree = _to_tree(tree)

@@ -170,7 +170,7 @@ def reject_half_precision_of_drafters_on_a_cpu(config: Config) -> None:
 
 def reject_compiled_off_for_others(config: Config) -> None:
     if not config.target.compiled and config.target.backend != "vllm":
-        problem = f"false, but target.backend={config.target.backend} compiles nothing."
+        problem = f"false, but target.backend={config.target.backend} has no compiled graph of the model to leave out."
         raise ConfigError("target.compiled", problem, "leave it out, or use target.backend=vllm.")
 
 

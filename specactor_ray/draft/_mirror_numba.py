@@ -23,17 +23,22 @@ def reach(prompts: Any, known: Any, windows: Any, slots: Any, starts: Any, lengt
 @_jit
 def commit(
     lines: Any, prompts: Any, known: Any, ends: Any, windows: Any,
-    slots: Any, starts: Any, lengths: Any, tokens: Any, same: Any, fresh: Any,
+    slots: Any, starts: Any, lengths: Any, tokens: Any, same: Any, fresh: Any, judged: Any,
 ) -> None:  # fmt: skip
     end = 0
     for i in range(len(slots)):
         slot, begin, end = slots[i], end, end + lengths[i]
         same[i] = -1
         if 0 <= slot < len(known) and starts[i] >= 0 and known[slot] >= 0:
-            start, before = prompts[slot] + starts[i], known[slot]
+            start, before, tail = prompts[slot] + starts[i], known[slot], ends[slot] - known[slot]
             if start <= before and start + lengths[i] + windows[slot] <= lines.shape[1]:
                 same[i], known[slot], ends[slot] = _settle(lines[slot], before, ends[slot], start, tokens[begin:end])
                 fresh[i] = known[slot] - before
+                if fresh[i] > 0:
+                    tested = min(tail, fresh[i])
+                    right = min(same[i] - before, tested)
+                    judged[0] += min(right + 1, tested)
+                    judged[1] += right
 
 
 @_jit

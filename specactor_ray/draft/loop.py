@@ -18,6 +18,7 @@ import numpy as np
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.config.schema import MAX_BRANCHES
 from specactor_ray.draft.budget import row_budget
+from specactor_ray.draft.health import Health, checksum
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.fallbacks import fallbacks
@@ -51,6 +52,7 @@ class DraftLoop(Loop):
         self._links: Mapping[str, Link[TailBatch]] = {}
         """Verifier id → link for tails; any thread may replace it."""
         self._requests = DraftRequests(drafter_id, proposer)
+        self._health = Health(drafter_id, proposer.method, proposer.traits)
         self._costs = deque[float](maxlen=_MOST_COSTS)
         self._token_s = 0.0
         """Lower quartile of `_costs`, seconds: leaves out delayed forwards and those that read prompts."""
@@ -74,7 +76,7 @@ class DraftLoop(Loop):
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> Future[None]:
         """Replace the proposer's weights between two steps; the future raises its errors."""
-        return self.call(functools.partial(self.proposer.load_weights, version, state_dict))
+        return self.call(functools.partial(self.take_weights, version, state_dict))
 
     def forget_history(self) -> Future[None]:
         """Clear the proposer's history between two steps."""
@@ -86,10 +88,10 @@ class DraftLoop(Loop):
 
     def snapshot(self) -> dict[str, Any]:
         """Counters, open requests, queued messages (`inbox`), seconds per draft token of a model (`token_s`) and of the
-        running step (`busy_s`), and the size of the proposer's history."""
+        running step (`busy_s`), `Health.to_dict`, and the size of the proposer's history."""
         counters: dict[str, Any] = {**self._requests.counters, **self._inbox.snapshot()}
         counters |= {"open_requests": len(self._requests), "inbox": len(self._inbox), "token_s": self._token_s}
-        counters |= {"busy_s": self.busy_s, "fallbacks": fallbacks()}
+        counters |= {"busy_s": self.busy_s, "fallbacks": fallbacks(), "health": self._health.to_dict()}
         counters["links"] = {verifier_id: link.snapshot() for verifier_id, link in self._links.items()}
         for name in ("history_tokens", "history_bytes"):
             if hasattr(self.proposer, name):
@@ -97,6 +99,11 @@ class DraftLoop(Loop):
         return counters
 
     # ---- the loop ----
+
+    def take_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+        """Replace the proposer's weights, in the thread of the loop; raises its errors."""
+        self.proposer.load_weights(version, state_dict)
+        self._health.renew(version, checksum(state_dict))
 
     def run(self) -> None:
         """Loop until `stop`. Failed steps are logged and counted; after `_MAX_FAILURES` in a row the loop ends."""
@@ -136,4 +143,6 @@ class DraftLoop(Loop):
             requests.counters["extends"] += 1
             self._failures_in_a_row = 0
         requests.publish(changed, self._links, self._inbox.cut_off, self._token_s)
+        if news := self._health.observe(*proposer.judged.tolist()):
+            logger.warning("%s", news)
         return bool(messages) or len(changed) > 0

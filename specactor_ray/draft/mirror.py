@@ -34,6 +34,8 @@ class MirrorTable:
         """Most tokens of the tail."""
         self.lasts = np.zeros(0, np.int32)
         """Tokens of prompt and output at which `max_tokens` ends the output."""
+        self.judged = np.zeros(2, np.int64)
+        """See `Proposer.judged`."""
 
     def is_open(self, slot: int) -> bool:
         return slot < len(self.known) and bool(self.known[slot] >= 0)
@@ -81,8 +83,9 @@ class MirrorTable:
         self._fit(0, kernels.reach(self.prompts, self.known, self.windows, slots, starts, lengths, len(tokens)))
         same, fresh = np.empty(len(slots), np.int32), np.zeros(len(slots), np.int32)
         kernels.commit(
-            self.lines, self.prompts, self.known, self.ends, self.windows, slots, starts, lengths, tokens, same, fresh
-        )
+            self.lines, self.prompts, self.known, self.ends, self.windows, slots, starts, lengths, tokens, same, fresh,
+            self.judged,
+        )  # fmt: skip
         return same, fresh
 
     def append(self, slots: np.ndarray, tokens: np.ndarray) -> None:

@@ -13,6 +13,7 @@ from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.paged_cache import PagedCache
 from specactor_ray.sampling.candidates import MOST, Candidates, candidates
+from specactor_ray.sampling.candidates import warm_up as warm_up_candidates
 from specactor_ray.sampling.keyed import own_noise, verify_arrays, warm_up
 from specactor_ray.sampling.rules import Rules
 
@@ -59,8 +60,7 @@ class ModelProposer(SlotProposer):
         warm_up(cache.device, dtype)
         branching.warm_up()
         if branches:
-            zero = np.zeros(1, np.int64)
-            candidates(torch.zeros(1, 2, dtype=dtype), zero, zero, Rules(1))
+            warm_up_candidates(cache.device, dtype)
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if self.branches.most:
@@ -210,6 +210,8 @@ class ModelProposer(SlotProposer):
         Returns int32: slots whose tails changed, or that were given up."""
         slots, numbers, tips = chains.slots, chains.numbers, self._tips
         tokens, gaps = self._candidates(logits, self.branches.ends(chains, tips), slots.astype(np.int64))
+        unsound = (numbers == MAIN) & (tokens[:, 0] < 0)  # no numbers: a whole window is wrong
+        self.judged[0] += self.mirrors.windows[slots[unsound]].sum()
         for i in np.flatnonzero(tokens[:, 0] < 0).tolist():
             self._give_up_chain(int(slots[i]), int(numbers[i]))
         return slots[self.branches.append(self.mirrors, slots, numbers, tokens, ranges_of(gaps), tips)]

@@ -39,6 +39,7 @@ class SlotProposer(Proposer):
         if max_batch < 1:
             raise ValueError(f"max_batch is {max_batch} (1 or more)")
         self.mirrors = MirrorTable()
+        self.judged = self.mirrors.judged
         self.request_ids, self.samplings = dict[int, str](), dict[int, SamplingParams]()
         """By open slot."""
         self._failures = Counter[str]()

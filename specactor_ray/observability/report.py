@@ -19,6 +19,7 @@ _SPLIT = ("forward", "sampling", "protocol", "waiting")
 def rollout_table(summary: Mapping[str, Any]) -> Table:
     """The figures of one rollout, a row each."""
     metrics, counts = summary["metrics"], summary["trajectories"]
+    rescues = metrics["arrival_rescues"] + metrics["commit_rescues"]
     figures = [
         ("mode", summary["config"]["mode"]),
         ("trajectories", f"{counts['finished']} finished, {counts['failed']} failed, {counts['total']} in all"),
@@ -29,6 +30,7 @@ def rollout_table(summary: Mapping[str, Any]) -> Table:
         ("supply", f"{metrics['supply']:.2f} draft tokens per request and step"),
         ("requests with a draft", _share(metrics["supply_share"], metrics["row_steps"])),
         ("drafts left alone", _share(metrics["suspended_steps"] / max(metrics["steps"], 1), metrics["steps"])),
+        ("tails refuted", f"{metrics['refuted_tails']:,}; branches took the place of {rescues:,}"),
         ("right by draft position", _by_position(metrics)),
         ("protocol", f"{1e3 * metrics['protocol_s'] / max(metrics['steps'], 1):.2f} ms per step"),
     ]
@@ -127,13 +129,27 @@ def config_keys_table(keys: Iterable[KeyDoc]) -> Table:
 
 def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One row per actor of a run, as the controller reports them."""
-    columns = ("actor", "phase", "node", "pid", "core ids", "work", "note")
+    columns = ("actor", "phase", "node", "pid", "core ids", "work", "drafts right", "note")
     table = make_table(columns, text=columns, wrap=True)
     for row in rows:
         cores = ",".join(str(core) for core in row.get("cores") or ())
-        cells = (row.get("id"), row.get("phase"), row.get("node"), row.get("pid"), cores, _work(row), row.get("note"))
+        drafts = "\n".join(map(_drafts, drafter_health([row])))
+        place = (row.get("id"), row.get("phase"), row.get("node"), row.get("pid"), cores)
+        cells = (*place, _work(row), drafts, row.get("note"))
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells))
     return table
+
+
+def drafter_health(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Id and `Health.to_dict` of each drafter in rows of the status, of those inside verifiers as well."""
+    counters = ((row.get("id"), row.get("counters") or {}) for row in rows)
+    drafters = ({actor_id: mine, **mine.get("inline", {})} for actor_id, mine in counters)
+    return [{"id": name, **one["health"]} for group in drafters for name, one in group.items() if "health" in one]
+
+
+def alarm_lines(drafters: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The drafters with an alarm, one line each."""
+    return [f"  drafter {one['id']}: {_drafts(one)}" for one in drafters if one["alarm"]]
 
 
 def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:
@@ -170,11 +186,18 @@ def _work(row: Mapping[str, Any]) -> str:
     if row.get("kind") == "verifier":
         rows, tokens = counters.get("row_steps", 0), counters.get("committed_tokens", 0)
         length = tokens / rows if rows else 0.0
-        return f"{counters.get('running', 0)} requests, {tokens:,} tokens, acceptance length {length:.2f}"
-    words = [f"{counters.get('open_requests', 0)} open", f"{counters.get('tails', 0):,} tails"]
-    if row.get("weight_version"):
-        words.append(f"version {row['weight_version']}")
-    return ", ".join(words)
+        return f"{counters.get('running', 0)} requests run or wait, {tokens:,} tokens, acceptance length {length:.2f}"
+    return f"{counters.get('open_requests', 0)} open, {counters.get('tails', 0):,} tails"
+
+
+def _drafts(drafter: Mapping[str, Any]) -> str:
+    """`eagle 61.2% of 1,234, weights 3 (1a2b3c4d)`; an alarm in capitals."""
+    tried = drafter["tried"]
+    share = f"{drafter['right'] / tried:.1%} of {tried:,}" if tried else "-"
+    if drafter["alarm"]:
+        share = f"NONE RIGHT, last {drafter['missed']:,}"
+    weights = f", weights {drafter['version']} ({drafter['checksum']})" if drafter["checksum"] else ""
+    return f"{drafter['method']} {share}{weights}"
 
 
 def _by_position(metrics: Mapping[str, Any], most: int = 8) -> str:

@@ -168,6 +168,12 @@ def _lock(descriptor: int, tries: int = 1) -> bool:
     return False
 
 
+def _state_of(summary: Path) -> str:
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return f"is {json.loads(summary.read_text())['status']}"
+    return "left no trajectories, or is of another command"
+
+
 def claim_run_folder(config: Config) -> Path:
     """Name the run if it has no name yet, make its folder and save the resolved configuration in it.
 
@@ -180,7 +186,8 @@ def claim_run_folder(config: Config) -> Path:
         if (folder / name).exists():
             fix = "choose another name, or continue an interrupted run with resume=auto"
             if config.resume == "auto":
-                fix = "there is nothing to continue in it: it is complete, or of another command. Choose another name"
+                state = _state_of(folder / SUMMARY_FILE)
+                fix = f"it {state}, so there is nothing to continue in it. Choose another name"
             raise InputError(f"run.name: {folder} holds an earlier run ({name} is there); {fix}")
     save_run_config(config, folder)
     return folder

@@ -288,7 +288,8 @@ def usable_profile(config: Config, force: bool) -> tuple[Profile, list[str]]:
     from specactor_ray.models.identity import gpu_name, model_identity
 
     if config.profile is None:
-        raise ConfigError("profile", "is not set.", "name the file: profile=profile.json")
+        fix = "name the file: profile=profile.json. Make one: specactor profile --output profile.json"
+        raise ConfigError("profile", "is not set.", fix)
     profile, target = load_profile(config.profile), config.target
     device = "cuda" if target.gpus else "cpu"
     if profile.data["device"] != device:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import ray
 
@@ -25,6 +25,7 @@ from specactor_ray.models.policy_weights import Weights, fitting_weights
 from specactor_ray.models.weight_buckets import WeightBucket, pack_as_they_come
 from specactor_ray.observability.console import log_by_default
 from specactor_ray.observability.heartbeat import Heartbeat, elapsed
+from specactor_ray.observability.report import drafter_health
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.memory import require_memory, with_cache
 from specactor_ray.rollout.planning import ladder_priors, require_devices, resolve
@@ -211,6 +212,13 @@ class Rollout(RunClient):
         with contextlib.suppress(Exception):
             found += [what for row in self.status() for what in row["counters"].get("fallbacks", ())]
         return list(dict.fromkeys(found))
+
+    def drafters(self) -> list[dict[str, Any]]:
+        """Id, method, version and checksum of the weights of each drafter, draft tokens `tried` and `right` since, and
+        `alarm`: none is right any more; as far as it can be asked, and seconds old."""
+        with contextlib.suppress(Exception):
+            return drafter_health(self.status())
+        return []
 
     @property
     def model(self) -> str:

@@ -24,6 +24,7 @@ from specactor_ray.observability.console import say
 from specactor_ray.observability.environment import hardware, versions
 from specactor_ray.observability.heartbeat import Heartbeat, elapsed
 from specactor_ray.observability.phase_progress import ProgressState, rollout_progress
+from specactor_ray.observability.report import drafter_health
 from specactor_ray.rollout.memory import memory_lines
 from specactor_ray.rollout.output import (
     SUMMARY_FILE,
@@ -224,6 +225,7 @@ def _run(
             error = f"{type(failure).__name__}: {failure}"
             raise
         finally:
+            actors = _actors(rollout)
             summary = {
                 "run": rollout.run_name,
                 "status": status,
@@ -235,7 +237,8 @@ def _run(
                 "output": str(writer.where.resolve()),
                 "config": yaml.safe_load(to_yaml(config)),
                 "fallbacks": rollout.fallbacks(),
-                "actors": _actors(rollout),
+                "drafters": drafter_health(actors),
+                "actors": actors,
                 "versions": versions(),
                 "hardware": {**hardware(), "cluster": _cluster_resources()},
             }

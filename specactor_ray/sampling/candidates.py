@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specactor_ray.jit import kernel
+from specactor_ray.sampling import keyed
 from specactor_ray.sampling import numba as base
-from specactor_ray.sampling.rules import Rules
+from specactor_ray.sampling.keyed import Backend
+from specactor_ray.sampling.rules import Batch, Rules
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +33,9 @@ class Candidates(NamedTuple):
     """float32 `(n,)`: first minus second perturbed score; inf where there is no second."""
 
 
-def candidates(logits: torch.Tensor, positions: np.ndarray, slots: np.ndarray, rules: Rules) -> Candidates:
+def candidates(
+    logits: torch.Tensor, positions: np.ndarray, slots: np.ndarray, rules: Rules, *, backend: Backend = "auto"
+) -> Candidates:
     """Rank the tokens of one draw per row.
 
     Args:
@@ -39,11 +43,41 @@ def candidates(logits: torch.Tensor, positions: np.ndarray, slots: np.ndarray, r
         positions: int64 `(n,)`: positions of the draws; the base of the rule is added.
         slots: int64 `(n,)`: slots in `rules`.
         rules: How the slots are sampled.
+        backend: As in `verify_arrays`.
+
+    Raises:
+        ValueError: Shapes, dtype or positions do not fit.
     """
-    tokens, gaps = np.full((len(slots), MOST), -1, np.int32), np.full(len(slots), np.inf, np.float32)
-    x = logits.detach().cpu().float().contiguous().numpy()
-    _rank_rows(x, x.view(np.int32), positions, slots, rules.table, tokens, gaps)
-    return Candidates(tokens, gaps)
+    n, logits = len(slots), logits.detach()
+    rows, none = np.arange(n), np.zeros(n + 1, np.int64)
+    keyed.longest(logits, rows, none, positions, slots, rules)
+    name = keyed.fitting(logits, MOST) if backend == "auto" else backend
+    if name == "numba" or not n:
+        tokens, gaps = np.full((n, MOST), -1, np.int32), np.full(n, np.inf, np.float32)
+        x = logits.cpu().float().contiguous().numpy()
+        _rank_rows(x, x.view(np.int32), positions, slots, rules.table, tokens, gaps)
+        return Candidates(tokens, gaps)
+    if name == "triton":
+        from specactor_ray.sampling import fused
+
+        packed = fused.verify_on_host(Batch(logits, rows, none, none[:0], 1, positions, slots, rules, MOST))
+        drawn = packed[:, 0] > 0
+        tokens, gaps = np.where(drawn, packed[:, [2, 5, 6]].T, -1).T, np.where(drawn, packed.view(float)[:, 4], np.inf)
+    else:
+        from specactor_ray.sampling import torch as torch_kernels
+
+        table = rules.table[slots]
+        tokens, gaps = torch_kernels.rank_batch(logits, table, positions + table["base"], MOST)
+    with np.errstate(over="ignore"):  # a gap to a token that is masked by the lowest float
+        return Candidates(np.ascontiguousarray(tokens, np.int32), gaps.astype(np.float32))
+
+
+def warm_up(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile or load the kernels for such logits."""
+    import torch
+
+    zero = np.zeros(1, np.int64)
+    candidates(torch.zeros(1, 8, dtype=dtype, device=device), zero, zero, Rules(1, device))
 
 
 @_jit

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling import triton as kernels
-from specactor_ray.sampling.keyed import Backend, Found, verify_arrays
+from specactor_ray.sampling.candidates import MOST, candidates
+from specactor_ray.sampling.keyed import Backend, verify_arrays
 from specactor_ray.sampling.rules import Batch, Rules
 
 _FEWEST_CHUNKS = 64
@@ -27,7 +28,7 @@ def verify(
     positions: Tensor,
     slots: Tensor,
     rules: Rules,
-    record_margins: bool,
+    ranks: int,
 ) -> Tensor:
     """Sample and verify a batch of requests. All tensors are on the device of the logits; nothing waits for it.
 
@@ -40,30 +41,28 @@ def verify(
         positions: (N,) position of each request's first row; the base of its rule is added.
         slots: (N,) the request's slot in `rules`.
         rules: How the slots are sampled.
-        record_margins: Whether margins are computed.
+        ranks: 1: tokens and log-probabilities; 2: margins as well; 3: second and third candidates as well.
 
     Returns:
-        (N, 2 + 3 * (longest + 1)) int64: the buffer of `sampling.Found`.
+        (N, 2 + 3 * (longest + 1)) int64: the buffer of `sampling.Found`; with three ranks `longest + 1` columns more of
+        second and of third candidates (-1: there is none; undefined past the count).
     """
     n, width, vocab = offsets.shape[0], longest + 1, logits.shape[1]
     chunks = -(-vocab // kernels.SCAN["BLOCK"])
     padded = max(_FEWEST_CHUNKS, 1 << (chunks - 1).bit_length())
-    shape = (n * width, 2, chunks)
-    scores = torch.empty(shape, dtype=torch.float64, device=logits.device)
-    sums = torch.empty(shape, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    out = torch.empty(n, 2 + 3 * width, dtype=torch.int64, device=logits.device)
+    scores = torch.empty(n * width, ranks, chunks, dtype=torch.float64, device=logits.device)
+    sums = torch.empty(n * width, 2, chunks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(n * width, ranks, chunks, dtype=torch.int32, device=logits.device)
+    out = torch.empty(n, 2 + (5 if ranks == 3 else 3) * width, dtype=torch.int64, device=logits.device)
     rows = (logits, logits.stride(0), vocab, offsets, tail_offsets, slots, positions, rules.words)
     parts = (scores, sums, ids)
     with torch.cuda.device_of(logits):
-        kernels.scan[n * width, chunks](*rows, *parts, width, chunks, MARGIN=record_margins, **kernels.SCAN)
+        kernels.scan[n * width, chunks](*rows, *parts, width, chunks, RANKS=ranks, **kernels.SCAN)
         if rules.any_filtered:
             kernels.filter_rows[(n * width,)](
-                *rows, *parts, width, chunks, CHUNKS=padded, MARGIN=record_margins, **kernels.FILTER
+                *rows, *parts, width, chunks, CHUNKS=padded, RANKS=ranks, **kernels.FILTER
             )
-        kernels.commit[(n,)](
-            *rows, *parts, tails, out, width, chunks, CHUNKS=padded, MARGIN=record_margins, **kernels.COMMIT
-        )
+        kernels.commit[(n,)](*rows, *parts, tails, out, width, chunks, CHUNKS=padded, RANKS=ranks, **kernels.COMMIT)
     return out
 
 
@@ -75,13 +74,14 @@ def verify_on_host(batch: Batch) -> np.ndarray:
     first, of_tails, at, slots, *rest = joined.split([len(part) for part in parts])
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
     tails = drafts if isinstance(drafts, Tensor) else rest[0]
-    out = verify(rows, first, of_tails, tails, batch.width - 1, at, slots, batch.rules, batch.record_margins)
+    out = verify(rows, first, of_tails, tails, batch.width - 1, at, slots, batch.rules, batch.ranks)
     host: np.ndarray = out.cpu().numpy()
     return host
 
 
-def difference(device: torch.device, dtype: torch.dtype, record_margins: bool, vocab_size: int = 6016) -> str:
-    """How the kernels differ from the numba form in 64 rows, two of each request; empty where they do not."""
+def difference(device: torch.device, dtype: torch.dtype, ranks: int, vocab_size: int = 6016) -> str:
+    """How the kernels differ from the numba form in 64 rows, two of each request (three ranks: in 32); empty where they
+    do not."""
     n = 32
     logits = (3.0 * torch.randn(2 * n, vocab_size, generator=torch.Generator().manual_seed(1))).to(dtype)
     filters = ((0, 1.0), (0, 1.0), (40, 1.0), (0, 0.9), (50, 0.8))
@@ -91,16 +91,16 @@ def difference(device: torch.device, dtype: torch.dtype, record_margins: bool, v
     ]
     rows = np.arange(n)
 
-    def verified(x: Tensor, drafts: np.ndarray, backend: Backend) -> Found:
+    def found(x: Tensor, drafts: np.ndarray, backend: Backend) -> tuple[np.ndarray, ...]:
         rules, offsets = Rules(n, x.device), np.arange(n + 1) * (len(drafts) // n)
         rules.write(range(n), params, [0] * n)
+        if ranks == MOST:
+            return candidates(x[:n], 100 * rows, rows, rules, backend=backend)
         arrays = (2 * rows, offsets, drafts, 100 * rows, rows, rules)
-        return verify_arrays(x, *arrays, record_margins=record_margins, backend=backend)
+        result = verify_arrays(x, *arrays, record_margins=ranks == 2, backend=backend)
+        return (result.tokens, result.margins) if ranks == 2 else (result.tokens,)
 
-    right = verified(logits, np.zeros(0, np.int32), "numba").tokens[:, 0].astype(np.int32)
-    want, got = verified(logits, right, "numba"), verified(logits.to(device), right, "triton")
-    wrong = (want.tokens != got.tokens).any(axis=1)
-    if record_margins:
-        wrong |= (want.margins != got.margins).any(axis=1)
-    count = int(np.count_nonzero(wrong))
+    right = found(logits, np.zeros(0, np.int32), "numba")[0][:, 0].astype(np.int32)
+    pairs = zip(found(logits, right, "numba"), found(logits.to(device), right, "triton"), strict=True)
+    count = int(np.any([(want != got).reshape(n, -1).any(axis=1) for want, got in pairs], axis=0).sum())
     return f"{count} of {n} requests get other tokens or margins than on the CPU" if count else ""

@@ -219,11 +219,11 @@ def verify_arrays(
     Raises:
         ValueError: Shapes, dtype or positions do not fit.
     """
-    width, logits = 1 + _longest(logits, offsets, tail_offsets, positions, slots, rules), logits.detach()
+    width, ranks = 1 + longest(logits, offsets, tail_offsets, positions, slots, rules), 1 + record_margins
     if not len(slots):
         return Found(np.empty((0, 5), np.int64))
-    batch = Batch(logits, offsets, tail_offsets, drafts, width, positions, slots, rules, record_margins)
-    name = _fitting(logits, record_margins) if backend == "auto" else backend
+    batch = Batch(logits.detach(), offsets, tail_offsets, drafts, width, positions, slots, rules, ranks)
+    name = fitting(logits, ranks) if backend == "auto" else backend
     if name == "triton":
         from specactor_ray.sampling import fused
 
@@ -246,10 +246,10 @@ def warm_up(
     params = [SamplingParams(seed=0, top_k=2, top_p=0.5)] * 2
     sample_rows(torch.zeros(2, 8), params, [0, 1], backend="numba")
     if device is not None:
-        _fitting(torch.empty(0, dtype=dtype, device=device), record_margins)
+        fitting(torch.empty(0, dtype=dtype, device=device), 1 + record_margins)
 
 
-def _longest(
+def longest(
     logits: torch.Tensor,
     offsets: np.ndarray,
     tail_offsets: np.ndarray,
@@ -274,7 +274,7 @@ def _longest(
 def _run_numba(batch: Batch) -> np.ndarray:
     x, packed = batch.logits.cpu().float().contiguous().numpy(), _unfilled(batch)
     tails = (batch.offsets, batch.tail_offsets, np.asarray(batch.drafts, np.int32))
-    out, margins = (packed, packed.view(np.float64)), batch.record_margins
+    out, margins = (packed, packed.view(np.float64)), batch.ranks > 1
     kernels.verify_batch(x, x.view(np.int32), *tails, batch.positions, batch.slots, batch.rules.table, margins, out)
     return packed
 
@@ -289,7 +289,7 @@ def _run_torch(batch: Batch) -> np.ndarray:
     rules, packed = batch.rules.table[batch.slots], _unfilled(batch)
     rows = torch.from_numpy(places(batch.offsets, 1 + lengths)).to(logits.device)
     positions = places(batch.positions + rules["base"], 1 + lengths)
-    sampled = torch_kernels.sample_batch(logits[rows], np.repeat(rules, 1 + lengths), positions, batch.record_margins)
+    sampled = torch_kernels.sample_batch(logits[rows], np.repeat(rules, 1 + lengths), positions, batch.ranks > 1)
     column, found = np.arange(batch.width), Found(packed)
     first = batch.tail_offsets[:-1] + np.arange(len(lengths))
     at = first[:, None] + np.minimum(column, lengths[:, None])
@@ -309,22 +309,22 @@ def _unfilled(batch: Batch) -> np.ndarray:
     return np.full((len(batch.slots), 2 + 3 * batch.width), -1, np.int64)
 
 
-def _fitting(logits: torch.Tensor, record_margins: bool) -> str:
-    """The form that "auto" takes."""
+def fitting(logits: torch.Tensor, ranks: int) -> str:
+    """The form that "auto" takes; `ranks`: see `Batch`."""
     if logits.device.type == "cpu":
         return "numba"
-    return "triton" if _fused_is_exact(logits.device, logits.dtype, record_margins) else "torch"
+    return "triton" if _fused_is_exact(logits.device, logits.dtype, ranks) else "torch"
 
 
 @functools.cache
-def _fused_is_exact(device: torch.device, dtype: torch.dtype, record_margins: bool) -> bool:
+def _fused_is_exact(device: torch.device, dtype: torch.dtype, ranks: int) -> bool:
     """Whether the Triton kernels run on the device and give the tokens of the numba form."""
     if device.type != "cuda":
         return False
     try:
         from specactor_ray.sampling.fused import difference
 
-        problem = difference(device, dtype, record_margins)
+        problem = difference(device, dtype, ranks)
     except Exception as error:  # noqa: BLE001 - whatever is missing (triton, a compiler, a driver), torch samples alike
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
     if problem:

@@ -67,7 +67,8 @@ class Batch(NamedTuple):
     positions: np.ndarray
     slots: np.ndarray
     rules: Rules
-    record_margins: bool
+    ranks: int
+    """1: tokens; 2: margins as well; 3: second and third candidates as well."""
 
 
 def filtered(rules: np.ndarray) -> np.ndarray:

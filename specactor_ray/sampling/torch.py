@@ -98,6 +98,25 @@ def _statuses(logits: Tensor, top: Tensor) -> Tensor:
     return torch.where(logits.isnan().any(dim=1), kernels.ERR_NAN, status)
 
 
+def _perturbed(logits: Tensor, rules: np.ndarray, positions: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Scores (N, V) float64, -inf where top-k and top-p leave a token out, and temperatures (N, 1), 1 of greedy rows.
+
+    Args:
+        logits: (N, V) float32.
+        rules, positions: As in `sample_batch`.
+    """
+    numbers = np.stack([rules["temperature"], rules["top_k"].astype(np.float64), rules["top_p"]])
+    rule = torch.from_numpy(numbers).to(logits.device).unsqueeze(-1)
+    greedy = rule[0] < kernels.GREEDY_BELOW
+    temperature = torch.where(greedy, 1.0, rule[0])
+    noise = gumbel_rows(rules["seed"], positions, logits.shape[1], logits.device)
+    score = logits.double() / temperature + torch.where(greedy, 0.0, noise.double())
+    if filtered(rules).any():
+        keep = greedy | _kept(logits, temperature, rule[1], rule[2])
+        score = torch.where(keep, score, -torch.inf)
+    return score, temperature
+
+
 def sample_batch(
     logits: Tensor, rules: np.ndarray, positions: np.ndarray, want_margin: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -109,24 +128,33 @@ def sample_batch(
         positions: int64 (N,) output positions.
         want_margin: Whether margins are computed.
     """
-    device, (n, vocab) = logits.device, logits.shape
-    logits = logits.float()
-    numbers = np.stack([rules["temperature"], rules["top_k"].astype(np.float64), rules["top_p"]])
-    rule = torch.from_numpy(numbers).to(device).unsqueeze(-1)
-    greedy = rule[0] < kernels.GREEDY_BELOW
-    temperature = torch.where(greedy, 1.0, rule[0])
-    noise = gumbel_rows(rules["seed"], positions, vocab, device)
-    score = logits.double() / temperature + torch.where(greedy, 0.0, noise.double())
-    if filtered(rules).any():
-        keep = greedy | _kept(logits, temperature, rule[1], rule[2])
-        score = torch.where(keep, score, -torch.inf)
+    (n, vocab), logits = logits.shape, logits.float()
+    score, temperature = _perturbed(logits, rules, positions)
     token = torch.argmax(score, dim=1, keepdim=True)
     scaled = (logits.double() - logits.amax(dim=1, keepdim=True).double()) / temperature
     logprob = scaled.gather(1, token) - scaled.float().exp().sum(dim=1, keepdim=True, dtype=torch.float64).log()
-    margin = torch.zeros(n, dtype=torch.float64, device=device)
+    margin = torch.zeros(n, dtype=torch.float64, device=logits.device)
     if want_margin:
         two = torch.topk(score, min(2, vocab), dim=1).values
         margin = two[:, 0] - two[:, 1] if vocab > 1 else margin + torch.inf
     status = _statuses(logits, logits.amax(dim=1))
     host = torch.stack([token[:, 0].double(), logprob[:, 0], margin, status.double()]).cpu().numpy()
     return host[0].astype(np.int64), host[1], host[2], host[3].astype(np.int64)
+
+
+def rank_batch(logits: Tensor, rules: np.ndarray, positions: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The best `most` tokens of N rows, int32 (N, most), -1 where there are no more, and float64 (N,), the first score
+    minus the second (inf where there is none). One copy to the host. Other arguments as in `sample_batch`."""
+    logits = logits.float()
+    sound = _statuses(logits, logits.amax(dim=1)) == kernels.OK
+    score = torch.where(sound.unsqueeze(-1), _perturbed(logits, rules, positions)[0], -torch.inf)
+    tokens, scores = [], []
+    for _ in range(most):
+        token = torch.argmax(score, dim=1, keepdim=True)
+        best = score.gather(1, token)
+        tokens.append(torch.where(best > -torch.inf, token, -1).double())
+        scores.append(best)
+        score = score.scatter(1, token, -torch.inf)
+    gap = torch.where(scores[1] > -torch.inf, scores[0] - scores[1], torch.inf)
+    host = torch.cat([*tokens, gap], dim=1).cpu().numpy()
+    return host[:, :most].astype(np.int32), host[:, most]

@@ -33,6 +33,7 @@ _ALL_NEG_INF, _TOO_LARGE = tl.constexpr(kernels.ERR_ALL_NEG_INF), tl.constexpr(k
 _MASS_UNIT = tl.constexpr(kernels.MASS_UNIT)
 _LN2, _SQRT2, _LOG2E = tl.constexpr(kernels._LN2), tl.constexpr(kernels._SQRT2), tl.constexpr(1.4426950408889634)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+_LOWEST = tl.constexpr(-3e38)  # of y, where float32 overflows: finite logits stay candidates
 _SLACK_BITS = tl.constexpr(1e-3)  # of the bound, absolute: its roundings near the winner add up to less than 4e-5
 _SLACK_OF_DISTANCE = tl.constexpr(2.0**-20)  # and relative to the distance from the pivot: float32 has 24 bits
 _SLACK_OF_LEVEL = tl.constexpr(2.0**-50)  # and relative to pivot / T: the roundings of the float64 scores
@@ -138,7 +139,7 @@ def _bound(y, v, k0, k1, position):
     """
     x0, _ = _threefry2x32(k0, k1, v.to(tl.uint32), position)
     bits = (~x0).to(tl.float32).to(tl.int32, bitcast=True)
-    return y + (159.0 - bits.to(tl.float32) * 1.1920928955078125e-07)
+    return tl.maximum(y, _LOWEST) + (159.0 - bits.to(tl.float32) * 1.1920928955078125e-07)
 
 
 @triton.jit
@@ -150,21 +151,67 @@ def _bar(rival, level):
 
 
 @triton.jit
-def _draw(row, v, bound, k0, k1, position, temperature, level, best, second, token, MARGIN: tl.constexpr):
-    """(best, second, token) after the tokens of a block, taken by descending bound for as long as one can still win."""
-    bar = _bar(second if MARGIN else best, level)
+def _nothing():
+    """A ranking without tokens: three scores, three tokens."""
+    score, token = tl.full((), -float("inf"), tl.float64), tl.full((), _NO_TOKEN, tl.int32)
+    return score, score, score, token, token, token
+
+
+@triton.jit
+def _insert(score, at, s0, s1, s2, t0, t1, t2):
+    """A ranking (scores, tokens) with one token more; of equal scores the lower token comes first."""
+    first = (score > s0) | ((score == s0) & (at < t0))
+    second = (score > s1) | ((score == s1) & (at < t1))
+    third = (score > s2) | ((score == s2) & (at < t2))
+    s2 = tl.where(second, s1, tl.where(third, score, s2))
+    t2 = tl.where(second, t1, tl.where(third, at, t2))
+    s1 = tl.where(first, s0, tl.where(second, score, s1))
+    t1 = tl.where(first, t0, tl.where(second, at, t1))
+    return tl.where(first, score, s0), s1, s2, tl.where(first, at, t0), t1, t2
+
+
+@triton.jit
+def _lay(rank, s0, s1, s2, t0, t1, t2):
+    """(scores, tokens) of ranks 0 to 2; nothing at others."""
+    scores = tl.where(rank == 0, s0, tl.where(rank == 1, s1, tl.where(rank == 2, s2, -float("inf"))))
+    return scores, tl.where(rank == 0, t0, tl.where(rank == 1, t1, tl.where(rank == 2, t2, _NO_TOKEN)))
+
+
+@triton.jit
+def _draw(row, v, bound, k0, k1, position, temperature, level, s0, s1, s2, t0, t1, t2, RANKS: tl.constexpr):
+    """The ranking after the tokens of a block, taken by descending bound for as long as one can still enter it."""
+    bar = _bar(s0 if RANKS == 1 else (s1 if RANKS == 2 else s2), level)
     peak = tl.max(bound)
     while (peak >= bar) & (peak > -float("inf")):
         at = tl.min(tl.where(bound == peak, v, _NO_TOKEN))
         score = _score(tl.load(row + at).to(tl.float32), at, k0, k1, position, temperature)
-        wins = (score > best) | ((score == best) & (at < token))
-        second = tl.where(wins, best, tl.maximum(second, score))
-        best = tl.where(wins, score, best)
-        token = tl.where(wins, at, token)
-        bar = _bar(second if MARGIN else best, level)
+        s0, s1, s2, t0, t1, t2 = _insert(score, at, s0, s1, s2, t0, t1, t2)
+        bar = _bar(s0 if RANKS == 1 else (s1 if RANKS == 2 else s2), level)
         bound = tl.where(v == at, -float("inf"), bound)
         peak = tl.max(bound)
-    return best, second, token
+    return s0, s1, s2, t0, t1, t2
+
+
+@triton.jit
+def _take(scores, tokens):
+    """(best score, its token, the scores of the others) of a block."""
+    peak = tl.max(scores)
+    token = tl.min(tl.where(scores == peak, tokens, _NO_TOKEN))
+    token = tl.where(peak > -float("inf"), token, _NO_TOKEN)
+    return peak.to(tl.float64), token, tl.where(tokens == token, -float("inf"), scores)
+
+
+@triton.jit
+def _ranking(scores, tokens, RANKS: tl.constexpr):
+    """The best three scores of a block, float64, and their tokens; -inf and `_NO_TOKEN` where there are no more, and
+    past `RANKS`."""
+    _, s1, s2, _, t1, t2 = _nothing()
+    s0, t0, scores = _take(scores, tokens)
+    if RANKS > 1:
+        s1, t1, scores = _take(scores, tokens)
+    if RANKS > 2:
+        s2, t2, scores = _take(scores, tokens)
+    return s0, s1, s2, t0, t1, t2
 
 
 # --- rows ----------------------------------------------------------------------------------------------------
@@ -184,13 +231,13 @@ def _rule(rules, slots, positions, request, j):
 @triton.jit(do_not_specialize=["width", "chunks"])
 def scan(
     logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, width, chunks,
-    BLOCK: tl.constexpr, MARGIN: tl.constexpr,
+    BLOCK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests * width, chunks). Per row and chunk, each as (row, 2, chunk):
+    """Grid (requests * width, chunks). Per row and chunk:
 
-    scores: best and second-best score (float64; the logits themselves of a greedy row).
-    sums: the largest logit, and the sum of exp((x - it) / T).
-    ids: the winner, and whether there is a NaN.
+    scores: (row, RANKS, chunk), the best scores (float64; the logits themselves of a greedy row).
+    ids: (row, RANKS, chunk), their tokens.
+    sums: (row, 2, chunk), the largest logit (NaN if there is one), and the sum of exp((x - it) / T).
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     request, j = row // width, row % width
@@ -208,53 +255,49 @@ def scan(
         pivot = tl.where(sound, top, 0.0)
         y = (x - pivot) * _bits_per_logit(temperature)
         total = tl.sum(tl.exp2(y))
-        best = top.to(tl.float64)
-        second = tl.full((), -float("inf"), tl.float64)
-        token = tl.full((), _NO_TOKEN, tl.int32)
+        s0, s1, s2, t0, t1, t2 = _nothing()
         if greedy:
-            token = tl.min(tl.where(x == top, v, _NO_TOKEN))
-            if MARGIN:
-                second = tl.max(tl.where(v == token, -float("inf"), x)).to(tl.float64)
+            s0, s1, s2, t0, t1, t2 = _ranking(x, v, RANKS)
         else:
             level = pivot.to(tl.float64) / temperature
-            bound = tl.where(sound, _bound(y, v, k0, k1, position), -float("inf"))
-            best, second, token = _draw(
-                x_row, v, bound, k0, k1, position, temperature, level, second, second, token, MARGIN
+            above = tl.where(sound, -float("inf"), float("inf"))
+            bound = tl.where(x > above, _bound(y, v, k0, k1, position), -float("inf"))
+            s0, s1, s2, t0, t1, t2 = _draw(
+                x_row, v, bound, k0, k1, position, temperature, level, s0, s1, s2, t0, t1, t2, RANKS
             )
         at = row.to(tl.int64) * 2 * chunks + chunk
-        tl.store(scores + at, best)
-        tl.store(scores + at + chunks, second)
-        tl.store(sums + at, top)
+        tl.store(sums + at, tl.where(nan > 0, float("nan"), top))
         tl.store(sums + at + chunks, total)
-        tl.store(ids + at, token)
-        tl.store(ids + at + chunks, nan)
+        rank = tl.arange(0, 1 << (RANKS - 1))
+        best, tokens = _lay(rank, s0, s1, s2, t0, t1, t2)
+        at = (row.to(tl.int64) * RANKS + rank) * chunks + chunk
+        tl.store(scores + at, best, mask=rank < RANKS)
+        tl.store(ids + at, tokens, mask=rank < RANKS)
 
 
 @triton.jit
-def _winner(scores, ids, row, chunks, CHUNKS: tl.constexpr):
-    """(token, best score, second-best score) of all chunks of a row."""
-    c = tl.arange(0, CHUNKS)
-    at = row.to(tl.int64) * 2 * chunks + c
-    best = tl.load(scores + at, mask=c < chunks, other=-float("inf"))
-    second = tl.load(scores + at + chunks, mask=c < chunks, other=-float("inf"))
-    tokens = tl.load(ids + at, mask=c < chunks, other=_NO_TOKEN)
-    peak = tl.max(best)
-    token = tl.min(tl.where(best == peak, tokens, _NO_TOKEN))
-    return token, peak, tl.maximum(tl.max(second), tl.max(tl.where(tokens == token, -float("inf"), best)))
+def _merged(scores, ids, row, chunks, CHUNKS: tl.constexpr, RANKS: tl.constexpr):
+    """The ranking of all chunks of a row."""
+    e = tl.arange(0, CHUNKS << (RANKS - 1))
+    at = row.to(tl.int64) * RANKS * chunks + e
+    best = tl.load(scores + at, mask=e < RANKS * chunks, other=-float("inf"))
+    return _ranking(best, tl.load(ids + at, mask=e < RANKS * chunks, other=_NO_TOKEN), RANKS)
 
 
 @triton.jit
-def _top(sums, ids, row, chunks, temperature, CHUNKS: tl.constexpr):
+def _top(sums, row, chunks, temperature, CHUNKS: tl.constexpr):
     """(status, largest logit, sum of exp((x - it) / T)) of all chunks of a row."""
     c = tl.arange(0, CHUNKS)
     at = row.to(tl.int64) * 2 * chunks + c
     tops = tl.load(sums + at, mask=c < chunks, other=-float("inf"))
+    nan = tl.max((tops != tops).to(tl.int32))
+    tops = tl.where(tops != tops, -float("inf"), tops)
     totals = tl.load(sums + at + chunks, mask=c < chunks, other=0.0)
     top = tl.max(tops)
     status = tl.where(top > _MAX_LOGIT, _TOO_LARGE, _OK)
     status = tl.where(top == -float("inf"), _ALL_NEG_INF, status)
     status = tl.where(top == float("inf"), _POS_INF, status)
-    status = tl.where(tl.max(tl.load(ids + at + chunks, mask=c < chunks, other=0)) > 0, _NAN, status)
+    status = tl.where(nan > 0, _NAN, status)
     parts = totals * tl.exp2((tops - top) * _bits_per_logit(temperature))
     return status, top, tl.sum(parts.to(tl.float64))
 
@@ -334,62 +377,59 @@ def _is_kept(row, vocab, value, token, top, temperature, top_k, target, BLOCK: t
 
 
 @triton.jit
-def _best_before(row, vocab, cut_value, cut_token, skip, top, k0, k1, position, temperature, BLOCK: tl.constexpr):
-    """(score, token) of the best token before the cut, `skip` left out."""
+def _best_before(row, vocab, cut_value, cut_token, t0, t1, top, k0, k1, position, temperature, BLOCK: tl.constexpr):
+    """(score, token) of the best token before the cut, `t0` and `t1` left out."""
     level = top.to(tl.float64) / temperature
-    best, second = tl.full((), -float("inf"), tl.float64), tl.full((), -float("inf"), tl.float64)
-    token = tl.full((), _NO_TOKEN, tl.int32)
+    s0, s1, s2, a0, a1, a2 = _nothing()
     for start in range(0, vocab, BLOCK):
         v, x = _block(row, start, vocab, BLOCK)
-        allowed = ((x > cut_value) | ((x == cut_value) & (v < cut_token))) & (v != skip)
+        allowed = ((x > cut_value) | ((x == cut_value) & (v < cut_token))) & (v != t0) & (v != t1)
         y = (x - top) * _bits_per_logit(temperature)
-        bound = tl.where(allowed, _bound(y, v, k0, k1, position), -float("inf"))
-        best, second, token = _draw(row, v, bound, k0, k1, position, temperature, level, best, second, token, False)
-    return best, token
+        bound = tl.where(allowed & (x > -float("inf")), _bound(y, v, k0, k1, position), -float("inf"))
+        s0, s1, s2, a0, a1, a2 = _draw(row, v, bound, k0, k1, position, temperature, level, s0, s1, s2, a0, a1, a2, 1)
+    return s0, a0
 
 
 @triton.jit(do_not_specialize=["width", "chunks"])
 def filter_rows(
     logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, width, chunks,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, MARGIN: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (requests * width,). Replaces the winners of rows with top-k or top-p by those among the kept tokens."""
+    """Grid (requests * width,). Replaces the ranking of rows with top-k or top-p by that of the kept tokens."""
     row = tl.program_id(0)
     request, j = row // width, row % width
     k0, k1, position, temperature, top_k, top_p = _rule(rules, slots, positions, request, j)
     wanted = ((top_k > 0) | (top_p < 1.0)) & (temperature >= _GREEDY_BELOW)
     if wanted & (j <= tl.load(tail_offsets + request + 1) - tl.load(tail_offsets + request)):
-        status, top, _ = _top(sums, ids, row, chunks, temperature, CHUNKS)
+        status, top, _ = _top(sums, row, chunks, temperature, CHUNKS)
         if status == _OK:
             x_row = logits + (tl.load(offsets + request).to(tl.int64) + j) * stride
             target = tl.full((), float("inf"), tl.float64)
             if top_p < 1.0:
                 target = top_p * _whole_mass(x_row, vocab, top_k, top, temperature, BLOCK).to(tl.float64)
             cut_value, cut_token = tl.full((), -float("inf"), tl.float32), vocab + 0
-            token, second = tl.full((), -1, tl.int32), tl.full((), -float("inf"), tl.float64)
-            candidate, score, _ = _winner(scores, ids, row, chunks, CHUNKS)
-            best, go_on = score, score == score
-            while go_on:  # until the winner is kept, and with margins the second as well
+            score, s1, s2, candidate, t1, t2 = _merged(scores, ids, row, chunks, CHUNKS, RANKS)
+            s0, s1, s2, t0, t1, t2 = _nothing()
+            found, go_on = tl.full((), 0, tl.int32), score == score
+            while go_on:  # until enough tokens are kept, or none is left
                 value = tl.load(x_row + candidate).to(tl.float32)
                 kept = _is_kept(x_row, vocab, value, candidate, top, temperature, top_k, target, BLOCK)
-                is_second = kept & (token >= 0)
-                is_winner = kept & (token < 0)
-                second = tl.where(is_second, score, second)
-                best = tl.where(is_winner, score, best)
-                token = tl.where(is_winner, candidate, token)
+                score, at = tl.where(kept, score, -float("inf")), tl.where(kept, candidate, _NO_TOKEN)
+                s0, s1, s2, t0, t1, t2 = _insert(score, at, s0, s1, s2, t0, t1, t2)
+                found += kept.to(tl.int32)
                 cut_value = tl.where(kept, cut_value, value)
                 cut_token = tl.where(kept, cut_token, candidate)
-                go_on = (kept == 0) | (is_winner & MARGIN)
+                go_on = found < RANKS
                 if go_on:
                     score, candidate = _best_before(
-                        x_row, vocab, cut_value, cut_token, token, top, k0, k1, position, temperature, BLOCK
+                        x_row, vocab, cut_value, cut_token, t0, t1, top, k0, k1, position, temperature, BLOCK
                     )
-                    go_on = candidate != _NO_TOKEN  # else the winner alone is kept
-            c = tl.arange(0, CHUNKS)
-            at = row.to(tl.int64) * 2 * chunks + c
-            tl.store(scores + at, tl.where(c == 0, best, -float("inf")), mask=c < chunks)
-            tl.store(scores + at + chunks, tl.where(c == 0, second, -float("inf")), mask=c < chunks)
-            tl.store(ids + at, tl.where(c == 0, token, _NO_TOKEN), mask=c < chunks)
+                    go_on = candidate != _NO_TOKEN
+            e = tl.arange(0, CHUNKS << (RANKS - 1))
+            at = row.to(tl.int64) * RANKS * chunks + e
+            best, tokens = _lay(e, s0, s1, s2, t0, t1, t2)
+            tl.store(scores + at, best, mask=e < RANKS * chunks)
+            tl.store(ids + at, tokens, mask=e < RANKS * chunks)
 
 
 # --- requests ------------------------------------------------------------------------------------------------
@@ -398,14 +438,14 @@ def filter_rows(
 @triton.jit(do_not_specialize=["width", "chunks"])
 def commit(
     logits, stride, vocab, offsets, tail_offsets, slots, positions, rules, scores, sums, ids, tails, out, width, chunks,
-    CHUNKS: tl.constexpr, MARGIN: tl.constexpr,
+    CHUNKS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests,). Row of `out`, int64: count, status, then `width` tokens (-1 past the count), log-probabilities
-    and margins (float64 bits)."""
+    and margins (float64 bits), and with three ranks second and third tokens (-1: none)."""
     request = tl.program_id(0)
     first = tl.load(tail_offsets + request).to(tl.int64)
     length = tl.load(tail_offsets + request + 1).to(tl.int64) - first
-    line = out + request.to(tl.int64) * (2 + 3 * width)
+    line = out + request.to(tl.int64) * (2 + (5 if RANKS == 3 else 3) * width)
     offset = tl.load(offsets + request).to(tl.int64)
     _, _, _, temperature, _, _ = _rule(rules, slots, positions, request, 0)
     temperature = tl.where(temperature < _GREEDY_BELOW, 1.0, temperature)
@@ -413,16 +453,19 @@ def commit(
     status = tl.full((), _OK, tl.int32)
     while go_on == 1:
         row = request * width + count
-        status, top, total = _top(sums, ids, row, chunks, temperature, CHUNKS)
+        status, top, total = _top(sums, row, chunks, temperature, CHUNKS)
         go_on = tl.full((), 0, tl.int32)
         if status == _OK:
-            token, best, second = _winner(scores, ids, row, chunks, CHUNKS)
+            best, second, _last, token, other, third = _merged(scores, ids, row, chunks, CHUNKS, RANKS)
             x = tl.load(logits + (offset + count) * stride + token).to(tl.float32)
             logprob = (x.to(tl.float64) - top.to(tl.float64)) / temperature - _log_f64(total)
             tl.store(line + 2 + count, token.to(tl.int64))
             tl.store(line + 2 + width + count, logprob.to(tl.int64, bitcast=True))
-            if MARGIN:
+            if RANKS > 1:
                 tl.store(line + 2 + 2 * width + count, (best - second).to(tl.int64, bitcast=True))
+            if RANKS == 3:
+                tl.store(line + 2 + 3 * width + count, tl.where(other == _NO_TOKEN, -1, other).to(tl.int64))
+                tl.store(line + 2 + 4 * width + count, tl.where(third == _NO_TOKEN, -1, third).to(tl.int64))
             if count < length:
                 go_on = (tl.load(tails + first + count).to(tl.int64) == token).to(tl.int32)
             count += 1

@@ -14,20 +14,31 @@ import numpy as np
 from specactor_ray.jit import kernel
 
 _jit: Any = kernel()
+_inlined: Any = kernel(inline="always")
+"""For parts of a loop over rows: calls that count references to arrays take longer than the work."""
+
+FREE = -1
+REFUTED, ON_ARRIVAL, AT_COMMIT = range(3)
 
 
 class Planes(NamedTuple):
     """Arrays of `table.RequestTable`, which documents them. They are here so that numba's cache notices a change."""
 
+    generation: np.ndarray
     committed: np.ndarray
     output: np.ndarray
     steps: np.ndarray
     assigned: np.ndarray
+    base: np.ndarray
     tail: np.ndarray
     length: np.ndarray
+    branch_at: np.ndarray
+    branch_length: np.ndarray
+    branch_tail: np.ndarray
     method: np.ndarray
     evidence: np.ndarray
     drafts: np.ndarray
+    outcomes: np.ndarray
 
 
 class Committed(NamedTuple):
@@ -93,45 +104,137 @@ def untold(rows: Any, told: Any, committed: Any, output: Any) -> Any:
 @_jit
 def take_tails(
     seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any,
-    generation: Any, committed: Any, output: Any, assigned: Any, all_bases: Any, all_lengths: Any, all_tails: Any,
+    owners: Any, ats: Any, sizes: Any, branch_tokens: Any, table: Planes,
 ) -> Any:  # fmt: skip
     """Take in a batch of tails of the drafter in a seat.
 
-    A tail is held against what was committed: equal as far as both reach, the rest is usable; different, it is dropped.
-    That check alone makes loss, repetition and reordering harmless. Dropped is as well what claims more committed
-    tokens than there are, and what is older or shorter than the tail that is there.
+    A tail is held against what was committed: equal as far as both reach, the rest is usable; different, the longest of
+    its branches that is equal takes its place. That check alone makes loss, repetition and reordering harmless. Dropped
+    is what claims more committed tokens than there are, has nothing left, or is older or smaller than the tail that is
+    there: by its base, then by what is left of the main chain, then by the tokens of its branches.
 
     Args:
         seat: Of the drafter.
         rows, generations, bases, lengths, tokens: As in `messages.TailBatch`.
-        generation, committed, output, assigned, all_bases, all_lengths, all_tails: Arrays of `table.RequestTable`.
+        owners, ats, sizes, branch_tokens: Columns of `messages.Branches`.
+        table: Updated.
 
     Returns:
         bool `(n,)`: which tails are of requests that the drafter does not draft for.
     """
-    base, length, tail = all_bases[seat], all_lengths[seat], all_tails[seat]
-    unknown, begin = np.zeros(len(rows), np.bool_), 0
+    generation, committed, output, assigned = table.generation, table.committed, table.output, table.assigned
+    base, length, tail, outcomes = table.base, table.length, table.tail, table.outcomes
+    flat, most, window = _flat(table), table.branch_at.shape[2], tail.shape[2]
+    unknown, begin, last, at_last = np.zeros(len(rows), np.bool_), 0, 0, 0
     for i in range(len(rows)):
-        row, first, size = rows[i], begin, lengths[i]
+        row, first, size, b, at = rows[i], begin, lengths[i], last, at_last
         begin += size
+        while last < len(owners) and owners[last] == i:
+            at_last += sizes[last]
+            last += 1
         if row < 0 or row >= len(generation) or generation[row] != generations[i] or not assigned[seat, row]:
             unknown[i] = True
             continue
         behind = committed[row] - bases[i]
-        left = size - behind
-        is_old = bases[i] < base[row] or (bases[i] == base[row] and left < length[row])
-        if behind < 0 or (behind > 0 and left <= 0) or is_old:
+        if behind < 0 or bases[i] < base[seat, row]:
             continue
-        agrees = True
-        for k in range(min(behind, size)):
-            agrees = agrees and tokens[first + k] == output[row, bases[i] + k]
-        if not agrees:
+        known, truth = min(behind, size), (output, row, bases[i])
+        right = _agreed(tokens, first, truth, known)
+        left, best = size - behind if right == known else 0, FREE
+        if left <= 0:
+            outcomes[REFUTED] += right < known
+            best, place = _rescuer(ats, sizes, branch_tokens, b, last, at, 0, right, truth, behind)
+            left = sizes[best] - (behind - right) if best != FREE else 0
+        if behind > 0 and left == 0:
             continue
-        left = min(left, tail.shape[1])
-        for k in range(left):
-            tail[row, k] = tokens[first + behind + k]
-        length[row], base[row] = left, bases[i]
+        mine = (seat * len(generation) + row) * most
+        if bases[i] == base[seat, row]:
+            more = _tokens_of(ats, sizes, b, last, behind) if best == FREE else 0
+            held = _tokens_of(flat[0], flat[1], mine, mine + most, 0)
+            if left < length[seat, row] or (left == length[seat, row] and more < held):
+                continue
+        left = min(left, window)
+        base[seat, row], length[seat, row] = bases[i], left
+        if best != FREE:
+            outcomes[ON_ARRIVAL] += 1
+            b = last  # no other branch agrees
+            for k in range(left):
+                tail[seat, row, k] = branch_tokens[place + behind - right + k]
+        else:
+            for k in range(left):
+                tail[seat, row, k] = tokens[first + behind + k]
+        if most > 0:
+            _keep(ats, sizes, branch_tokens, b, last, at, behind, left, flat, mine, mine + most, window)
     return unknown
+
+
+@_inlined
+def _flat(table: Planes) -> Any:
+    """`branch_at`, `branch_length` and `branch_tail` in one dimension."""
+    at, size, tail = table.branch_at, table.branch_length, table.branch_tail
+    return at.reshape(at.size), size.reshape(size.size), tail.reshape(tail.size)
+
+
+@_inlined
+def _agreed(tokens: Any, first: int, truth: Any, most: int) -> int:
+    """How many of up to `most` tokens are those of the output, before the first that is not. `truth`: the outputs, and
+    row and position in them."""
+    (output, row, start), count = truth, 0
+    while count < most and tokens[first + count] == output[row, start + count]:
+        count += 1
+    return count
+
+
+@_inlined
+def _tokens_of(ats: Any, sizes: Any, begin: int, end: int, least: int) -> int:
+    """Tokens of those of the branches that leave their main chain at or past `least`."""
+    total = 0
+    for b in range(begin, end):
+        total += sizes[b] if ats[b] >= least else 0
+    return total
+
+
+@_inlined
+def _rescuer(
+    ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, stride: int, right: int, truth: Any, count: int
+) -> Any:
+    """The branch that takes the place of a main chain of which `right` of the `count` tokens committed at `truth` are
+    right: it leaves the chain there, agrees with all of them, reaches past them, and is the longest.
+
+    Args:
+        begin, end: Branches to look at.
+        first, stride: Where their tokens begin, and how far apart; 0: they lie one after the other.
+
+    Returns:
+        Its number, or `FREE`, and where its tokens begin.
+    """
+    best, place, more = FREE, 0, count - right
+    output, row, start = truth
+    for b in range(begin, end):
+        is_better = ats[b] == right and sizes[b] > more and (best == FREE or sizes[b] > sizes[best])
+        if is_better and _agreed(tokens, first, (output, row, start + right), more) == more:
+            best, place = b, first
+        first += stride if stride > 0 else sizes[b]
+    return best, place
+
+
+@_inlined
+def _keep(
+    ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, behind: int, left: int,
+    flat: Any, place: int, last: int, window: int,
+) -> None:  # fmt: skip
+    """Keep branches in the places up to `last`: those that leave a tail at or past its first `behind` tokens, which are
+    committed. `left`: tokens of the tail behind those."""
+    at, size, tail = flat
+    for b in range(begin, end):
+        if behind <= ats[b] <= behind + left and place < last:
+            at[place], size[place] = ats[b] - behind, min(sizes[b], window)
+            for k in range(size[place]):
+                tail[place * window + k] = tokens[first + k]
+            place += 1
+        first += sizes[b]
+    for free in range(place, last):
+        at[free] = FREE
 
 
 @_jit
@@ -140,15 +243,15 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
     there by the new tokens.
 
     Evidence goes to (method, row), and to (method, range of output positions `bucket[i]`): hits in tries of draft
-    tokens whose predecessors were right. Tails that agree keep the rest, the others go.
+    tokens whose predecessors were right. Of a branch only tokens past those that chose it count, as of a main chain.
     """
     rows, counts, tokens, seats, drafted, accepted = step
     committed, output, drafts, evidence = table.committed, table.output, table.drafts, table.evidence
-    length, tail, method = table.length, table.tail, table.method
-    first = 0
+    length, tail, method, steps, assigned = table.length, table.tail, table.method, table.steps, table.assigned
+    flat, most, outcomes, first = _flat(table), table.branch_at.shape[2], table.outcomes, 0
     for i in range(len(rows)):
         row, fresh, part = rows[i], counts[i], bucket[i]
-        table.steps[row] += 1
+        steps[row] += 1
         if drafted[i] > 0:
             drafts[0, method[seats[i]], row] += drafted[i]
             drafts[1, method[seats[i]], row] += accepted[i]
@@ -156,7 +259,7 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
         for k in range(fresh):
             output[row, start + k] = tokens[first + k]
         for seat in range(len(method)):
-            if not table.assigned[seat, row]:
+            if not assigned[seat, row]:
                 continue
             have, kind = length[seat, row], method[seat]
             if have == 0:
@@ -169,12 +272,39 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
             evidence[1, kind, row] += tried
             all_evidence[0, kind, part] += right
             all_evidence[1, kind, part] += tried
+            outcomes[REFUTED] += right < tested
             rest = have - fresh if right == tested else 0
             for k in range(rest):
                 tail[seat, row, k] = tail[seat, row, fresh + k]
             length[seat, row] = max(rest, 0)
+            if most > 0:
+                mine = (seat * len(committed) + row) * most
+                _branch(tail, length, seat, row, flat, mine, mine + most, right, (output, row, start), fresh, outcomes)
         committed[row] = start + fresh
         first += fresh
+
+
+@_inlined
+def _branch(
+    tail: Any, length: Any, seat: int, row: int, flat: Any, begin: int, end: int, right: int, truth: Any, count: int,
+    outcomes: Any,
+) -> None:  # fmt: skip
+    """Hold the branches of a tail, `right` of whose tokens are right, against `count` new tokens: those that leave what
+    is left of it move with it; where nothing is left, the branch that agrees takes its place."""
+    at, size, tokens = flat
+    if length[seat, row] > 0:
+        for b in range(begin, end):
+            at[b] = max(at[b] - count, FREE)
+        return
+    window = tail.shape[2]
+    best, place = _rescuer(at, size, tokens, begin, end, begin * window, window, right, truth, count)
+    if best != FREE:
+        outcomes[AT_COMMIT] += 1
+        length[seat, row] = size[best] - (count - right)
+        for k in range(length[seat, row]):
+            tail[seat, row, k] = tokens[place + count - right + k]
+    for b in range(begin, end):
+        at[b] = FREE
 
 
 @_jit

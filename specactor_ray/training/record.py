@@ -38,8 +38,7 @@ class StepRecorder:
     """Gathers one step after the other.
 
     A record has `train` (what was learnt: equal for equal seeds, whatever drafts there were), `gap` (log-probabilities
-    of the rollout against the trainer's), `speed`, `drafter` (per method: the newest version of its weights that was
-    verified, its acceptance, and drafted and accepted tokens by version), `seconds` per phase, and `failures`.
+    of the rollout against the trainer's), `speed`, `seconds` per phase, and `failures`.
     """
 
     def __init__(self, config: Config, run: TrainingRun, rollout: Rollout, display: TrainingDisplay) -> None:
@@ -127,6 +126,7 @@ class StepRecorder:
             "metrics_pending": len(self._metrics.pending),
             "totals": _totals(records),
             "fallbacks": self._rollout.fallbacks(),
+            "drafters": self._rollout.drafters(),
             "config": yaml.safe_load(to_yaml(self._config)),
             "versions": versions(),
             "hardware": hardware(),
@@ -175,6 +175,7 @@ class StepRecorder:
             "acceptance_rate": metrics.acceptance_rate,
             "supply": metrics.supply,
             "by_method": drafted_by_method(experience.trajectories),
+            "drafter_alarms": sum(one["alarm"] for one in self._rollout.drafters()),
             "rollout_share": seconds["rollout"] / max(seconds["step"], 1e-9),
         }
 

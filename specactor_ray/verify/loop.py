@@ -108,7 +108,7 @@ class VerifyLoop(Loop):
         def load() -> None:
             for drafter in self._hosted:
                 if drafter.spec.method == method:
-                    drafter.loop.proposer.load_weights(version, state_dict)
+                    drafter.loop.take_weights(version, state_dict)
 
         return self.call(load)
 
@@ -236,6 +236,6 @@ class VerifyLoop(Loop):
         for drafter in self._hosted:
             if drafter.spec.follow_policy:
                 try:
-                    drafter.loop.proposer.load_weights(version, state_dict)
+                    drafter.loop.take_weights(version, state_dict)
                 except Exception:
                     logger.exception("%s keeps its old weights", drafter.loop.drafter_id)

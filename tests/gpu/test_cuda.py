@@ -18,7 +18,9 @@ from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch, attend_masked, attend_varlen, why_masked
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling import keyed as sampling
-from specactor_ray.sampling.keyed import sample_rows
+from specactor_ray.sampling.candidates import candidates
+from specactor_ray.sampling.keyed import Backend, sample_rows
+from specactor_ray.sampling.rules import Rules
 from specactor_ray.target.base import TargetEngine
 from specactor_ray.target.hf import HfEngine
 from tests.tiny import tiny_target
@@ -80,12 +82,27 @@ def test_cuda_samples_what_the_cpu_samples(temperature: float) -> None:
         assert on_gpu.logprobs == pytest.approx(on_cpu.logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton", "auto"])
+def test_cuda_has_the_candidates_of_the_cpu(backend: Backend) -> None:
+    logits, rows = 3 * torch.randn(60, 5000, generator=torch.Generator().manual_seed(0)), np.arange(60)
+    params = [SamplingParams((0.0, 0.6, 1.0)[i % 3], seed=i, top_k=(0, 2, 40)[i % 4 % 3]) for i in range(60)]
+    on_cpu, on_gpu = Rules(60), Rules(60, torch.device("cuda", 0))
+    for rules in (on_cpu, on_gpu):
+        rules.write(range(60), params, [0] * 60)
+    want, got = candidates(logits, rows, rows, on_cpu), candidates(logits.cuda(), rows, rows, on_gpu, backend=backend)
+    assert got.tokens.tolist() == want.tokens.tolist() and got.gaps.tolist() == want.gaps.tolist()
+
+
 def test_triton_kernels_are_exact_and_timed_on_this_gpu() -> None:
     stage = Stage("triton", ON_GPU._replace(sampler_rows=(1, 128)), math.inf)
     measure_triton(stage)
     different = stage.entry["figures"]["different"]
-    assert len(different) == 6 * len(ON_GPU.sampler_vocabs) and not any(different.values())
-    assert all(point[f"{name} ms"] > 0 for point in stage.entry["points"] for name in ("T=1", "T=0", "top-p 0.95"))
+    assert len(different) == 9 * len(ON_GPU.sampler_vocabs) and not any(different.values())
+    assert all(
+        point[f"{name} ms"] > 0
+        for point in stage.entry["points"]
+        for name in ("T=1", "T=0", "top-p 0.95", "candidates")
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -98,4 +115,4 @@ def test_attention_on_this_gpu_does_not_depend_on_the_batch(dtype: str) -> None:
         assert point["one by one"] < (0.02 if dtype == "bfloat16" else 1e-4), point
         assert ("flash over pages" in point["kernel"]) is (dtype == "bfloat16"), point
     sampling.warm_up(torch.device("cuda", 0), torch.bfloat16)
-    assert sampling._fused_is_exact(torch.device("cuda", 0), torch.bfloat16, False), "auto takes them"
+    assert sampling._fused_is_exact(torch.device("cuda", 0), torch.bfloat16, 1), "auto takes them"

@@ -459,7 +459,8 @@ class FakeRollout:
         return []
 
     def status(self) -> list[dict[str, Any]]:
-        return [{"id": "verifier-0#1a2b", "kind": "verifier", "counters": {}}]
+        health = {"health": {"method": "eagle", "alarm": True}}
+        return [{"id": "verifier-0#1a2b", "kind": "verifier", "counters": {"inline": {"eagle-0#1a2b": health}}}]
 
     def stream(self, prompts: list[Any], skip: Collection[tuple[int, int]], encoded: Any) -> Iterator[Trajectory]:
         type(self).skipped = set(skip)
@@ -525,6 +526,7 @@ class TestRun:
         assert summary == outcome.summary
         assert summary["status"] == "complete" and summary["tokens"] == 9
         assert summary["trajectories"]["finish_reasons"] == {"length": 3}
+        assert summary["drafters"] == [{"id": "eagle-0#1a2b", "method": "eagle", "alarm": True}]
         assert {"ray", "torch", "transformers"} <= summary["versions"].keys() and summary["hardware"]["cores"] >= 1
         saved = yaml.safe_load(Path("runs/r/config.yaml").read_text())
         assert saved == summary["config"] and saved["data"]["path"] == "prompts.txt"
@@ -686,7 +688,7 @@ class TestRun:
         assert partial.read_text() == "half a line"
         outcome = self.run(*map(trajectory, range(3)), resume="auto")
         assert outcome.summary["resumed"] == 0 and len(outcome.trajectories.read_text().splitlines()) == 3
-        with pytest.raises(InputError, match="there is nothing to continue in it: it is complete"):
+        with pytest.raises(InputError, match="it is complete, so there is nothing to continue in it"):
             self.run(trajectory(0), resume="auto")
 
     def test_an_output_elsewhere_is_found_again_from_another_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:

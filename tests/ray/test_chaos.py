@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.faults import KINDS, Schedule
-from tests.chaos.machine import marked_processes
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,31 +32,6 @@ def test_streams_under_every_kind_of_fault_equal_a_calm_run(tmp_path: Path) -> N
         assert stage["by_kind"][kind]["detected"] == 1, kind
     assert stage["compared"] > 0 and stage["figures"]["incarnations"] > 6
     assert "nothing left over" in output
-
-
-def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
-    process = command()
-    mark, end = "", time.monotonic() + 120.0
-    while not mark and time.monotonic() < end:  # until its cluster runs
-        time.sleep(0.5)
-        for folder in Path("/proc").glob(f"{process.pid}/task/*/children"):
-            for child in folder.read_text().split():
-                mark = mark or _mark_of(int(child))
-        mark = mark if mark and any("raylet" in line for line in marked_processes(mark).values()) else ""
-    assert mark
-    process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == 130, output
-    assert not marked_processes(mark)
-
-
-def _mark_of(pid: int) -> str:
-    try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return ""
-    name = b"SPECACTOR_CHAOS="
-    return next((one.removeprefix(name).decode() for one in variables if one.startswith(name)), "")
 
 
 def test_a_schedule_is_a_function_of_its_seed_and_has_every_kind() -> None:

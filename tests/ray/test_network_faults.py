@@ -25,9 +25,7 @@ from tests.tiny import tiny_prompts
 
 with Rollout(from_mapping(json.loads(sys.argv[1]))) as rollout:
     sampling = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
-    for _ in range(2):
-        done = rollout.generate(tiny_prompts(12), sampling, n=2)
-        rollout.reset_metrics()
+    done = rollout.generate(tiny_prompts(12), sampling, n=2)
     ids = sorted(row["id"] for row in rollout.status() if row["phase"] == "ready")
     print(json.dumps({
         "tokens": [one.token_ids for one in done],

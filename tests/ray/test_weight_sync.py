@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import time
@@ -11,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from rich.console import Console
 
 from specactor_ray import Rollout, SamplingParams
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.errors import InputError
 from specactor_ray.learner.batching import Sample
+from specactor_ray.observability.report import status_table
 from specactor_ray.training.trainer_group import TrainerGroup
 from tests.tiny import tiny_target
 
@@ -98,7 +101,8 @@ def test_updates_reach_verifiers_also_a_replacement_for_a_killed_one() -> None:
 
 
 def test_drafters_that_follow_the_policy_get_every_version() -> None:
-    drafter = {"method": "draft_model", "model": str(tiny_target()), "kv_cache_gb": 0.05, "follow_policy": True}
+    method = "tests.own_proposers:Brittle"
+    drafter = {"method": method, "model": str(tiny_target()), "kv_cache_gb": 0.05, "follow_policy": True}
     settings = config("decoupled", drafters=[drafter], speculation={"verify": "all", "draft_wait_s": 1.0})
     with Rollout(settings) as rollout, TrainerGroup(settings, rollout.run_name) as trainer:
         for step in range(3):
@@ -109,11 +113,32 @@ def test_drafters_that_follow_the_policy_get_every_version() -> None:
         metrics = rollout.metrics()
         # The drafter has the target's own weights, so it is nearly always right.
         assert metrics.drafted_tokens > 0 and metrics.acceptance_rate > 0.9
-        rollout.scale({"draft_model": 2})
+        for version, alarm in ((2, True), (3, False)):
+            rollout.update_weights(trainer.export_weights(version))
+            assert await_alarm(rollout, version, alarm)["alarm"] is alarm
+        rollout.scale({method: 2})
         deadline = time.monotonic() + 60
         while [row["phase"] for row in rollout.status() if row["kind"] == "drafter"] != ["ready", "ready"]:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         time.sleep(0.5)
         late = [row["weight_version"] for row in rollout.status() if row["kind"] == "drafter"]
-        assert late == [1, 1]
+        assert late == [3, 3]
+        while {one["version"] for one in rollout.drafters()} != {3}:
+            assert time.monotonic() < deadline, rollout.drafters()
+            time.sleep(0.1)
+        assert len({one["checksum"] for one in rollout.drafters()}) == 1
+
+
+def await_alarm(rollout: Rollout, version: int, alarm: bool) -> dict[str, Any]:
+    """Rolls out until the only drafter has the version, and its alarm is on, or off. The same tokens all the time."""
+    greedy, outputs, end = SamplingParams(temperature=0.0, max_tokens=24), set(), time.monotonic() + 90
+    while True:
+        outputs.add(str([trajectory.token_ids for trajectory in rollout.generate(PROMPTS, greedy)]))
+        (drafter,) = rollout.drafters()
+        assert len(outputs) == 1 and time.monotonic() < end, (outputs, drafter)
+        if drafter["version"] == version and drafter["tried"] and drafter["alarm"] is alarm:
+            console = Console(file=io.StringIO(), width=250)
+            console.print(status_table(rollout.status()))
+            assert ("NONE RIGHT" in console.file.getvalue()) is alarm  # type: ignore[attr-defined]
+            return drafter

@@ -20,6 +20,7 @@ from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
 from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling import fused
 from specactor_ray.sampling import triton as triton_kernels
+from specactor_ray.sampling.candidates import candidates
 from specactor_ray.sampling.keyed import SamplingError, sample_rows
 from specactor_ray.sampling.rules import Rules
 from tests.tails import verify_tails
@@ -70,6 +71,16 @@ def differences(
         elif other.logprobs != pytest.approx(one.logprobs, rel=1e-6, abs=3e-6):
             found.append(f"{rule}: log-probabilities {one.logprobs} {other.logprobs}")
     return sum(len(one.token_ids) for one in want), found
+
+
+def ranked_otherwise(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> list[str]:
+    """What is different in the candidates of one draw per row; the rules are repeated."""
+    n, rules = len(logits), Rules(0, logits.device)
+    params, at = [params[i % len(params)] for i in range(n)], np.resize(np.array(positions, np.int64), n)
+    rules.write(range(n), params, [0] * n)
+    want, got = (candidates(logits, at, np.arange(n), rules, backend=backend) for backend in ("numba", "triton"))
+    lines = [list(zip(one.tokens.tolist(), one.gaps.tolist(), strict=True)) for one in (want, got)]
+    return [f"{rule}: {a} {b}" for rule, a, b in zip(params, *lines, strict=True) if a != b]
 
 
 def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
@@ -135,6 +146,34 @@ def test_filtered_rows_are_those_of_the_numba_form(small_blocks: None) -> None:
     assert rows >= 140
 
 
+@pytest.mark.parametrize(("filtered", "batches", "least"), [(False, 10, 200), (True, 3, 60)])
+def test_candidates_are_those_of_the_numba_form(small_blocks: None, filtered: bool, batches: int, least: int) -> None:
+    rng, rows, wrong = np.random.default_rng(3), 0, []
+    vocabs = [40, 200, 3, 300, 1, 600] if filtered else [1, 2, 3, 7, 40, 300, 511, 512, 513, 1030]
+    for logits, _, _, params, positions, _ in random_batches(rng, batches, vocabs, filtered):
+        rows, wrong = rows + len(logits), wrong + ranked_otherwise(logits, params, positions)
+    assert not wrong
+    assert rows >= least
+
+
+def test_tokens_far_below_are_candidates_still(small_blocks: None) -> None:
+    """Masks that are finite: float32 overflows at temperatures below 1."""
+    logits = torch.full((4, 30), torch.finfo(torch.float32).min)
+    logits[:, 25], logits[::2, 17] = 1.0, 0.5
+    params = [SamplingParams(t, seed=1, top_k=k) for t, k in ((0.0, 0), (0.6, 0), (0.6, 5), (30.0, 0))]
+    assert not ranked_otherwise(logits, params, [4])
+    assert differences(logits, list(range(4)), [()] * 4, params, [4] * 4, True) == (4, [])
+
+
+def test_candidates_of_bad_logits_are_none(small_blocks: None) -> None:
+    logits = torch.zeros(8, 700)
+    for row, value in enumerate((math.nan, -math.nan, math.inf, 2e30)):
+        logits[row, 600] = value
+    logits[4:7], logits[5, 650], logits[6, 3] = -math.inf, 0.0, 1.0
+    for rule in (SamplingParams(0.0), SamplingParams(), SamplingParams(top_p=0.5)):
+        assert not ranked_otherwise(logits, [rule], [5])
+
+
 def test_a_prefix_that_holds_top_p_exactly_is_kept_alone(small_blocks: None) -> None:
     params = [SamplingParams(seed=seed, top_p=0.5) for seed in range(24)]
     for backend in ("numba", "torch", "triton"):
@@ -161,6 +200,7 @@ def far_rivals() -> tuple:
 
 def test_margins_to_rivals_far_away(small_blocks: None) -> None:
     assert differences(*far_rivals()) == (6, [])
+    assert not ranked_otherwise(far_rivals()[0], *far_rivals()[3:5])
 
 
 def coarse_scores() -> tuple:
@@ -172,18 +212,22 @@ def coarse_scores() -> tuple:
 
 def test_ties_of_rounded_scores(small_blocks: None) -> None:
     assert differences(*coarse_scores()) == (6, [])
+    assert not ranked_otherwise(coarse_scores()[0], *coarse_scores()[3:5])
 
 
 def test_a_bound_that_is_too_tight_is_seen(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(triton_kernels, "_SLACK_BITS", tl.constexpr(-6.0))
-        assert "requests get other tokens" in fused.difference(torch.device("cpu"), torch.float32, False, 600)
+        for ranks in (1, 2, 3):
+            assert "requests get other tokens" in fused.difference(torch.device("cpu"), torch.float32, ranks, 600)
     with monkeypatch.context() as patched:
         patched.setattr(triton_kernels, "_SLACK_OF_DISTANCE", tl.constexpr(0.0))
         assert differences(*far_rivals())[1]
+        assert ranked_otherwise(far_rivals()[0], *far_rivals()[3:5])
     with monkeypatch.context() as patched:
         patched.setattr(triton_kernels, "_SLACK_OF_LEVEL", tl.constexpr(0.0))
         assert differences(*coarse_scores())[1]
+        assert ranked_otherwise(coarse_scores()[0], *coarse_scores()[3:5])
 
 
 def test_the_stage_of_gpu_check_finds_equal_tokens(small_blocks: None) -> None:
@@ -191,9 +235,11 @@ def test_the_stage_of_gpu_check_finds_equal_tokens(small_blocks: None) -> None:
     stage = Stage("triton", DRY_RUN._replace(limit_s=math.inf, sampler_rows=(2,), sampler_vocabs=(200,)), math.inf)
     measure_triton(stage)
     different = stage.entry["figures"]["different"]
-    assert len(different) == 6 and not any(different.values()) and not stage.entry["not_measured"]
+    assert len(different) == 9 and not any(different.values()) and not stage.entry["not_measured"]
     [point] = stage.entry["points"]
-    assert point.keys() == {"rows", "T=1 ms", "T=0 ms", "top-p 0.95 ms", "product ms", "torch ms", "gb_per_s"}
+    assert point.keys() == {
+        "rows", "T=1 ms", "T=0 ms", "top-p 0.95 ms", "candidates ms", "product ms", "torch ms", "gb_per_s"
+    }  # fmt: skip
     assert all(value > 0 for value in point.values())
 
 
@@ -204,6 +250,7 @@ def test_the_largest_vocabulary() -> None:
     params = [SamplingParams(t, seed=2**63 + i) for i, t in enumerate((0.0, 0.6, 1.0, 2.0))]
     tails = [(), (), tuple(sample_rows(logits[2:3], params[2:3], [9]).token_ids), ()]
     assert differences(logits, [0, 1, 2, 4], tails, params, [9] * 4, True) == (5, [])
+    assert not ranked_otherwise(logits[:4], params, [9])
     nucleus = [SamplingParams(1.0, top_p=0.9, seed=1)]
     assert differences(logits[5:], [0], [()], nucleus, [0], False) == (1, [])
 
@@ -215,6 +262,7 @@ def test_greedy_rows_draw_nothing(small_blocks: None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(triton_kernels, "_threefry2x32", refuse)
     logits, greedy = torch.linspace(-3.0, 3.0, 700).sin().unsqueeze(0), SamplingParams(0.0, top_k=5, top_p=0.5)
     assert sample_rows(logits, [greedy], [0], backend="triton").token_ids == [int(logits.argmax())]
+    assert not ranked_otherwise(logits, [greedy], [0])
     with pytest.raises(interpreter.InterpreterError, match="drawn"):
         sample_rows(logits, [SamplingParams(1.0)], [0], backend="triton")
 
@@ -260,7 +308,7 @@ def test_rules_are_written_once_and_found_by_slot(small_blocks: None) -> None:
         torch.tensor([16, 3], dtype=integers),
         torch.tensor([4, 2], dtype=integers),
         rules,
-        True,
+        2,
     ).numpy()
     assert found[:, :2].tolist() == [[2, 0], [1, 0]]
     tokens, logprobs, margins = np.split(found[:, 2:], 3, axis=1)

@@ -21,7 +21,9 @@ from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.observability.report import (
+    alarm_lines,
     difference_lines,
+    drafter_health,
     ladder_table,
     speed_table,
     status_table,
@@ -29,6 +31,15 @@ from specactor_ray.observability.report import (
 )
 from specactor_ray.rollout.metrics import RolloutMetrics
 
+HEALTH = {
+    "method": "eagle",
+    "version": 5,
+    "checksum": "00c0ffee",
+    "tried": 400,
+    "right": 0,
+    "missed": 0,
+    "alarm": False,
+}
 ALL = [BenchMode.plain, BenchMode.coupled, BenchMode.decoupled]
 
 
@@ -274,8 +285,8 @@ class TestReport:
         assert len(lines) == 11 and "4 more" in lines[-1]
 
 
-def rendered(table: Any) -> str:
-    console = Console(file=io.StringIO(), width=160)
+def rendered(table: Any, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -293,6 +304,7 @@ class TestStatus:
                 "running": 3,
                 "row_steps": 40,
                 "committed_tokens": 60,
+                "inline": {"eagle-0#1a2b in verifier-0#1a2b": {"health": {**HEALTH, "missed": 240, "alarm": True}}},
             },
         },
         {"id": "ngram-0#3c4d", "kind": "drafter", "phase": "pending", "note": "[no room]", "counters": {}},
@@ -300,22 +312,29 @@ class TestStatus:
             "id": "eagle-0#7a8b",
             "kind": "drafter",
             "phase": "ready",
-            "weight_version": 5,
-            "counters": {"open_requests": 2, "tails": 9},
+            "counters": {"open_requests": 2, "tails": 9, "health": {**HEALTH, "right": 300}},
         },
     ]
 
     def test_one_row_per_actor(self) -> None:
-        text = rendered(status_table(self.ROWS))
+        text = rendered(status_table(self.ROWS), 250)
         for expected in (
             "verifier-0#1a2b",
             "0,1",
-            "3 requests, 60 tokens, acceptance length 1.50",
+            "3 requests run or wait, 60 tokens, acceptance length 1.50",
             "[no room]",
             "0 open",
-            "2 open, 9 tails, version 5",
+            "2 open, 9 tails",
+            "eagle 75.0% of 400, weights 5 (00c0ffee)",
+            "eagle NONE RIGHT, last 240, weights 5 (00c0ffee)",
         ):
             assert expected in text
+
+    def test_drafters_are_found_in_their_own_actors_and_inside_verifiers(self) -> None:
+        inside, own = drafter_health(self.ROWS)
+        assert (inside["id"], own["id"], own["right"]) == ("eagle-0#1a2b in verifier-0#1a2b", "eagle-0#7a8b", 300)
+        (line,) = alarm_lines([inside, own])
+        assert "verifier-0#1a2b: eagle NONE RIGHT" in line
 
     def test_the_ladder_of_the_verifier_that_has_seen_most(self) -> None:
         assert ladder_table(self.ROWS) is None

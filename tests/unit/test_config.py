@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -480,6 +481,21 @@ class TestWriting:
             save_config(Config(mode=ModeName.plain), path)
         assert path.read_text() == before
         assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "words"),
+    [
+        (None, "mode=plain", "'mode=plain' is no list of texts"),
+        (None, {"mode": "plain"}, "is no list of texts"),
+        (None, [3], "is no list of texts"),
+        ({"mode": "plain"}, [], "is no name"),
+        (5, [], "5 is no name"),
+    ],
+)
+def test_arguments_of_another_type_are_named(config: Any, overrides: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(config, overrides)
 
 
 class TestDescriptions:

@@ -281,6 +281,7 @@ def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(reference: t
     drafter._model.forward = poisoned
     assert sorted(drafter.extend()) == ["r0", "r1", "r2"], "also that there is no more of r1"
     assert len(drafter.tail("r1")[1]) == 1
+    assert drafter.judged.tolist() == [5, 0], "a whole window that is not drafted counts as wrong"
     extend_fully(drafter)
     for i in (0, 2):
         assert drafter.tail(f"r{i}")[1] == expected_tail(reference, prompts[i], [], samplings[i], 5)

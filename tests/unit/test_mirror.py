@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +49,26 @@ def test_a_wrong_tail_goes_as_a_whole() -> None:
     m = mirror(0, [TRUTH[0], 99, TRUTH[2]])
     assert commit(m, 0, TRUTH[:2]) == (1, 2)
     assert tail(m) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("drafts", "committed", "judged"),
+    [
+        (TRUTH[:4], 2, [2, 2]),  # the others wait for the next commit
+        (TRUTH[:2], 4, [2, 2]),
+        ([TRUTH[0], 99, TRUTH[2]], 3, [2, 1]),  # what follows a wrong one is not counted
+        ([99], 3, [1, 0]),
+        ([], 3, [0, 0]),
+    ],
+)
+def test_drafts_that_commits_decide_on_are_counted_once(drafts: list[int], committed: int, judged: list[int]) -> None:
+    m = mirror(0, drafts)
+    commit(m, 0, TRUTH[:committed])
+    assert m.judged.tolist() == judged
+    commit(m, 0, TRUTH[:committed])
+    commit(m, committed + 1, [1])
+    commit(m, 0, [98, *TRUTH[1:committed]])
+    assert m.judged.tolist() == judged, "repeated, early and contradicting ones decide on nothing"
 
 
 def test_a_gap_changes_nothing() -> None:

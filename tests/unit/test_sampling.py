@@ -75,14 +75,19 @@ def kept(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     return mask
 
 
-def reference(logits: np.ndarray, params: SamplingParams, position: int) -> tuple[int, float]:
-    """(token, margin) with every draw made and nothing pruned."""
+def perturbed(logits: np.ndarray, params: SamplingParams, position: int) -> np.ndarray:
+    """Scores with every draw made and nothing pruned, float64; -inf: not allowed."""
     if params.temperature < kernels.GREEDY_BELOW:
-        score = logits.astype(np.float64)
-    else:
-        noise = gumbel_noise(params.seed, position, len(logits)).astype(np.float64)
-        score = logits.astype(np.float64) / params.temperature + noise
-        score[~kept(logits, params)] = -np.inf
+        return logits.astype(np.float64)
+    noise = gumbel_noise(params.seed, position, len(logits)).astype(np.float64)
+    score = logits.astype(np.float64) / params.temperature + noise
+    score[~kept(logits, params)] = -np.inf
+    return score
+
+
+def reference(logits: np.ndarray, params: SamplingParams, position: int) -> tuple[int, float]:
+    """(token, margin)."""
+    score = perturbed(logits, params, position)
     token = int(np.argmax(score))
     rest = np.delete(score, token)
     return token, score[token] - rest.max() if len(rest) else np.inf

@@ -37,7 +37,7 @@ def test_the_kernels_in_the_interpreter() -> None:
     assert child.returncode == 0, child.stdout[-8000:] + child.stderr[-2000:]
 
 
-def compiled(name: str, capability: int, margins: bool) -> Any:
+def compiled(name: str, capability: int, ranks: int) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -45,7 +45,7 @@ def compiled(name: str, capability: int, margins: bool) -> Any:
 
     kernel = getattr(triton_kernels, name)
     options = {"scan": triton_kernels.SCAN, "filter_rows": triton_kernels.FILTER, "commit": triton_kernels.COMMIT}[name]
-    constants = {"BLOCK": options.get("BLOCK"), "CHUNKS": 64, "MARGIN": margins}
+    constants = {"BLOCK": options.get("BLOCK"), "CHUNKS": 64, "RANKS": ranks}
     names = kernel.arg_names
     aligned = [n for n in names if ARGUMENTS.get(n, "").startswith("*") or n in MULTIPLES_OF_16]
     return triton.compile(
@@ -72,13 +72,14 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
-    ("name", "margins"), [("scan", False), ("scan", True), ("filter_rows", True), ("commit", True)]
+    ("name", "ranks"),
+    [("scan", 1), ("scan", 2), ("scan", 3), ("filter_rows", 2), ("filter_rows", 3), ("commit", 2), ("commit", 3)],
 )
 def test_compiled_code_spills_nothing_and_rounds_every_operation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, margins: bool, capability: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, capability: int
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    code = compiled(name, capability, margins)
+    code = compiled(name, capability, ranks)
     used = resources(code.asm["cubin"], tmp_path)
     assert used["REG"] <= 128
     assert used["STACK"] == used["LOCAL"] == 0
@@ -92,7 +93,7 @@ def test_fused_code_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(triton_kernels.SCAN, "enable_fp_fusion", True)
-    assert "fma.rn.f64" in compiled("scan", 90, False).asm["ptx"]
+    assert "fma.rn.f64" in compiled("scan", 90, 1).asm["ptx"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
@@ -100,6 +101,6 @@ def test_kernels_that_cannot_run_are_named_and_torch_takes_over(caplog: pytest.L
     sampling._fused_is_exact.cache_clear()
     with caplog.at_level(logging.WARNING, logger="specactor_ray.sampling"):
         for _ in range(2):
-            assert not sampling._fused_is_exact(torch.device("cuda", 0), torch.float32, False)
+            assert not sampling._fused_is_exact(torch.device("cuda", 0), torch.float32, 1)
     [record] = caplog.records
     assert re.search(r"Sampling on cuda:0 uses torch operations, .*: \w+: \S", record.getMessage())

@@ -16,22 +16,23 @@ from specactor_ray.sampling.rules import Rules
 
 _RULES = {"T=1": SamplingParams(), "T=0": SamplingParams(0.0), "top-p 0.95": SamplingParams(top_p=0.95)}
 _DTYPES = ("float32", "bfloat16", "float16")
+_RANKS = {"tokens": 1, "margins": 2, "candidates": 3}
 
 
 def measure_triton(stage: Stage) -> None:
-    """Fill `different`: per vocabulary, dtype and margins how 64 rows of all temperatures and filters differ from
-    numba's, empty if they do not. Then a point per number of rows: ms of the kernels alone by rule, and GB/s of logits
-    that they read; of the product's call at T=1, with tokens to the host; of the torch form; and peak GB above the
-    logits. Raises RuntimeError where a token or a margin differs."""
+    """Fill `different`: per vocabulary, dtype and results how 64 rows of all temperatures and filters differ from
+    numba's, empty if they do not. Then a point per number of rows: ms of the kernels alone by rule, and with candidates
+    at T=1, and GB/s of logits that they read; of the product's call at T=1, with tokens to the host; of the torch form;
+    and peak GB above the logits. Raises RuntimeError where a token or a margin differs."""
     settings, different, reason = stage.settings, dict[str, str](), _why_not(stage.settings.device)
     warm_up()
 
-    def compare(vocab: int, dtype: str, margins: str) -> str:
+    def compare(vocab: int, dtype: str, results: str) -> str:
         from specactor_ray.sampling.fused import difference
 
-        asked, found = (torch.device(settings.device), getattr(torch, dtype), margins == "margins", vocab), list[str]()
+        asked, found = (torch.device(settings.device), getattr(torch, dtype), _RANKS[results], vocab), list[str]()
         stage.seconds(lambda: found.append(difference(*asked)))
-        different[f"{vocab} {dtype} {margins}"] = found[0]
+        different[f"{vocab} {dtype} {results}"] = found[0]
         return found[0] or "equal"
 
     def measure(rows: int, form: str) -> str:
@@ -48,8 +49,8 @@ def measure_triton(stage: Stage) -> None:
         stage.entry["not_measured"].append(f"the kernels: {reason}")
     else:
         stage.entry["figures"]["different"] = different
-        stage.each(itertools.product(settings.sampler_vocabs, _DTYPES, ("tokens", "margins")), compare)
-    forms = [*([] if reason else _RULES), "product", "torch"]
+        stage.each(itertools.product(settings.sampler_vocabs, _DTYPES, _RANKS), compare)
+    forms = [*([] if reason else (*_RULES, "candidates")), "product", "torch"]
     stage.each(itertools.product(settings.sampler_rows, forms), measure)
     if wrong := [f"{name}: {found}" for name, found in different.items() if found]:
         raise RuntimeError("; ".join(wrong))
@@ -71,6 +72,6 @@ def _call(logits: torch.Tensor, form: str) -> Callable[[], object]:
     from specactor_ray.sampling.fused import verify
 
     rules, index = Rules(n, logits.device), torch.arange(n, device=logits.device)
-    rules.write(range(n), [_RULES[form]] * n, [0] * n)
+    rules.write(range(n), [_RULES.get(form, SamplingParams())] * n, [0] * n)
     none = torch.zeros(n + 1, dtype=torch.int64, device=logits.device)
-    return lambda: verify(logits, index, none, none, 0, index, index, rules, False)
+    return lambda: verify(logits, index, none, none, 0, index, index, rules, _RANKS.get(form, 1))

@@ -17,7 +17,6 @@ import torch
 from specactor_ray.config.training_schema import TrainerConfig
 from specactor_ray.errors import ConfigError, InputError
 from specactor_ray.learner.batching import MicroBatch
-from specactor_ray.learner.engines.extension_locks import remove_abandoned_locks
 from specactor_ray.learner.engines.torch_engine import autocast, parameter_groups
 from specactor_ray.learner.policy import Policy, TokenScores
 from specactor_ray.learner.saving import PartWriter, Progress
@@ -62,7 +61,8 @@ def join(rendezvous: Rendezvous, device: torch.device) -> None:
     except ImportError:
         fix = "pip install 'specactor-ray[deepspeed]', or use trainer.backend=torch."
         raise ConfigError("trainer.backend", "DeepSpeed is not installed.", fix) from None
-    remove_abandoned_locks()
+    # On CPUs DeepSpeed would compile collectives over shared memory, with g++ for a minute; gloo has its own.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed calls collectives by names that newer torch renames, which users cannot change.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*deprecated", category=FutureWarning)
     backend = "gloo" if device.type == "cpu" else "nccl"

@@ -95,7 +95,12 @@ def recorder(folder: Path, lease: Lease) -> tuple[TrainingRun, StepRecorder]:
     config = Config()
     config.tracking.tensorboard = False
     run = TrainingRun(folder, CheckpointStore(folder / "c", 1, False), TrainState(), None, (lease,))  # type: ignore[arg-type]
-    rollout: Any = SimpleNamespace(reset_metrics=lambda: None, metrics=RolloutMetrics, fallbacks=list)
+    rollout: Any = SimpleNamespace(
+        reset_metrics=lambda: None,
+        metrics=RolloutMetrics,
+        fallbacks=list,
+        drafters=lambda: [{"alarm": True}, {"alarm": False}],
+    )
     return run, StepRecorder(config, run, rollout, TrainingDisplay(Console(file=io.StringIO()), 1))
 
 
@@ -107,6 +112,7 @@ def test_a_full_disk_costs_no_record_and_does_not_end_the_run(tmp_path: Path) ->
         record.end(step, Experience([], [], []), UPDATE, 0)
     summary = record.finish("complete", 0).summary
     assert (summary["steps"], summary["metrics_failures"], summary["metrics_pending"]) == (2, 3, 2)
+    assert summary["drafters"] == [{"alarm": True}, {"alarm": False}]
     run.metrics_file.unlink()
     assert record.finish("complete", 0).summary["metrics_pending"] == 0
     assert [json.loads(line)["step"] for line in run.metrics_file.read_text().splitlines()] == [1, 2]

@@ -1,0 +1,91 @@
+"""Health of a drafter: its weights, and how many of its draft tokens were right with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from zlib import crc32
+
+from specactor_ray.draft.proposer import Checkpoint, Traits
+
+ENOUGH = 200
+"""Wrong draft tokens in a row that raise the alarm. Of a drafter that is right in 3% of cases, one such row in 400 is
+so long."""
+_SAMPLED = 1024
+"""Most values of a tensor that a checksum covers, evenly spread."""
+
+
+def is_alarmed(traits: Traits, was: bool, missed: int) -> bool:
+    """Whether a drafter drafts with broken weights.
+
+    A method without weights never does: a lookup finds nothing right where outputs do not repeat.
+
+    Args:
+        traits: Of the method.
+        was: The alarm was on before.
+        missed: Draft tokens since the last right one.
+    """
+    has_weights = traits.checkpoint is not Checkpoint.NONE or (traits.draws_noise and not traits.looks_up)
+    return has_weights and missed >= (1 if was else ENOUGH)
+
+
+def checksum(state_dict: Mapping[str, Any]) -> str:
+    """Eight hexadecimal digits for names and sampled values of tensors, on any device; empty without tensors."""
+    total = 0
+    for name in sorted(state_dict):
+        values = state_dict[name].detach().reshape(-1)
+        sample = values[:: values.numel() // _SAMPLED + 1].float().cpu().numpy()
+        total = crc32(sample.tobytes(), crc32(name.encode(), total))
+    return f"{total:08x}" if state_dict else ""
+
+
+class Health:
+    """Counts since the newest weights, and the alarm. Not thread-safe, except `to_dict`.
+
+    Args:
+        drafter_id, method, traits: Of the drafter.
+    """
+
+    def __init__(self, drafter_id: str, method: str, traits: Traits) -> None:
+        self._drafter_id, self._method, self._traits = drafter_id, method, traits
+        self._version, self._checksum = 0, ""
+        self._tried = self._right = self._missed = 0
+        self._seen = (0, 0)
+        self._alarm = self._is_warned = self._is_open = False
+        """The alarm is on; this version had its warning; the end of an alarm is yet to be logged."""
+
+    def renew(self, version: int, weights: str) -> None:
+        """The drafter has new weights, with this checksum. An alarm stays until a token is right."""
+        self._version, self._checksum, self._is_warned = version, weights, False
+        self._tried = self._right = self._missed = 0
+
+    def observe(self, tried: int, right: int) -> str:
+        """Take the totals of `Proposer.judged`. Returns what has to be logged, if anything: the alarm once per version,
+        its end once."""
+        tries, hits = tried - self._seen[0], right - self._seen[1]
+        if not tries:
+            return ""
+        self._seen = tried, right
+        self._tried, self._right = self._tried + tries, self._right + hits
+        self._missed = 0 if hits else self._missed + tries
+        self._alarm = is_alarmed(self._traits, self._alarm, self._missed)
+        name = f"{self._drafter_id} ({self._method}): "
+        if self._missed >= ENOUGH and self._alarm and not self._is_warned:
+            self._is_warned = self._is_open = True
+            return (
+                f"{name}none of its last {self._missed} draft tokens was right, with weights of version "
+                f"{self._version} (checksum {self._checksum or 'none'}). Outputs are not affected, their speed is. "
+                "Fix: compare the checksum with those of other drafters (specactor status); check drafters.N.model, "
+                "follow_policy and online of the method, or remove it"
+            )
+        if self._is_open and not self._alarm:
+            self._is_open = False
+            return f"{name}its draft tokens are right again, with weights of version {self._version}"
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Method, version and checksum of the weights, draft tokens `tried` and `right` since, `missed` since the
+        last right one, and `alarm`."""
+        weights = {"method": self._method, "version": self._version, "checksum": self._checksum}
+        counts = {"tried": self._tried, "right": self._right, "missed": self._missed}
+        return {**weights, **counts, "alarm": self._alarm}
