@@ -278,17 +278,17 @@ def test_actors_report_fallbacks_and_each_is_named_once() -> None:
 @pytest.mark.parametrize(
     ("mode", "wanted", "branches"),
     [
-        ("decoupled", "auto", {"ngram": 0, "draft_model": 8}),
-        ("decoupled", "3", {"ngram": 0, "draft_model": 3}),
-        ("decoupled", "0", {"ngram": 0, "draft_model": 0}),
-        ("coupled", "auto", {"ngram": 0, "draft_model": 0}),
-        ("coupled", "3", {"ngram": 0, "draft_model": 0}),
+        ("decoupled", "auto", {"ngram": 0, "draft_model": 8, "eagle": 8}),
+        ("decoupled", "3", {"ngram": 0, "draft_model": 3, "eagle": 3}),
+        ("decoupled", "0", {"ngram": 0, "draft_model": 0, "eagle": 0}),
+        ("coupled", "auto", {"ngram": 0, "draft_model": 0, "eagle": 0}),
+        ("coupled", "3", {"ngram": 0, "draft_model": 0, "eagle": 0}),
         ("plain", "3", {}),
     ],
 )
 def test_who_branches(mode: str, wanted: str, branches: dict[str, int]) -> None:
-    both = "drafters=[{method: ngram}, {method: draft_model, model: m}]"
-    config = load_config(None, [f"mode={mode}", both, f"speculation.branches={wanted}"])
+    drafters = "drafters=[{method: ngram}, {method: draft_model, model: m}, {method: eagle, model: h}]"
+    config = load_config(None, [f"mode={mode}", drafters, f"speculation.branches={wanted}"])
     assert {method: spec.branches for method, spec in drafter_specs(config).items()} == branches
     unused = "speculation.branches=3 has no effect: hosted drafters draft one chain"
     assert unused_branches(config) == (unused if (mode, wanted) == ("coupled", "3") else "")

@@ -233,6 +233,28 @@ def test_a_surviving_tail_is_gone_through_again_and_kept_where_it_still_fits() -
     assert drafter.tail(request.name) == (2, expected)
 
 
+def test_rows_are_counted_where_there_was_one_forward() -> None:
+    """What goes through a surviving tail again changes nothing, so that an `extend` runs several."""
+    drafter, request, forwards = eagle(), Sequence(1, 1.0), [0]
+    forward = drafter._runner.forward
+
+    def counted(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        forwards[-1] += 1
+        return forward(*arguments)
+
+    drafter._runner.forward = counted  # type: ignore[method-assign, assignment]
+    drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+    request.commit(drafter, [7])
+    extend_fully(drafter)
+    for _ in range(6):
+        request.commit(drafter, [drafter.tail(request.name)[1][0]])
+        forwards.append(0)
+        while drafter.extend():
+            assert drafter.rows_drafted == (forwards[-1] == 1)
+            forwards.append(0)
+    assert max(forwards[1:]) > 1
+
+
 def test_a_tail_that_ends_with_the_output_is_drafted_again() -> None:
     drafter, request = eagle(branches=4), Sequence(0, 1.0)
     request.sampling, drafter.proposer.budget = replace(request.sampling, max_tokens=WINDOW + 1), 99
