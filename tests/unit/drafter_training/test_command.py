@@ -17,7 +17,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from specactor_ray import cli
-from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.registry import build_proposer
 from specactor_ray.drafter_training.command import TrainPaths, train_drafter
@@ -79,7 +80,7 @@ def _few(data: Path, folder: Path) -> Path:
 
 class TestWhatIsWritten:
     def test_a_drafter_that_a_configuration_takes_as_it_is(self, drafter: Path) -> None:
-        config = DrafterConfig(method="eagle", model=str(drafter), max_batch=8)
+        config = DrafterSpec(method="eagle", model=str(drafter), max_batch=8)
         proposer = build_proposer(config, TargetConfig(model=str(tiny_target())), "cpu")
         assert isinstance(proposer, EagleProposer) and proposer.vocab_size == 512
         assert load_tokenizer(str(drafter)).chat_template == load_tokenizer(str(tiny_target())).chat_template

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.eagle.runner import EagleRunner
 from specactor_ray.draft.registry import build_proposer
@@ -92,7 +93,7 @@ def test_matches_are_what_the_proposer_hits_after_the_recorded_prefix(corpus: Re
 
 
 def test_a_trained_head_is_right_ahead_and_shared_noise_helps(corpus: RecordStore) -> None:
-    drafter = DrafterConfig(method="eagle", model=str(tiny_eagle()), max_batch=16)
+    drafter = DrafterSpec(method="eagle", model=str(tiny_eagle()), max_batch=16)
     head = head_config(drafter, str(tiny_target()))
     assert head is not None
     lengths = []

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.online import OnlineConfig
-from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.draft.eagle.proposer import EagleProposer
@@ -183,7 +184,7 @@ def tails_of(proposer: Proposer, rollouts: Sequence[EagleExample]) -> list[tuple
 
 def test_what_a_learner_has_learned_fits_the_running_head(rollouts: list[EagleExample]) -> None:
     target = TargetConfig(model=str(tiny_target()))
-    drafter = DrafterConfig(method="eagle", model=str(tiny_eagle()), dtype="float32", max_batch=16, online=SMALL)
+    drafter = DrafterSpec(method="eagle", model=str(tiny_eagle()), dtype="float32", max_batch=16, online=SMALL)
     learner = load_learner(drafter, target, "cpu")
     before = {name: weight.clone() for name, weight in trained_weights(some_head()).items()}
     assert learner.version == 0
