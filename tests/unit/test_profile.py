@@ -15,8 +15,9 @@ import pytest
 from specactor_ray.benchmarks.drafting_on_text import TextStream, measure_acceptance, seconds_per_token
 from specactor_ray.benchmarks.profile import default_devices, parse_axes, run_profile
 from specactor_ray.benchmarks.profile_process import measure_verify, record_outputs
+from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.load import from_mapping
-from specactor_ray.config.schema import Config, DrafterConfig, TargetConfig
+from specactor_ray.config.schema import Config, TargetConfig
 from specactor_ray.draft.proposer import Traits
 from specactor_ray.draft.registry import build_proposer
 from specactor_ray.draft.slots import RowProposer
@@ -62,7 +63,7 @@ class TestAcceptance:
     ) -> None:
         """Keyed sampling makes the recorded output the truth: no target is needed to measure a draft method."""
         model = str(tiny_draft_model_dir) if method == "draft_model" else None
-        drafter = DrafterConfig(method, model=model, max_batch=8, history_tokens=0)
+        drafter = DrafterSpec(method, model=model, max_batch=8, history_tokens=0)
         steps = accepted = 0
         proposer = ByName(build_proposer(drafter, TargetConfig(), "cpu"))
         for number, one in enumerate(recorded):
@@ -168,7 +169,7 @@ class TestCosts:
 
     def test_a_cache_too_small_to_draft_is_refused(self, recorded: list[Record], tiny_draft_model_dir: Path) -> None:
         """Otherwise the time of doing nothing would pass for the cost of drafting."""
-        drafter = DrafterConfig("draft_model", model=str(tiny_draft_model_dir), kv_cache_gb=0.05, max_batch=8)
+        drafter = DrafterSpec("draft_model", model=str(tiny_draft_model_dir), kv_cache_gb=0.05, max_batch=8)
         text, endless = TextStream(recorded), SamplingParams(max_tokens=1000)
         with pytest.raises(InputError, match="draft_model drafts nothing for 1 of 1 requests of 600 tokens"):
             seconds_per_token(
