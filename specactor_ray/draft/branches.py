@@ -124,6 +124,8 @@ class BranchTable:
 
     def release(self, slot: int) -> np.ndarray:
         """Drop the branches and candidates of a slot. Returns their rows, int64."""
+        if not self.most:  # nothing was made room for
+            return np.zeros(0, np.int64)
         freed: np.ndarray = kernels.release(self._planes, slot)
         return freed
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from specactor_ray.actors.process import COMMAND_TIMEOUT_S, ActorHost
 from specactor_ray.cluster.calls import Calls
-from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.controller.state import VerifierSpec
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.registry import build_proposer, traits
@@ -49,13 +50,14 @@ class SimulatedHost(ActorHost):
         engine.speculates = lambda: len(drafting) > 0 and not drafting.policy.suspension.is_quiet
         return drafting
 
-    def build_proposer(self, drafter: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
+    def build_proposer(self, drafter: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
         """What lookups find in a recorded text is found for real."""
         world, clock, name = self._world, self._clock, self._actor.name
         clock.work(world.times.load_s)
         if traits(drafter.method).looks_up and isinstance(world.text, RecordedText):
             return TimedProposer(build_proposer(drafter, target, device), clock, world, name)
-        return SimulatedProposer(name, drafter.method, clock, world, self._network.rng.random)
+        limits = (drafter.max_batch, drafter.branches)
+        return SimulatedProposer(name, drafter.method, clock, world, self._network.rng.random, *limits)
 
     def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
         self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)
