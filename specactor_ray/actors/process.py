@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.cores import bind_to_cores, limit_spins
-from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.controller.state import DraftActorSpec, VerifierSpec
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.messages import Mode, WeightSet
@@ -78,7 +79,7 @@ class ActorHost:
         learned = figures or (Acceptance(spec.priors),)
         return Drafting(spec.actor_id, coupled, spec.speculation, engine.vocab_size, rows, window, *learned)
 
-    def build_proposer(self, drafter: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
+    def build_proposer(self, drafter: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
         """The proposer of a draft method; loads its model if it has one."""
         from specactor_ray.draft.registry import build_proposer
 

@@ -19,6 +19,7 @@ from typing import Any
 from specactor_ray.benchmarks.drafting_on_text import TextStream, measure_acceptance, seconds_per_token
 from specactor_ray.child import Child, Report
 from specactor_ray.cluster.cores import bind_to_cores
+from specactor_ray.config.drafter_spec import drafter_spec
 from specactor_ray.config.schema import Config, DrafterConfig
 from specactor_ray.drafter_training.corpus import Record, RecordStore, RolloutRequest, collect
 from specactor_ray.errors import ConfigError, InputError
@@ -215,7 +216,8 @@ def measure_method(drafter: DrafterConfig, share: Share, text: TextStream, measu
     from specactor_ray.draft.registry import build_proposer
 
     axes, device = share.axes, "cuda" if drafter.gpus else "cpu"
-    proposer = build_proposer(drafter, share.config.target, device)
+    spec = drafter_spec("drafters", drafter, axes.draft_window, max(axes.batches))
+    proposer = build_proposer(spec, share.config.target, device)
     endless = replace(measured.recorded[0].sampling, max_tokens=1 << 20, ignore_eos=True)
     points = []
     for context, batch in itertools.product(axes.contexts, axes.batches):

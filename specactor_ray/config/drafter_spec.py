@@ -9,6 +9,9 @@ from specactor_ray.config.validate import reject_keys_against_traits
 from specactor_ray.draft import registry
 from specactor_ray.draft.proposer import Proposer, Traits
 
+_BRANCHES = 8
+"""Where `speculation.branches` is `auto`."""
+
 
 @dataclass
 class DrafterSpec(DrafterConfig):
@@ -19,7 +22,7 @@ class DrafterSpec(DrafterConfig):
     max_batch: int = 16
     """Most requests it drafts for at once: its own, else all that the verifiers it serves run at once."""
     branches: int = 0
-    """Most branches of a request; 0 where its proposers cannot branch."""
+    """Most branches of a request; 0 where its proposers cannot branch, or nothing is verified while they draft."""
     traits: Traits = Proposer.traits
     """What its proposers are."""
 
@@ -32,15 +35,29 @@ def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
     """
     if config.mode is ModeName.plain:
         return {}
-    window, batch = config.speculation.window, config.target.max_batch
+    speculation, batch, branches = config.speculation, config.target.max_batch, 0
     if config.mode is not ModeName.coupled:
-        batch *= min(config.target.replicas, config.speculation.verifiers_per_group or VERIFIERS_PER_GROUP)
-    return {one.method: drafter_spec(f"drafters.{n}", one, window, batch) for n, one in enumerate(config.drafters)}
+        batch *= min(config.target.replicas, speculation.verifiers_per_group or VERIFIERS_PER_GROUP)
+        branches = _BRANCHES if speculation.branches is None else speculation.branches
+    common = (speculation.window, batch, branches)
+    return {one.method: drafter_spec(f"drafters.{n}", one, *common) for n, one in enumerate(config.drafters)}
 
 
-def drafter_spec(key: str, drafter: DrafterConfig, window: int, max_batch: int) -> DrafterSpec:
-    """The record of a section at `key`; `window` and `max_batch`: where it has none. Raises as `drafter_specs`."""
+def unused_branches(config: Config) -> str:
+    """What there is to say where `speculation.branches` is set and no drafter branches; else empty. Raises as
+    `drafter_specs`."""
+    specs = drafter_specs(config).values()
+    if not config.speculation.branches or not specs or any(spec.branches for spec in specs):
+        return ""
+    why = "hosted drafters" if config.mode is ModeName.coupled else "these draft methods"
+    return f"speculation.branches={config.speculation.branches} has no effect: {why} draft one chain"
+
+
+def drafter_spec(key: str, drafter: DrafterConfig, window: int, max_batch: int, branches: int = 0) -> DrafterSpec:
+    """The record of a section at `key`; `window` and `max_batch`: where it has none; `branches`: where they can branch.
+    Raises as `drafter_specs`."""
     traits = registry.traits(drafter.method, f"{key}.method")
     reject_keys_against_traits(drafter, key, traits)
-    derived = {"window": drafter.window or window, "max_batch": drafter.max_batch or max_batch, "traits": traits}
-    return DrafterSpec(**{**vars(drafter), **derived})
+    derived = {"window": drafter.window or window, "max_batch": drafter.max_batch or max_batch}
+    branches = branches if traits.branches else 0
+    return DrafterSpec(**{**vars(drafter), **derived, "branches": branches, "traits": traits})

@@ -268,10 +268,11 @@ class SpeculationConfig:
         lambda value: 0 <= value <= MAX_BRANCHES,
         "is not a number of branches.",
         f"use auto, 0 (none) or up to {MAX_BRANCHES}.",
-        default=None,
+        default=_UNRESOLVED,
     )
     """Most branches of a request and drafter: drafted outcomes of the verification under way, one of which is the next
-    tail where the main chain is refuted. `auto`: 8 where a drafter can branch. 0: none."""
+    tail where the main chain is refuted. `auto`: 8 where the draft method can branch (`draft_model`). 0: none. Hosted
+    drafters, which take turns with their verifier, have none."""
     verify: VerifyPolicy = VerifyPolicy.auto
     """How many supplied draft tokens a step verifies: `auto` or `all`. With `all`, `coupled` verifiers draft whole
     windows at every step."""

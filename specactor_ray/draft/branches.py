@@ -85,14 +85,14 @@ class BranchTable:
         returns their rows, int64."""
         (have, width), freed = self.gaps.shape, np.zeros(0, np.int64)
         if window + 1 > width:
-            width, freed = 1 << window.bit_length(), self.rows[self.ats != FREE]
+            width, freed = 1 << window.bit_length(), self.close_all()
             for name, shape in (
                 ("tokens", (have, self.most, width)), ("others", (have, width, RANKS)), ("gaps", (have, width)),
                 ("branch_others", (have, self.most, width, RANKS)), ("branch_gaps", (have, self.most, width)),
                 ("opened", (have, width)),
             ):  # fmt: skip
                 setattr(self, name, np.zeros(shape, np.int32))
-            self.ats[:], self.gaps[:] = FREE, FREE
+            self.gaps[:] = FREE
         if slots > have:
             for name in kernels.Planes._fields[:-1]:
                 setattr(self, name, enlarged(getattr(self, name), 0, slots))
@@ -140,6 +140,12 @@ class BranchTable:
         """int32 `(n,)`: the last token of each branch."""
         tokens: np.ndarray = self.tokens[slots, numbers, self.lengths[slots, numbers] - 1]
         return tokens
+
+    def close_all(self) -> np.ndarray:
+        """Give up all branches; they are not opened again. Returns their rows, int64."""
+        rows: np.ndarray = self.rows[self.ats != FREE]
+        self.ats[:] = FREE
+        return rows
 
     def close(self, slot: int, number: int) -> None:
         """Give up a branch that has no row."""

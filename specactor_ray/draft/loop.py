@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
+from specactor_ray.config.schema import MAX_BRANCHES
+from specactor_ray.draft.budget import row_budget
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.fallbacks import fallbacks
@@ -23,6 +25,7 @@ from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.queues.link import Link
+from specactor_ray.spec.cost import StepCost
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,8 @@ class DraftLoop(Loop):
         self._costs = deque[float](maxlen=_MOST_COSTS)
         self._token_s = 0.0
         """Lower quartile of `_costs`, seconds: leaves out delayed forwards and those that read prompts."""
+        self._cost = StepCost()
+        """Seconds of a forward by its rows, each with one token."""
         self._failures_in_a_row = 0
 
     # ---- called from other threads ----
@@ -118,13 +123,17 @@ class DraftLoop(Loop):
         messages = self._inbox.drain()
         for message in messages:
             self._requests.take(message)
+        proposer, requests = self.proposer, self._requests
+        if proposer.traits.branches:
+            proposer.budget = row_budget(self._cost, requests.step_s, len(requests) * (1 + MAX_BRANCHES))
         begin = self._clock.now()
-        changed = np.asarray(self.proposer.extend(), np.int32)
+        changed = np.asarray(proposer.extend(), np.int32)
         if len(changed):
-            if not self.proposer.traits.looks_up:  # a model drafts one token for each of its requests
+            if not proposer.traits.looks_up:  # a model drafts one token for each of its requests
                 self._costs.append(self._clock.now() - begin)
+                self._cost.record(proposer.rows_drafted, self._costs[-1])
                 self._token_s = sorted(self._costs)[len(self._costs) // 4]
-            self._requests.counters["extends"] += 1
+            requests.counters["extends"] += 1
             self._failures_in_a_row = 0
-        self._requests.publish(changed, self._links, self._inbox.cut_off, self._token_s)
+        requests.publish(changed, self._links, self._inbox.cut_off, self._token_s)
         return bool(messages) or len(changed) > 0

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from specactor_ray.config.schema import DrafterConfig, TargetConfig
+from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.schema import TargetConfig
 from specactor_ray.draft.branches import MAIN, Chains, main_chains
 from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.draft.registry import BUILT_IN
@@ -37,13 +38,12 @@ class DraftModelProposer(ModelProposer):
         self._model = model
 
     @classmethod
-    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
+    def from_config(cls, config: DrafterSpec, target: TargetConfig, device: str) -> Self:
         assert config.model is not None  # validated
         model = load_model(config.model, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
         total = None if device == "cpu" else device_bytes(device)
         cache = drafter_cache_bytes(config, model.config.get_text_config(), model.dtype.itemsize, total)
-        branches = getattr(config, "branches", 0)
-        return cls(RaggedModel(model, cache), config.max_batch, config.shared_noise, branches)
+        return cls(RaggedModel(model, cache), config.max_batch, config.shared_noise, config.branches)
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._model.load_weights(state_dict)

@@ -7,6 +7,7 @@ import abc
 import numpy as np
 import torch
 
+from specactor_ray.draft import branches as branching
 from specactor_ray.draft.branches import FREE, MAIN, BranchTable, Chains, ranges_of
 from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
@@ -55,6 +56,9 @@ class ModelProposer(SlotProposer):
         self._rows = np.zeros(0, np.int64)
         """`(slots,)`: rows in the cache of the requests that have a place."""
         warm_up(cache.device, dtype)
+        if branches:
+            branching.warm_up()
+            candidates(torch.zeros(1, 2, dtype=dtype), *np.zeros((2, 1), np.int64), Rules(1, torch.device("cpu")))
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if self.branches.most:
@@ -79,6 +83,7 @@ class ModelProposer(SlotProposer):
         """Run one forward for as many chains as fit. Returns slots whose tails changed, or that cannot go on."""
 
     def extend(self) -> np.ndarray:
+        self.rows_drafted = 0
         while True:
             chains, answered = self._ready(), self._unanswered.copy()
             answered[chains.slots] = False  # the others have no more guesses
@@ -90,7 +95,10 @@ class ModelProposer(SlotProposer):
                 return found.astype(np.int32)
 
     def _enter(self, slot: int, late: bool) -> bool:
-        row = self._cache.open(min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len))
+        tokens = min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len)
+        row = self._cache.open(tokens)
+        if row is None and self._drop_branches():
+            row = self._cache.open(tokens)
         if row is None:
             return False
         self._rows[slot] = row
@@ -102,14 +110,19 @@ class ModelProposer(SlotProposer):
         self._free(self.branches.release(slot))
         self._cache.free(int(self._rows[slot]))
 
+    def _drop_branches(self) -> bool:
+        """Free the pages of all branches, which main chains need more. False: there are none."""
+        rows = self.branches.close_all()
+        self._free(rows)
+        return len(rows) > 0
+
     def _free(self, rows: np.ndarray) -> None:
         for row in rows.tolist():
             self._cache.free(row)
 
     def _fit(self, slots: int) -> None:
         super()._fit(slots)
-        if self.branches.most:
-            self._free(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
+        self._free(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
 
     def _rows_of(self, chains: Chains) -> np.ndarray:
         """int64 `(n,)`: rows of the cache; that of a branch that begins is forked from its main chain's."""
@@ -124,7 +137,8 @@ class ModelProposer(SlotProposer):
         return rows
 
     def _reserve(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[Chains, np.ndarray, np.ndarray]:
-        """Make room in the cache for `counts` more tokens of each chain; chains without room are given up.
+        """Make room in the cache for `counts` more tokens of each chain. Where a main chain finds none, all branches
+        are given up; chains without room are, too.
 
         Returns:
             The chains that fit in one forward, their cache rows, and their tokens in it, at least 1.
@@ -136,19 +150,24 @@ class ModelProposer(SlotProposer):
         short = np.flatnonzero(ends > self._cache.room(rows)).tolist()
         if not short:
             return chains, rows, counts
-        fits = np.ones(len(rows), np.bool_)
         for i in short:
-            fits[i] = self._cache.reserve(int(rows[i]), int(ends[i]))
-            if not fits[i]:
-                self._give_up_chain(int(chains.slots[i]), int(chains.numbers[i]))
-        fits &= self._placed[chains.slots]
-        return chains.at(fits), rows[fits], counts[fits]
+            row, end, slot, number = int(rows[i]), int(ends[i]), int(chains.slots[i]), int(chains.numbers[i])
+            if number != MAIN and self.branches.ats[slot, number] == FREE:  # it went with a main chain
+                continue
+            fits = self._cache.reserve(row, end)
+            if not fits and number == MAIN and self._drop_branches():
+                fits = self._cache.reserve(row, end)
+            if not fits:
+                self._give_up_chain(slot, number)
+        left, branch = self._placed[chains.slots], np.flatnonzero(chains.numbers != MAIN)
+        left[branch] = self.branches.ats[chains.slots[branch], chains.numbers[branch]] != FREE
+        return chains.at(left), rows[left], counts[left]
 
     def _give_up_chain(self, slot: int, number: int) -> None:
         """Give up a branch, or with its main chain the request."""
         if number == MAIN:
             self._give_up(slot)
-        elif self._placed[slot]:  # else it went with its main chain
+        elif self.branches.ats[slot, number] != FREE:  # else it went with its main chain
             self._cache.free(int(self.branches.rows[slot, number]))
             self.branches.close(slot, number)
 

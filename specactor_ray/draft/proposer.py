@@ -18,7 +18,8 @@ import numpy as np
 from specactor_ray.messages import NO_BRANCHES, Branches, Features, SamplingParams
 
 if TYPE_CHECKING:
-    from specactor_ray.config.schema import DrafterConfig, TargetConfig
+    from specactor_ray.config.drafter_spec import DrafterSpec
+    from specactor_ray.config.schema import TargetConfig
 
 
 class Checkpoint(Enum):
@@ -156,7 +157,7 @@ class Proposer(abc.ABC):
         """Clear the history; open requests stay. Overridden with the trait `keeps_history`."""
 
     @classmethod
-    def from_config(cls, config: DrafterConfig, target: TargetConfig, device: str) -> Self:
+    def from_config(cls, config: DrafterSpec, target: TargetConfig, device: str) -> Self:
         """Build the proposer of a section of `drafters` for this target, on `device` (`cpu` or `cuda`).
 
         Raises:

@@ -9,7 +9,8 @@ from specactor_ray.draft.proposer import Checkpoint, Proposer, Traits
 from specactor_ray.errors import ConfigError, SpecActorError, clipped, clipped_text
 
 if TYPE_CHECKING:
-    from specactor_ray.config.schema import DrafterConfig, TargetConfig
+    from specactor_ray.config.drafter_spec import DrafterSpec
+    from specactor_ray.config.schema import TargetConfig
 
 
 class BuiltIn(NamedTuple):
@@ -29,7 +30,9 @@ BUILT_IN = {
         Traits(looks_up=True, keeps_history=True, draws_noise=True),
         ("length_factor", "min_probability"),
     ),
-    "draft_model": BuiltIn("model:DraftModelProposer", Traits(draws_noise=True, checkpoint=Checkpoint.MODEL)),
+    "draft_model": BuiltIn(
+        "model:DraftModelProposer", Traits(draws_noise=True, branches=True, checkpoint=Checkpoint.MODEL)
+    ),
     "eagle": BuiltIn(
         "eagle.proposer:EagleProposer", Traits(reads_features=True, draws_noise=True, checkpoint=Checkpoint.HEAD)
     ),
@@ -51,7 +54,7 @@ def reads_head(method: str) -> bool:
     return traits(method).checkpoint is Checkpoint.HEAD
 
 
-def build_proposer(config: DrafterConfig, target: TargetConfig, device: str) -> Proposer:
+def build_proposer(config: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
     """Build the configured proposer for this target on `device` (`cpu` or `cuda`).
 
     Raises:

@@ -30,6 +30,8 @@ class _Verifier:
     """Its newest session; see `CommitBatch`."""
     slots: np.ndarray = field(default_factory=lambda: np.full(1, _NONE, np.int32))
     """Row → slot; the last entry has none."""
+    step_s: float = 0.0
+    """See `CommitBatch`."""
     lost: dict[int, int] = field(default_factory=dict)
     """Rows to open again → generation."""
 
@@ -63,6 +65,12 @@ class DraftRequests:
         """Open requests."""
         return len(self._open)
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of the shortest verify step of those verifiers that have open requests; 0 if none is known."""
+        known = [one for one in self._verifiers.values() if one.step_s > 0.0 and (self._owners == one.number).any()]
+        return min((one.step_s for one in known), default=0.0)
+
     # ---- messages ----
 
     def take(self, message: CommitBatch) -> None:
@@ -74,6 +82,7 @@ class DraftRequests:
             self._next_number += 1
         elif message.session < verifier.session:
             return
+        verifier.step_s = message.step_s
         self._commit(verifier, message)
         if message.closed:
             rows, generations, finished = zip(*message.closed, strict=True)
@@ -221,7 +230,7 @@ class DraftRequests:
                 link.offer(functools.partial(self._tails, verifier, mine, token_s))
 
     def _tails(self, verifier: _Verifier, slots: np.ndarray, token_s: float) -> TailBatch:
-        """Whole tails of changed slots of a verifier."""
+        """Whole tails and branches of changed slots of a verifier."""
         self._changed[slots] = False
         lost, verifier.lost = verifier.lost, {}
         self.counters["tails"] += len(slots)

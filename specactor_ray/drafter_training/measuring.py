@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from specactor_ray.config.drafter_spec import drafter_spec
 from specactor_ray.config.schema import DrafterConfig, TargetConfig
 from specactor_ray.config.validate import DRAFTER_CHECKS
 from specactor_ray.draft.registry import build_proposer, reads_head, traits
@@ -76,7 +77,8 @@ def measure(
         corpus: Recorded with the states that the drafter reads, before others.
     """
     rows, head = [], head_config(drafter, target.model)
-    device, section = corpus.limits.device, replace(drafter, dtype="float32", max_batch=_REPLAY_BATCH)
+    section = drafter_spec("drafter", replace(drafter, dtype="float32", max_batch=_REPLAY_BATCH), window, _REPLAY_BATCH)
+    device = corpus.limits.device
     for part, records in corpus.held_out().items():
         temperature = records[0].sampling.temperature
         noisy = temperature > 0.0 and traits(drafter.method).draws_noise

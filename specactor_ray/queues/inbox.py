@@ -39,7 +39,7 @@ _MAX_SEQUENCE = 1 << 24
 """Most tokens of a prompt, an output or a batch, and most hidden states."""
 _MAX_WINDOW = 65_536
 _MAX_NUMBER = 1 << 31
-_MAX_TOKEN_S = 1.0e6
+_MAX_SECONDS = 1.0e6
 _INT32 = np.dtype(np.int32)
 _STATES = (np.float32, np.float16, np.int16)
 """Types of hidden states, see `models/wire.py`."""
@@ -123,8 +123,7 @@ def for_verifier(vocab_size: int) -> Inbox[TailBatch]:
         _require(type(message) is TailBatch, f"{type(message).__name__} is no message of a drafter")
         _require(_is_id(message.drafter_id), "the drafter's id is no string, or far too long")
         _check_arrays(message.rows, message.generations, message.bases, message.lengths, message.tokens, vocab_size)
-        seconds = message.token_s
-        _require(type(seconds) in (float, int) and 0.0 <= seconds <= _MAX_TOKEN_S, "token_s is no number of seconds")
+        _require(_is_seconds(message.token_s), "token_s is no number of seconds")
         _require(_are_all(message.lost, _is_handle), "lost holds no handles")
 
     return Inbox(check, "drafter_id")
@@ -138,6 +137,7 @@ def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
         _require(type(message) is CommitBatch, f"{type(message).__name__} is no message of a verifier")
         _require(_is_id(message.verifier_id), "the verifier's id is no string, or far too long")
         _require(_is_count(message.session), f"session is not between 0 and {_MAX_NUMBER - 1}")
+        _require(_is_seconds(message.step_s), "step_s is no number of seconds")
         _check_arrays(message.rows, message.generations, message.starts, message.lengths, message.tokens, limit)
         _require(type(message.opened) is tuple, "opened is no tuple")
         for one in message.opened:
@@ -219,6 +219,10 @@ def _is_id(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_NUMBER
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (float, int) and 0.0 <= value <= _MAX_SECONDS
 
 
 def _is_handle(value: Any) -> bool:

@@ -16,6 +16,7 @@ from specactor_ray.clock import SYSTEM
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.config import Config, load_config
+from specactor_ray.config.drafter_spec import unused_branches
 from specactor_ray.controller.start import start_controller
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
@@ -80,6 +81,8 @@ class Rollout(RunClient):
         check_target(config)  # a cache of what is free here may hold no request
         require_memory(config)
         warn_without_drafters(config)
+        if unused := unused_branches(config):
+            logger.warning("%s", unused)
         with Heartbeat(elapsed(logger.info, f"starting Ray and {config.mode.value} actors")):
             self._connection: Connection = connect(config.cluster)
             try:
@@ -202,10 +205,12 @@ class Rollout(RunClient):
         return super().update_weights(weights)
 
     def fallbacks(self) -> list[str]:
-        """What actors do in a slower way than they could, each once; as far as it can be asked."""
+        """What actors do in a slower way than they could, each once, as far as it can be asked; and what was set in
+        vain."""
+        found = [unused] if (unused := unused_branches(self.config)) else []
         with contextlib.suppress(Exception):
-            return list(dict.fromkeys(what for row in self.status() for what in row["counters"].get("fallbacks", ())))
-        return []
+            found += [what for row in self.status() for what in row["counters"].get("fallbacks", ())]
+        return list(dict.fromkeys(found))
 
     @property
     def model(self) -> str:

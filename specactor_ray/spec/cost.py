@@ -59,6 +59,10 @@ class StepCost:
         more_s, less_s = np.interp((num_tokens, fewer), tokens, seconds)
         return max(float(more_s - less_s), 0.0)
 
+    def within(self, seconds: float) -> float:
+        """Most positions of a step that takes so many seconds; infinity above the longest step that is remembered."""
+        return float(np.interp(seconds, *reversed(self._knots), right=np.inf))
+
     @property
     def is_known(self) -> bool:
         """A step was seen."""

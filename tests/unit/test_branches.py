@@ -1,4 +1,4 @@
-"""Branches of drafters: chains are what the candidates say, rows of the cache what the chains say, after any commits."""
+"""Branches of drafters: chains are what the candidates say, rows of the cache what the chains say."""
 
 from __future__ import annotations
 

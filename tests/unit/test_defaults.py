@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from specactor_ray import fallbacks
 from specactor_ray.config import Config, load_config, to_yaml
-from specactor_ray.config.drafter_spec import drafter_specs
+from specactor_ray.config.drafter_spec import drafter_specs, unused_branches
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.config.validate import validate
@@ -78,6 +78,7 @@ def test_auto_is_the_word_for_what_is_not_set() -> None:
     assert load_config(None, ["drafters=[{kv_cache_gb: auto, max_batch: auto}]"]) == load_config(
         None, ["drafters=[{}]"]
     )
+    assert load_config(None, ["speculation.branches=auto"]) == load_config()
     with pytest.raises(ConfigError, match=r"target\.gpus: 'auto' is of the wrong type"):
         load_config(None, ["target.gpus=auto"])
 
@@ -265,7 +266,28 @@ def test_a_summary_names_what_its_actors_fell_back_to(fell: list[str]) -> None:
 
 def test_actors_report_fallbacks_and_each_is_named_once() -> None:
     rows = [{"counters": {"fallbacks": ["a", "b"]}}, {"counters": {}}, {"counters": {"fallbacks": ["b", "c"]}}]
-    rollout: Any = SimpleNamespace(status=lambda: rows)
+    rollout: Any = SimpleNamespace(status=lambda: rows, config=load_config())
     assert Rollout.fallbacks(rollout) == ["a", "b", "c"]
     rows.append({"phase": "gone"})
     assert Rollout.fallbacks(rollout) == [], "a status that cannot be read ends no run"
+    rollout.config = load_config(None, ["mode=decoupled", "drafters=[{method: ngram}]", "speculation.branches=3"])
+    assert Rollout.fallbacks(rollout) == [unused_branches(rollout.config)] != [""]
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted", "branches"),
+    [
+        ("decoupled", "auto", {"ngram": 0, "draft_model": 8}),
+        ("decoupled", "3", {"ngram": 0, "draft_model": 3}),
+        ("decoupled", "0", {"ngram": 0, "draft_model": 0}),
+        ("coupled", "auto", {"ngram": 0, "draft_model": 0}),
+        ("coupled", "3", {"ngram": 0, "draft_model": 0}),
+        ("plain", "3", {}),
+    ],
+)
+def test_who_branches(mode: str, wanted: str, branches: dict[str, int]) -> None:
+    both = "drafters=[{method: ngram}, {method: draft_model, model: m}]"
+    config = load_config(None, [f"mode={mode}", both, f"speculation.branches={wanted}"])
+    assert {method: spec.branches for method, spec in drafter_specs(config).items()} == branches
+    unused = "speculation.branches=3 has no effect: hosted drafters draft one chain"
+    assert unused_branches(config) == (unused if (mode, wanted) == ("coupled", "3") else "")

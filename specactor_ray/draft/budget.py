@@ -1,0 +1,24 @@
+"""How many rows a forward of a drafter may have, so that its drafts are there before the verification has ended."""
+
+from __future__ import annotations
+
+from specactor_ray.spec.cost import StepCost
+
+FORWARDS = 4
+"""Forwards that fit into a verify step: a window drafted later than the verification ends adds its time to the step
+(SSD, arXiv 2603.03251). Four did best of those tried in simulation."""
+
+
+def row_budget(cost: StepCost, step_s: float, most: int) -> int:
+    """Most rows, up to `most`, with which `FORWARDS` forwards fit into a verify step of `step_s` seconds.
+
+    Args:
+        cost: Of a forward by its rows; larger ones than were seen lately are expected to cost no more.
+        step_s: 0 if unknown.
+
+    Returns:
+        0 where one of the two is unknown, or not even one row fits.
+    """
+    if not cost.is_known or step_s <= 0.0:
+        return 0
+    return int(min(cost.within(step_s / FORWARDS), most))
