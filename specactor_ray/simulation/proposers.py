@@ -54,7 +54,7 @@ class SimulatedProposer(SlotProposer):
         self.method, self.vocab_size = method, world.text.vocab_size
         self._name, self._clock, self._world, self._random = name, clock, world, random
         self._time = world.draft_time(method)
-        self.traits = Traits(looks_up=self._time.is_lookup)
+        self.traits = Traits(looks_up=self._time.is_lookup, branches=branches > 0)
         self.branches = BranchTable(0 if self._time.is_lookup else branches)
         """Its `rows` are tokens in the cache."""
         self._cached = np.zeros(0, np.int64)
@@ -87,13 +87,11 @@ class SimulatedProposer(SlotProposer):
         np.minimum.at(self._cached, slots, same)
 
     def _leave(self, slot: int, finished: bool) -> None:
-        if self.branches.most:
-            self.branches.release(slot)
+        self.branches.release(slot)
 
     def _fit(self, slots: int) -> None:
         super()._fit(slots)
-        if self.branches.most:
-            self.branches.fit(slots, int(self.mirrors.windows.max(initial=1)))
+        self.branches.fit(slots, int(self.mirrors.windows.max(initial=1)))
 
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._clock.work(self._world.times.sync_s)
@@ -104,6 +102,7 @@ class SimulatedProposer(SlotProposer):
     # ---- guesses ----
 
     def extend(self) -> np.ndarray:
+        self.rows_drafted = 0
         changed = self._look_up() if self._time.is_lookup else self._draft(self._ready())
         changed |= self._unanswered
         self._unanswered[:] = False

@@ -50,8 +50,8 @@ def true_output(sampling: SamplingParams, version: int) -> tuple[int, ...]:
 
 
 def guesses(ranks: np.ndarray, output: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Integers `(n,)`: the first candidates, or `NO_GUESS`; a wrong one is the next token of the vocabulary."""
-    return np.where(ranks == NO_GUESS, NO_GUESS, (output + (ranks > 0)) % vocab_size)
+    """int32 `(n,)`: the first candidates, or `NO_GUESS`; a wrong one is the next token of the vocabulary."""
+    return np.where(ranks == NO_GUESS, NO_GUESS, (output.astype(np.int32) + (ranks > 0)) % vocab_size)
 
 
 class HashedText:

@@ -22,6 +22,7 @@ from specactor_ray.simulation.network import Network, Node, VirtualActor, payloa
 from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
 from specactor_ray.simulation.scenario import SkillConfig, WorkloadConfig
 from specactor_ray.simulation.text import NO_GUESS, GeneratedText, RecordedText, Skill
+from specactor_ray.simulation.text import guesses as first_candidates
 from specactor_ray.simulation.workload import draw_lengths, load_recording
 from specactor_ray.simulation.world import DraftTime, LinearTime, MeasuredPython, PythonTime, World
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult, TargetRequest
@@ -74,6 +75,8 @@ class TestText:
         guesses = [ranks(text, "m", seed)[0] for seed in range(100)]
         assert fmean(guess != NO_GUESS for one in guesses for guess in one[::32]) == pytest.approx(0.3, abs=0.04)
         assert (guesses[3][64:96] == NO_GUESS).tolist() in ([True] * 32, [False] * 32)
+        output = np.array([254, 3, 7], np.uint8)
+        assert first_candidates(np.array([1, 0, NO_GUESS]), output, 255).tolist() == [0, 3, NO_GUESS]
 
     def test_candidates_and_gaps_are_as_measured(self) -> None:
         """SmolLM2-135M at temperature 1, with drafters whose first candidate is right in 0.58-0.61 of positions."""
