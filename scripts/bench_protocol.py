@@ -159,7 +159,7 @@ class Oracle:
             np.array(list(ends.values()), np.int32),
             np.array(list(map(len, tails)), np.int32),
             np.concatenate(tails),
-            1e-4,
+            token_s=1e-4,
         )
 
 

@@ -75,9 +75,9 @@ class ActorHost:
         from specactor_ray.spec.acceptance import Acceptance
         from specactor_ray.verify.drafting import Drafting
 
-        coupled, rows, window = spec.mode is Mode.COUPLED, spec.target.max_batch, spec.max_drafts
+        coupled, sizes = spec.mode is Mode.COUPLED, (spec.target.max_batch, spec.max_drafts, spec.max_branches)
         learned = figures or (Acceptance(spec.priors),)
-        return Drafting(spec.actor_id, coupled, spec.speculation, engine.vocab_size, rows, window, *learned)
+        return Drafting(spec.actor_id, coupled, spec.speculation, engine.vocab_size, *sizes, *learned)
 
     def build_proposer(self, drafter: DrafterSpec, target: TargetConfig, device: str) -> Proposer:
         """The proposer of a draft method; loads its model if it has one."""

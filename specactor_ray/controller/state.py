@@ -62,6 +62,8 @@ class VerifierSpec:
     """Draft method → what a profile says about it."""
     max_drafts: int = 0
     """Most draft tokens of a request in one step."""
+    max_branches: int = 0
+    """Most branches of a tail."""
     inline: tuple[DrafterSpec, ...] = ()
     """Draft methods it hosts itself."""
 

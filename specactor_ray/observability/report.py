@@ -19,6 +19,7 @@ _SPLIT = ("forward", "sampling", "protocol", "waiting")
 def rollout_table(summary: Mapping[str, Any]) -> Table:
     """The figures of one rollout, a row each."""
     metrics, counts = summary["metrics"], summary["trajectories"]
+    rescues = metrics["arrival_rescues"] + metrics["commit_rescues"]
     figures = [
         ("mode", summary["config"]["mode"]),
         ("trajectories", f"{counts['finished']} finished, {counts['failed']} failed, {counts['total']} in all"),
@@ -29,6 +30,7 @@ def rollout_table(summary: Mapping[str, Any]) -> Table:
         ("supply", f"{metrics['supply']:.2f} draft tokens per request and step"),
         ("requests with a draft", _share(metrics["supply_share"], metrics["row_steps"])),
         ("drafts left alone", _share(metrics["suspended_steps"] / max(metrics["steps"], 1), metrics["steps"])),
+        ("tails refuted", f"{metrics['refuted_tails']:,}; branches took the place of {rescues:,}"),
         ("right by draft position", _by_position(metrics)),
         ("protocol", f"{1e3 * metrics['protocol_s'] / max(metrics['steps'], 1):.2f} ms per step"),
     ]

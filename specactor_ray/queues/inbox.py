@@ -18,7 +18,7 @@ import numpy as np
 
 from specactor_ray.errors import InputError
 from specactor_ray.jit import kernel
-from specactor_ray.messages import CommitBatch, DraftOpen, Features, SamplingParams, TailBatch
+from specactor_ray.messages import NO_BRANCHES, Branches, CommitBatch, DraftOpen, Features, SamplingParams, TailBatch
 
 M = TypeVar("M")
 
@@ -116,14 +116,16 @@ class Inbox(Generic[M]):
             logger.warning("a malformed message of %s is dropped: %s", name, problem)
 
 
-def for_verifier(vocab_size: int) -> Inbox[TailBatch]:
-    """What drafters send to a verifier; token ids must lie in `[0, vocab_size)`."""
+def for_verifier(vocab_size: int, branches: int = 0) -> Inbox[TailBatch]:
+    """What drafters send to a verifier; token ids must lie in `[0, vocab_size)`, and a tail has at most `branches`
+    branches."""
 
     def check(message: Any) -> None:
         _require(type(message) is TailBatch, f"{type(message).__name__} is no message of a drafter")
         _require(_is_id(message.drafter_id), "the drafter's id is no string, or far too long")
         _check_arrays(message.rows, message.generations, message.bases, message.lengths, message.tokens, vocab_size)
-        _require(_is_seconds(message.token_s), "token_s is no number of seconds")
+        _check_branches(message.branches, message.lengths, branches, vocab_size)
+        _require(_are_seconds(message.token_s), "token_s is no number of seconds")
         _require(_are_all(message.lost, _is_handle), "lost holds no handles")
 
     return Inbox(check, "drafter_id")
@@ -137,7 +139,6 @@ def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
         _require(type(message) is CommitBatch, f"{type(message).__name__} is no message of a verifier")
         _require(_is_id(message.verifier_id), "the verifier's id is no string, or far too long")
         _require(_is_count(message.session), f"session is not between 0 and {_MAX_NUMBER - 1}")
-        _require(_is_seconds(message.step_s), "step_s is no number of seconds")
         _check_arrays(message.rows, message.generations, message.starts, message.lengths, message.tokens, limit)
         _require(type(message.opened) is tuple, "opened is no tuple")
         for one in message.opened:
@@ -146,6 +147,7 @@ def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
         _require(closed, "closed holds something else than handles and whether they finished")
         features = _are_all(message.features, lambda one: _is_count(one[0]) and _are_features(one[1]), size=2)
         _require(features, "features are not in order")
+        _require(_are_seconds(message.step_s), "step_s is no number of seconds")
 
     return Inbox(check, "verifier_id")
 
@@ -170,12 +172,23 @@ def _require(good: bool, problem: str) -> None:
 def _check_arrays(rows: Any, generations: Any, starts: Any, lengths: Any, tokens: Any, limit: int) -> None:
     """int32 arrays `(n,)` of handles and positions, and int32 `(sum(lengths),)` token ids below `limit`."""
     arrays = (rows, generations, starts, lengths, tokens)
-    for array in arrays:
-        if type(array) is not np.ndarray or array.dtype != _INT32 or array.ndim != 1:
-            raise Malformed("rows, positions, lengths or tokens are not one-dimensional int32 arrays")
+    _require(all(map(_is_column, arrays)), "rows, positions, lengths or tokens are not one-dimensional int32 arrays")
     _require(len(rows) == len(generations) == len(starts) == len(lengths) <= _MAX_ROWS, "rows differ in number")
     _require(len(tokens) <= _MAX_SEQUENCE, "too many tokens")
     if number := _problem_of(*arrays, limit):
+        raise Malformed(_PROBLEMS[number - 1])
+
+
+def _check_branches(branches: Any, lengths: np.ndarray, most: int, limit: int) -> None:
+    """Branches of tails of these lengths, at most `most` of each."""
+    if branches is NO_BRANCHES:
+        return
+    good = type(branches) is Branches and len(branches) == 4 and all(map(_is_column, branches))
+    _require(good, "branches are not one-dimensional int32 arrays")
+    tails, ats, sizes, tokens = branches
+    _require(len(tails) == len(ats) == len(sizes), "branches differ in number")
+    _require(len(tokens) <= _MAX_SEQUENCE, "too many tokens")
+    if number := _problem_of_branches(tails, ats, sizes, tokens, lengths, most, limit):
         raise Malformed(_PROBLEMS[number - 1])
 
 
@@ -183,6 +196,8 @@ _PROBLEMS = (
     "a row, a position or a length is negative or too large",
     "lengths and tokens do not fit",
     "a token id is outside the vocabulary",
+    "a branch is of no tail, out of order, or one too many",
+    "a branch is empty or leaves its tail behind the end",
 )
 
 
@@ -196,21 +211,49 @@ def _problem_of(rows: Any, generations: Any, starts: Any, lengths: Any, tokens: 
         if rows[i] >= _MAX_ROWS or starts[i] + lengths[i] >= _MAX_NUMBER:
             return 1
         total += lengths[i]
-    if total != len(tokens):
-        return 2
+    return 2 if total != len(tokens) else 3 * _are_outside(tokens, limit)
+
+
+@kernel()
+def _problem_of_branches(tails: Any, ats: Any, sizes: Any, tokens: Any, lengths: Any, most: int, limit: int) -> int:
+    """As `_problem_of`."""
+    total, last, count = 0, -1, 0
+    for b in range(len(tails)):
+        count = count + 1 if tails[b] == last else 1
+        if tails[b] < max(last, 0) or tails[b] >= len(lengths) or count > most:
+            return 4
+        if sizes[b] < 1 or ats[b] < 0 or ats[b] > lengths[tails[b]]:
+            return 5
+        last = tails[b]
+        total += sizes[b]
+    return 2 if total != len(tokens) else 3 * _are_outside(tokens, limit)
+
+
+@kernel()
+def _are_outside(tokens: Any, limit: int) -> bool:
+    """A token id is negative, or not below `limit`."""
     least, most = 0, 0
     for token in tokens:
         least, most = min(least, token), max(most, token)
-    return 3 if least < 0 or most >= limit else 0
+    return least < 0 or most >= limit
 
 
 @functools.cache
 def warm_up() -> None:
-    """Compile the check for arrays of this process, and for those of messages, which are read-only."""
+    """Compile the checks for arrays of this process, and for those of messages, which are read-only."""
     for writeable in (True, False):
         array = np.zeros(0, np.int32)
         array.flags.writeable = writeable
         _check_arrays(array, array, array, array, array, 1)
+        _check_branches(Branches(array, array, array, array), array, 1, 1)
+
+
+def _is_column(value: Any) -> bool:
+    return type(value) is np.ndarray and value.dtype == _INT32 and value.ndim == 1
+
+
+def _are_seconds(value: Any) -> bool:
+    return type(value) in (float, int) and 0.0 <= value <= _MAX_SECONDS
 
 
 def _is_id(value: Any) -> bool:
@@ -219,10 +262,6 @@ def _is_id(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MAX_NUMBER
-
-
-def _is_seconds(value: Any) -> bool:
-    return type(value) in (float, int) and 0.0 <= value <= _MAX_SECONDS
 
 
 def _is_handle(value: Any) -> bool:

@@ -15,19 +15,28 @@ from specactor_ray.jit import kernel
 
 _jit: Any = kernel()
 
+FREE = -1
+REFUTED, ON_ARRIVAL, AT_COMMIT = range(3)
+
 
 class Planes(NamedTuple):
     """Arrays of `table.RequestTable`, which documents them. They are here so that numba's cache notices a change."""
 
+    generation: np.ndarray
     committed: np.ndarray
     output: np.ndarray
     steps: np.ndarray
     assigned: np.ndarray
+    base: np.ndarray
     tail: np.ndarray
     length: np.ndarray
+    branch_at: np.ndarray
+    branch_length: np.ndarray
+    branch_tail: np.ndarray
     method: np.ndarray
     evidence: np.ndarray
     drafts: np.ndarray
+    outcomes: np.ndarray
 
 
 class Committed(NamedTuple):
@@ -93,45 +102,111 @@ def untold(rows: Any, told: Any, committed: Any, output: Any) -> Any:
 @_jit
 def take_tails(
     seat: int, rows: Any, generations: Any, bases: Any, lengths: Any, tokens: Any,
-    generation: Any, committed: Any, output: Any, assigned: Any, all_bases: Any, all_lengths: Any, all_tails: Any,
+    owners: Any, ats: Any, sizes: Any, branch_tokens: Any, table: Planes,
 ) -> Any:  # fmt: skip
     """Take in a batch of tails of the drafter in a seat.
 
-    A tail is held against what was committed: equal as far as both reach, the rest is usable; different, it is dropped.
-    That check alone makes loss, repetition and reordering harmless. Dropped is as well what claims more committed
-    tokens than there are, and what is older or shorter than the tail that is there.
+    A tail is held against what was committed: equal as far as both reach, the rest is usable; different, the longest of
+    its branches that is equal takes its place. That check alone makes loss, repetition and reordering harmless. Dropped
+    is what claims more committed tokens than there are, has nothing left, or is older or smaller than the tail that is
+    there: by its base, then by what is left of the main chain, then by the tokens of its branches.
 
     Args:
         seat: Of the drafter.
         rows, generations, bases, lengths, tokens: As in `messages.TailBatch`.
-        generation, committed, output, assigned, all_bases, all_lengths, all_tails: Arrays of `table.RequestTable`.
+        owners, ats, sizes, branch_tokens: Columns of `messages.Branches`.
+        table: Updated.
 
     Returns:
         bool `(n,)`: which tails are of requests that the drafter does not draft for.
     """
-    base, length, tail = all_bases[seat], all_lengths[seat], all_tails[seat]
-    unknown, begin = np.zeros(len(rows), np.bool_), 0
+    base, length, tail = table.base[seat], table.length[seat], table.tail[seat]
+    unknown, begin, end = np.zeros(len(rows), np.bool_), 0, 0
+    firsts = np.cumsum(sizes) - sizes
     for i in range(len(rows)):
-        row, first, size = rows[i], begin, lengths[i]
+        row, first, size, b = rows[i], begin, lengths[i], end
         begin += size
-        if row < 0 or row >= len(generation) or generation[row] != generations[i] or not assigned[seat, row]:
+        while end < len(owners) and owners[end] == i:
+            end += 1
+        if row < 0 or row >= len(base) or table.generation[row] != generations[i] or not table.assigned[seat, row]:
             unknown[i] = True
             continue
-        behind = committed[row] - bases[i]
-        left = size - behind
-        is_old = bases[i] < base[row] or (bases[i] == base[row] and left < length[row])
-        if behind < 0 or (behind > 0 and left <= 0) or is_old:
+        behind, output = table.committed[row] - bases[i], table.output[row]
+        if behind < 0 or bases[i] < base[row]:
             continue
-        agrees = True
-        for k in range(min(behind, size)):
-            agrees = agrees and tokens[first + k] == output[row, bases[i] + k]
-        if not agrees:
+        known = min(behind, size)
+        right = _agreed(tokens, first, output, bases[i], known)
+        left, best = size - behind if right == known else 0, FREE
+        if left <= 0:
+            table.outcomes[REFUTED] += right < known
+            best = _rescuer(ats[b:end], sizes[b:end], firsts[b:end], branch_tokens, right, output, bases[i], behind)
+            left = sizes[b + best] - (behind - right) if best != FREE else 0
+        if behind > 0 and left == 0:
             continue
-        left = min(left, tail.shape[1])
-        for k in range(left):
-            tail[row, k] = tokens[first + behind + k]
-        length[row], base[row] = left, bases[i]
+        if bases[i] == base[row]:
+            held = _tokens_of(table.branch_at[seat, row], table.branch_length[seat, row], 0)
+            more = _tokens_of(ats[b:end], sizes[b:end], behind) if best == FREE else 0
+            if left < length[row] or (left == length[row] and more < held):
+                continue
+        base[row], length[row] = bases[i], min(left, tail.shape[1])
+        if best != FREE:
+            table.outcomes[ON_ARRIVAL] += 1
+            _copy(branch_tokens, firsts[b + best] + behind - right, tail[row], length[row])
+            table.branch_at[seat, row] = FREE
+        else:
+            _copy(tokens, first + behind, tail[row], length[row])
+            _keep(seat, row, behind, ats[b:end], sizes[b:end], firsts[b:end], branch_tokens, table)
     return unknown
+
+
+@_jit
+def _agreed(tokens: Any, first: int, output: Any, start: int, most: int) -> int:
+    """How many of up to `most` tokens are those of the output, before the first that is not."""
+    count = 0
+    while count < most and tokens[first + count] == output[start + count]:
+        count += 1
+    return count
+
+
+@_jit
+def _copy(source: Any, first: int, target: Any, count: int) -> None:
+    for k in range(count):
+        target[k] = source[first + k]
+
+
+@_jit
+def _tokens_of(ats: Any, sizes: Any, begin: int) -> int:
+    """Tokens of the branches that leave their main chain at or past `begin`."""
+    total = 0
+    for b in range(len(ats)):
+        total += sizes[b] if ats[b] >= begin else 0
+    return total
+
+
+@_jit
+def _rescuer(ats: Any, sizes: Any, firsts: Any, tokens: Any, right: int, output: Any, start: int, count: int) -> int:
+    """The branch that takes the place of a main chain of which `right` of the `count` tokens committed at `start` are
+    right: it leaves the chain there, agrees with all of them, reaches past them, and is the longest; or `FREE`."""
+    best, more = FREE, count - right
+    for b in range(len(ats)):
+        if ats[b] != right or sizes[b] <= more or (best != FREE and sizes[b] <= sizes[best]):
+            continue
+        if _agreed(tokens, firsts[b], output, start + right, more) == more:
+            best = b
+    return best
+
+
+@_jit
+def _keep(seat: int, row: int, behind: int, ats: Any, sizes: Any, firsts: Any, tokens: Any, table: Planes) -> None:
+    """Keep the branches that leave a tail at or past its first `behind` tokens, which are committed."""
+    at, size, tail = table.branch_at[seat, row], table.branch_length[seat, row], table.branch_tail[seat, row]
+    count = 0
+    for b in range(len(ats)):
+        if behind <= ats[b] <= behind + table.length[seat, row] and count < len(at):
+            at[count], size[count] = ats[b] - behind, min(sizes[b], tail.shape[1])
+            _copy(tokens, firsts[b], tail[count], size[count])
+            count += 1
+    at[count:] = FREE
 
 
 @_jit
@@ -140,11 +215,11 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
     there by the new tokens.
 
     Evidence goes to (method, row), and to (method, range of output positions `bucket[i]`): hits in tries of draft
-    tokens whose predecessors were right. Tails that agree keep the rest, the others go.
+    tokens whose predecessors were right. Of a branch only tokens past those that chose it are counted, as a main chain's.
     """
     rows, counts, tokens, seats, drafted, accepted = step
-    committed, output, drafts, evidence = table.committed, table.output, table.drafts, table.evidence
-    length, tail, method = table.length, table.tail, table.method
+    committed, drafts, evidence = table.committed, table.drafts, table.evidence
+    length, method = table.length, table.method
     first = 0
     for i in range(len(rows)):
         row, fresh, part = rows[i], counts[i], bucket[i]
@@ -152,29 +227,52 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
         if drafted[i] > 0:
             drafts[0, method[seats[i]], row] += drafted[i]
             drafts[1, method[seats[i]], row] += accepted[i]
-        start = committed[row]
+        start, output = committed[row], table.output[row]
         for k in range(fresh):
-            output[row, start + k] = tokens[first + k]
+            output[start + k] = tokens[first + k]
         for seat in range(len(method)):
             if not table.assigned[seat, row]:
                 continue
             have, kind = length[seat, row], method[seat]
             if have == 0:
                 continue
-            tested, right = min(have, fresh), 0
-            while right < tested and tail[seat, row, right] == tokens[first + right]:
-                right += 1
+            tested = min(have, fresh)
+            right = _agreed(table.tail[seat, row], 0, output, start, tested)
             tried = min(right + 1, tested)
             evidence[0, kind, row] += right
             evidence[1, kind, row] += tried
             all_evidence[0, kind, part] += right
             all_evidence[1, kind, part] += tried
-            rest = have - fresh if right == tested else 0
-            for k in range(rest):
-                tail[seat, row, k] = tail[seat, row, fresh + k]
-            length[seat, row] = max(rest, 0)
+            if have > fresh and right == tested:
+                _shift(seat, row, fresh, table)
+            else:
+                table.outcomes[REFUTED] += right < tested
+                _rescue(seat, row, right, start, fresh, table)
         committed[row] = start + fresh
         first += fresh
+
+
+@_jit
+def _shift(seat: int, row: int, count: int, table: Planes) -> None:
+    """The first `count` tokens of a tail are committed: it keeps the rest, and the branches that leave it there."""
+    at = table.branch_at[seat, row]
+    table.length[seat, row] -= count
+    _copy(table.tail[seat, row], count, table.tail[seat, row], table.length[seat, row])
+    for b in range(len(at)):
+        at[b] = max(at[b] - count, FREE)
+
+
+@_jit
+def _rescue(seat: int, row: int, right: int, start: int, count: int, table: Planes) -> None:
+    """A tail agrees with `right` of the `count` new tokens, and nothing of it is left: its branch takes its place."""
+    at, size, tail = table.branch_at[seat, row], table.branch_length[seat, row], table.branch_tail[seat, row]
+    firsts, tokens = np.arange(len(at)) * tail.shape[1], tail.reshape(tail.size)
+    best = _rescuer(at, size, firsts, tokens, right, table.output[row], start, count)
+    left = size[best] - (count - right) if best != FREE else 0
+    if best != FREE:
+        table.outcomes[AT_COMMIT] += 1
+        _copy(tokens, firsts[best] + count - right, table.tail[seat, row], left)
+    table.length[seat, row], at[:] = left, FREE
 
 
 @_jit

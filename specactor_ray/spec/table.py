@@ -28,9 +28,10 @@ class RequestTable:
 
     Args:
         window: Most draft tokens of a request that are kept.
+        branches: Most branches of a tail that are kept.
     """
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, branches: int = 0) -> None:
         self.window = window
         rows, seats = _FIRST_ROWS, _FIRST_SEATS
         self.requests: list[TargetRequest | None] = [None] * rows
@@ -58,6 +59,11 @@ class RequestTable:
         """The part of that tail that lies past the committed prefix."""
         self.length = np.zeros((seats, rows), np.int32)
         """Its tokens; 0 where the drafter does not draft for the request."""
+        # Branches of that tail, where it has tokens.
+        self.branch_at = np.full((seats, rows, branches), _kernels.FREE, np.int32)
+        """`(seats, rows, branches)`: tokens of the tail before the branch leaves it; `FREE`: no branch."""
+        self.branch_length = np.zeros((seats, rows, branches), np.int32)
+        self.branch_tail = np.zeros((seats, rows, branches, window), np.int32)
         self.method = np.zeros(seats, np.int32)
         """Draft method of each seat."""
         # Per method and row, so they survive a change of the drafter.
@@ -65,6 +71,9 @@ class RequestTable:
         """Hits and tries of draft tokens."""
         self.drafts = np.zeros((2, MAX_METHODS, rows), np.int32)
         """Draft tokens that were verified, and right."""
+        self.outcomes = np.zeros(3, np.int64)
+        """Tails that committed tokens refuted, on arrival or later, and branches that became the tail, on arrival and
+        at a commit; counted up until `StepMetrics.count_outcomes` takes them."""
         self._generations = 0
         self._free = list(range(rows))[::-1]
 
@@ -128,9 +137,8 @@ class RequestTable:
     def take(self, seat: int, tails: Any) -> np.ndarray:
         """Take in the tails of one drafter (`messages.TailBatch`). Returns bool `(n,)`: which of them are of requests
         that it does not draft for."""
-        arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens)
-        mine = (self.generation, self.committed, self.output, self.assigned, self.base, self.length, self.tail)
-        unknown: np.ndarray = _kernels.take_tails(seat, *arrays, *mine)
+        arrays = (tails.rows, tails.generations, tails.bases, tails.lengths, tails.tokens, *tails.branches)
+        unknown: np.ndarray = _kernels.take_tails(seat, *arrays, _kernels.Planes(*_PLANES(self)))
         return unknown
 
     def commit(self, step: Committed, acceptance: Acceptance) -> None:
@@ -166,4 +174,4 @@ class RequestTable:
 
 _PLANES = operator.attrgetter(*_kernels.Planes._fields)
 _BY_ROW = ("generation", "committed", "begun", "steps", "limit", "output")
-_BY_SEAT = ("assigned", "told", "base", "tail", "length")
+_BY_SEAT = ("assigned", "told", "base", "tail", "length", "branch_at", "branch_length", "branch_tail")

@@ -16,7 +16,7 @@ import numpy as np
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
-from specactor_ray.messages import Features, SamplingParams, TailBatch
+from specactor_ray.messages import Branches, Features, SamplingParams, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.spec import _kernels
 from specactor_ray.spec._kernels import Committed
@@ -39,6 +39,7 @@ class Drafting:
         vocab_size: Of the target.
         max_batch: Most requests the verifier runs at once.
         window: Most draft tokens of a request, if a drafter has a larger window than `config`.
+        branches: Most branches of a tail.
         acceptance, cost: How good drafts are, and what a step costs. Default: learned, without a prior.
     """
 
@@ -50,13 +51,14 @@ class Drafting:
         vocab_size: int,
         max_batch: int = 16,
         window: int = 0,
+        branches: int = 0,
         acceptance: Acceptance | None = None,
         cost: StepCost | None = None,
     ) -> None:
         warm_up()
         self.verifier_id, self.wait_s = verifier_id, config.draft_wait_s
-        self.inbox = inbox.for_verifier(vocab_size)
-        self.table = RequestTable(max(config.window, window))
+        self.inbox = inbox.for_verifier(vocab_size, branches)
+        self.table = RequestTable(max(config.window, window), branches)
         self._seats: dict[int, Seat] = {}
         self._sessions = itertools.count(1)
         self.policy = Policy(config, self.table, acceptance or Acceptance(), cost or StepCost(), self._seats)
@@ -155,7 +157,7 @@ class Drafting:
         for seat in self._seats.values():
             seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
             if models_turn or not seat.takes_turns:
-                seat.link.offer(functools.partial(seat.news, self.verifier_id))
+                seat.link.offer(functools.partial(seat.news, self.verifier_id, self.policy.step_s))
             else:
                 seat.postponed += 1
 
@@ -184,7 +186,7 @@ def warm_up() -> None:
         arrays: list[Any] = [array.copy() for array in (rows, table.generation[rows], zero, zero + 1, zero)]
         for array in arrays:
             array.flags.writeable = writeable
-        table.take(0, TailBatch("", *arrays))
+        table.take(0, TailBatch("", *arrays, Branches(*arrays[2:3] * 2, arrays[3], arrays[4])))
     _kernels.tally(zero, zero, zero)
     seats, lengths = policy.choose(rows)
     table.commit(Committed(rows, zero + 1, zero, seats, lengths, zero), acceptance)

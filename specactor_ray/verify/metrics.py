@@ -30,6 +30,12 @@ class StepMetrics:
     drafted_tokens: int = 0
     """Draft tokens verified."""
     accepted_tokens: int = 0
+    refuted_tails: int = 0
+    """Tails that committed tokens refuted, on arrival or at a commit."""
+    arrival_rescues: int = 0
+    """Branches that became the tail of a message as it arrived."""
+    commit_rescues: int = 0
+    """Branches that became the tail at a commit."""
     forward_s: float = 0.0
     sampling_s: float = 0.0
     waiting_s: float = 0.0
@@ -71,6 +77,14 @@ class StepMetrics:
         self.drafted_tokens += tried
         self.accepted_tokens += right
         self.count_positions(*reached.tolist())
+
+    def count_outcomes(self, outcomes: np.ndarray) -> None:
+        """Take the counts of `RequestTable.outcomes`, which begin at 0 again."""
+        refuted, on_arrival, at_commit = outcomes.tolist()
+        self.refuted_tails += refuted
+        self.arrival_rescues += on_arrival
+        self.commit_rescues += at_commit
+        outcomes[:] = 0
 
     def to_dict(self) -> dict[str, Any]:
         """All counters as plain data; for any thread. The loop may count on meanwhile: both lists have equal length."""

@@ -131,6 +131,7 @@ class Requests:
         supplied = np.where(step.seats < 0, 0, table.length[step.seats, rows])
         self._drafting.commit(step)
         self.metrics.record_rows(counts, supplied, drafted, accepted)
+        self.metrics.count_outcomes(table.outcomes)
         names = tuple(map(self._names.__getitem__, rows.tolist()))
         self._fresh.append(Progress(names, starts, counts, result.tokens, result.logprobs, result.margins))
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from specactor_ray.config.drafting import draft_actors
 from specactor_ray.controller.state import Policy
-from specactor_ray.messages import CommitBatch, TailBatch
+from specactor_ray.messages import Branches, CommitBatch, TailBatch
 from specactor_ray.simulation.network import LinkFaults, Node, VirtualActor
 
 if TYPE_CHECKING:
@@ -294,8 +294,9 @@ class Injector:
         if rng.random() < 0.2:
             return rng.choice(strange)
         if actor.name.startswith("verifier"):
-            values: list[Any] = [rng.choice(names), *(self._strange_array() for _ in range(6))]
-            return TailBatch(*values)
+            values: list[Any] = [rng.choice(names), *(self._strange_array() for _ in range(5))]
+            branches = Branches(*(self._strange_array() for _ in range(4)))
+            return TailBatch(*values, branches, self._strange_array())  # type: ignore[arg-type]
         values = [rng.choice(names), *(self._strange_array() for _ in range(6))]
         return CommitBatch(*values)
 

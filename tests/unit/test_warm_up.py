@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numba.core.dispatcher import Dispatcher
 from specactor_ray.simulation.comparison import simulate_variant
-from specactor_ray.messages import TailBatch
+from specactor_ray.messages import Branches, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.spec import _kernels
 from specactor_ray.spec.table import RequestTable
@@ -25,7 +25,8 @@ def compiled():
 def arrive(writeable):
     array = np.zeros(1, np.int32)
     array.flags.writeable = writeable
-    message, box = TailBatch("d", array, array, array, array, array[:0]), inbox.for_verifier(10)
+    none = array[:0]
+    message, box = TailBatch("d", array, array, array, array, none, Branches(*[none] * 4)), inbox.for_verifier(10)
     box.put(message)
     assert box.drain() == [message]
     RequestTable(4).take(0, message)

@@ -12,18 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.messages import CommitBatch, DraftOpen, Features, SamplingParams, TailBatch
+from specactor_ray.messages import NO_BRANCHES, Branches, CommitBatch, DraftOpen, Features, SamplingParams, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.queues.inbox import MOST_MALFORMED, MOST_WAITING, UNKNOWN
 from specactor_ray.spec.table import RequestTable
 from tests.unit.spec.tables import ints, request
 
-VOCAB = 100
+VOCAB, BRANCHES = 100, 2
 HUGE = 1 << 21
 SPAN = Features(0, np.zeros((2, 8), np.float32))
 OPENING = DraftOpen(3, 7, "r", (1, 2, 3), (4,), SamplingParams(), 4, (SPAN,))
 TAIL = TailBatch(
-    "d", ints([0, 3]), ints([1, 7]), ints([3, 0]), ints([2, 1]), ints([1, 2, 99]), 0.01, ((3, 7),),
+    "d", ints([0, 3]), ints([1, 7]), ints([3, 0]), ints([2, 1]), ints([1, 2, 99]),
+    Branches(ints([0, 0, 1]), ints([2, 0, 1]), ints([1, 2, 1]), ints([5, 6, 7, 99])), 0.01, ((3, 7),),
 )  # fmt: skip
 COMMIT = CommitBatch(
     "v", ints([0, 3]), ints([1, 7]), ints([3, 0]), ints([2, 1]), ints([1, 2, 99]), (OPENING,), ((5, 2, True),),
@@ -78,6 +79,22 @@ BAD_TOKENS = (
 BAD_IDS = (None, 3, ("r",), ["r"], b"r", "r" * 5000)
 BAD_NUMBERS = (None, True, -1, 1.0, "3", 1 << 70, np.int64(3), (), float("nan"))
 BAD_SECONDS = (None, True, "1", float("nan"), float("inf"), -1.0, 10**400, 1.0e300, np.float32(1))
+BAD_BRANCHES = (
+    None,
+    (),
+    tuple(TAIL.branches),
+    tuple.__new__(Branches, TAIL.branches[:3]),
+    *(
+        TAIL.branches._replace(**{name: bad})
+        for name, values in {
+            "tails": (ints([0, 1, 0]), ints([0, 0, 0]), ints([-1, 0, 1]), ints([0, 0, 2]), ints([0, 0])),
+            "ats": (ints([3, 0, 1]), ints([2, -1, 1]), ints([2, 0, 2]), ints([2, 0]), [2, 0, 1]),
+            "lengths": (ints([0, 3, 1]), ints([-1, 4, 1]), ints([1, 2, 2]), ints([2**31 - 1] * 3), ints([1, 2])),
+            "tokens": (ints([5, 6, 7]), ints([5, 6, 7, VOCAB]), ints([5, -1, 7, 8]), np.array([5, 6, 7, 8]), None),
+        }.items()
+        for bad in values
+    ),
+)
 BAD_HANDLES = (
     None,
     [(3, 7)],
@@ -154,6 +171,7 @@ FOR_VERIFIER = [
     *malformed(TAIL, drafter_id=BAD_IDS, rows=(*BAD_ARRAYS, ints([0, HUGE])), generations=BAD_ARRAYS),
     *malformed(TAIL, bases=(*BAD_ARRAYS, ints([2**31 - 2, 0]))),
     *malformed(TAIL, lengths=BAD_LENGTHS, tokens=BAD_TOKENS, token_s=BAD_SECONDS, lost=BAD_HANDLES),
+    *malformed(TAIL, branches=BAD_BRANCHES),
     *others(COMMIT, object.__new__(TailBatch)),
 ]
 FOR_DRAFTER = [
@@ -172,7 +190,7 @@ EMPTY = TailBatch("d", *[ints([])] * 5)
 
 @pytest.mark.parametrize("message", FOR_VERIFIER)
 def test_a_verifier_drops_what_is_malformed_and_keeps_the_rest(message: object) -> None:
-    box = inbox.for_verifier(VOCAB)
+    box = inbox.for_verifier(VOCAB, BRANCHES)
     for one in (TAIL, message, EMPTY):
         box.put(one)
     assert box.drain() == [TAIL, EMPTY]
@@ -189,7 +207,7 @@ def test_a_drafter_drops_what_is_malformed_and_keeps_the_rest(message: object) -
 
 
 def test_lengths_that_overflow_do_not_add_up() -> None:
-    box, most = inbox.for_verifier(VOCAB), 2**31 - 1
+    box, most = inbox.for_verifier(VOCAB, BRANCHES), 2**31 - 1
     three, lengths = ints([0, 1, 2]), ints([most, most, 5])  # 3 in 32 bits
     box.put(TailBatch("d", three, three, three, lengths, ints([1, 2, 3])))
     assert box.drain() == [] and box.snapshot()["malformed"] == {"d": 1}
@@ -221,7 +239,7 @@ def test_a_sender_of_nonsense_is_cut_off_alone_and_logged_with_its_name(caplog: 
 
 
 def test_what_is_counted_is_bounded_whatever_senders_call_themselves() -> None:
-    box = inbox.for_verifier(VOCAB)
+    box = inbox.for_verifier(VOCAB, BRANCHES)
     for number in range(5000):
         box.put(dataclasses.replace(TAIL, drafter_id=f"d{number}", token_s=-1.0))
     counts = box.snapshot()["malformed"]
@@ -229,7 +247,7 @@ def test_what_is_counted_is_bounded_whatever_senders_call_themselves() -> None:
 
 
 def test_messages_wait_in_order_sender_by_sender() -> None:
-    box = inbox.for_verifier(VOCAB)
+    box = inbox.for_verifier(VOCAB, BRANCHES)
     assert box.drain() == []
     sent = [dataclasses.replace(TAIL, drafter_id=name) for name in "deded"]
     for message in sent:
@@ -240,7 +258,7 @@ def test_messages_wait_in_order_sender_by_sender() -> None:
 
 
 def test_a_sender_that_floods_loses_only_its_own() -> None:
-    box, calm = inbox.for_verifier(VOCAB), dataclasses.replace(TAIL, drafter_id="calm")
+    box, calm = inbox.for_verifier(VOCAB, BRANCHES), dataclasses.replace(TAIL, drafter_id="calm")
     box.put(calm)
     for number in range(1000):
         box.put(dataclasses.replace(TAIL, token_s=number))
@@ -252,7 +270,7 @@ def test_a_sender_that_floods_loses_only_its_own() -> None:
 
 
 def test_many_producers_lose_nothing() -> None:
-    box, seen = inbox.for_verifier(VOCAB), []
+    box, seen = inbox.for_verifier(VOCAB, BRANCHES), []
 
     def produce(number: int) -> None:
         for place in range(MOST_WAITING):
@@ -302,22 +320,26 @@ def filled(kind: type, **likely: st.SearchStrategy[Any]) -> st.SearchStrategy[An
 
 FITTING = st.sampled_from([ints([1, 2]), ints([0, 3]), ints([0, 0])])
 COLUMNS = dict.fromkeys(("rows", "generations", "bases", "starts", "lengths"), FITTING | ARRAYS)
+BRANCHES_LIKE = st.builds(
+    Branches, *[FITTING | st.just(ints([1, 1])) | ARRAYS] * 3, st.sampled_from([ints([1, 2, 3]), ints([1, 2])]) | ARRAYS
+)
 COLUMNS["tokens"] = st.sampled_from([ints([1, 2, 3]), ints([])]) | ARRAYS
 OPENED = filled(DraftOpen, row=st.integers(0, 9), generation=st.integers(0, 9), request_id=st.just("r"),
                 prompt_token_ids=st.just((1, 2)), committed_token_ids=st.just(()), window=st.integers(0, 9),
                 sampling=st.just(SamplingParams()) | filled(SamplingParams), features=FEATURES)  # fmt: skip
 BATCHES = st.one_of(
     ANYTHING,
-    filled(TailBatch, drafter_id=st.sampled_from("de"), **COLUMNS,
+    filled(TailBatch, drafter_id=st.sampled_from("de"), **COLUMNS, branches=st.just(NO_BRANCHES) | BRANCHES_LIKE,
            token_s=st.floats(0, 1) | st.floats(), lost=st.just(()) | ANYTHING),
     filled(CommitBatch, verifier_id=st.just("v"), **COLUMNS, opened=OPENED.map(lambda one: (one,)) | ANYTHING,
-           closed=st.just(()) | st.tuples(ANYTHING), features=st.just(()) | st.tuples(ANYTHING)),
+           closed=st.just(()) | st.tuples(ANYTHING), features=st.just(()) | st.tuples(ANYTHING),
+           step_s=st.floats(0, 1) | st.floats()),
 )  # fmt: skip
 
 
 @given(st.lists(BATCHES, min_size=1, max_size=6))
 def test_nothing_that_arrives_raises_and_what_is_let_in_does_no_harm(arriving: list[Any]) -> None:
-    table, boxes = RequestTable(4), [inbox.for_verifier(VOCAB), inbox.for_drafter(VOCAB)]
+    table, boxes = RequestTable(4, BRANCHES), [inbox.for_verifier(VOCAB, BRANCHES), inbox.for_drafter(VOCAB)]
     rows = [table.open(request(str(number), [1, 2, 3])) for number in range(4)]
     for row in rows:
         table.assign(0, row)
@@ -327,7 +349,9 @@ def test_nothing_that_arrives_raises_and_what_is_let_in_does_no_harm(arriving: l
     tails = boxes[0].drain()
     for tail in tails:
         table.take(0, tail)
-    assert table.length[0].max() <= 4 and table.tail[0].min() >= 0 and table.tail[0].max() < VOCAB
+    assert table.length[0].max() <= 4
+    for tokens in (table.tail[0], table.branch_tail[0]):
+        assert tokens.min() >= 0 and tokens.max() < VOCAB
     assert table.output[rows, :3].tolist() == [[1, 2, 3]] * 4 and table.committed[rows].tolist() == [3] * 4
     let_in = len(tails) + len(boxes[1])
     assert let_in + sum(count for box in boxes for count in box.snapshot()["malformed"].values()) == 2 * len(arriving)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specactor_ray.messages import SamplingParams, TailBatch
+from specactor_ray.messages import Branches, SamplingParams, TailBatch
 from specactor_ray.spec._kernels import Committed
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.table import RequestTable
@@ -21,6 +21,8 @@ class Claim(NamedTuple):
     generation: int
     base: int
     tokens: tuple[int, ...]
+    branches: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Where they leave the tail, and their tokens."""
 
 
 def request(name: str, committed: Sequence[int] = (), max_tokens: int = 1000) -> TargetRequest:
@@ -39,13 +41,26 @@ def batch(claims: Sequence[Claim]) -> TailBatch:
         ints([claim.base for claim in claims]),
         ints([len(claim.tokens) for claim in claims]),
         ints([token for claim in claims for token in claim.tokens]),
+        Branches(
+            ints([number for number, claim in enumerate(claims) for _ in claim.branches]),
+            ints([at for claim in claims for at, _ in claim.branches]),
+            ints([len(tokens) for claim in claims for _, tokens in claim.branches]),
+            ints([token for claim in claims for _, tokens in claim.branches for token in tokens]),
+        ),
     )
 
 
-def say(table: RequestTable, seat: int, row: int, *tokens: int, base: int | None = None) -> None:
+def say(
+    table: RequestTable,
+    seat: int,
+    row: int,
+    *tokens: int,
+    base: int | None = None,
+    branches: Sequence[tuple[int, tuple[int, ...]]] = (),
+) -> None:
     """A drafter says its tail of a request."""
     at = int(table.committed[row]) if base is None else base
-    claim = Claim(row, int(table.generation[row]), at, tokens)
+    claim = Claim(row, int(table.generation[row]), at, tokens, tuple(branches))
     table.take(seat, batch([claim]))
 
 

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import pytest
 
+from specactor_ray.spec import _kernels
+from specactor_ray.spec._kernels import FREE
 from specactor_ray.spec.acceptance import Acceptance, bucket_of
 from specactor_ray.spec.table import RequestTable
 from tests.unit.spec.tables import EVIDENCE, Claim, batch, commit, request, say
 
-WINDOW, VOCAB, METHODS = 4, 3, 3
+WINDOW, BRANCHES, VOCAB, METHODS = 4, 2, 3, 3
+OUTCOMES = ("refuted", "rescued on arrival", "rescued at commit")
+"""As in `RequestTable.outcomes`."""
+USUAL = {"unknown", "ahead", "stale", "kept", "truncated", "used up", "refuted", "rescued"}
+"""What becomes of claims, and often enough."""
+Branch = tuple[int, tuple[int, ...]]
 
 
 @dataclass
@@ -24,6 +33,20 @@ class Held:
     tail: tuple[int, ...] = ()
     base: int = -1
     told: int = -1
+    branches: tuple[Branch, ...] = ()
+
+    def hold(self, chain: tuple[int, ...], branches: Sequence[Branch], new: Sequence[int]) -> str:
+        """Hold a tail and its branches against new tokens: what becomes of it, and the branch that agrees."""
+        right = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(chain, new, strict=False))))
+        if right == len(new) < len(chain):
+            self.tail = chain[len(new) :]
+            self.branches = tuple((at - len(new), tokens) for at, tokens in branches if at >= len(new))
+            return "kept"
+        others = [chain[:at] + tokens for at, tokens in branches if at == right]
+        agreeing = [other[len(new) :] for other in others if list(other[: len(new)]) == list(new)]
+        self.tail, self.branches = max(agreeing, key=len, default=()), ()
+        refuted = right < min(len(chain), len(new))
+        return "rescued" + " refuted" * refuted if self.tail else "refuted" if refuted else "used up"
 
 
 @dataclass
@@ -43,6 +66,7 @@ class Naive:
         self.rows: dict[int, Known] = {}
         self.method: dict[int, int] = {}
         self.overall: dict[tuple[int, int], Counter[str]] = defaultdict(Counter)
+        self.outcomes = Counter[str]()
 
     def take(self, seat: int, claim: Claim) -> str:
         """What becomes of a claim."""
@@ -52,15 +76,22 @@ class Naive:
         held, past = known.held[seat], known.output[claim.base :]
         if claim.base > len(known.output):
             return "ahead"
-        if any(ours != theirs for ours, theirs in zip(past, claim.tokens, strict=False)):
-            return "mismatch"
-        left = claim.tokens[len(past) :]
-        outdated = claim.base < held.base
-        shorter = claim.base == held.base and len(left) < len(held.tail)
-        if (past and not left) or outdated or shorter:
+        if claim.base < held.base:
             return "stale"
-        held.tail, held.base = left[:WINDOW], claim.base
-        return "taken" if len(left) <= WINDOW else "truncated"
+        new = Held(base=claim.base, told=held.told)
+        fate = new.hold(claim.tokens, claim.branches, past)
+        self.outcomes["refuted"] += "refuted" in fate
+        if past and not new.tail:
+            return fate
+        sizes = [(len(one.tail), sum(len(tokens) for _, tokens in one.branches)) for one in (new, held)]
+        if claim.base == held.base and sizes[0] < sizes[1]:
+            return "smaller"
+        self.outcomes["rescued on arrival"] += "rescued" in fate
+        is_truncated = len(new.tail) > WINDOW
+        new.tail = new.tail[:WINDOW]
+        new.branches = tuple((at, tokens[:WINDOW]) for at, tokens in new.branches if at <= len(new.tail))[:BRANCHES]
+        known.held[seat] = new
+        return "truncated" if is_truncated else fate
 
     def commit(self, fresh: dict[int, list[int]]) -> None:
         for row, tokens in fresh.items():
@@ -73,7 +104,10 @@ class Naive:
                 for counts in (known.evidence[self.method[seat]], self.overall[self.method[seat], bucket]):
                     counts["hits"] += right
                     counts["tries"] += min(right + 1, len(pairs))
-                held.tail = held.tail[len(tokens) :] if right == len(pairs) else ()
+                if held.tail:
+                    fate = held.hold(held.tail, held.branches, tokens)
+                    self.outcomes["refuted"] += "refuted" in fate
+                    self.outcomes["rescued at commit"] += "rescued" in fate
 
 
 class Pair:
@@ -81,9 +115,11 @@ class Pair:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.table, self.acceptance, self.naive = RequestTable(WINDOW), Acceptance(), Naive()
+        self.table, self.acceptance, self.naive = RequestTable(WINDOW, BRANCHES), Acceptance(), Naive()
         self.said: dict[int, list[Claim]] = defaultdict(list)
         self.opened, self.fates = 0, set[str]()
+        self.taken: list[tuple[int, Claim]] = []
+        """Seats and what they said that was taken in."""
 
     def act(self) -> None:
         actions = {self.open: 6, self.close: 1, self.join: 1, self.assign: 8, self.release: 1, self.take: 12}
@@ -136,7 +172,14 @@ class Pair:
         if tokens and rng.random() < 0.2:
             tokens[rng.randrange(len(tokens))] = rng.randrange(VOCAB)
         tokens = tokens[: rng.randrange(12)]
-        return Claim(row, known.generation + (rng.random() < 0.05), base, tuple(tokens))
+        branches = []
+        for _ in range(rng.randrange(BRANCHES + 2)):
+            at = rng.randint(0, len(tokens))
+            other = known.output[base + at :] + [rng.randrange(VOCAB) for _ in range(rng.randint(1, WINDOW + 1))]
+            if rng.random() < 0.3:
+                other[rng.randrange(len(other))] = rng.randrange(VOCAB)
+            branches.append((at, tuple(other[: rng.randint(1, 12)])))
+        return Claim(row, known.generation + (rng.random() < 0.05), base, tuple(tokens), tuple(branches))
 
     def take(self) -> None:
         if not self.naive.method:
@@ -149,6 +192,7 @@ class Pair:
         fates = [self.naive.take(seat, claim) for claim in claims]
         assert self.table.take(seat, batch(claims)).tolist() == [fate == "unknown" for fate in fates]
         self.fates.update(fates)
+        self.taken += [(seat, claim) for claim in claims]
 
     def commit(self) -> None:
         rows = self.rng.sample(list(self.naive.rows), self.rng.randint(0, len(self.naive.rows)))
@@ -156,8 +200,10 @@ class Pair:
             return
         fresh = {}
         for row in rows:
-            tails = [held.tail for held in self.naive.rows[row].held.values()]
-            guessed = list(self.rng.choice(tails)) if tails else []
+            held = self.naive.rows[row].held.values()
+            guesses = [one.tail for one in held]
+            guesses += [one.tail[:at] + tokens for one in held for at, tokens in one.branches]
+            guessed = list(self.rng.choice(guesses)) if guesses else []
             fresh[row] = [*guessed[: self.rng.randrange(WINDOW + 1)], self.rng.randrange(VOCAB)]
         commit(self.table, self.acceptance, fresh)
         self.naive.commit(fresh)
@@ -186,14 +232,43 @@ class Pair:
             assert table.generation[row] == known.generation
             assert table.output[row, : table.committed[row]].tolist() == known.output
             for seat, held in known.held.items():
-                tail = tuple(table.tail[seat, row, : table.length[seat, row]].tolist())
-                assert Held(tail, table.base[seat, row], table.told[seat, row]) == held
+                tail, *branches = self.chains(seat, row)
+                assert Held(tail, table.base[seat, row], table.told[seat, row], tuple(branches)) == held
             for method in range(METHODS):
                 for place, name in enumerate(EVIDENCE):
                     assert table.evidence[place, method, row] == known.evidence[method][name]
+        assert table.outcomes.tolist() == [naive.outcomes[name] for name in OUTCOMES]
         for (method, bucket), counts in naive.overall.items():
             for name, count in counts.items():
                 assert self.acceptance.evidence[EVIDENCE.index(name), method, bucket] == count
+
+    def chains(self, seat: int, row: int) -> list[Any]:
+        """The tail that is there, then its branches, as of `Claim`."""
+        table, size = self.table, int(self.table.length[seat, row])
+        chains: list[Any] = [tuple(table.tail[seat, row, :size].tolist())]
+        for b in np.flatnonzero(table.branch_at[seat, row] != FREE).tolist() if size else ():
+            tokens = table.branch_tail[seat, row, b, : table.branch_length[seat, row, b]]
+            chains.append((int(table.branch_at[seat, row, b]), tuple(tokens.tolist())))
+        return chains
+
+    def unclaimed(self) -> list[tuple[int, int]]:
+        """Seats and rows with a tail or branch that the drafter never claimed after a prefix of what is committed."""
+        found = []
+        for seat, row in self.pairs():
+            tail, *branches = self.chains(seat, row)
+            output, generation = self.naive.rows[row].output, self.naive.rows[row].generation
+            mine = [one for number, one in self.taken if (number, one.row, one.generation) == (seat, row, generation)]
+            claimed = {
+                tuple(output[: one.base]) + chain
+                for one in mine
+                for chain in (one.tokens, *(one.tokens[:at] + tokens for at, tokens in one.branches))
+                if one.base <= len(output)
+            }
+            for chain in (tail, *(tail[:at] + tokens for at, tokens in branches)):
+                line = (*output, *chain)
+                if chain and not any(one[: len(line)] == line for one in claimed):
+                    found.append((seat, row))
+        return found
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -202,11 +277,44 @@ def test_whatever_is_said_the_table_is_that_of_the_rules(seed: int) -> None:
     for _ in range(300):
         pair.act()
         pair.check()
-    assert len(pair.fates) == 6 and pair.naive.overall, "it does not try everything"
+        assert not pair.unclaimed()
+    assert pair.fates >= USUAL and pair.naive.overall, "it does not try everything"
+
+
+def careless(ats: Any, sizes: Any, firsts: Any, tokens: Any, right: int, output: Any, start: int, count: int) -> int:
+    """`_kernels._rescuer` without a look at the branches' tokens."""
+    longest = [b for b in range(len(ats)) if ats[b] == right and sizes[b] > count - right]
+    return max(longest, key=lambda b: sizes[b], default=FREE)
+
+
+KEEP = _kernels._keep
+
+
+def keep_all(seat: int, row: int, behind: int, *arrays: Any) -> None:
+    """`_kernels._keep` that takes branches for such of the part that is left."""
+    ats, sizes, firsts, tokens, table = arrays
+    KEEP.py_func(seat, row, 0, np.minimum(ats, table.length[seat, row]), sizes, firsts, tokens, table)
+
+
+@pytest.mark.parametrize("sabotaged", [{}, {"_rescuer": careless}, {"_keep": keep_all}], ids=["sound", "taken", "kept"])
+def test_a_branch_that_is_taken_without_its_check_is_seen(
+    sabotaged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("take_tails", "commit", "_rescue"):
+        monkeypatch.setattr(_kernels, name, getattr(_kernels, name).py_func)  # which call what stands in the module
+    for name, function in sabotaged.items():
+        monkeypatch.setattr(_kernels, name, function)
+    seen = 0
+    for seed in range(3):
+        pair = Pair(seed)
+        for _ in range(150):
+            pair.act()
+            seen += len(pair.unclaimed())
+    assert bool(seen) == bool(sabotaged)
 
 
 def test_growth_keeps_everything() -> None:
-    table, rng = RequestTable(WINDOW), np.random.default_rng(0)
+    table, rng = RequestTable(WINDOW, BRANCHES), np.random.default_rng(0)
     for number in range(32):
         table.open(request(str(number), [1]))
     arrays = {name: array for name, array in vars(table).items() if isinstance(array, np.ndarray)}
@@ -261,6 +369,79 @@ def test_a_seat_that_is_taken_again_knows_nothing_of_the_drafter_before() -> Non
     assert table.method[0] == 3
     for array in (table.assigned, table.length):
         assert not array[0].any() and array[1, rows[1]]
+
+
+def drafted_for(*tails: int, branches: Sequence[Branch] = ()) -> tuple[RequestTable, Acceptance, int]:
+    """A table with one request of three committed tokens, one drafter, and a tail with its branches."""
+    table, acceptance = RequestTable(WINDOW, BRANCHES), Acceptance()
+    row = table.open(request("r", [7, 7, 7]))
+    table.assign(0, row)
+    say(table, 0, row, *tails, branches=branches)
+    return table, acceptance, row
+
+
+def held(table: RequestTable, row: int) -> list[int]:
+    tail: list[int] = table.tail[0, row, : table.length[0, row]].tolist()
+    return tail
+
+
+def test_the_branch_that_agrees_with_a_commit_is_the_next_tail() -> None:
+    branches = ((1, (8, 3, 4)), (2, (9, 5)))
+    for new, tail, outcomes in (
+        ([1], [2, 3], [0, 0, 0]),
+        ([1, 8], [3, 4], [1, 0, 1]),
+        ([1, 8, 3], [4], [1, 0, 1]),
+        ([1, 8, 9], [], [1, 0, 0]),
+        ([1, 2, 9], [5], [1, 0, 1]),
+        ([1, 9], [], [1, 0, 0]),
+        ([8, 3], [], [1, 0, 0]),
+        ([1, 2, 3, 9], [], [0, 0, 0]),
+    ):
+        table, acceptance, row = drafted_for(1, 2, 3, branches=branches)
+        commit(table, acceptance, {row: new})
+        assert (held(table, row), table.outcomes.tolist()) == (tail, outcomes)
+    table, acceptance, row = drafted_for(1, 2, 3, branches=branches)
+    for new in ([1], [2, 9]):
+        commit(table, acceptance, {row: new})
+    assert held(table, row) == [5], "branches move with their tail"
+
+
+def test_a_branch_behind_the_end_of_its_tail_follows_it() -> None:
+    table, acceptance, row = drafted_for(1, 2, branches=((2, (3, 4)), (2, (5, 6, 7))))
+    commit(table, acceptance, {row: [1, 2]})
+    assert held(table, row) == [5, 6, 7] and table.outcomes.tolist() == [0, 0, 1]
+
+
+def test_a_tail_that_arrives_refuted_brings_the_branch_with_it() -> None:
+    branches = ((0, (5, 6)), (1, (8, 3, 4)), (1, (8, 3)))
+    for new, tail, outcomes in (([1], [2, 3], [0, 0, 0]), ([1, 8], [3, 4], [1, 1, 0]), ([8], [], [1, 0, 0])):
+        table, acceptance, row = drafted_for()
+        commit(table, acceptance, {row: new})
+        say(table, 0, row, 1, 2, 3, base=3, branches=branches)
+        assert (held(table, row), table.outcomes.tolist()) == (tail, outcomes)
+
+
+def test_evidence_is_of_main_chains() -> None:
+    """The miss counts, the tokens that chose the branch do not, and what follows them does, as it would alone."""
+    table, acceptance, row = drafted_for(1, 2, 3, branches=((1, (8, 3, 4)),))
+    commit(table, acceptance, {row: [1, 8]})
+    assert table.evidence[:, 0, row].tolist() == [1, 2]
+    commit(table, acceptance, {row: [3, 9]})
+    assert table.evidence[:, 0, row].tolist() == [2, 4]
+
+
+def test_a_message_with_fewer_branches_replaces_none_with_more() -> None:
+    table, acceptance, row = drafted_for(1, 2, 3, branches=((1, (8, 3)), (2, (9, 5))))
+    for fewer in ((), ((1, (8, 3)),), ((1, (8, 3)), (2, (9,)))):
+        say(table, 0, row, 1, 2, 3, branches=fewer)
+    assert table.branch_length[0, row].tolist() == [2, 2]
+    say(table, 0, row, 1, 2, 3, branches=((0, (8, 3, 1)), (2, (9, 5))))
+    assert table.branch_at[0, row].tolist() == [0, 2]
+    say(table, 0, row, 1, 2, 3, 4)
+    assert (table.branch_at[0, row] == FREE).all(), "a longer tail does"
+    commit(table, acceptance, {row: [1]})
+    say(table, 0, row, 9)
+    assert held(table, row) == [9], "so does a newer base"
 
 
 def test_steps_are_counted_by_row() -> None:
