@@ -122,7 +122,7 @@ class SimulatedProposer(SlotProposer):
         mirrors, limits = self.mirrors, self.mirrors.limits
         slots = np.flatnonzero(self._placed & (mirrors.ends < limits))
         reads_one = not len(slots) or (mirrors.ends - self._cached)[slots].max() <= 1
-        if self.branches.most and self.budget > len(slots) and reads_one:
+        if self.branches.most and self.budget > 0 and reads_one:
             placed = np.flatnonzero(self._placed)
             return self.branches.plan(mirrors, placed, limits[placed], self.budget)
         return main_chains(slots)
