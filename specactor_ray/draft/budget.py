@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specactor_ray.spec.cost import StepCost
 
-FORWARDS = 4
+FORWARDS = 6
 """Forwards that fit into a verify step: a window drafted later than the verification ends adds its time to the step
 (SSD, arXiv 2603.03251). Four did best of those tried in simulation."""
 
