@@ -65,6 +65,7 @@ ASKED: Mapping[str, float] = {
     "verifier_ms_256_rows_3_drafters": 1.5,
     "draft_loop_ms_128_rows_ngram": 0.35,
     "model_proposer_us_128_rows": 0.5,
+    "model_proposer_us_128_rows_4_branches": 0.5,
     "vllm_ms_128_rows_0_drafts": 0.8,
     "vllm_ms_128_rows_3_drafts": 1.0,
     "vllm_ms_128_rows_8_drafts": 1.3,
@@ -340,10 +341,12 @@ class InstantModel:
         return output
 
 
-def model_proposer_us(rows: int) -> float:
-    """Microseconds of `draft_model` for a token of a row, without the forward; of each window one half is right."""
-    model = InstantModel(rows)
-    proposer = DraftModelProposer(model, rows)  # type: ignore[arg-type]  # what the proposer calls
+def model_proposer_us(rows: int, branches: int = 0) -> float:
+    """Microseconds of `draft_model` for a token of a row or branch, without the forward; of each window one half is
+    right."""
+    model = InstantModel(rows * (1 + branches))
+    proposer = DraftModelProposer(model, rows, branches=branches)  # type: ignore[arg-type]  # what the proposer calls
+    proposer.budget = rows * (1 + branches)
     for slot in range(rows):
         sampling = SamplingParams(temperature=0.0, max_tokens=LENGTH)
         proposer.open(slot, f"request-{slot}", (1, 2, 3), (), sampling, WINDOW)
@@ -353,7 +356,7 @@ def model_proposer_us(rows: int) -> float:
     for step in range(WARM_UP + STEPS):
         drafted, model.spent_s, begin = 0, 0.0, time.perf_counter()
         while len(changed := proposer.extend()):
-            drafted += len(changed)
+            drafted += max(proposer.rows_drafted, len(changed))
             proposer.tails(changed)
         proposer.commit(slots, lengths * step, lengths, tokens)
         spent.append((time.perf_counter() - begin - model.spent_s) / drafted)
@@ -531,6 +534,7 @@ GROUPS: Mapping[str, Mapping[str, Callable[[], float]]] = {
     "drafter": {
         "draft_loop_ms_128_rows_ngram": lambda: draft_loop_ms(128),
         "model_proposer_us_128_rows": lambda: model_proposer_us(128),
+        "model_proposer_us_128_rows_4_branches": lambda: model_proposer_us(128, 4),
     },
     "vllm": {f"vllm_ms_128_rows_{k}_drafts": functools.partial(vllm_ms, 128, k) for k in (0, 3, 8)},
     "driver": {

@@ -44,8 +44,7 @@ def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
 
 
 def unused_branches(config: Config) -> str:
-    """What there is to say where `speculation.branches` is set and no drafter branches; else empty. Raises as
-    `drafter_specs`."""
+    """A warning where `speculation.branches` is set and no drafter branches, else empty. Raises as `drafter_specs`."""
     specs = drafter_specs(config).values()
     if not config.speculation.branches or not specs or any(spec.branches for spec in specs):
         return ""

@@ -247,24 +247,26 @@ def open_branches(table: Any, chosen: Any) -> Any:
 
 
 @_jit
-def append(table: Any, mirror: Any, slots: Any, numbers: Any, tokens: Any, others: Any, gaps: Any) -> None:
-    """Append the token drafted by each chain, `(m,)` each; `others` `(m, RANKS)`: its second and third candidate, -1
-    where there is none; `gaps`: range of the gap between the first two scores."""
+def append(table: Any, mirror: Any, slots: Any, numbers: Any, tokens: Any, gaps: Any) -> None:
+    """Append the token drafted by each chain that was not given up, `(m,)` each; `tokens` `(m, 1 + RANKS)`: that token
+    (-1: there is none), its second and third candidate; `gaps`: range of the gap between the first two scores."""
     width = table.gaps.shape[1]
     for i in range(len(slots)):
         slot, b = slots[i], numbers[i]
+        if tokens[i, 0] < 0 or (b != MAIN and table.ats[slot, b] == FREE):
+            continue
         if b == MAIN:
             at = mirror.ends[slot]
             spot = at % width
-            mirror.lines[slot, at], mirror.ends[slot] = tokens[i], at + 1
+            mirror.lines[slot, at], mirror.ends[slot] = tokens[i, 0], at + 1
             table.gaps[slot, spot], table.opened[slot, spot] = gaps[i], 0
-            table.others[slot, spot] = others[i]
+            table.others[slot, spot] = tokens[i, 1:]
         else:
             size = table.lengths[slot, b]
             spot = (table.ats[slot, b] + size) % width
-            table.tokens[slot, b, size], table.lengths[slot, b] = tokens[i], size + 1
+            table.tokens[slot, b, size], table.lengths[slot, b] = tokens[i, 0], size + 1
             table.branch_gaps[slot, b, spot] = gaps[i]
-            table.branch_others[slot, b, spot] = others[i]
+            table.branch_others[slot, b, spot] = tokens[i, 1:]
 
 
 @_jit

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specactor_ray.draft import _branches_numba as kernels
-from specactor_ray.draft._branches_numba import FREE, GAPS
+from specactor_ray.draft._branches_numba import FREE as FREE
+from specactor_ray.draft._branches_numba import GAPS
 from specactor_ray.draft._branches_numba import MAIN as MAIN
 from specactor_ray.draft._branches_numba import RANKS as RANKS
 from specactor_ray.draft.mirror import MirrorTable
@@ -157,16 +158,15 @@ class BranchTable:
         slots: np.ndarray,
         numbers: np.ndarray,
         tokens: np.ndarray,
-        others: np.ndarray,
         gaps: np.ndarray,
     ) -> None:
-        """Append the token that each chain drafted, `(n,)` each.
+        """Append the token that each chain drafted, int32 `(n,)` each; chains that were given up are passed over.
 
         Args:
-            others: int32 `(n, RANKS)`: second and third candidate, -1 where there is none.
+            tokens: int32 `(n, 1 + RANKS)`: that token and the other candidates, -1 where there is none.
             gaps: int32 `(n,)`: see `ranges_of`.
         """
-        kernels.append(self._planes, _lines(mirrors), slots, numbers, tokens, others, gaps)
+        kernels.append(self._planes, _lines(mirrors), slots, numbers, tokens, gaps)
 
     def published(self, mirrors: MirrorTable, slots: np.ndarray) -> Branches:
         """Branches of the tails of these slots that have two tokens or more: the target finds the first one itself."""
@@ -195,7 +195,7 @@ def warm_up() -> None:
     table, mirrors, zero = BranchTable(1), MirrorTable(), np.zeros(1, np.int32)
     mirrors.open(0, (1,), (), SamplingParams(), 4)
     table.fit(1, 4)
-    table.append(mirrors, zero, zero + MAIN, zero + 1, np.full((1, RANKS), 2, np.int32), zero)
+    table.append(mirrors, zero, zero + MAIN, np.ones((1, 1 + RANKS), np.int32), zero)
     table.plan(mirrors, zero, zero + 5, 4)
     table.settle(mirrors, np.zeros(1, np.int64), zero, zero, zero + 1, zero + 2)
     table.published(mirrors, zero)

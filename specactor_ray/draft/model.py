@@ -49,7 +49,7 @@ class DraftModelProposer(ModelProposer):
         self._model.load_weights(state_dict)
         self.mirrors.ends[:] = self.mirrors.known
         for slot in np.flatnonzero(self._placed).tolist():
-            self._free(self.branches.release(slot))
+            self._cache.free_rows(self.branches.release(slot))
         self._cache.truncate(self._rows[self._placed], 0)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:

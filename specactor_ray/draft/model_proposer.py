@@ -58,11 +58,12 @@ class ModelProposer(SlotProposer):
         warm_up(cache.device, dtype)
         if branches:
             branching.warm_up()
-            candidates(torch.zeros(1, 2, dtype=dtype), *np.zeros((2, 1), np.int64), Rules(1, torch.device("cpu")))
+            zero = np.zeros(1, np.int64)
+            candidates(torch.zeros(1, 2, dtype=dtype), zero, zero, Rules(1))
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if self.branches.most:
-            self._free(self.branches.settle(self.mirrors, self._rows, slots, starts, lengths, tokens))
+            self._cache.free_rows(self.branches.settle(self.mirrors, self._rows, slots, starts, lengths, tokens))
         return super().commit(slots, starts, lengths, tokens)
 
     def tails(self, slots: np.ndarray) -> Tails:
@@ -97,7 +98,8 @@ class ModelProposer(SlotProposer):
     def _enter(self, slot: int, late: bool) -> bool:
         tokens = min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len)
         row = self._cache.open(tokens)
-        if row is None and self._drop_branches():
+        if row is None:
+            self._drop_branches()
             row = self._cache.open(tokens)
         if row is None:
             return False
@@ -107,33 +109,26 @@ class ModelProposer(SlotProposer):
         return True
 
     def _leave(self, slot: int, finished: bool) -> None:
-        self._free(self.branches.release(slot))
-        self._cache.free(int(self._rows[slot]))
+        self._cache.free_rows(np.append(self.branches.release(slot), self._rows[slot]))
 
-    def _drop_branches(self) -> bool:
-        """Free the pages of all branches, which main chains need more. False: there are none."""
-        rows = self.branches.close_all()
-        self._free(rows)
-        return len(rows) > 0
-
-    def _free(self, rows: np.ndarray) -> None:
-        for row in rows.tolist():
-            self._cache.free(row)
+    def _drop_branches(self) -> None:
+        """Free the pages of all branches, which main chains need more."""
+        self._cache.free_rows(self.branches.close_all())
 
     def _fit(self, slots: int) -> None:
         super()._fit(slots)
-        self._free(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
+        if self.branches.most:
+            self._cache.free_rows(self.branches.fit(slots, int(self.mirrors.windows.max(initial=1))))
 
     def _rows_of(self, chains: Chains) -> np.ndarray:
         """int64 `(n,)`: rows of the cache; that of a branch that begins is forked from its main chain's."""
-        rows, cache = self._rows[chains.slots], self._cache
+        rows: np.ndarray = self._rows[chains.slots]
         if not len(rows) or chains.numbers[-1] == MAIN:  # main chains come first
             return rows
-        branch = chains.numbers != MAIN
-        slots, numbers, held = chains.slots[branch], chains.numbers[branch], self.branches.rows
-        for at in np.flatnonzero(chains.begins[branch] != FREE).tolist():
-            held[slots[at], numbers[at]] = cache.fork(int(rows[branch][at]), int(chains.begins[branch][at]))
-        rows[branch] = held[slots, numbers]
+        new, branch = chains.begins != FREE, chains.numbers != MAIN
+        held, forks = self.branches.rows, self._cache.fork(rows[new], chains.begins[new].astype(np.int64))
+        held[chains.slots[new], chains.numbers[new]] = forks
+        rows[branch] = held[chains.slots[branch], chains.numbers[branch]]
         return rows
 
     def _reserve(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[Chains, np.ndarray, np.ndarray]:
@@ -147,18 +142,15 @@ class ModelProposer(SlotProposer):
             counts = np.minimum(counts, _MAX_STEP_TOKENS - np.cumsum(counts) + counts)
             chains, rows, counts = chains.at(counts > 0), rows[counts > 0], counts[counts > 0]  # the first ones
         ends = self._cache.lengths[rows] + counts
-        short = np.flatnonzero(ends > self._cache.room(rows)).tolist()
-        if not short:
+        short = np.flatnonzero(ends > self._cache.room(rows))
+        full = short[~self._cache.reserve_rows(rows[short], ends[short])]
+        if not len(full):
             return chains, rows, counts
-        for i in short:
-            row, end, slot, number = int(rows[i]), int(ends[i]), int(chains.slots[i]), int(chains.numbers[i])
-            if number != MAIN and self.branches.ats[slot, number] == FREE:  # it went with a main chain
-                continue
-            fits = self._cache.reserve(row, end)
-            if not fits and number == MAIN and self._drop_branches():
-                fits = self._cache.reserve(row, end)
-            if not fits:
-                self._give_up_chain(slot, number)
+        for i in full.tolist():
+            if chains.numbers[i] == MAIN:
+                self._drop_branches()
+            if chains.numbers[i] != MAIN or not self._cache.reserve(int(rows[i]), int(ends[i])):
+                self._give_up_chain(int(chains.slots[i]), int(chains.numbers[i]))
         left, branch = self._placed[chains.slots], np.flatnonzero(chains.numbers != MAIN)
         left[branch] = self.branches.ats[chains.slots[branch], chains.numbers[branch]] != FREE
         return chains.at(left), rows[left], counts[left]
@@ -168,7 +160,7 @@ class ModelProposer(SlotProposer):
         if number == MAIN:
             self._give_up(slot)
         elif self.branches.ats[slot, number] != FREE:  # else it went with its main chain
-            self._cache.free(int(self.branches.rows[slot, number]))
+            self._cache.free_rows(self.branches.rows[slot, [number]])
             self.branches.close(slot, number)
 
     def _draw(self, chains: Chains, logits: torch.Tensor) -> np.ndarray:
@@ -182,12 +174,9 @@ class ModelProposer(SlotProposer):
         main = chains.numbers == MAIN
         ends = np.where(main, mirrors.ends[slots], (branches.ats + branches.lengths)[slots, chains.numbers])
         tokens, gaps = candidates(logits, ends.astype(np.int64), slots.astype(np.int64), self._rules)
-        drawn = tokens[:, 0] >= 0
-        for slot, number in zip(slots[~drawn].tolist(), chains.numbers[~drawn].tolist(), strict=True):
-            self._give_up_chain(slot, number)
-        drawn &= self._placed[slots]
-        parts = (slots, chains.numbers, *tokens[:, :1].T, tokens[:, 1:], ranges_of(gaps))
-        branches.append(mirrors, *(np.ascontiguousarray(part[drawn]) for part in parts))
+        for i in np.flatnonzero(tokens[:, 0] < 0).tolist():
+            self._give_up_chain(int(slots[i]), int(chains.numbers[i]))
+        branches.append(mirrors, slots, chains.numbers, tokens, ranges_of(gaps))
         return slots
 
     def _sample(self, slots: np.ndarray, logits: torch.Tensor, ends: np.ndarray) -> np.ndarray:

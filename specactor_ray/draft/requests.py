@@ -45,7 +45,7 @@ class DraftRequests:
     """
 
     def __init__(self, drafter_id: str, proposer: Proposer) -> None:
-        self.counters = dict.fromkeys(("opens", "resyncs", "extends", "tails", "failures"), 0)
+        self.counters = dict.fromkeys(("opens", "resyncs", "extends", "tails", "branches", "failures"), 0)
         """Totals, of the loop too."""
         self._drafter_id, self._proposer = drafter_id, proposer
         self._verifiers: dict[str, _Verifier] = {}
@@ -233,13 +233,15 @@ class DraftRequests:
         """Whole tails and branches of changed slots of a verifier."""
         self._changed[slots] = False
         lost, verifier.lost = verifier.lost, {}
+        tails = self._proposer.tails(slots)
         self.counters["tails"] += len(slots)
+        self.counters["branches"] += len(tails.branches.tails)
         self.counters["resyncs"] += len(lost)
         return TailBatch(
             self._drafter_id,
             self._rows[slots],
             self._generations[slots],
-            *self._proposer.tails(slots),
+            *tails,
             token_s,
             tuple(lost.items()),
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from specactor_ray.models import _paged_cache_numba as kernels
 from specactor_ray.ragged import enlarged
 
 _CPU_PAGE, _GPU_PAGE = 16, 256
@@ -65,9 +66,12 @@ class PagedCache:
         """`(rows, most pages)`."""
         self._holders = np.zeros(self.pages, np.int32)
         """`(pages,)`: rows that hold each page."""
-        self._free = list(range(self.pages))[::-1]
+        self._free, self._num_free = np.arange(self.pages, dtype=np.int32)[::-1].copy(), np.array([self.pages])
+        """`(pages,)`: the first `_num_free[0]` are the free pages."""
         self._free_rows = list(range(_FIRST_ROWS))[::-1]
         self.allocate()
+        none = np.zeros(0, np.int64)  # compile the kernels now, not in a step
+        self.free_rows(self.fork(none[self.reserve_rows(none, none)], none))
 
     def allocate(self) -> None:
         """Make the pools, after `release`. Layer l: `keys[l]` and `values[l]` `(pages, page_size, heads, dim)`."""
@@ -93,32 +97,31 @@ class PagedCache:
     @property
     def free_slots(self) -> int:
         """Tokens that the free pages hold."""
-        return len(self._free) * self.page_size
+        return int(self._num_free[0]) * self.page_size
 
     def open(self, tokens: int) -> int | None:
         """An empty row with room for `tokens` tokens, or None where there are too few free pages."""
-        row = self._new_row()
+        (row,) = self._new_rows(1).tolist()
         if self.reserve(row, max(tokens, 1)):
             return row
         self.free(row)
         return None
 
-    def fork(self, row: int, tokens: int | None = None) -> int:
-        """A row of the same tokens, or of the first `tokens`. It takes no page before one of the two writes."""
-        length = int(self.lengths[row]) if tokens is None else tokens
-        fork, shared = self._new_row(), self._pages_of(length)
-        self.lengths[fork] = length
-        self._table[fork, :shared] = self._table[row, :shared]
-        self._holders[self._table[row, :shared]] += 1
-        self._held[fork] = self._shared[fork] = shared
-        self._shared[row] = max(shared, self._shared[row])
-        return fork
+    def fork(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Rows, int64 `(n,)`, of the first `lengths` tokens of `rows`, int64 `(n,)` each. They take no page before
+        one of the two writes."""
+        forks = self._new_rows(len(rows))
+        kernels.fork(self._state, self.page_size, rows, lengths, forks)
+        return forks
 
     def free(self, row: int) -> None:
-        """Give a row and its pages back."""
-        self._keep(row, 0)
-        self.lengths[row] = self._shared[row] = 0
-        self._free_rows.append(row)
+        """`free_rows` of one row."""
+        self.free_rows(np.array([row]))
+
+    def free_rows(self, rows: np.ndarray) -> None:
+        """Give rows, int64 `(n,)`, and their pages back."""
+        kernels.free(self._state, rows)
+        self._free_rows += rows.tolist()
 
     def truncate(self, rows: np.ndarray, lengths: np.ndarray | int) -> None:
         """Roll rows back to their first `lengths` tokens.
@@ -136,58 +139,43 @@ class PagedCache:
         return np.where(shared, 0, self._held[rows] * self.page_size)
 
     def reserve(self, row: int, tokens: int) -> bool:
-        """Make room in a row for `tokens` tokens in all.
+        """`reserve_rows` of one row."""
+        return bool(self.reserve_rows(np.array([row]), np.array([tokens]))[0])
+
+    def reserve_rows(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Make room in rows for `tokens` tokens in all, int64 `(n,)` each, one after the other.
 
         Returns:
-            False where there are too few free pages; the row keeps its tokens.
+            bool `(n,)`: False where there are too few free pages; such a row keeps its tokens.
         """
-        length = int(self.lengths[row])
-        if self._shared[row] * self.page_size > length and not self._own(row, length):
-            return False
-        held, needed = int(self._held[row]), self._pages_of(tokens)
-        if needed - held > len(self._free):
-            return False
-        if needed > held:
-            if needed > self._table.shape[1]:
-                self._table = enlarged(self._table, 1, max(needed, 2 * self._table.shape[1]))
-            taken = self._free[held - needed :]
-            del self._free[held - needed :]
-            self._table[row, held:needed], self._holders[taken], self._held[row] = taken, 1, needed
-        return True
+        pages = min(self._pages_of(int(tokens.max(initial=0))), self.pages)
+        if pages > self._table.shape[1]:
+            self._table = enlarged(self._table, 1, max(pages, 2 * self._table.shape[1]))
+        fits: np.ndarray
+        fits, copies = kernels.reserve(self._state, self.page_size, rows, tokens)
+        if copies.size:
+            source, target = torch.from_numpy(copies).to(self.device)
+            for pool in self._pools:
+                pool[:, target] = pool[:, source]
+        return fits
 
     def page_table(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """int32 `(n, most pages)`: pages of rows that have room for these lengths. What is behind a row's last one is
         any page."""
         return np.ascontiguousarray(self._table[rows, : self._pages_of(int(lengths.max(initial=0)))])
 
-    def _own(self, row: int, length: int) -> bool:
-        """Make the pages behind `length` the row's own: only the one that holds its last tokens is copied."""
-        kept, whole = self._pages_of(length), length // self.page_size
-        self._keep(row, kept)
-        if kept > whole and self._holders[shared := self._table[row, whole]] > 1:
-            if not self._free:
-                return False
-            self._table[row, whole] = page = self._free.pop()
-            self._holders[[shared, page]] += np.array([-1, 1], np.int32)
-            for pool in self._pools:
-                pool[:, page] = pool[:, int(shared)]
-        self._shared[row] = whole
-        return True
-
-    def _keep(self, row: int, pages: int) -> None:
-        """Give back all but the first pages of a row."""
-        rest = self._table[row, pages : self._held[row]]
-        self._holders[rest] -= 1
-        self._free += rest[self._holders[rest] == 0].tolist()
-        self._held[row] = min(pages, int(self._held[row]))
-
-    def _new_row(self) -> int:
-        if not self._free_rows:
+    def _new_rows(self, count: int) -> np.ndarray:
+        while len(self._free_rows) < count:
             rows = len(self.lengths)
             for name in ("lengths", "_held", "_shared", "_table"):
                 setattr(self, name, enlarged(getattr(self, name), 0, 2 * rows))
-            self._free_rows = list(range(rows, 2 * rows))[::-1]
-        return self._free_rows.pop()
+            self._free_rows += list(range(rows, 2 * rows))[::-1]
+        return np.array([self._free_rows.pop() for _ in range(count)], np.int64)
+
+    @property
+    def _state(self) -> kernels.Pages:
+        arrays = (self.lengths, self._held, self._shared, self._table)
+        return kernels.Pages(*arrays, self._holders, self._free, self._num_free)
 
     def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

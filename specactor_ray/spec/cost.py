@@ -61,7 +61,8 @@ class StepCost:
 
     def within(self, seconds: float) -> float:
         """Most positions of a step that takes so many seconds; infinity above the longest step that is remembered."""
-        return float(np.interp(seconds, *reversed(self._knots), right=np.inf))
+        tokens, known = self._knots
+        return float(np.interp(seconds, known, tokens, right=np.inf))
 
     @property
     def is_known(self) -> bool:

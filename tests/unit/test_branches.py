@@ -62,7 +62,7 @@ class Drafting:
     def extend(self, budget: int) -> Chains:
         mirrors, table = self.mirrors, self.table
         chains = table.plan(mirrors, self.slots, mirrors.limits[self.slots], budget)
-        tokens, others = [], []
+        tokens = []
         for slot, number, begin in zip(*(column.tolist() for column in chains), strict=True):
             if begin != FREE:
                 table.rows[slot, number] = self.new_row(self.cache[int(self.rows[slot])][:begin])
@@ -70,11 +70,9 @@ class Drafting:
             assert self.cache[row] == line[: len(self.cache[row])]
             assert number == MAIN or len(self.cache[row]) == len(line) - 1, "a branch feeds one token"
             self.cache[row] = line
-            first, *rest = self.candidates(slot, line)
-            tokens.append(first)
-            others.append(rest)
-        arrays = np.array(tokens, np.int32), np.array(others, np.int32).reshape(-1, RANKS)
-        table.append(mirrors, chains.slots, chains.numbers, *arrays, np.zeros(len(tokens), np.int32))
+            tokens.append(self.candidates(slot, line))
+        drafted = np.array(tokens, np.int32).reshape(-1, 1 + RANKS)
+        table.append(mirrors, chains.slots, chains.numbers, drafted, np.zeros(len(tokens), np.int32))
         return chains
 
     def commit(self, counts: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -27,8 +28,10 @@ def reference() -> torch.nn.Module:
     return load()
 
 
-def proposer(cache_bytes: int = 16 << 20, max_batch: int = 64, shared_noise: bool = True) -> ByName:
-    return ByName(DraftModelProposer(RaggedModel(load(), cache_bytes), max_batch, shared_noise))
+def proposer(cache_bytes: int = 16 << 20, max_batch: int = 64, shared_noise: bool = True, branches: int = 0) -> ByName:
+    drafter = DraftModelProposer(RaggedModel(load(), cache_bytes), max_batch, shared_noise, branches)
+    drafter.budget = 40
+    return ByName(drafter)
 
 
 def expected_tail(
@@ -43,6 +46,44 @@ def expected_tail(
     return tuple(tail)
 
 
+def branches_of(drafter: ByName, name: str) -> list[tuple[int, list[int]]]:
+    """The branches that are published with a tail: where they leave it, and their tokens."""
+    found = drafter.tails(np.array([drafter.slots[name]], np.int32)).branches
+    parts = np.split(found.tokens, np.cumsum(found.lengths))[:-1]
+    return list(zip(found.ats.tolist(), [part.tolist() for part in parts], strict=True))
+
+
+def check_branches(
+    model: torch.nn.Module, drafter: ByName, name: str, prompt: tuple[int, ...], sampling: SamplingParams
+) -> int:
+    """Each branch begins with the second or the third candidate of the draw there, and goes on as a fresh model does.
+    Returns how many there are."""
+    (base, tail), found = drafter.tail(name), branches_of(drafter, name)
+    committed = drafter.mirrors.committed(drafter.slots[name]).tolist()
+    assert len(committed) == base
+    for at, tokens in found:
+        prefix = [*committed, *tail[:at]]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *prefix]])).logits[0, -1:]
+        ranked = []
+        for _ in range(3):
+            ranked += sample_rows(logits, [sampling], [len(prefix)]).token_ids
+            logits[0, ranked[-1]] = -torch.inf
+        assert ranked[0] == tail[at] and tokens[0] in ranked[1:]
+        assert len(tokens) > 1 and at + len(tokens) <= drafter.mirrors.windows[drafter.slots[name]]
+        assert tuple(tokens[1:]) == expected_tail(model, prompt, [*prefix, tokens[0]], sampling, len(tokens) - 1)
+    assert len({(at, tokens[0]) for at, tokens in found}) == len(found)
+    return len(found)
+
+
+def check_empty(drafter: ByName) -> None:
+    """Close all requests: the cache is as it was at the start."""
+    for name in list(drafter.slots):
+        drafter.close(name)
+    cache = drafter._model.cache
+    assert cache.free_slots == cache.slots and sorted(cache._free_rows) == list(range(len(cache.lengths)))
+
+
 def extend_fully(drafter: ByName) -> None:
     for _ in range(200):
         if not drafter.extend():
@@ -50,10 +91,13 @@ def extend_fully(drafter: ByName) -> None:
     raise AssertionError("extend never came to rest")
 
 
+@pytest.mark.parametrize("branches", [0, 4])
 @pytest.mark.parametrize("seed", range(3))
-def test_tails_after_any_history_are_those_of_a_fresh_model(reference: torch.nn.Module, seed: int) -> None:
+def test_tails_after_any_history_are_those_of_a_fresh_model(
+    reference: torch.nn.Module, seed: int, branches: int
+) -> None:
     rng = random.Random(seed)
-    drafter = proposer()
+    drafter = proposer(branches=branches)
     prompts = tiny_prompt_ids(4, seed)
     samplings = [
         SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=60, seed=seed * 10 + i) for i in range(4)
@@ -63,22 +107,101 @@ def test_tails_after_any_history_are_those_of_a_fresh_model(reference: torch.nn.
         drafter.open(f"r{i}", prompt, (), samplings[i], window=5)
     for _ in range(8):
         for _ in range(rng.randint(0, 7)):
+            drafter.proposer.budget = rng.choice([0, 6, 40])
             drafter.extend()
         for i in rng.sample(range(4), rng.randint(1, 4)):
             _, tail = drafter.tail(f"r{i}")
+            for at, tokens in branches_of(drafter, f"r{i}")[-1:]:
+                tail = (*tail[:at], *tokens)
             fresh = list(tail[: rng.randint(0, len(tail))]) + [rng.randrange(400) for _ in range(rng.randint(0, 2))]
             if not fresh:
                 continue
             assert drafter.commit(f"r{i}", len(committed[i]), fresh)
             assert drafter.commit(f"r{i}", len(committed[i]), fresh), "a repeated commit is harmless"
             committed[i] += fresh
+    drafter.proposer.budget = 40
     extend_fully(drafter)
+    found = 0
     for i, prompt in enumerate(prompts):
         base, tail = drafter.tail(f"r{i}")
         assert base == len(committed[i])
         assert tail == expected_tail(reference, prompt, committed[i], samplings[i], 5)
-        drafter.close(f"r{i}")
-    assert drafter._model.cache.free_slots == drafter._model.cache.slots, "cache was leaked"
+        found += check_branches(reference, drafter, f"r{i}", prompt, samplings[i])
+    refuted, rescued = drafter.branches.outcomes.tolist()
+    assert (found > 4) == (rescued > 0) == (branches > 0) and refuted >= rescued
+    check_empty(drafter)
+
+
+def test_branches_push_out_no_main_chain(reference: torch.nn.Module) -> None:
+    """The cache holds three requests with their tails to the last page, and branches no longer than it has room."""
+    probe = RaggedModel(load(), 16 << 20)
+    drafter = proposer(probe.cache.bytes_per_token * 16 * 11 * 3, branches=8)
+    sampling, prompts = SamplingParams(temperature=1.0, seed=5, max_tokens=400), tiny_prompt_ids(3)
+    output = list(range(100, 270))
+    for i, prompt in enumerate(prompts[:2]):
+        drafter.open(f"r{i}", prompt, (), sampling, 5)
+    extend_fully(drafter)
+    drafter.open("r2", prompts[2], (), sampling, 5)
+    extend_fully(drafter)
+    most = 0
+    for end in range(10, 171 - max(map(len, prompts)), 10):
+        for i in range(3):
+            assert drafter.commit(f"r{i}", end - 10, output[end - 10 : end])
+        extend_fully(drafter)
+        for i in range(3):
+            assert len(drafter.tail(f"r{i}")[1]) == 5
+            most = max(most, len(branches_of(drafter, f"r{i}")))
+    assert most == 8 and not drafter._model.cache.free_slots, "the cache is full"
+    for i, prompt in enumerate(prompts):
+        assert drafter.tail(f"r{i}")[1] == expected_tail(reference, prompt, output[:end], sampling, 5)
+        check_branches(reference, drafter, f"r{i}", prompt, sampling)
+    check_empty(drafter)
+
+
+def test_branches_leave_their_pages_to_a_request_that_is_opened() -> None:
+    probe = RaggedModel(load(), 16 << 20)
+    drafter = proposer(probe.cache.bytes_per_token * 16 * 17, branches=8)
+    sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=400)
+    drafter.open("a", (5, 6, 7), (), sampling, 5)
+    extend_fully(drafter)
+    assert branches_of(drafter, "a") and drafter._model.cache.free_slots < 9 * 16
+    drafter.open("b", (5, 6, 7), (), sampling, 5)
+    assert drafter._placed.sum() == 2 and not branches_of(drafter, "a")
+    extend_fully(drafter)
+    assert len(drafter.tail("a")[1]) == len(drafter.tail("b")[1]) == 5
+    check_empty(drafter)
+
+
+def test_a_larger_window_new_weights_and_the_models_end_leave_branches_right(reference: torch.nn.Module) -> None:
+    drafter, prompts = proposer(branches=4), tiny_prompt_ids(2)
+    sampling = SamplingParams(temperature=1.0, seed=6, max_tokens=200)
+
+    def check(model: torch.nn.Module, windows: Sequence[int]) -> None:
+        extend_fully(drafter)
+        for i, window in enumerate(windows):
+            assert drafter.tail(f"r{i}")[1] == expected_tail(model, prompts[i], [], sampling, window)
+            assert check_branches(model, drafter, f"r{i}", prompts[i], sampling) == 4
+
+    for i, prompt in enumerate(prompts):
+        drafter.open(f"r{i}", prompt, (), sampling, 3)
+    check(reference, (3, 3))
+    drafter.open("r1", prompts[1], (), sampling, 9)
+    assert not branches_of(drafter, "r0"), "wider tables begin empty"
+    extend_fully(drafter)
+    assert drafter.commit("r0", 0, ()) and drafter.tail("r0")[1] == expected_tail(
+        reference, prompts[0], [], sampling, 3
+    )
+    changed = load()
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter.mul_(1.2)
+    drafter.load_weights(3, changed.state_dict())
+    assert not branches_of(drafter, "r1")
+    check(changed, (3, 9))
+    drafter.proposer.max_len = len(prompts[1]) + 6
+    drafter.open("r1", prompts[1], (), sampling, 9)
+    check(changed, (3, 6))
+    check_empty(drafter)
 
 
 def test_a_gap_or_an_unknown_request_asks_for_a_resync() -> None:
@@ -163,9 +286,28 @@ def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(reference: t
         assert drafter.tail(f"r{i}")[1] == expected_tail(reference, prompts[i], [], samplings[i], 5)
     assert drafter.commit("r1", 0, [9])
     assert drafter.extend() == ["r1"], "each further commit is answered"
-    for i in range(3):
-        drafter.close(f"r{i}")
-    assert drafter._model.cache.free_slots == drafter._model.cache.slots, "cache was leaked"
+    check_empty(drafter)
+
+
+def test_a_branch_that_cannot_be_sampled_from_costs_its_main_chain_nothing(reference: torch.nn.Module) -> None:
+    drafter, prompt = proposer(branches=4), tiny_prompt_ids(1)[0]
+    sampling, forward = SamplingParams(temperature=1.0, max_tokens=60, seed=3), drafter._model.forward
+    drafter.open("r", prompt, (), sampling, 5)
+    main, poisoned = drafter._rows[0], 0
+
+    def poison(rows: np.ndarray, *arrays: np.ndarray) -> RaggedOutput:
+        nonlocal poisoned
+        logits = forward(rows, *arrays).logits.clone()
+        bad = np.flatnonzero(rows != main)[::2]
+        logits[bad] = float("nan")
+        poisoned += len(bad)
+        return RaggedOutput(logits, None)
+
+    drafter._model.forward = poison
+    extend_fully(drafter)
+    assert poisoned > 2 and drafter.tail("r")[1] == expected_tail(reference, prompt, [], sampling, 5)
+    check_branches(reference, drafter, "r", prompt, sampling)
+    check_empty(drafter)
 
 
 def test_logits_of_no_token_are_refused() -> None:

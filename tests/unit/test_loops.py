@@ -247,6 +247,24 @@ def test_drafted_equals_plain(kind: str, inline: bool, temperature: float) -> No
         assert all(drafter["history_bytes"] > drafter["history_tokens"] > 0 for drafter in drafters)
 
 
+@pytest.mark.parametrize(("temperature", "faulty"), [(0.0, False), (1.0, False), (1.0, True)])
+def test_branches_change_no_token(temperature: float, faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter has as much time as eight branches of each request take."""
+    batch, deliver = requests(6, temperature), DraftLoop.deliver
+    monkeypatch.setattr(DraftLoop, "deliver", lambda loop, message: deliver(loop, replace(message, step_s=60.0)))
+    proposer, faults = DraftModelProposer(ragged(tiny_draft()), branches=8), random.Random(3) if faulty else None
+    bench = Bench({"small-0": proposer}, False, faults, draft_wait_s=0.05)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        assert bench.drafts["small-0"].snapshot()["branches"] > 0
+        if not faulty:
+            bench.await_closed()
+    finally:
+        bench.close()
+    assert proposer.branches.outcomes[1] > 0, "no branch took the place of a main chain"
+    assert faulty or proposer._cache.free_slots == proposer._cache.slots
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_faulty_channel_changes_no_token_and_drafts_recover(seed: int) -> None:
     batch = requests(8, 1.0)

@@ -44,7 +44,7 @@ def contents(cache: PagedCache, row: int) -> list[int]:
 @given(
     st.integers(1, 5),
     st.lists(
-        st.tuples(st.sampled_from(["open", "append", "append", "fork", "truncate", "free"]), st.integers(0, 999)),
+        st.tuples(st.sampled_from(["open", "append", "append all", "fork", "truncate", "free"]), st.integers(0, 999)),
         max_size=60,
     ),
 )
@@ -74,7 +74,17 @@ def test_rows_and_forks_are_independent_and_no_page_is_lost(page_size: int, oper
                 rows[row] += stamps
                 stamp += len(stamps)
         elif operation == "fork":
-            rows[cache.fork(row)] = list(rows[row])
+            lengths = [len(rows[row]), number % (len(rows[row]) + 1)]
+            for fork, length in zip(cache.fork(np.array([row, row]), np.array(lengths)).tolist(), lengths, strict=True):
+                rows[fork] = rows[row][:length]
+        elif operation == "append all":
+            wanted = np.array([len(tokens) + 1 + number % 3 for tokens in rows.values()])
+            fits = cache.reserve_rows(np.array(list(rows)), wanted)
+            for fitting, (one, tokens) in zip(fits.tolist(), rows.items(), strict=True):
+                if fitting:
+                    write(cache, one, range(stamp, stamp + 1 + number % 3))
+                    tokens += range(stamp, stamp + 1 + number % 3)
+                    stamp += 3
         elif operation == "truncate":
             rows[row] = rows[row][: number % (len(rows[row]) + 1)]
             cache.truncate(np.array([row]), len(rows[row]))
@@ -92,7 +102,7 @@ def test_a_fork_takes_no_page_before_one_of_the_two_writes() -> None:
     row = cache.open(6)
     write(cache, row, range(6))
     before = cache.free_slots
-    fork = cache.fork(row)
+    (fork,) = cache.fork(np.array([row]), np.array([6])).tolist()
     assert cache.free_slots == before and cache.room(np.array([row, fork])).tolist() == [0, 0]
     for shared in (row, fork):
         with pytest.raises(ValueError, match="no room"):
@@ -142,7 +152,8 @@ def test_random_appends_rollbacks_and_forks_equal_a_fresh_forward(model: RaggedM
             elif rng.random() < 0.2:
                 cache.free(rows[i])
                 source = rng.choice([j for j in range(len(rows)) if j != i])
-                rows[i], contexts[i] = cache.fork(rows[source]), list(contexts[source])
+                (rows[i],) = cache.fork(np.array([rows[source]]), cache.lengths[[rows[source]]]).tolist()
+                contexts[i] = list(contexts[source])
             fed.append([rng.randrange(model.vocab_size) for _ in range(rng.choice([1, 1, 2, 5, 70]))])
         for i, tokens in zip(active, fed, strict=True):
             contexts[i] = contexts[i][: int(cache.lengths[rows[i]])] + tokens
