@@ -43,7 +43,16 @@ from specactor_ray.controller.state import ClusterView
 from specactor_ray.draft.lookup.ngram import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.messages import CommitBatch, DraftOpen, Progress, SamplingParams, TailBatch, ToRollout
+from specactor_ray.messages import (
+    NO_BRANCHES,
+    Branches,
+    CommitBatch,
+    DraftOpen,
+    Progress,
+    SamplingParams,
+    TailBatch,
+    ToRollout,
+)  # fmt: skip
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_model import RaggedOutput
 from specactor_ray.queues.link import Link, direct_sender
@@ -63,6 +72,8 @@ ASKED: Mapping[str, float] = {
     "verifier_ms_16_rows_1_drafter": 0.2,
     "verifier_ms_128_rows_1_drafter": 0.5,
     "verifier_ms_256_rows_3_drafters": 1.5,
+    "verifier_x_128_rows_1_drafter_4_branches": 1.3,
+    "verifier_x_256_rows_3_drafters_4_branches": 1.3,
     "draft_loop_ms_128_rows_ngram": 0.35,
     "model_proposer_us_128_rows": 0.5,
     "model_proposer_us_128_rows_4_branches": 0.5,
@@ -129,15 +140,15 @@ def output_of(seed: int) -> list[int]:
 class Oracle:
     """A drafter that knows the outputs and is wrong now and then; its own time is not counted."""
 
-    def __init__(self, drafter_id: str, seeds: Mapping[str, int]) -> None:
-        self.drafter_id = drafter_id
-        self._guesses = {}
-        for request_id, seed in seeds.items():
-            truth = np.array(output_of(seed))
-            wrong = np.random.default_rng([seed, len(drafter_id)]).random(LENGTH) > ACCURACY
-            self._guesses[request_id] = np.where(wrong, (truth + 1) % 1000, truth).astype(np.int32)
+    def __init__(self, drafter_id: str, seeds: Mapping[str, int], branches: int, sends: bool) -> None:
+        self.drafter_id, self._branches, self._sends = drafter_id, branches, sends
+        self._truth = np.array([output_of(seed) for seed in seeds.values()], np.int32)
+        wrong = np.random.default_rng(len(drafter_id)).random(self._truth.shape) > ACCURACY
+        self._guesses = np.where(wrong, (self._truth + 1) % 1000, self._truth)
+        self._numbers = {request_id: number for number, request_id in enumerate(seeds)}
         self._heard: list[CommitBatch] = []
-        self._rows: dict[int, tuple[int, str]] = {}
+        self._rows: dict[int, tuple[int, int]] = {}
+        """Row → generation and number of its request."""
         self.link: Link[CommitBatch] = Link(direct_sender(self._heard.append))
 
     def answer(self) -> TailBatch | None:
@@ -145,32 +156,53 @@ class Oracle:
         ends: dict[int, int] = {}
         for message in self._heard:
             for one in message.opened:
-                self._rows[one.row] = (one.generation, one.request_id)
+                self._rows[one.row] = (one.generation, self._numbers[one.request_id])
                 ends[one.row] = len(one.committed_token_ids)
             for row, end in zip(message.rows.tolist(), (message.starts + message.lengths).tolist(), strict=True):
                 ends[row] = end
         self._heard.clear()
         if not ends:
             return None
-        tails = [self._guesses[self._rows[row][1]][end : end + WINDOW] for row, end in ends.items()]
+        rows, begins = np.array(list(ends), np.int32), np.array(list(ends.values()), np.int32)
+        generations, numbers = np.array([self._rows[row] for row in ends], np.int32).T.copy()
+        branches = self._branches_of(numbers, begins)
         return TailBatch(
             self.drafter_id,
-            np.array(list(ends), np.int32),
-            np.array([self._rows[row][0] for row in ends], np.int32),
-            np.array(list(ends.values()), np.int32),
-            np.array(list(map(len, tails)), np.int32),
-            np.concatenate(tails),
+            rows,
+            generations,
+            begins,
+            np.full(len(rows), WINDOW, np.int32),
+            self._guesses[numbers[:, None], begins[:, None] + np.arange(WINDOW)].reshape(-1),
+            branches if self._sends else NO_BRANCHES,
             token_s=1e-4,
         )
 
+    def _branches_of(self, numbers: np.ndarray, begins: np.ndarray) -> Branches:
+        """At each of the first positions a branch up to the end of the window, right where the tail is wrong."""
+        ats = np.arange(self._branches, dtype=np.int32)
+        places = begins[:, None, None] + ats[:, None] + np.arange(WINDOW)
+        tokens = self._truth[numbers[:, None, None], places]
+        right = tokens[..., 0] == self._guesses[numbers[:, None], places[..., 0]]
+        tokens[..., 0] = (tokens[..., 0] + right) % 1000
+        within = np.broadcast_to(ats[:, None] + np.arange(WINDOW) < WINDOW, tokens.shape)
+        owners = np.repeat(np.arange(len(numbers), dtype=np.int32), self._branches)
+        sizes = np.tile(WINDOW - ats, len(numbers))
+        return Branches(owners, np.tile(ats, len(numbers)), sizes, tokens[within])
 
-def verifier_ms(rows: int, drafters: int) -> float:
+
+def verifier_x(rows: int, drafters: int, branches: int) -> float:
+    """The time of a verify step with branches over that without. They are made in both, since what that leaves in the
+    caches of the processor makes the step slower."""
+    return verifier_ms(rows, drafters, branches) / verifier_ms(rows, drafters, branches, sends=False)
+
+
+def verifier_ms(rows: int, drafters: int, branches: int = 0, sends: bool = True) -> float:
     """Milliseconds of one verify step: taking tails in, deciding, committing, telling drafters and rollout."""
     seeds = {f"request-{number}": number for number in range(rows)}
-    oracles = [Oracle(f"oracle{number}-0#1", seeds) for number in range(drafters)]
+    oracles = [Oracle(f"oracle{number}-0#1", seeds, branches, sends) for number in range(drafters)]
     engine = InstantEngine(rows)
     config = SpeculationConfig(window=WINDOW, verify=VerifyPolicy.all, race=RaceName.always)
-    drafting = Drafting("verifier-0#1", False, config, engine.vocab_size, max_batch=rows)
+    drafting = Drafting("verifier-0#1", False, config, engine.vocab_size, max_batch=rows, branches=branches)
     loop = VerifyLoop(engine, drafting)  # type: ignore[arg-type]  # the methods that the loop does not call here
     loop.submit(
         [TargetRequest(name, (1, 2, 3), SamplingParams(seed=seed, max_tokens=LENGTH)) for name, seed in seeds.items()]
@@ -194,7 +226,9 @@ def verifier_ms(rows: int, drafters: int) -> float:
         spent.append(time.perf_counter() - begin - (loop.metrics.forward_s - before))
         first, events = loop.poll(read, 0.0)
         read = first + len(events)
-    print(f"{loop.metrics.committed_tokens / loop.metrics.row_steps:.2f} tokens a row and step", file=sys.stderr)
+    metrics = loop.metrics
+    length, rescues = metrics.committed_tokens / metrics.row_steps, metrics.commit_rescues / metrics.row_steps
+    print(f"{length:.2f} tokens a row and step, {rescues:.2f} rescues", file=sys.stderr)
     return 1e3 * median(spent[WARM_UP:])
 
 
@@ -530,6 +564,8 @@ GROUPS: Mapping[str, Mapping[str, Callable[[], float]]] = {
         "verifier_ms_16_rows_1_drafter": lambda: verifier_ms(16, 1),
         "verifier_ms_128_rows_1_drafter": lambda: verifier_ms(128, 1),
         "verifier_ms_256_rows_3_drafters": lambda: verifier_ms(256, 3),
+        "verifier_x_128_rows_1_drafter_4_branches": lambda: verifier_x(128, 1, 4),
+        "verifier_x_256_rows_3_drafters_4_branches": lambda: verifier_x(256, 3, 4),
     },
     "drafter": {
         "draft_loop_ms_128_rows_ngram": lambda: draft_loop_ms(128),

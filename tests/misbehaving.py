@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.draft.proposer import Proposer, Tails
+from specactor_ray.draft.proposer import Proposer, Tails, Traits
+from specactor_ray.messages import Branches
 
 
 class Liar(Proposer):
@@ -34,10 +35,7 @@ class Liar(Proposer):
 
     def tails(self, slots: np.ndarray) -> Tails:
         bases, tails = zip(*map(self.tail, slots.tolist()), strict=True)
-        lengths = np.array([len(tail) for tail in tails], np.int32)
-        return Tails(
-            np.array(bases, np.int32), lengths, np.array([token for tail in tails for token in tail], np.int32)
-        )
+        return Tails(np.array(bases, np.int32), *_ragged(tails))
 
     def tail(self, slot: int) -> tuple[int, list[int]]:
         base = self._known[slot] + self._rng.choice([0, 0, 0, -1, 3])
@@ -51,6 +49,51 @@ class Liar(Proposer):
 
     def load_weights(self, version: int, state_dict: Any) -> None:
         pass
+
+
+class Forker(Liar):
+    """Lies in form: branches that agree with what was committed, and then do not."""
+
+    method = "forker"
+    traits = Traits(branches=True)
+    vocab, most = 500, 4
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self._outputs: dict[int, list[int]] = {}
+
+    def open(self, slot: int, request_id: str, prompt: Any, committed: Any, *rest: Any) -> None:
+        super().open(slot, request_id, prompt, committed)
+        self._outputs[slot] = list(committed)
+
+    def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        parts = np.split(tokens, np.cumsum(lengths)[:-1])
+        for slot, start, new in zip(slots.tolist(), starts.tolist(), parts, strict=True):
+            self._outputs[slot][start:] = new.tolist()
+        return super().commit(slots, starts, lengths, tokens)
+
+    def tails(self, slots: np.ndarray) -> Tails:
+        bases, tails, branches = [], [], []
+        for number, slot in enumerate(slots.tolist()):
+            output = self._outputs[slot]
+            bases.append(self._rng.randint(max(len(output) - 3, 0), len(output)))
+            tails.append(self._line(slot, bases[-1])[: self._rng.randrange(7)])
+            for _ in range(self._rng.randint(0, self.most)):
+                at = self._rng.randint(0, len(tails[-1]))
+                branches.append((number, at, self._line(slot, bases[-1] + at)))
+        columns = [np.array(column, np.int32) for column in ([b[0] for b in branches], [b[1] for b in branches])]
+        found = Branches(*columns, *_ragged([b[2] for b in branches]))
+        return Tails(np.array(bases, np.int32), *_ragged(tails), found)
+
+    def _line(self, slot: int, begin: int) -> list[int]:
+        """The output from here on, which soon goes on as it never did."""
+        new = [self._rng.randrange(self.vocab) for _ in range(self._rng.randint(1, 6))]
+        return self._outputs[slot][begin : begin + self._rng.randint(0, 4)] + new
+
+
+def _ragged(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """int32 lengths, and all values."""
+    return np.array(list(map(len, lists)), np.int32), np.array([one for values in lists for one in values], np.int32)
 
 
 class Sluggard(Liar):

@@ -229,7 +229,7 @@ def _problem_of_branches(tails: Any, ats: Any, sizes: Any, tokens: Any, lengths:
     return 2 if total != len(tokens) else 3 * _are_outside(tokens, limit)
 
 
-@kernel()
+@kernel(inline="always")
 def _are_outside(tokens: Any, limit: int) -> bool:
     """A token id is negative, or not below `limit`."""
     least, most = 0, 0

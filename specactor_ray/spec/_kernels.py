@@ -14,6 +14,8 @@ import numpy as np
 from specactor_ray.jit import kernel
 
 _jit: Any = kernel()
+_inlined: Any = kernel(inline="always")
+"""For parts of a loop over rows: calls that count references to arrays take longer than the work."""
 
 FREE = -1
 REFUTED, ON_ARRIVAL, AT_COMMIT = range(3)
@@ -120,93 +122,119 @@ def take_tails(
     Returns:
         bool `(n,)`: which tails are of requests that the drafter does not draft for.
     """
-    base, length, tail = table.base[seat], table.length[seat], table.tail[seat]
-    unknown, begin, end = np.zeros(len(rows), np.bool_), 0, 0
-    firsts = np.cumsum(sizes) - sizes
+    generation, committed, output, assigned = table.generation, table.committed, table.output, table.assigned
+    base, length, tail, outcomes = table.base, table.length, table.tail, table.outcomes
+    flat, most, window = _flat(table), table.branch_at.shape[2], tail.shape[2]
+    unknown, begin, last, at_last = np.zeros(len(rows), np.bool_), 0, 0, 0
     for i in range(len(rows)):
-        row, first, size, b = rows[i], begin, lengths[i], end
+        row, first, size, b, at = rows[i], begin, lengths[i], last, at_last
         begin += size
-        while end < len(owners) and owners[end] == i:
-            end += 1
-        if row < 0 or row >= len(base) or table.generation[row] != generations[i] or not table.assigned[seat, row]:
+        while last < len(owners) and owners[last] == i:
+            at_last += sizes[last]
+            last += 1
+        if row < 0 or row >= len(generation) or generation[row] != generations[i] or not assigned[seat, row]:
             unknown[i] = True
             continue
-        behind, output = table.committed[row] - bases[i], table.output[row]
-        if behind < 0 or bases[i] < base[row]:
+        behind = committed[row] - bases[i]
+        if behind < 0 or bases[i] < base[seat, row]:
             continue
-        known = min(behind, size)
-        right = _agreed(tokens, first, output, bases[i], known)
+        known, truth = min(behind, size), (output, row, bases[i])
+        right = _agreed(tokens, first, truth, known)
         left, best = size - behind if right == known else 0, FREE
         if left <= 0:
-            table.outcomes[REFUTED] += right < known
-            best = _rescuer(ats[b:end], sizes[b:end], firsts[b:end], branch_tokens, right, output, bases[i], behind)
-            left = sizes[b + best] - (behind - right) if best != FREE else 0
+            outcomes[REFUTED] += right < known
+            best, place = _rescuer(ats, sizes, branch_tokens, b, last, at, 0, right, truth, behind)
+            left = sizes[best] - (behind - right) if best != FREE else 0
         if behind > 0 and left == 0:
             continue
-        if bases[i] == base[row]:
-            held = _tokens_of(table.branch_at[seat, row], table.branch_length[seat, row], 0)
-            more = _tokens_of(ats[b:end], sizes[b:end], behind) if best == FREE else 0
-            if left < length[row] or (left == length[row] and more < held):
+        mine = (seat * len(generation) + row) * most
+        if bases[i] == base[seat, row]:
+            more = _tokens_of(ats, sizes, b, last, behind) if best == FREE else 0
+            held = _tokens_of(flat[0], flat[1], mine, mine + most, 0)
+            if left < length[seat, row] or (left == length[seat, row] and more < held):
                 continue
-        base[row], length[row] = bases[i], min(left, tail.shape[1])
+        left = min(left, window)
+        base[seat, row], length[seat, row] = bases[i], left
         if best != FREE:
-            table.outcomes[ON_ARRIVAL] += 1
-            _copy(branch_tokens, firsts[b + best] + behind - right, tail[row], length[row])
-            table.branch_at[seat, row] = FREE
+            outcomes[ON_ARRIVAL] += 1
+            b = last  # no other branch agrees
+            for k in range(left):
+                tail[seat, row, k] = branch_tokens[place + behind - right + k]
         else:
-            _copy(tokens, first + behind, tail[row], length[row])
-            _keep(seat, row, behind, ats[b:end], sizes[b:end], firsts[b:end], branch_tokens, table)
+            for k in range(left):
+                tail[seat, row, k] = tokens[first + behind + k]
+        if most > 0:
+            _keep(ats, sizes, branch_tokens, b, last, at, behind, left, flat, mine, mine + most, window)
     return unknown
 
 
-@_jit
-def _agreed(tokens: Any, first: int, output: Any, start: int, most: int) -> int:
-    """How many of up to `most` tokens are those of the output, before the first that is not."""
-    count = 0
-    while count < most and tokens[first + count] == output[start + count]:
+@_inlined
+def _flat(table: Planes) -> Any:
+    """`branch_at`, `branch_length` and `branch_tail` in one dimension."""
+    at, size, tail = table.branch_at, table.branch_length, table.branch_tail
+    return at.reshape(at.size), size.reshape(size.size), tail.reshape(tail.size)
+
+
+@_inlined
+def _agreed(tokens: Any, first: int, truth: Any, most: int) -> int:
+    """How many of up to `most` tokens are those of the output, before the first that is not. `truth`: the outputs, and
+    row and position in them."""
+    (output, row, start), count = truth, 0
+    while count < most and tokens[first + count] == output[row, start + count]:
         count += 1
     return count
 
 
-@_jit
-def _copy(source: Any, first: int, target: Any, count: int) -> None:
-    for k in range(count):
-        target[k] = source[first + k]
-
-
-@_jit
-def _tokens_of(ats: Any, sizes: Any, begin: int) -> int:
-    """Tokens of the branches that leave their main chain at or past `begin`."""
+@_inlined
+def _tokens_of(ats: Any, sizes: Any, begin: int, end: int, least: int) -> int:
+    """Tokens of those of the branches that leave their main chain at or past `least`."""
     total = 0
-    for b in range(len(ats)):
-        total += sizes[b] if ats[b] >= begin else 0
+    for b in range(begin, end):
+        total += sizes[b] if ats[b] >= least else 0
     return total
 
 
-@_jit
-def _rescuer(ats: Any, sizes: Any, firsts: Any, tokens: Any, right: int, output: Any, start: int, count: int) -> int:
-    """The branch that takes the place of a main chain of which `right` of the `count` tokens committed at `start` are
-    right: it leaves the chain there, agrees with all of them, reaches past them, and is the longest; or `FREE`."""
-    best, more = FREE, count - right
-    for b in range(len(ats)):
-        if ats[b] != right or sizes[b] <= more or (best != FREE and sizes[b] <= sizes[best]):
-            continue
-        if _agreed(tokens, firsts[b], output, start + right, more) == more:
-            best = b
-    return best
+@_inlined
+def _rescuer(
+    ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, stride: int, right: int, truth: Any, count: int
+) -> Any:
+    """The branch that takes the place of a main chain of which `right` of the `count` tokens committed at `truth` are
+    right: it leaves the chain there, agrees with all of them, reaches past them, and is the longest.
+
+    Args:
+        begin, end: Branches to look at.
+        first, stride: Where their tokens begin, and how far apart; 0: they lie one after the other.
+
+    Returns:
+        Its number, or `FREE`, and where its tokens begin.
+    """
+    best, place, more = FREE, 0, count - right
+    output, row, start = truth
+    for b in range(begin, end):
+        is_better = ats[b] == right and sizes[b] > more and (best == FREE or sizes[b] > sizes[best])
+        if is_better and _agreed(tokens, first, (output, row, start + right), more) == more:
+            best, place = b, first
+        first += stride if stride > 0 else sizes[b]
+    return best, place
 
 
-@_jit
-def _keep(seat: int, row: int, behind: int, ats: Any, sizes: Any, firsts: Any, tokens: Any, table: Planes) -> None:
-    """Keep the branches that leave a tail at or past its first `behind` tokens, which are committed."""
-    at, size, tail = table.branch_at[seat, row], table.branch_length[seat, row], table.branch_tail[seat, row]
-    count = 0
-    for b in range(len(ats)):
-        if behind <= ats[b] <= behind + table.length[seat, row] and count < len(at):
-            at[count], size[count] = ats[b] - behind, min(sizes[b], tail.shape[1])
-            _copy(tokens, firsts[b], tail[count], size[count])
-            count += 1
-    at[count:] = FREE
+@_inlined
+def _keep(
+    ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, behind: int, left: int,
+    flat: Any, place: int, last: int, window: int,
+) -> None:  # fmt: skip
+    """Keep branches in the places up to `last`: those that leave a tail at or past its first `behind` tokens, which are
+    committed. `left`: tokens of the tail behind those."""
+    at, size, tail = flat
+    for b in range(begin, end):
+        if behind <= ats[b] <= behind + left and place < last:
+            at[place], size[place] = ats[b] - behind, min(sizes[b], window)
+            for k in range(size[place]):
+                tail[place * window + k] = tokens[first + k]
+            place += 1
+        first += sizes[b]
+    for free in range(place, last):
+        at[free] = FREE
 
 
 @_jit
@@ -215,64 +243,68 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
     there by the new tokens.
 
     Evidence goes to (method, row), and to (method, range of output positions `bucket[i]`): hits in tries of draft
-    tokens whose predecessors were right. Of a branch only tokens past those that chose it are counted, as a main chain's.
+    tokens whose predecessors were right. Of a branch only tokens past those that chose it count, as of a main chain.
     """
     rows, counts, tokens, seats, drafted, accepted = step
-    committed, drafts, evidence = table.committed, table.drafts, table.evidence
-    length, method = table.length, table.method
-    first = 0
+    committed, output, drafts, evidence = table.committed, table.output, table.drafts, table.evidence
+    length, tail, method, steps, assigned = table.length, table.tail, table.method, table.steps, table.assigned
+    flat, most, outcomes, first = _flat(table), table.branch_at.shape[2], table.outcomes, 0
     for i in range(len(rows)):
         row, fresh, part = rows[i], counts[i], bucket[i]
-        table.steps[row] += 1
+        steps[row] += 1
         if drafted[i] > 0:
             drafts[0, method[seats[i]], row] += drafted[i]
             drafts[1, method[seats[i]], row] += accepted[i]
-        start, output = committed[row], table.output[row]
+        start = committed[row]
         for k in range(fresh):
-            output[start + k] = tokens[first + k]
+            output[row, start + k] = tokens[first + k]
         for seat in range(len(method)):
-            if not table.assigned[seat, row]:
+            if not assigned[seat, row]:
                 continue
             have, kind = length[seat, row], method[seat]
             if have == 0:
                 continue
-            tested = min(have, fresh)
-            right = _agreed(table.tail[seat, row], 0, output, start, tested)
+            tested, right = min(have, fresh), 0
+            while right < tested and tail[seat, row, right] == tokens[first + right]:
+                right += 1
             tried = min(right + 1, tested)
             evidence[0, kind, row] += right
             evidence[1, kind, row] += tried
             all_evidence[0, kind, part] += right
             all_evidence[1, kind, part] += tried
-            if have > fresh and right == tested:
-                _shift(seat, row, fresh, table)
-            else:
-                table.outcomes[REFUTED] += right < tested
-                _rescue(seat, row, right, start, fresh, table)
+            outcomes[REFUTED] += right < tested
+            rest = have - fresh if right == tested else 0
+            for k in range(rest):
+                tail[seat, row, k] = tail[seat, row, fresh + k]
+            length[seat, row] = max(rest, 0)
+            if most > 0:
+                mine = (seat * len(committed) + row) * most
+                _branch(tail, length, seat, row, flat, mine, mine + most, right, (output, row, start), fresh, outcomes)
         committed[row] = start + fresh
         first += fresh
 
 
-@_jit
-def _shift(seat: int, row: int, count: int, table: Planes) -> None:
-    """The first `count` tokens of a tail are committed: it keeps the rest, and the branches that leave it there."""
-    at = table.branch_at[seat, row]
-    table.length[seat, row] -= count
-    _copy(table.tail[seat, row], count, table.tail[seat, row], table.length[seat, row])
-    for b in range(len(at)):
-        at[b] = max(at[b] - count, FREE)
-
-
-@_jit
-def _rescue(seat: int, row: int, right: int, start: int, count: int, table: Planes) -> None:
-    """A tail agrees with `right` of the `count` new tokens, and nothing of it is left: its branch takes its place."""
-    at, size, tail = table.branch_at[seat, row], table.branch_length[seat, row], table.branch_tail[seat, row]
-    firsts, tokens = np.arange(len(at)) * tail.shape[1], tail.reshape(tail.size)
-    best = _rescuer(at, size, firsts, tokens, right, table.output[row], start, count)
-    left = size[best] - (count - right) if best != FREE else 0
+@_inlined
+def _branch(
+    tail: Any, length: Any, seat: int, row: int, flat: Any, begin: int, end: int, right: int, truth: Any, count: int,
+    outcomes: Any,
+) -> None:  # fmt: skip
+    """Hold the branches of a tail, `right` of whose tokens are right, against `count` new tokens: those that leave what
+    is left of it move with it; where nothing is left, the branch that agrees takes its place."""
+    at, size, tokens = flat
+    if length[seat, row] > 0:
+        for b in range(begin, end):
+            at[b] = max(at[b] - count, FREE)
+        return
+    window = tail.shape[2]
+    best, place = _rescuer(at, size, tokens, begin, end, begin * window, window, right, truth, count)
     if best != FREE:
-        table.outcomes[AT_COMMIT] += 1
-        _copy(tokens, firsts[best] + count - right, table.tail[seat, row], left)
-    table.length[seat, row], at[:] = left, FREE
+        outcomes[AT_COMMIT] += 1
+        length[seat, row] = size[best] - (count - right)
+        for k in range(length[seat, row]):
+            tail[seat, row, k] = tokens[place + count - right + k]
+    for b in range(begin, end):
+        at[b] = FREE
 
 
 @_jit

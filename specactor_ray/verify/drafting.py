@@ -186,7 +186,7 @@ def warm_up() -> None:
         arrays: list[Any] = [array.copy() for array in (rows, table.generation[rows], zero, zero + 1, zero)]
         for array in arrays:
             array.flags.writeable = writeable
-        table.take(0, TailBatch("", *arrays, Branches(*arrays[2:3] * 2, arrays[3], arrays[4])))
+        table.take(0, TailBatch("", *arrays, *[Branches(arrays[2], arrays[2], *arrays[3:])]))
     _kernels.tally(zero, zero, zero)
     seats, lengths = policy.choose(rows)
     table.commit(Committed(rows, zero + 1, zero, seats, lengths, zero), acceptance)

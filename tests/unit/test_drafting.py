@@ -119,9 +119,26 @@ def test_what_a_seat_left_open_at_a_drafter_ends_with_the_next_seat() -> None:
     assert not under_way, "a session is begun once"
 
 
-def test_tails_are_kept_up_to_the_largest_window_of_a_drafter() -> None:
-    spec = VerifierSpec("v", TargetConfig(), SpeculationConfig(window=4), Mode.COUPLED, max_drafts=9)
-    assert ActorHost().build_drafting(spec, SimpleNamespace(vocab_size=100)).table.window == 9  # type: ignore[arg-type]
+def test_tails_are_kept_up_to_the_largest_window_and_most_branches_of_a_drafter() -> None:
+    sizes = {"max_drafts": 9, "max_branches": 3}
+    spec = VerifierSpec("v", TargetConfig(), SpeculationConfig(window=4), Mode.COUPLED, **sizes)
+    drafting = ActorHost().build_drafting(spec, SimpleNamespace(vocab_size=100))  # type: ignore[arg-type]
+    assert drafting.table.branch_tail.shape[2:] == (3, 9)
+    three = Claim(0, 1, 0, (1,), ((0, (2,)), (0, (3,)), (1, (4,))))
+    for claim in (three, three._replace(branches=(*three.branches, (1, (5,))))):
+        drafting.inbox.put(batch([claim]))
+    assert len(drafting.inbox) == 1 and list(drafting.snapshot()["malformed"].values()) == [1]
+
+
+def test_commits_carry_the_seconds_of_a_step() -> None:
+    drafting, heard, (row, _) = opened_once()
+    for seconds in (0.0, 0.25):
+        drafting.policy.cost.record(1, seconds)  # 0: is not recorded
+        drafting.choose(ints([row]))
+        one = ints([1])
+        drafting.commit(Committed(ints([row]), one, one, ints([-1]), ints([0]), ints([0])))
+        drafting.flush()
+        assert heard[-1].step_s == pytest.approx(seconds)
 
 
 def ended() -> tuple[CommitBatch, tuple[int, ...]]:

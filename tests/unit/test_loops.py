@@ -38,7 +38,7 @@ from specactor_ray.target.hf import HfEngine
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
-from tests.misbehaving import Crasher, Liar
+from tests.misbehaving import Crasher, Forker, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
 from tests.unit.engine_conformance import Driver, requests, run
 
@@ -108,12 +108,13 @@ class Bench:
         faults: random.Random | None = None,
         window: int = 6,
         narrow: int | None = None,
+        branches: int = 0,
         **speculation: Any,
     ) -> None:
         config = SpeculationConfig(window=narrow or window, **{"verify": VerifyPolicy.all, **speculation})
         reading = [proposer for proposer in proposers.values() if proposer.traits.reads_features]
         target = self.engine = engine(EAGLE_LAYERS if reading else ())
-        drafts = Drafting("v0", inline, config, target.vocab_size, window=window)
+        drafts = Drafting("v0", inline, config, target.vocab_size, window=window, branches=branches)
         self.drafts = {name: DraftLoop(name, proposer) for name, proposer in proposers.items()}
         self._threads: list[threading.Thread] = []
         self._attempt, self._next_event = 0, 0
@@ -313,6 +314,23 @@ def test_races_and_reconfigurations_change_no_token(
     assert snapshot["drafted_tokens"] > 0
     assert sum(snapshot["drafted_by_position"]) == snapshot["drafted_tokens"]
     assert sum(snapshot["accepted_by_position"]) == snapshot["accepted_tokens"]
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])
+@pytest.mark.parametrize("lies", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_branches_change_no_token(temperature: float, lies: bool, inline: bool) -> None:
+    drafter: Proposer = Forker() if lies else DraftModelProposer(ragged(tiny_draft()), branches=4)
+    drafter.budget = 40
+    batch, faults = requests(8, temperature), None if inline else random.Random(3)
+    bench = Bench({"d-0": drafter}, inline, faults, branches=4, draft_wait_s=0.02)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    assert not snapshot["malformed"] and snapshot["refuted_tails"] and snapshot["drafted_tokens"]
+    assert snapshot["arrival_rescues"] + snapshot["commit_rescues"]
 
 
 @pytest.mark.parametrize("inline", [True, False], ids=["inline", "decoupled"])

@@ -281,26 +281,30 @@ def test_whatever_is_said_the_table_is_that_of_the_rules(seed: int) -> None:
     assert pair.fates >= USUAL and pair.naive.overall, "it does not try everything"
 
 
-def careless(ats: Any, sizes: Any, firsts: Any, tokens: Any, right: int, output: Any, start: int, count: int) -> int:
+def careless(ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, stride: int, *where: Any) -> Any:
     """`_kernels._rescuer` without a look at the branches' tokens."""
-    longest = [b for b in range(len(ats)) if ats[b] == right and sizes[b] > count - right]
-    return max(longest, key=lambda b: sizes[b], default=FREE)
+    right, _, count = where
+    firsts = first + (np.cumsum(sizes[begin:end]) - sizes[begin:end] if not stride else stride * np.arange(end - begin))
+    found = [b for b in range(begin, end) if ats[b] == right and sizes[b] > count - right]
+    best = max(found, key=lambda b: sizes[b], default=FREE)
+    return best, 0 if best == FREE else firsts[best - begin]
 
 
 KEEP = _kernels._keep
 
 
-def keep_all(seat: int, row: int, behind: int, *arrays: Any) -> None:
+def keep_all(
+    ats: Any, sizes: Any, tokens: Any, begin: int, end: int, first: int, behind: int, left: int, *to: Any
+) -> None:
     """`_kernels._keep` that takes branches for such of the part that is left."""
-    ats, sizes, firsts, tokens, table = arrays
-    KEEP.py_func(seat, row, 0, np.minimum(ats, table.length[seat, row]), sizes, firsts, tokens, table)
+    KEEP.py_func(np.minimum(ats, left), sizes, tokens, begin, end, first, 0, left, *to)
 
 
 @pytest.mark.parametrize("sabotaged", [{}, {"_rescuer": careless}, {"_keep": keep_all}], ids=["sound", "taken", "kept"])
 def test_a_branch_that_is_taken_without_its_check_is_seen(
     sabotaged: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("take_tails", "commit", "_rescue"):
+    for name in ("take_tails", "commit", "_branch", "_rescuer", "_agreed", "_keep", "_flat", "_tokens_of"):
         monkeypatch.setattr(_kernels, name, getattr(_kernels, name).py_func)  # which call what stands in the module
     for name, function in sabotaged.items():
         monkeypatch.setattr(_kernels, name, function)
