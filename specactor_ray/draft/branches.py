@@ -131,8 +131,9 @@ class BranchTable:
         return freed
 
     def plan(self, mirrors: MirrorTable, slots: np.ndarray, limits: np.ndarray, budget: int) -> Chains:
-        """The chains of the next forward, the most likely ones: main chains of `slots` that have room below `limits`
-        (`(n,)` each), then branches up to `budget` chains in all. Branches that begin have one token, and no row."""
+        """The chains of the next forward: of the main chains of `slots` that have room below `limits` (`(n,)` each) and
+        their branches the `budget` most likely ones, main chains first. Branches that begin have one token, and no
+        row."""
         arrays = np.asarray(slots, np.int64), np.asarray(limits, np.int64)
         chosen = kernels.plan(self._planes, _lines(mirrors), *arrays, budget)
         return Chains(*chosen[:3, kernels.open_branches(self._planes, chosen)])

@@ -62,7 +62,7 @@ class DraftModelProposer(ModelProposer):
         backlogs = mirrors.ends[slots] - self._cached(slots)
         if backlogs.max(initial=1) > 1:
             return main_chains(slots[np.argsort(backlogs, kind="stable")])
-        if self.branches.most and self.budget > len(slots):
+        if self.branches.most and self.budget > 0:
             return self.branches.plan(mirrors, np.flatnonzero(self._placed), limits[self._placed], self.budget)
         return main_chains(slots)
 

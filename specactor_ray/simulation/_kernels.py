@@ -99,21 +99,19 @@ def candidates(known: Any, ranks: Any, slots: Any, positions: Any, vocab_size: i
         ranks: `(slots, 2, most)`, see `Text.ranks`.
         slots, positions: `(n,)`.
         vocab_size: Of the tokens.
-        most: Candidates beside the first.
+        most: Candidates of a position.
 
     Returns:
-        int32: first ones `(n,)`, others `(n, most)`, ranges of gaps `(n,)`. Wrong ones differ from each other.
+        int32: candidates `(n, most)`, the first one first, and ranges of gaps `(n,)`. Wrong ones differ from each other.
     """
-    count = len(slots)
-    tokens, others, gaps = np.empty(count, np.int32), np.empty((count, most), np.int32), np.empty(count, np.int32)
-    for i in range(count):
+    tokens, gaps = np.empty((len(slots), most), np.int32), np.empty(len(slots), np.int32)
+    for i in range(len(slots)):
         slot, at = slots[i], positions[i]
         truth, right = known[slot, at], ranks[slot, 0, at]
-        tokens[i] = truth if right == 0 else (truth + 1) % vocab_size
         for rank in range(most):
-            others[i, rank] = truth if right == rank + 1 else (truth + 2 + rank) % vocab_size
+            tokens[i, rank] = truth if right == rank else (truth + 1 + rank) % vocab_size
         gaps[i] = max(ranks[slot, 1, at], 0)
-    return tokens, others, gaps
+    return tokens, gaps
 
 
 @_jit

@@ -141,12 +141,12 @@ class SimulatedProposer(SlotProposer):
         self._cached[slots[main]] = ends[main]
         self.rows_drafted = 0 if prefill else len(slots)
         positions = ends - mirrors.prompts[slots]
-        tokens, others, gaps = _kernels.candidates(self._known, self._ranks, slots, positions, self.vocab_size, RANKS)
+        tokens, gaps = _kernels.candidates(self._known, self._ranks, slots, positions, self.vocab_size, 1 + RANKS)
         self._work(len(slots), len(slots), int(ends.sum()), prefill)
         if table.most:
-            table.append(mirrors, slots, numbers, tokens, others, gaps)
+            table.append(mirrors, slots, numbers, tokens, gaps)
         else:
-            mirrors.append(slots, tokens)
+            mirrors.append(slots, tokens[:, 0])
         changed[slots] = True
         return changed
 
