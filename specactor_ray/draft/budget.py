@@ -12,8 +12,8 @@ _AS_FAST = 1.1
 
 
 def row_budget(cost: StepCost, step_s: float, most: int) -> int:
-    """Most rows, up to `most`, with which `FORWARDS` forwards fit into a verify step of `step_s` seconds, or a forward is
-    as fast as over one row.
+    """Most rows, up to `most`, with which `FORWARDS` forwards fit into a verify step of `step_s` seconds, or one
+    forward is as fast as over a single row.
 
     Args:
         cost: Of a forward by its rows; larger ones than were seen lately are expected to cost no more.

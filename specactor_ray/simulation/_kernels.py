@@ -102,7 +102,7 @@ def candidates(known: Any, ranks: Any, slots: Any, positions: Any, vocab_size: i
         most: Candidates of a position.
 
     Returns:
-        int32: candidates `(n, most)`, the first one first, and ranges of gaps `(n,)`. Wrong ones differ from each other.
+        int32: candidates `(n, most)`, the first one first, and ranges of gaps `(n,)`. Wrong ones differ.
     """
     tokens, gaps = np.empty((len(slots), most), np.int32), np.empty(len(slots), np.int32)
     for i in range(len(slots)):

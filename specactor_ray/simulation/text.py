@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from specactor_ray.draft.branches import GAPS, RANKS, ranges_of
+from specactor_ray.draft.branches import GAPS, ranges_of
 from specactor_ray.messages import SamplingParams
 from specactor_ray.simulation._kernels import NO_GUESS
 
