@@ -17,7 +17,7 @@ import numpy as np
 
 from specactor_ray.draft import _branches_numba as kernels
 from specactor_ray.draft._branches_numba import FREE as FREE
-from specactor_ray.draft._branches_numba import GAPS
+from specactor_ray.draft._branches_numba import GAPS as GAPS
 from specactor_ray.draft._branches_numba import MAIN as MAIN
 from specactor_ray.draft._branches_numba import RANKS as RANKS
 from specactor_ray.draft.mirror import MirrorTable
