@@ -166,7 +166,7 @@ def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
     Args:
         slots: int `(n,)`.
         limits: int `(n,)`: where the tails of these slots end.
-        budget: Most chains.
+        budget: Most chains; as many as there are main chains with room are chosen in any case.
 
     Returns:
         int32 `(m,)` each, main chains first, then branches, the most likely first: slots; numbers of chains; for a
@@ -174,7 +174,7 @@ def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
     """
     places, width = table.ats.shape[1], table.gaps.shape[1]
     most = len(slots) * (1 + places + RANKS * width)
-    found, worth, count = np.empty((4, most), np.int32), np.empty(most), 0
+    found, worth, count, mains = np.empty((4, most), np.int32), np.empty(most), 0, 0
     running = np.empty(places)
     for i in range(len(slots)):
         slot, limit = slots[i], limits[i]
@@ -208,6 +208,7 @@ def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
             found[0, count], found[1, count], found[2, count], found[3, count] = slot, MAIN, FREE, 0
             worth[count] = alive
             count += 1
+            mains += 1
         for b in range(places):
             at, size = table.ats[slot, b], table.lengths[slot, b]
             if at == FREE or at + size >= limit:
@@ -220,7 +221,7 @@ def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
                 found[0, count], found[1, count], found[2, count], found[3, count] = slot, b, FREE, 0
                 worth[count] = value
                 count += 1
-    best = np.argsort(-worth[:count])[:budget]
+    best = np.argsort(-worth[:count])[: max(budget, mains)]
     first = np.argsort(found[1, best] != MAIN, kind="mergesort")  # main chains first
     return found[:, best[first]]
 

@@ -150,7 +150,7 @@ def test_a_commit_that_does_not_fit_changes_nothing() -> None:
     drafting.check()
 
 
-@pytest.mark.parametrize("budget", [2, 7, 99])
+@pytest.mark.parametrize("budget", [3, 7, 99])
 def test_the_likeliest_chains_are_drafted(budget: int) -> None:
     """Against all chains by their worth, one by one."""
     drafting = Drafting(slots=3, most=8, window=8, seed=5)
