@@ -34,6 +34,10 @@ EXPERIMENTS: Mapping[str, list[str]] = {
         *(*PAIR, "--oracle", "--compare", "plain,decoupled", "--sweep", "config.drafters.0.replicas=1,2,4,8"),
         *("config.target.replicas=3", "machines.nodes=6", "workload.requests=384"),
     ],
+    "branches": [
+        *(*PAIR, "--compare", "coupled,decoupled", "--sweep", "config.speculation.branches=0,4,8,16"),
+        *("config.target.max_batch=4", "config.speculation.window=16"),
+    ],
     "python": [*PAIR, "--oracle", "--sweep", "python.verify_row_us=0,4,25,110"],
 }
 

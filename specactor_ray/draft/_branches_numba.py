@@ -168,7 +168,7 @@ def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
     Args:
         slots: int `(n,)`.
         limits: int `(n,)`: where the tails of these slots end.
-        budget: Most chains; where more main chains have room, there are no branches.
+        budget: Most chains; as many as there are main chains with room are chosen in any case.
 
     Returns:
         int32 `(m,)` each, main chains first, then branches, the most likely first: slots; numbers of chains; for a
@@ -208,7 +208,7 @@ def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
             alive *= right
         if end < limit:
             found[0, count], found[1, count], found[2, count], found[3, count] = slot, MAIN, FREE, 0
-            worth[count] = 2.0 + alive  # before all branches
+            worth[count] = alive
             count += 1
             mains += 1
         for b in range(places):
@@ -223,9 +223,9 @@ def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
                 found[0, count], found[1, count], found[2, count], found[3, count] = slot, b, FREE, 0
                 worth[count] = value
                 count += 1
-    kept = max(min(budget, count), mains)
-    order = np.argsort(-worth[:count])[:kept]
-    return found[:, order]
+    best = np.argsort(-worth[:count])[: max(budget, mains)]
+    first = np.argsort(found[1, best] != MAIN, kind="mergesort")  # main chains first
+    return found[:, best[first]]
 
 
 @_jit

@@ -17,7 +17,7 @@ import numpy as np
 
 from specactor_ray.draft import _branches_numba as kernels
 from specactor_ray.draft._branches_numba import FREE as FREE
-from specactor_ray.draft._branches_numba import GAPS
+from specactor_ray.draft._branches_numba import GAPS as GAPS
 from specactor_ray.draft._branches_numba import MAIN as MAIN
 from specactor_ray.draft._branches_numba import RANKS as RANKS
 from specactor_ray.draft.mirror import MirrorTable
@@ -136,9 +136,9 @@ class BranchTable:
         budget: int,
         tips: np.ndarray | None = None,
     ) -> Chains:
-        """The chains of the next forward, the most likely ones: main chains of `slots` that have room below `limits`
-        (`(n,)` each), then branches up to `budget` chains in all. Branches that begin have one token, and no row.
-        `tips`: as in `append`."""
+        """The chains of the next forward: of the main chains of `slots` that have room below `limits` (`(n,)` each) and
+        their branches the `budget` most likely ones, main chains first. Branches that begin have one token, and no
+        row. `tips`: as in `append`."""
         arrays = np.asarray(slots, np.int64), np.asarray(limits, np.int64)
         chosen = kernels.plan(self._planes, _lines(mirrors, tips), *arrays, budget)
         return Chains(*chosen[:3, kernels.open_branches(self._planes, chosen)])

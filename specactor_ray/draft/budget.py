@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from specactor_ray.spec.cost import StepCost
 
-FORWARDS = 4
+FORWARDS = 6
 """Forwards that fit into a verify step: a window drafted later than the verification ends adds its time to the step
-(SSD, arXiv 2603.03251). Four did best of those tried in simulation."""
+(SSD, arXiv 2603.03251). Of 2 to 12 six did best in simulation (docs/simulation.md)."""
+_AS_FAST = 1.1
+"""A forward that takes at most so many times one over a single row is as fast."""
 
 
 def row_budget(cost: StepCost, step_s: float, most: int) -> int:
-    """Most rows, up to `most`, with which `FORWARDS` forwards fit into a verify step of `step_s` seconds.
+    """Most rows, up to `most`, with which `FORWARDS` forwards fit into a verify step of `step_s` seconds, or one
+    forward is as fast as over a single row.
 
     Args:
         cost: Of a forward by its rows; larger ones than were seen lately are expected to cost no more.
         step_s: 0 if unknown.
 
     Returns:
-        0 where one of the two is unknown, or not even one row fits.
+        0 where one of the two is unknown.
     """
     if not cost.is_known or step_s <= 0.0:
         return 0
-    return int(min(cost.within(step_s / FORWARDS), most))
+    return int(min(cost.within(max(step_s / FORWARDS, _AS_FAST * cost.curve(1, 0)[0])), most))

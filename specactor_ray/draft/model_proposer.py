@@ -116,11 +116,11 @@ class ModelProposer(SlotProposer):
         room, (slots,) = tips < limits, np.nonzero(ahead)
         late, running = np.flatnonzero(reading & room), slots[room[slots]]
         late = late[np.argsort(self._backlogs[late], kind="stable")]
-        if not self.branches.most or self.budget <= len(late) + len(running):
+        if not self.branches.most or self.budget <= len(late):
             return main_chains(np.concatenate([running, late]))
         chains = self.branches.plan(self.mirrors, slots, limits[slots], self.budget - len(late), tips)
-        behind = zip(chains, main_chains(late), strict=True)
-        return Chains(*(np.insert(column, len(running), more) for column, more in behind))
+        mains, behind = np.count_nonzero(chains.numbers == MAIN), zip(chains, main_chains(late), strict=True)
+        return Chains(*(np.insert(column, mains, more) for column, more in behind))
 
     def _forward(self, chains: Chains) -> np.ndarray:
         """Run one forward for as many chains as fit. Returns slots whose tails changed, or that cannot go on."""

@@ -87,7 +87,7 @@ class Proposer(abc.ABC):
     """Size of the drafter's vocabulary; None: any vocabulary."""
     traits = Traits()
     budget: int = 0
-    """Most rows of a forward with branches, set before `extend`; where more tails have room, there are no branches."""
+    """Most rows of a forward, set before `extend`; 0: unknown, and there are no branches."""
     rows_drafted: int = 0
     """Rows of the forward of the newest `extend`, each of which read and drafted one token; 0 where one read more, or
     there were several forwards."""

@@ -17,9 +17,6 @@ _jit: Any = kernel()
 # Rows of `SimulatedEngine`'s table: tokens of the prompt, output tokens so far and in all, positions that are not in
 # the cache yet, and max_tokens.
 PROMPT, OUTPUT, END, MISSING, MOST = range(5)
-# Rows of `SimulatedProposer`'s table: tokens of the prompt (0: the slot is not open), of the committed output and the
-# tail, most of the tail, and known guesses.
-_, BASE, LENGTH, WINDOW, KNOWN = range(5)
 NO_GUESS = -1
 _LIMIT, _STOP, _RUNNING = (np.uint8(one) for one in (Finish.LENGTH, Finish.STOP, Finish.RUNNING))
 
@@ -94,81 +91,38 @@ def verify(admitted: Any, table: Any, truth: Any, firsts: Any, drafted: Any, gue
 
 
 @_jit
-def _guess(known: Any, table: Any, slot: int, position: int) -> int:
-    """What the text says that the method guesses; 0 past the end, where it is compared with nothing."""
-    return known[slot, position] if position < table[KNOWN, slot] else 0
+def candidates(known: Any, ranks: Any, slots: Any, positions: Any, vocab_size: int, most: int) -> Any:
+    """Candidates at an output position of each slot.
 
+    Args:
+        known: `(slots, most)` right tokens.
+        ranks: `(slots, 2, most)`, see `Text.ranks`.
+        slots, positions: `(n,)`.
+        vocab_size: Of the tokens.
+        most: Candidates of a position.
 
-@_jit
-def follow(known: Any, table: Any, changed: Any, slots: Any, starts: Any, lengths: Any, tokens: Any) -> Any:
-    """`Proposer.commit` on `known` guesses `(slots, most)`. Returns bool `(n,)` and how many tokens were new."""
-    good, news, begin = np.zeros(len(slots), np.bool_), 0, 0
+    Returns:
+        int32: candidates `(n, most)`, the first one first, and ranges of gaps `(n,)`. Wrong ones differ.
+    """
+    tokens, gaps = np.empty((len(slots), most), np.int32), np.empty(len(slots), np.int32)
     for i in range(len(slots)):
-        slot, size, begin = slots[i], lengths[i], begin + lengths[i]
-        if slot >= len(changed) or table[PROMPT, slot] == 0 or table[BASE, slot] < starts[i]:
-            continue
-        base, length = table[BASE, slot], table[LENGTH, slot]
-        fresh = max(size - (base - starts[i]), 0)
-        agrees = True
-        for k in range(min(fresh, length)):
-            agrees = agrees and tokens[begin - fresh + k] == _guess(known, table, slot, base + k)
-        table[BASE, slot] = base + fresh
-        table[LENGTH, slot] = max(length - fresh, 0) if agrees else 0
-        good[i], changed[slot] = True, True
-        news += fresh
-    return good, news
+        slot, at = slots[i], positions[i]
+        truth, right = known[slot, at], ranks[slot, 0, at]
+        for rank in range(most):
+            tokens[i, rank] = truth if right == rank else (truth + 1 + rank) % vocab_size
+        gaps[i] = max(ranks[slot, 1, at], 0)
+    return tokens, gaps
 
 
 @_jit
-def _taken(changed: Any) -> Any:
-    slots, count = np.empty(len(changed), np.int32), 0
-    for slot in range(len(changed)):
-        if changed[slot]:
-            slots[count], changed[slot] = slot, False
-            count += 1
-    return slots[:count]
-
-
-@_jit
-def draft(table: Any, changed: Any) -> Any:
-    """Draft a token for every slot with room. Returns slots of new or changed tails, how many were drafted for, tokens
-    drafted, and tokens of their contexts."""
-    rows, context = 0, 0
-    for slot in range(len(changed)):
-        if table[LENGTH, slot] < table[WINDOW, slot]:
-            table[LENGTH, slot] += 1
-            changed[slot] = True
-            rows += 1
-            context += table[PROMPT, slot] + table[BASE, slot]
-    return _taken(changed), rows, rows, context
-
-
-@_jit
-def look_up(known: Any, table: Any, changed: Any) -> Any:
-    """Fill the windows of all slots that have changed, as far as there are guesses. Returns as `draft`; lookups read no
-    context."""
-    rows, found = 0, 0
-    for slot in range(len(changed)):
-        if not changed[slot]:
-            continue
-        length, before = 0, table[LENGTH, slot]
-        while length < table[WINDOW, slot] and _guess(known, table, slot, table[BASE, slot] + length) != NO_GUESS:
-            length += 1
-        table[LENGTH, slot] = max(before, length)
-        found += table[LENGTH, slot] - before
-        rows += 1
-    return _taken(changed), rows, found, 0
-
-
-@_jit
-def tails(known: Any, table: Any, slots: Any) -> Any:
-    """Columns of `Tails`: bases, lengths and tokens."""
-    bases, lengths = np.zeros((2, len(slots)), np.int32)
+def look_up(known: Any, lines: Any, prompts: Any, ends: Any, slots: Any, limits: Any) -> int:
+    """Fill the windows of slots as far as there are guesses; `lines`, `prompts`, `ends`: arrays of `MirrorTable`.
+    Returns the tokens found."""
+    found = 0
     for i in range(len(slots)):
-        bases[i], lengths[i] = table[BASE, slots[i]], table[LENGTH, slots[i]]
-    tokens, end = np.zeros(lengths.sum(), np.int32), 0
-    for i in range(len(slots)):
-        for k in range(lengths[i]):
-            tokens[end] = _guess(known, table, slots[i], bases[i] + k)
-            end += 1
-    return bases, lengths, tokens
+        slot = slots[i]
+        while ends[slot] < limits[i] and known[slot, ends[slot] - prompts[slot]] != NO_GUESS:
+            lines[slot, ends[slot]] = known[slot, ends[slot] - prompts[slot]]
+            ends[slot] += 1
+            found += 1
+    return found

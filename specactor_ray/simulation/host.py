@@ -56,7 +56,8 @@ class SimulatedHost(ActorHost):
         clock.work(world.times.load_s)
         if traits(drafter.method).looks_up and isinstance(world.text, RecordedText):
             return TimedProposer(build_proposer(drafter, target, device), clock, world, name)
-        return SimulatedProposer(name, drafter.method, clock, world, self._network.rng.random)
+        limits = (drafter.max_batch, drafter.branches)
+        return SimulatedProposer(name, drafter.method, clock, world, self._network.rng.random, *limits)
 
     def fetch_weights(self, weights: WeightSet) -> dict[str, Any]:
         self.calls.transport.fetch(weights.buckets, COMMAND_TIMEOUT_S)

@@ -7,116 +7,175 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.draft.branches import FREE, MAIN, RANKS, BranchTable, Chains, main_chains, warm_up
 from specactor_ray.draft.proposer import Proposer, Tails, Traits
-from specactor_ray.messages import FinishedOutput, SamplingParams
+from specactor_ray.draft.slots import SlotProposer
+from specactor_ray.messages import NO_BRANCHES, Branches, FinishedOutput
 from specactor_ray.ragged import enlarged
 from specactor_ray.simulation import _kernels
 from specactor_ray.simulation.kernel import VirtualClock
+from specactor_ray.simulation.text import guesses
 from specactor_ray.simulation.world import World
 
-_FIRST_SLOTS = 64
+_MOST_CORRUPT = 4
+"""Branches of each tail of a corrupt drafter."""
 
 
-class SimulatedProposer(Proposer):
+class SimulatedProposer(SlotProposer):
     """Guesses what the world's text says that its method guesses.
 
-    A forward drafts one token for every request that has room in its window; a lookup fills all windows at once, as far
-    as it finds something. What a request's cache lacks is prefilled in the next forward. `random` returns a number in
-    [0, 1), for what corrupt drafters draft.
+    A forward drafts one token for every chain; a lookup fills all windows at once, as far as it finds something. What a
+    request's cache lacks is prefilled in the next forward.
+
+    Args:
+        name: Of its actor.
+        method: Of the text and the durations.
+        clock, world: Its process's.
+        random: Returns a number in [0, 1), for what corrupt drafters draft.
+        max_batch: Most requests drafted for at once.
+        branches: Most branches of a request.
     """
 
-    vocab_size: int | None
+    vocab_size: int
+    _by_slot = (*SlotProposer._by_slot, "_cached", "_known", "_ranks")
 
-    def __init__(self, name: str, method: str, clock: VirtualClock, world: World, random: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        name: str,
+        method: str,
+        clock: VirtualClock,
+        world: World,
+        random: Callable[[], float],
+        max_batch: int = 64,
+        branches: int = 0,
+    ) -> None:
+        super().__init__(max_batch)
+        warm_up()
         self.method, self.vocab_size = method, world.text.vocab_size
         self._name, self._clock, self._world, self._random = name, clock, world, random
         self._time = world.draft_time(method)
-        self.traits = Traits(looks_up=self._time.is_lookup)
-        self._table = np.zeros((5, _FIRST_SLOTS), np.int32)
-        """By slot; its rows are documented in `_kernels.py`."""
-        self._known = np.zeros((_FIRST_SLOTS, 0), np.int32)
-        """By slot and output position: the guess there."""
-        self._changed = np.zeros(_FIRST_SLOTS, np.bool_)
-        self._open = self._to_prefill = self._cached = 0
-        """Open requests; of a model, positions that the next forward reads first, and tokens of all contexts."""
+        self.traits = Traits(looks_up=self._time.is_lookup, branches=branches > 0)
+        self.branches = BranchTable(0 if self._time.is_lookup else branches)
+        """Its `rows` are tokens in the cache."""
+        self._cached = np.zeros(0, np.int64)
+        """`(slots,)`: tokens of main chains in the cache."""
+        self._known = np.zeros((0, 0), np.int32)
+        """By slot and output position: the right token; of a lookup, its guess."""
+        self._ranks = np.zeros((0, 2, 0), np.int8)
+        """By slot: see `Text.ranks`."""
 
     # ---- messages of verifiers ----
 
-    def open(
-        self,
-        slot: int,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        committed_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        window: int,
-    ) -> None:
-        self.close(slot, finished=False)
-        prompt, base, text = len(prompt_token_ids), len(committed_token_ids), self._world.text
-        guesses = text.guesses(self.method, sampling, self._world.version_of.get(sampling.seed, 0))
-        if not self._time.is_lookup:
-            guesses = np.maximum(guesses, 0)
-            self._to_prefill += prompt + base
-            self._cached += prompt + base
-        self._fit(slot, len(guesses))
-        self._known[slot, : len(guesses)] = guesses
-        self._table[:, slot] = prompt, base, 0, window, len(guesses)
-        self._changed[slot] = True
-        self._open += 1
+    def _enter(self, slot: int, late: bool) -> bool:
+        sampling, text = self.samplings[slot], self._world.text
+        version = self._world.version_of.get(sampling.seed, 0)
+        ranks, output = text.ranks(self.method, sampling, version), text.output(sampling, version)
+        width = len(output) + int(self.mirrors.windows[slot])
+        if width > self._known.shape[1]:
+            self._known, self._ranks = enlarged(self._known, 1, width), enlarged(self._ranks, 2, width)
+        known = guesses(ranks[0], output, self.vocab_size) if self._time.is_lookup else output
+        self._known[slot], self._ranks[slot], self._cached[slot] = 0, _kernels.NO_GUESS, 0
+        self._known[slot, : len(output)], self._ranks[slot, :, : len(output)] = known, ranks
+        return True
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        good: np.ndarray
-        good, news = _kernels.follow(self._known, self._table, self._changed, slots, starts, lengths, tokens)
-        if not self._time.is_lookup:
-            self._cached += news
-        return good
+        if self.branches.most:
+            self.branches.settle(self.mirrors, self._cached, slots, starts, lengths, tokens)
+        return super().commit(slots, starts, lengths, tokens)
 
-    def close(self, slot: int, finished: bool) -> None:
-        if slot >= len(self._changed) or not self._table[_kernels.PROMPT, slot]:
-            return
-        if not self._time.is_lookup:
-            self._cached -= int(self._table[[_kernels.PROMPT, _kernels.BASE], slot].sum())
-        self._table[:, slot], self._changed[slot] = 0, False
-        self._open -= 1
+    def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
+        np.minimum.at(self._cached, slots, same)
 
-    def _fit(self, slot: int, length: int) -> None:
-        slots, width = self._known.shape
-        if slot >= slots:
-            self._table, self._changed = enlarged(self._table, 1, 2 * slot), enlarged(self._changed, 0, 2 * slot)
-            self._known = enlarged(self._known, 0, 2 * slot)
-        if length > width:
-            self._known = enlarged(self._known, 1, length)
+    def _leave(self, slot: int, finished: bool) -> None:
+        self.branches.release(slot)
+
+    def _fit(self, slots: int) -> None:
+        super()._fit(slots)
+        self.branches.fit(slots, int(self.mirrors.windows.max(initial=1)))
+
+    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
+        self._clock.work(self._world.times.sync_s)
+        self.mirrors.ends[:], self._cached[:] = self.mirrors.known, 0
+        for slot in np.flatnonzero(self._placed).tolist():
+            self._leave(slot, finished=False)
 
     # ---- guesses ----
 
     def extend(self) -> np.ndarray:
-        if self._time.is_lookup:
-            changed, rows, positions, context = _kernels.look_up(self._known, self._table, self._changed)
-        else:
-            changed, rows, positions, context = _kernels.draft(self._table, self._changed)
-        if rows:
-            self._work(rows, positions, context)
-        slots: np.ndarray = changed
+        self.rows_drafted = 0
+        changed = self._look_up() if self._time.is_lookup else self._draft(self._ready())
+        changed |= self._unanswered
+        self._unanswered[:] = False
+        slots: np.ndarray = np.flatnonzero(changed).astype(np.int32)
         return slots
 
-    def _work(self, rows: int, positions: int, context: int) -> None:
-        clock, world, prefill = self._clock, self._world, self._to_prefill
-        self._to_prefill = 0
+    def _look_up(self) -> np.ndarray:
+        """Fill the windows behind new commits. Returns bool `(slots,)`: whose tails changed."""
+        mirrors, slots = self.mirrors, np.flatnonzero(self._unanswered & self._placed)
+        limits = mirrors.limits[slots]
+        found = _kernels.look_up(self._known, mirrors.lines, mirrors.prompts, mirrors.ends, slots, limits)
+        if len(slots):
+            self._work(len(slots), found, 0)
+        return np.zeros(len(self._placed), np.bool_)
+
+    def _ready(self) -> Chains:
+        mirrors, limits = self.mirrors, self.mirrors.limits
+        slots = np.flatnonzero(self._placed & (mirrors.ends < limits))
+        reads_one = not len(slots) or (mirrors.ends - self._cached)[slots].max() <= 1
+        if self.branches.most and self.budget > 0 and reads_one:
+            placed = np.flatnonzero(self._placed)
+            return self.branches.plan(mirrors, placed, limits[placed], self.budget)
+        return main_chains(slots)
+
+    def _draft(self, chains: Chains) -> np.ndarray:
+        """Draft a token for each chain. Returns bool `(slots,)`: whose tails changed."""
+        mirrors, table, (slots, numbers, _) = self.mirrors, self.branches, chains
+        changed, main = np.zeros(len(self._placed), np.bool_), numbers == MAIN
+        if not len(slots):
+            return changed
+        ends = mirrors.ends[slots]
+        if not main.all():
+            ends = np.where(main, ends, (table.ats + table.lengths)[slots, numbers])
+            table.rows[slots[~main], numbers[~main]] = ends[~main]
+        prefill = int((ends - self._cached[slots] - 1)[main].sum())
+        self._cached[slots[main]] = ends[main]
+        self.rows_drafted = 0 if prefill else len(slots)
+        positions = ends - mirrors.prompts[slots]
+        tokens, gaps = _kernels.candidates(self._known, self._ranks, slots, positions, self.vocab_size, 1 + RANKS)
+        self._work(len(slots), len(slots), int(ends.sum()), prefill)
+        if table.most:
+            table.append(mirrors, slots, numbers, tokens, gaps)
+        else:
+            mirrors.append(slots, tokens[:, 0])
+        changed[slots] = True
+        return changed
+
+    def _work(self, rows: int, positions: int, context: int, prefill: int = 0) -> None:
+        clock, world = self._clock, self._world
         seconds = self._time.forward.seconds(rows, positions, context, prefill)
         begin = clock.now()
         clock.work(seconds + world.python.draft_s(clock.process, rows))
         world.record.span(self._name, "draft", begin, clock.now(), rows, positions)
-        world.record.streams(self._name, self._open, self._cached)
+        own = self.branches.lengths[self.branches.ats != FREE].sum()
+        world.record.streams(self._name, int(self._placed.sum()), int(self._cached[self._placed].sum() + own))
         world.python.begin(clock.process)
 
     def tails(self, slots: np.ndarray) -> Tails:
-        bases, lengths, tokens = _kernels.tails(self._known, self._table, slots)
+        tails = super().tails(slots)
         if self._name in self._world.corrupt:
-            tokens = np.array([int(self._random() * 2e9) - 10**9 for _ in range(len(tokens))], np.int32)
-        return Tails(bases, lengths, tokens)
+            return tails._replace(tokens=self._nonsense(len(tails.tokens)), branches=self._corrupt(len(slots)))
+        return tails._replace(branches=self.branches.published(self.mirrors, slots)) if self.branches.most else tails
 
-    def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
-        self._clock.work(self._world.times.sync_s)
+    def _corrupt(self, tails: int) -> Branches:
+        """Branches that nobody can check the places of."""
+        if not self.branches.most:
+            return NO_BRANCHES
+        owners = np.repeat(np.arange(tails, dtype=np.int32), _MOST_CORRUPT)
+        ats = np.array([int(self._random() * 12) - 2 for _ in owners], np.int32)
+        return Branches(owners, ats, np.ones_like(owners), self._nonsense(len(owners)))
+
+    def _nonsense(self, count: int) -> np.ndarray:
+        return np.array([int(self._random() * 2e9) - 10**9 for _ in range(count)], np.int32)
 
 
 class TimedProposer(Proposer):

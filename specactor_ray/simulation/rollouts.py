@@ -301,7 +301,8 @@ class SimulatedRollouts(VirtualRun):
         if self._recording is not None:
             return self._recording.text(scenario.skills)
         skills = {
-            one.method: Skill(one.mean, one.spread, one.burst, one.decay, one.coverage) for one in scenario.skills
+            one.method: Skill(one.mean, one.spread, one.burst, one.decay, one.coverage, one.second, one.third)
+            for one in scenario.skills
         }
         plain = self.config.mode is ModeName.plain
         methods = [] if plain else [drafter.method for drafter in self.config.drafters]

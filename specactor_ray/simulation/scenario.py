@@ -18,6 +18,7 @@ from specactor_ray.config.validate import validate
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.errors import ConfigError
 from specactor_ray.rollout.planning import Devices, resolve_mode
+from specactor_ray.simulation.text import SECOND, THIRD
 
 _TINY, _MOST = 1e-9, 1e9
 
@@ -70,6 +71,10 @@ class SkillConfig:
     """Share of `mean` that is lost per 1,000 output tokens."""
     coverage: float = 1.0
     """Share of stretches in which there is a guess at all."""
+    second: float = SECOND
+    """Probability that the second candidate is right where the first is wrong."""
+    third: float = THIRD
+    """The same of the third, where both are wrong."""
     forward_ms: float | None = None
     """Milliseconds of one draft forward (or lookup), whatever its batch, in place of the hardware's figure."""
 
@@ -80,12 +85,12 @@ class PythonConfig:
 
     measured: bool = False
     """Charge what it really takes on this machine, in place of the figures below. Runs then differ a little."""
-    verify_row_us: float = 4.0
+    verify_row_us: float = 1.1
     """Microseconds per row of a verify step where drafts are used."""
-    plain_row_us: float = 1.5
+    plain_row_us: float = 0.3
     """The same where they are not."""
-    draft_row_us: float = 12.0
-    """Microseconds per row of a draft step."""
+    draft_row_us: float = 0.7
+    """Microseconds per chain of a draft step: `model_proposer_us_128_rows` there."""
 
 
 @dataclass
@@ -165,7 +170,7 @@ class ScenarioConfig:
 _OTHER_RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("cpus", "group", "max_tokens", "median_tokens", "nodes"), (1, _MOST)),
     **dict.fromkeys(("part", "prompt_tokens", "requests", "steps"), (1, _MOST)),
-    **dict.fromkeys(("correlation", "coverage", "decay", "jitter", "mean"), (0, 1)),
+    **dict.fromkeys(("correlation", "coverage", "decay", "jitter", "mean", "second", "third"), (0, 1)),
     **dict.fromkeys(("burst", "sigma", "spread"), (0, 10)),
     "bandwidth_gb_s": (1e-3, _MOST),
     "cache_share": (_TINY, 1),

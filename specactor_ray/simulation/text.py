@@ -1,7 +1,7 @@
 """Outputs of the requests of a simulated rollout, and the guesses of drafters.
 
 A request is identified by its seed. A token of the target is a function of (seed, weights, position), as with keyed
-sampling; the guess of a draft method at a position, given that the tokens before it are right, is a function of
+sampling; the candidates of a draft method at a position, given that the tokens before it are right, are functions of
 (method, seed, weights, position). So runs of different policies meet the same tokens and the same guesses.
 """
 
@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from specactor_ray.draft.branches import GAPS, ranges_of
 from specactor_ray.messages import SamplingParams
 from specactor_ray.simulation._kernels import NO_GUESS
 
@@ -29,9 +30,10 @@ class Text(Protocol):
     def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
         """Integers `(n,)`: the whole output of a request under these weights, at most `sampling.max_tokens` tokens."""
 
-    def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
-        """Integers `(most,)`: the token that a drafter of this method guesses at each output position after a right
-        prefix, or `NO_GUESS`."""
+    def ranks(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
+        """Integers `(2, n)`: which candidate of a drafter of this method is right at each output position after a right
+        prefix (0: the first; `RANKS + 1`: none; `NO_GUESS`: there are none), and the range of the gap between the
+        scores of the first two."""
 
     def probability(self, method: str, seed: int, position: int) -> float:
         """Probability that the guess of a method at a position is right, knowing all but the draw of that position."""
@@ -47,6 +49,11 @@ def true_output(sampling: SamplingParams, version: int) -> tuple[int, ...]:
     return tuple(true_token(sampling.seed, version, position) for position in range(sampling.max_tokens))
 
 
+def guesses(ranks: np.ndarray, output: np.ndarray, vocab_size: int) -> np.ndarray:
+    """int32 `(n,)`: the first candidates, or `NO_GUESS`; a wrong one is the next token of the vocabulary."""
+    return np.where(ranks == NO_GUESS, NO_GUESS, (output.astype(np.int32) + (ranks > 0)) % vocab_size)
+
+
 class HashedText:
     """Cheap tokens for runs with faults, whose outputs are short and change with the weights. `skill`: draft method →
     probability that a draft token is right; 0.5 where it is not named."""
@@ -59,10 +66,9 @@ class HashedText:
     def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
         return np.array(true_output(sampling, version))
 
-    def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
+    def ranks(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
         key = b"%s %d %d" % (method.encode(), sampling.seed, version)
-        wrong = _draws(key, sampling.max_tokens) >= self._skill.get(method, 0.5)
-        return (self.output(sampling, version) + wrong) % self.vocab_size
+        return _hashed_ranks(key, sampling.max_tokens, self._skill.get(method, 0.5))
 
     def probability(self, method: str, seed: int, position: int) -> float:
         return self._skill.get(method, 0.5)
@@ -71,6 +77,20 @@ class HashedText:
 def _draws(key: bytes, count: int) -> np.ndarray:
     """`(count,)` numbers in [0, 1) that are functions of the key and their position."""
     return np.array([zlib.crc32(b"%s %d" % (key, position)) for position in range(count)]) / 2**32
+
+
+def _hashed_ranks(key: bytes, count: int, first: float) -> np.ndarray:
+    """`Text.ranks` where the first candidate is right with this probability; gaps say nothing."""
+    draws = _draws(key, count)
+    left = np.where(draws < first, 0.0, (draws - first) / max(1.0 - first, 1e-9))  # uniform again where it is wrong
+    second, third = SECOND, SECOND + (1.0 - SECOND) * THIRD
+    ranks = np.where(draws < first, 0, 1 + (left >= second) + (left >= third))
+    return np.stack([ranks, np.full(count, GAPS // 2)]).astype(np.int8)
+
+
+SECOND, THIRD = 0.4, 0.18
+"""Chance that the second candidate is right where the first is wrong, and the third where both are: SmolLM2 as a
+drafter that samples with the target's noise has 0.36-0.48 and 0.13-0.23."""
 
 
 @dataclass(frozen=True)
@@ -92,17 +112,27 @@ class Skill:
     """Share of `mean` that is lost per 1,000 output tokens."""
     coverage: float = 1.0
     """Share of stretches in which there is a guess at all: lookups find something in some places only."""
+    second: float = SECOND
+    """Chance that the second candidate is right where the first is wrong. It is the mean over ranges of the gap between
+    their scores: 0.3 where the gap is small, 0.5 where it is large."""
+    third: float = THIRD
+    """Chance that the third is right where both are wrong."""
 
 
 STRETCH = 32
 """Output tokens over which coverage and bursts are constant."""
 _STANDARD = NormalDist()
+_BLUR = 1.5
+"""Noise of the gap, see `_gaps`: chosen for what SmolLM2 shows, where the first candidate of a mean of 0.58 is right in
+0.35, 0.45, 0.63 and 0.88 of the quarters of the gap."""
+_SECOND_BY_GAP = np.linspace(0.8, 1.55, GAPS)
+"""Of the mean chance of the second candidate."""
 
 
 class _Request(NamedTuple):
     tokens: np.ndarray
-    guesses: Mapping[str, np.ndarray]
-    """Method → its guess at each position, int16."""
+    ranks: Mapping[str, np.ndarray]
+    """Method → `Text.ranks`, int8."""
     thresholds: Mapping[str, np.ndarray]
     """Method → probit threshold of each stretch; what a clairvoyant uses."""
 
@@ -138,8 +168,8 @@ class GeneratedText:
     def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
         return self._request(sampling.seed).tokens[: sampling.max_tokens]
 
-    def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
-        return self._request(sampling.seed).guesses[method][: sampling.max_tokens]
+    def ranks(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
+        return self._request(sampling.seed).ranks[method][:, : sampling.max_tokens]
 
     def probability(self, method: str, seed: int, position: int) -> float:
         thresholds = self._request(seed).thresholds[method]
@@ -156,7 +186,7 @@ class GeneratedText:
         stretches = -(-length // STRETCH)
         rng = np.random.default_rng([self._seed, seed])
         tokens = rng.integers(0, self.vocab_size, length, dtype=np.uint8)
-        guesses, thresholds = {}, {}
+        ranks, thresholds = {}, {}
         shared = [rng.standard_normal(size) for size in (1, stretches, length)] if self._skills else []
         for number, method, skill in self._skills:
             rng = np.random.default_rng([self._seed, seed, number])
@@ -166,12 +196,19 @@ class GeneratedText:
             scale = math.sqrt(1.0 + skill.spread**2 + skill.burst**2)
             base = _thresholds(skill.mean, skill.decay, 1 << stretches.bit_length())[:stretches] * scale
             threshold = base + skill.spread * request + skill.burst * stretch
-            right = position < np.repeat(threshold, STRETCH)[:length]
-            said = np.where(right, tokens, (tokens + 1) % self.vocab_size)
+            margin = np.repeat(threshold, STRETCH)[:length] - position
             covered = np.repeat(rng.random(stretches) < skill.coverage, STRETCH)[:length]
-            guesses[method] = np.where(covered, said.astype(np.int16), np.int16(NO_GUESS))
+            gaps = _gaps(margin, rng)
+            second, third = rng.random((2, length))
+            rank = 1 + (second >= skill.second * _SECOND_BY_GAP[gaps]) * (1 + (third >= skill.third))
+            ranks[method] = np.stack([np.where(covered, rank * (margin <= 0.0), NO_GUESS), gaps]).astype(np.int8)
             thresholds[method] = threshold
-        return _Request(tokens, guesses, thresholds)
+        return _Request(tokens, ranks, thresholds)
+
+
+def _gaps(margin: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Ranges of gaps between the first two scores: a noisy view of how far the draw is below its threshold."""
+    return ranges_of(np.exp(margin - _BLUR * rng.gumbel(size=len(margin))))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -198,10 +235,9 @@ class RecordedText:
     def output(self, sampling: SamplingParams, version: int) -> np.ndarray:
         return np.array(self._outputs[sampling.seed][: sampling.max_tokens])
 
-    def guesses(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
-        output, seed = self.output(sampling, version), sampling.seed
-        wrong = _draws(b"%s %d" % (method.encode(), seed), len(output)) >= self._accuracy.get((method, seed), 0.0)
-        return (output + wrong) % self.vocab_size
+    def ranks(self, method: str, sampling: SamplingParams, version: int) -> np.ndarray:
+        count, seed = len(self.output(sampling, version)), sampling.seed
+        return _hashed_ranks(b"%s %d" % (method.encode(), seed), count, self._accuracy.get((method, seed), 0.0))
 
     def probability(self, method: str, seed: int, position: int) -> float:
         return self._accuracy.get((method, seed), 0.0)

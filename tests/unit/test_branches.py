@@ -61,7 +61,10 @@ class Drafting:
 
     def extend(self, budget: int) -> Chains:
         mirrors, table = self.mirrors, self.table
-        chains = table.plan(mirrors, self.slots, mirrors.limits[self.slots], budget)
+        limits = mirrors.limits[self.slots]
+        chains = main_chains(self.slots[mirrors.ends[self.slots] < limits])
+        if budget:
+            chains = table.plan(mirrors, self.slots, limits, budget)
         tokens = []
         for slot, number, begin in zip(*(column.tolist() for column in chains), strict=True):
             if begin != FREE:
@@ -146,14 +149,15 @@ def test_a_commit_that_does_not_fit_changes_nothing() -> None:
     drafting.check()
 
 
-def test_the_likeliest_chains_are_drafted() -> None:
+@pytest.mark.parametrize("budget", [3, 7, 99])
+def test_the_likeliest_chains_are_drafted(budget: int) -> None:
     """Against all chains by their worth, one by one."""
-    drafting = Drafting(slots=3, most=4, window=8, seed=5)
+    drafting = Drafting(slots=3, most=8, window=8, seed=5)
     for _ in range(3):
         drafting.extend(0)
     table, mirrors = drafting.table, drafting.mirrors
     table.gaps[:, :] = np.random.default_rng(0).integers(0, 8, table.gaps.shape)
-    worth = {}
+    worth: dict[tuple[int, int, int], float] = {}
     for slot in range(3):
         alive = 1.0
         for at in range(int(mirrors.known[slot]), int(mirrors.ends[slot])):
@@ -165,13 +169,14 @@ def test_the_likeliest_chains_are_drafted() -> None:
                     worth[slot, at, rank] = wrong * chance(table.evidence, gap, rank + 1)
                 wrong *= 1.0 - chance(table.evidence, gap, rank + 1)
             alive *= chance(table.evidence, gap, 0)
-    best = sorted(worth, key=lambda key: -worth[key])[:4]
-    chains = table.plan(mirrors, drafting.slots, mirrors.limits[drafting.slots], 3 + 4)
-    assert chains.slots[:3].tolist() != [] and set(chains.slots[:3].tolist()) == {0, 1, 2}
-    assert (chains.numbers[:3] == MAIN).all() and len(chains.slots) == 7
-    slots, numbers = chains.slots[3:], chains.numbers[3:]
-    found = zip(slots.tolist(), chains.begins[3:].tolist(), (table.ranks[slots, numbers] - 1).tolist(), strict=True)
-    assert set(found) == set(best)
+        worth[slot, FREE, MAIN] = alive
+    best = sorted(worth, key=lambda key: -worth[key])[:budget]
+    chains = table.plan(mirrors, drafting.slots, mirrors.limits[drafting.slots], budget)
+    slots, numbers, begins = chains
+    ranks = np.where(numbers == MAIN, MAIN, table.ranks[slots, numbers] - 1)
+    found = set(zip(slots.tolist(), begins.tolist(), ranks.tolist(), strict=True))
+    assert found == set(best) and len(chains.slots) == min(budget, len(worth))
+    assert (np.diff((numbers != MAIN).astype(int)) >= 0).all(), "main chains come first"
 
 
 def test_chances_are_learned_by_the_gap() -> None:

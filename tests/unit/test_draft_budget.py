@@ -20,13 +20,14 @@ FORWARD_S = st.tuples(st.integers(1, 300), st.floats(1e-4, 1.0))
 
 
 @given(st.lists(FORWARD_S, min_size=1, max_size=40), st.floats(1e-4, 8.0), st.integers(1, 400))
-def test_the_most_rows_of_which_four_forwards_fit(forwards: list[tuple[int, float]], step_s: float, most: int) -> None:
+def test_the_most_rows_of_which_the_forwards_fit(forwards: list[tuple[int, float]], step_s: float, most: int) -> None:
     cost = StepCost()
     for rows, seconds in forwards:
         cost.record(rows, seconds)
-    budget, curve = row_budget(cost, step_s, most), FORWARDS * cost.curve(0, most)
-    assert 0 <= budget <= most and curve[budget] <= step_s * (1 + 1e-9)
-    assert budget == most or curve[budget + 1] >= step_s * (1 - 1e-9)
+    budget, curve = row_budget(cost, step_s, most), cost.curve(0, most)
+    allowed_s = max(step_s / FORWARDS, 1.1 * cost.curve(1, 0)[0])
+    assert 0 <= budget <= most and curve[budget] <= allowed_s * (1 + 1e-9)
+    assert budget == most or curve[budget + 1] >= allowed_s * (1 - 1e-9)
 
 
 def test_what_is_unknown_allows_no_branches_and_larger_forwards_are_tried() -> None:
@@ -35,11 +36,14 @@ def test_what_is_unknown_allows_no_branches_and_larger_forwards_are_tried() -> N
     cost.record(4, 0.01)
     assert row_budget(cost, 0.0, 100) == 0 and row_budget(cost, 0.1, 100) == 100
     cost.record(100, 0.05)
-    assert row_budget(cost, 0.1, 100) == 40 and row_budget(cost, 0.01, 100) == 1
+    assert row_budget(cost, 0.1501, 100) == 40
+    assert row_budget(cost, 0.015, 100) == 1
+    cost.record(1, 0.01)
+    assert row_budget(cost, 0.015, 100) == 6, "as fast as over one row"
 
 
 def test_a_loop_learns_what_forwards_cost_and_comes_to_rest() -> None:
-    """A millisecond a row: of 40 ms ten rows are four forwards."""
+    """A millisecond a row: of 60 ms ten rows are six forwards."""
     rows, budgets, clock = list[int](), list[int](), HandClock()
 
     class Timed(DraftModelProposer):
@@ -60,7 +64,7 @@ def test_a_loop_learns_what_forwards_cost_and_comes_to_rest() -> None:
         bases, lengths, tokens, _ = loop.proposer.tails(np.arange(2, dtype=np.int32))
         assert bases.tolist() == [start, start] and lengths.tolist() == [6, 6]
         wrong = ((tokens[[0, 6]] + 1) % 500).tolist()
-        loop.deliver(replace(news(commits=[(row, start, wrong[row : row + 1]) for row in range(2)]), step_s=0.0404))
+        loop.deliver(replace(news(commits=[(row, start, wrong[row : row + 1]) for row in range(2)]), step_s=0.0606))
         end = len(rows) + 100
         while loop.run_once():
             assert len(rows) < end, "it never comes to rest"

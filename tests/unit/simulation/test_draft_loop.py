@@ -18,7 +18,7 @@ class Broken(SimulatedProposer):
 
     def extend(self) -> np.ndarray:
         self._clock.work(0.1)
-        if self._open:
+        if self.samplings:
             raise RuntimeError("CUDA error")
         return np.zeros(0, np.int32)
 

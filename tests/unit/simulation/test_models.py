@@ -22,6 +22,7 @@ from specactor_ray.simulation.network import Network, Node, VirtualActor, payloa
 from specactor_ray.simulation.proposers import SimulatedProposer, TimedProposer
 from specactor_ray.simulation.scenario import SkillConfig, WorkloadConfig
 from specactor_ray.simulation.text import NO_GUESS, GeneratedText, RecordedText, Skill
+from specactor_ray.simulation.text import guesses as first_candidates
 from specactor_ray.simulation.workload import draw_lengths, load_recording
 from specactor_ray.simulation.world import DraftTime, LinearTime, MeasuredPython, PythonTime, World
 from specactor_ray.target.base import NO_DRAFTS, Drafts, StepResult, TargetRequest
@@ -35,9 +36,12 @@ def generated(correlation: float = 0.0, **skills: Skill) -> GeneratedText:
 
 
 def rights(text: GeneratedText, method: str, seed: int) -> list[bool]:
-    sampling = SamplingParams(max_tokens=LENGTH, seed=seed)
-    guesses = text.guesses(method, sampling, 0).tolist()
-    return [guess == token for guess, token in zip(guesses, text.output(sampling, 0), strict=True)]
+    right: list[bool] = (ranks(text, method, seed)[0] == 0).tolist()
+    return right
+
+
+def ranks(text: GeneratedText, method: str, seed: int) -> np.ndarray:
+    return text.ranks(method, SamplingParams(max_tokens=LENGTH, seed=seed), 0)
 
 
 class TestText:
@@ -68,9 +72,26 @@ class TestText:
 
     def test_a_lookup_has_guesses_in_some_stretches_only(self) -> None:
         text = generated(m=Skill(0.9, coverage=0.3))
-        guesses = [text.guesses("m", SamplingParams(max_tokens=LENGTH, seed=seed), 0) for seed in range(100)]
+        guesses = [ranks(text, "m", seed)[0] for seed in range(100)]
         assert fmean(guess != NO_GUESS for one in guesses for guess in one[::32]) == pytest.approx(0.3, abs=0.04)
         assert (guesses[3][64:96] == NO_GUESS).tolist() in ([True] * 32, [False] * 32)
+        output = np.array([254, 3, 7], np.uint8)
+        assert first_candidates(np.array([1, 0, NO_GUESS]), output, 255).tolist() == [0, 3, NO_GUESS]
+
+    def test_candidates_and_gaps_are_as_measured(self) -> None:
+        """SmolLM2-135M at temperature 1, with drafters whose first candidate is right in 0.58-0.61 of positions."""
+        found = np.concatenate([ranks(generated(m=Skill(0.58, 0.3, 0.3)), "m", seed) for seed in range(REQUESTS)], 1)
+        order, rank = np.argsort(found[1], kind="stable"), found[0]
+        quarters = [rank[part] for part in np.array_split(order, 4)]
+        assert [np.mean(q == 0) for q in quarters] == pytest.approx([0.35, 0.45, 0.63, 0.88], abs=0.08)
+        seconds = [np.mean(q[q > 0] == 1) for q in quarters]
+        assert seconds == pytest.approx([0.28, 0.32, 0.49, 0.52], abs=0.08)
+        assert np.mean(rank[rank > 0] == 1) == pytest.approx(0.4, abs=0.03)
+        assert np.mean(rank[rank > 1] == 2) == pytest.approx(0.18, abs=0.02)
+        short = RecordedText({1: range(5000)}, {("m", 1): 0.6}, 5000).ranks(
+            "m", SamplingParams(max_tokens=5000, seed=1), 0
+        )
+        assert [np.mean(short[0] == n) for n in range(4)] == pytest.approx([0.6, 0.16, 0.0432, 0.1968], abs=0.03)
 
     def test_the_clairvoyant_knows_probabilities_and_not_outcomes(self) -> None:
         text = generated(m=Skill(0.6, spread=0.5, burst=0.5))
@@ -216,7 +237,7 @@ class TestDrafters:
         def script() -> None:
             for _ in range(rounds):
                 proposer.extend()
-                bases, _, tokens = proposer.tails(np.zeros(1, np.int32))
+                bases, _, tokens, _ = proposer.tails(np.zeros(1, np.int32))
                 tails.append((int(bases[0]), tuple(tokens.tolist())))
 
         clock.spawn(script, "script")
@@ -235,6 +256,44 @@ class TestDrafters:
             took, tails = self.draft(proposer, clock, 4)
             assert (took, [len(tail) for _, tail in tails]) == (seconds, lengths)
             assert tails[-1] == (0, tokens[:4])
+
+    def test_chains_read_contexts_of_their_own_and_a_branch_takes_the_place_of_a_chain(self) -> None:
+        read, clock = [], VirtualClock(Kernel(0), Process("d"))
+
+        class Time(LinearTime):
+            def seconds(self, *figures: int) -> float:
+                read.append(figures)
+                return 0.1
+
+        text = GeneratedText({1: 400}, {"model": Skill(0.5)})
+        truth = text.output(SamplingParams(max_tokens=400, seed=1), 0).astype(np.int32)
+        world = World(text, drafting={"model": DraftTime(Time(0.0))})
+        proposer = SimulatedProposer("d", "model", clock, world, lambda: 0.0, branches=4)
+        proposer.open(0, "1", (1, 2), (), SamplingParams(max_tokens=400, seed=1), window=4)
+        proposer.budget, slot = 2, np.zeros(1, np.int32)
+        misses = kept = known = 0
+
+        def play() -> None:
+            nonlocal misses, kept, known
+            for _ in range(3):
+                proposer.extend()
+            assert read == [(1, 1, 2, 1), (2, 2, 6, 0), (2, 2, 8, 0)]  # rows, positions, contexts, prompt
+            proposer.budget = 8
+            while known < 380:
+                tail = proposer.tails(slot).tokens
+                agreed = int(np.cumprod(tail == truth[known : known + len(tail)]).sum())
+                tokens = truth[known : known + agreed + 1]
+                proposer.commit(slot, slot + known, slot + agreed + 1, tokens)
+                known += agreed + 1
+                misses += agreed < len(tail)
+                kept += agreed < len(tail) and len(proposer.tails(slot).tokens) > 0
+                proposer.extend()
+                proposer.extend()
+
+        clock.spawn(play, "play")
+        clock.kernel.run()
+        assert not clock.kernel.crashes
+        assert proposer.branches.outcomes.tolist() == [misses, kept] and 0.25 < kept / misses < 0.7
 
     def test_real_lookups_search_recorded_text_and_take_time(self) -> None:
         clock = VirtualClock(Kernel(0), Process("d"))

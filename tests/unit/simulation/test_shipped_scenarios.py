@@ -27,6 +27,14 @@ def test_every_variant_has_costs_and_a_cache_for_its_requests(path: Path) -> Non
             assert world.draft_time(drafter.method).forward.seconds(4, 4, 4000) > 0.0
 
 
+def test_the_published_point_of_ssd() -> None:
+    """arXiv 2603.03251: 97.4, 141.4 and 210.9 tokens/s. Plain steps and acceptance are fitted to the first two."""
+    found = compare(FOLDER / "ssd_qwen3_32b.yaml", ["workload.requests=10"], processes=1)
+    plain, speculation, decoupled, branches = (one.tokens_per_s for one in found)
+    assert plain == pytest.approx(97.4, rel=0.1) and speculation == pytest.approx(141.4, rel=0.1)
+    assert branches == pytest.approx(210.9, rel=0.1) and branches > 1.1 * decoupled
+
+
 def test_the_smallest_one_runs() -> None:
     plain, coupled, decoupled = compare(FOLDER / "two_cores.yaml", processes=1)
     assert plain.tokens == coupled.tokens == decoupled.tokens
