@@ -44,7 +44,7 @@ class OutputSharing:
     def send(self, at_end: bool = False) -> None:
         """Send what waits, never blocks; `at_end`: to those who have not confirmed the last batch, too."""
         self._on_its_way = {name: call for name, call in self._on_its_way.items() if not (at_end or call.poll())}
-        for name in self._waiting.keys() - self._on_its_way.keys():
+        for name in [name for name in self._waiting if name not in self._on_its_way]:
             outputs = list(self._waiting.pop(name))
             if link := self._links.get(name):
                 call = self._calls.start(link.handle, "learn", outputs, deadline_s=_DEADLINE_S, retry=False)
