@@ -226,48 +226,51 @@ def test_a_contradiction_is_a_gap(name: str) -> None:
         assert proposer.commit(*packed([(0, 1, [4, 9, 6])])).tolist() == [False]
         assert proposer.tails(np.zeros(1, np.int32)).bases.tolist() == [3]
 
-    if not name.startswith("simulated"):  # they know positions alone
-        run(name, work)
+    run(name, work)
 
 
 @every
 def test_requests_beyond_the_places_are_answered_and_get_the_next_place(name: str) -> None:
-    proposer: Any = PROPOSERS[name]()
-    if not isinstance(proposer, SlotProposer):
-        return
-    proposer._places = 1
-    driver = Driver(proposer, 5)
-    for slot in range(3):
-        driver.open(slot)
-        driver.requests[slot].window = 6
-    driver.rest()
-    assert proposer._placed.tolist()[:3] == [True, False, False]
-    driver.close(0, finished=True)
-    for slot in (2, 1):
-        taken = proposer.commit(*packed([(slot, len(driver.requests[slot].committed), [1])]))
-        assert taken.tolist() == [slot == 1 or not proposer.traits.reads_features or name == "own reader"]
-    assert proposer._placed.tolist()[:3] == [False, False, True] and proposer._places == 0
-    for slot in (1, 2):
-        driver.close(slot, finished=False)
-    assert proposer._places == 1
-    if isinstance(proposer, ModelProposer):
-        assert proposer._cache.free_slots == proposer._cache.slots, "cache was leaked"
+    def work(proposer: Any) -> None:
+        if not isinstance(proposer, SlotProposer):
+            return
+        proposer._places = 1
+        driver = Driver(proposer, 5)
+        for slot in range(3):
+            driver.open(slot)
+            driver.requests[slot].window = 6
+        driver.rest()
+        assert proposer._placed.tolist()[:3] == [True, False, False]
+        driver.close(0, finished=True)
+        for slot in (2, 1):
+            taken = proposer.commit(*packed([(slot, len(driver.requests[slot].committed), [1])]))
+            assert taken.tolist() == [slot == 1 or not proposer.traits.reads_features or name == "own reader"]
+        assert proposer._placed.tolist()[:3] == [False, False, True] and proposer._places == 0
+        for slot in (1, 2):
+            driver.close(slot, finished=False)
+        assert proposer._places == 1
+        if isinstance(proposer, ModelProposer):
+            assert proposer._cache.free_slots == proposer._cache.slots, "cache was leaked"
+
+    run(name, work)
 
 
 @every
 def test_a_request_that_cannot_be_opened_leaves_its_slot_free(name: str) -> None:
-    proposer = PROPOSERS[name]()
-    if not isinstance(proposer, SlotProposer):
-        return
-    driver = Driver(proposer, 2)
-    driver.open(0)
-    with pytest.raises(OverflowError):
-        proposer.open(1, "1", [1, 2**40], [], SamplingParams(), 4)
-    driver.close(1, finished=True)
-    driver.rest()
-    driver.open(1)
-    driver.commit([0, 1])
-    driver.rest()
+    def work(proposer: Proposer) -> None:
+        if not isinstance(proposer, SlotProposer):
+            return
+        driver = Driver(proposer, 2)
+        driver.open(0)
+        with pytest.raises(OverflowError):
+            proposer.open(1, "1", [1, 2**40], [], SamplingParams(), 4)
+        driver.close(1, finished=True)
+        driver.rest()
+        driver.open(1)
+        driver.commit([0, 1])
+        driver.rest()
+
+    run(name, work)
 
 
 @pytest.mark.parametrize("guess", [[2**40], ["x"], None, [[1, 2]]])
