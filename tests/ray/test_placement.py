@@ -114,7 +114,7 @@ from specactor_ray.controller.start import start_controller
 from specactor_ray.config.schema import ClusterConfig, Config, DrafterConfig, ModeName
 import ray
 config = Config(ModeName.decoupled, cluster=ClusterConfig(address=sys.argv[1], pin_cores=False))
-config.drafters = [DrafterConfig()]
+config.drafters = [DrafterConfig(hosted=False)]
 connect(config.cluster)
 handle, run = start_controller(config, ActorClasses(fake_actors.FakeVerifier, fake_actors.FakeDrafter))
 rows = ray.get(handle.status.remote())
