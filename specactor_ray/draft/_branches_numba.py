@@ -33,6 +33,7 @@ class Lines(NamedTuple):
     prompts: np.ndarray
     known: np.ndarray
     ends: np.ndarray
+    judged: np.ndarray
 
 
 class Planes(NamedTuple):
@@ -117,6 +118,10 @@ def settle(
         if best != FREE:
             size = table.lengths[slot, best]
             counts[1] += agreed + size > stop
+            # `MirrorTable.commit` counts the branch as a tail that was right; the main chain was wrong.
+            agreeing = min(agreed + size, stop) - known
+            mirror.judged[0] += agreed - known + 1 - agreeing
+            mirror.judged[1] += agreed - known - agreeing
             line[agreed : agreed + size] = table.tokens[slot, best, :size]
             mirror.ends[slot] = agreed + size
             table.rows[slot, best], main_rows[slot] = main_rows[slot], table.rows[slot, best]

@@ -207,7 +207,8 @@ def ranges_of(gaps: np.ndarray) -> np.ndarray:
 
 
 def _lines(mirrors: MirrorTable, ends: np.ndarray | None = None) -> kernels.Lines:
-    return kernels.Lines(mirrors.lines, mirrors.prompts, mirrors.known, mirrors.ends if ends is None else ends)
+    ends = mirrors.ends if ends is None else ends
+    return kernels.Lines(mirrors.lines, mirrors.prompts, mirrors.known, ends, mirrors.judged)
 
 
 @functools.cache

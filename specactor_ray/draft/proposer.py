@@ -92,8 +92,8 @@ class Proposer(abc.ABC):
     """Rows of the forward of the newest `extend`, each of which read and drafted one token; 0 where one read more, or
     there were several forwards."""
     judged: np.ndarray = np.zeros(2, np.int64)
-    """int64 `(2,)`: draft tokens that commits decided on, each after right ones, and how many of them were right, those
-    of a branch that took over included."""
+    """int64 `(2,)`: draft tokens of main chains that commits decided on, each after right ones, and how many of them
+    were right."""
     required: tuple[str, ...] = ("method", "vocab_size")
     """Attributes that a proposer has once it is made."""
 

@@ -26,7 +26,7 @@ class Drafting:
         self.rng = random.Random(seed)
         self.seed, self.window, self.slots = seed, window, np.arange(slots, dtype=np.int32)
         self.mirrors, self.table = MirrorTable(), BranchTable(most)
-        self.numbers = itertools.count()
+        self.numbers, self.judged = itertools.count(), [0, 0]
         self.cache: dict[int, list[int]] = {}
         self.rows = np.array([self.new_row([]) for _ in range(slots)], np.int64)
         self.truth = [[self.rng.randrange(VOCABULARY) for _ in range(400)] for _ in range(slots)]
@@ -85,10 +85,17 @@ class Drafting:
         ends = mirrors.known[self.slots] - mirrors.prompts[self.slots] + np.array(counts)
         tokens = [t for n, s, e in zip(self.slots, starts, ends, strict=True) for t in self.truth[n][s:e]]
         arrays = (self.slots, starts.astype(np.int32), (ends - starts).astype(np.int32), np.array(tokens, np.int32))
+        for slot, count in zip(self.slots.tolist(), counts, strict=True):
+            known, end = int(mirrors.known[slot]), int(mirrors.ends[slot])
+            first, tested = known - len(self.prompts[slot]), min(end - known, count)
+            pairs = zip(mirrors.lines[slot, known:end].tolist(), self.truth[slot][first : first + tested], strict=False)
+            right = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            self.judged = [self.judged[0] + min(right + 1, tested), self.judged[1] + right]
         for row in self.table.settle(mirrors, self.rows, *arrays).tolist():
             del self.cache[row]
         same, _ = mirrors.commit(*arrays)
         assert (same >= 0).all()
+        assert mirrors.judged.tolist() == self.judged, "a main chain that a branch replaced was wrong"
         for slot, limit in zip(self.slots.tolist(), same.tolist(), strict=True):
             row = int(self.rows[slot])
             self.cache[row] = self.cache[row][:limit]
