@@ -8,7 +8,7 @@ FORWARDS = 6
 """Forwards that fit into a verify step: a window drafted later than the verification ends adds its time to the step
 (SSD, arXiv 2603.03251). Of 2 to 12 six did best in simulation (docs/simulation.md)."""
 _AS_FAST = 1.1
-"""A forward that takes at most so many times one over a single row is as fast."""
+"""Largest ratio to a forward over a single row at which a forward counts as equally fast."""
 
 
 def row_budget(cost: StepCost, step_s: float, most: int) -> int:

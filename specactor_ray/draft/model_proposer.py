@@ -123,7 +123,7 @@ class ModelProposer(SlotProposer):
         return Chains(*(np.insert(column, mains, more) for column, more in behind))
 
     def _forward(self, chains: Chains) -> np.ndarray:
-        """Run one forward for as many chains as fit. Returns slots whose tails changed, or that cannot go on."""
+        """Run one forward of the chains that fit. Returns slots with changed tails, and slots that cannot go on."""
         rows = self._rows_of(chains)
         counts = np.where(chains.numbers == MAIN, self._backlogs[chains.slots], 1)
         chains, rows, counts = self._reserve(chains, rows, counts)
@@ -207,7 +207,7 @@ class ModelProposer(SlotProposer):
 
     def _draw(self, chains: Chains, logits: torch.Tensor) -> np.ndarray:
         """Append the token that each chain draws from its logits `(n, V)`; one that cannot be sampled from is given up.
-        Returns int32: slots whose tails changed, or that were given up."""
+        Returns int32: slots with changed tails, and slots that were given up."""
         slots, numbers, tips = chains.slots, chains.numbers, self._tips
         tokens, gaps = self._candidates(logits, self.branches.ends(chains, tips), slots.astype(np.int64))
         unsound = (numbers == MAIN) & (tokens[:, 0] < 0)  # no numbers: a whole window is wrong

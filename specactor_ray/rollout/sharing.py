@@ -42,7 +42,7 @@ class OutputSharing:
                 self._waiting.setdefault(name, deque(maxlen=_MOST_WAITING)).append(output)
 
     def send(self, at_end: bool = False) -> None:
-        """Send what waits, never blocks; `at_end`: to those who have not confirmed the last batch, too."""
+        """Send waiting outputs without blocking. `at_end`: also to verifiers that have not confirmed the last batch."""
         self._on_its_way = {name: call for name, call in self._on_its_way.items() if not (at_end or call.poll())}
         for name in [name for name in self._waiting if name not in self._on_its_way]:
             outputs = list(self._waiting.pop(name))

@@ -110,7 +110,7 @@ class SimulatedProposer(SlotProposer):
         return slots
 
     def _look_up(self) -> np.ndarray:
-        """Fill the windows behind new commits. Returns bool `(slots,)`: whose tails changed."""
+        """Fill the windows behind new commits. Returns bool `(slots,)`: slots with changed tails."""
         mirrors, slots = self.mirrors, np.flatnonzero(self._unanswered & self._placed)
         limits = mirrors.limits[slots]
         found = _kernels.look_up(self._known, mirrors.lines, mirrors.prompts, mirrors.ends, slots, limits)
@@ -128,7 +128,7 @@ class SimulatedProposer(SlotProposer):
         return main_chains(slots)
 
     def _draft(self, chains: Chains) -> np.ndarray:
-        """Draft a token for each chain. Returns bool `(slots,)`: whose tails changed."""
+        """Draft a token for each chain. Returns bool `(slots,)`: slots with changed tails."""
         mirrors, table, (slots, numbers, _) = self.mirrors, self.branches, chains
         changed, main = np.zeros(len(self._placed), np.bool_), numbers == MAIN
         if not len(slots):
@@ -167,7 +167,7 @@ class SimulatedProposer(SlotProposer):
         return tails._replace(branches=self.branches.published(self.mirrors, slots)) if self.branches.most else tails
 
     def _corrupt(self, tails: int) -> Branches:
-        """Branches that nobody can check the places of."""
+        """Branches of a corrupt drafter, at any places."""
         if not self.branches.most:
             return NO_BRANCHES
         owners = np.repeat(np.arange(tails, dtype=np.int32), _MOST_CORRUPT)
