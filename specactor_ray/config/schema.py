@@ -274,7 +274,7 @@ class SpeculationConfig:
         default=_UNRESOLVED,
     )
     """Most branches of a request and drafter: drafted outcomes of the verification under way, one of which is the next
-    tail where the main chain is refuted. `auto`: 8 where the draft method can branch (`draft_model`). 0: none. Hosted
+    tail where the main chain is refuted. `auto`: 8 if the method can branch (`draft_model`, `eagle`). 0: none. Hosted
     drafters, which take turns with their verifier, have none."""
     verify: VerifyPolicy = VerifyPolicy.auto
     """How many supplied draft tokens a step verifies: `auto` or `all`. With `all`, `coupled` verifiers draft whole

@@ -164,7 +164,7 @@ def release(table: Any, slots: Any) -> Any:
 
 @_jit
 def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
-    """Choose the chains of the next forward: those whose next token is most likely to be needed.
+    """Choose the chains of the next forward by the chance that their next token is needed.
 
     A main chain of `n` tokens needs its next one with the product of their chances. A branch of candidate `f` at the
     main chain's token `i` needs its next one with (chance of the tokens before `i`) times (chance that token `i` is

@@ -96,8 +96,7 @@ class SimulatedProposer(SlotProposer):
     def load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         self._clock.work(self._world.times.sync_s)
         self.mirrors.ends[:], self._cached[:] = self.mirrors.known, 0
-        for slot in np.flatnonzero(self._placed).tolist():
-            self._leave(slot, finished=False)
+        self.branches.release(np.flatnonzero(self._placed))
 
     # ---- guesses ----
 

@@ -126,7 +126,7 @@ _BLUR = 1.5
 """Noise of the gap, see `_gaps`: chosen for what SmolLM2 shows, where the first candidate of a mean of 0.58 is right in
 0.35, 0.45, 0.63 and 0.88 of the quarters of the gap."""
 _SECOND_BY_GAP = np.linspace(0.8, 1.55, GAPS)
-"""Of the mean chance of the second candidate."""
+"""By range of the gap: chance of the second candidate, relative to its mean."""
 
 
 class _Request(NamedTuple):

@@ -243,7 +243,7 @@ def commit(step: Committed, bucket: Any, table: Planes, all_evidence: Any) -> No
     there by the new tokens.
 
     Evidence goes to (method, row), and to (method, range of output positions `bucket[i]`): hits in tries of draft
-    tokens whose predecessors were right. Of a branch only tokens past those that chose it count, as of a main chain.
+    tokens after right ones. A branch counts from the token after the commit that chose it.
     """
     rows, counts, tokens, seats, drafted, accepted = step
     committed, output, drafts, evidence = table.committed, table.output, table.drafts, table.evidence
@@ -289,8 +289,8 @@ def _branch(
     tail: Any, length: Any, seat: int, row: int, flat: Any, begin: int, end: int, right: int, truth: Any, count: int,
     outcomes: Any,
 ) -> None:  # fmt: skip
-    """Hold the branches of a tail, `right` of whose tokens are right, against `count` new tokens: those that leave what
-    is left of it move with it; where nothing is left, the branch that agrees takes its place."""
+    """Check the branches of a tail with `right` right tokens against `count` new tokens. Branches of the rest of the
+    tail move with it; where no rest is left, the branch that agrees takes its place."""
     at, size, tokens = flat
     if length[seat, row] > 0:
         for b in range(begin, end):

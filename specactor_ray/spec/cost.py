@@ -60,7 +60,7 @@ class StepCost:
         return max(float(more_s - less_s), 0.0)
 
     def within(self, seconds: float) -> float:
-        """Most positions of a step that takes so many seconds; infinity above the longest step that is remembered."""
+        """Most positions of a step of `seconds`; infinity above the longest step that is remembered."""
         tokens, known = self._knots
         return float(np.interp(seconds, known, tokens, right=np.inf))
 
