@@ -312,6 +312,12 @@ def parse_temperatures(text: str | None) -> list[float]:
     return list(dict.fromkeys(numbers))
 
 
+def refuse_two_files(arguments: Sequence[str]) -> None:
+    """Raises InputError if more than one configuration file is given; the parser takes the last one."""
+    if sum(argument in ("--config", "-c") or argument.startswith("--config=") for argument in arguments) > 1:
+        raise InputError("--config is given twice; give one file, and what differs as KEY=VALUE")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line (default: that of this process) and exit with its code.
 
@@ -319,6 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     put_current_folder_last()
     try:
+        refuse_two_files(sys.argv[1:] if arguments is None else arguments)
         app(args=None if arguments is None else list(arguments), prog_name="specactor")
     except SpecActorError as error:
         show_error(str(error))

@@ -30,8 +30,7 @@ def profile(
 ) -> None:
     """Measure what verifying and drafting cost on this machine, and how often drafts are right.
 
-    The target, the draft methods, the sampling and the prompts are those of the configuration. Starts no cluster; the
-    machine should have nothing else to do.
+    Target, draft methods, sampling and prompts come from the configuration. Starts no cluster; needs an idle machine.
     """
     from specactor_ray.observability.plan_report import acceptance_table, cost_table
     from specactor_ray.speculation.profile import disturbed

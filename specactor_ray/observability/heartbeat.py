@@ -11,11 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """Calls `beat` with the seconds since the beginning every `interval_s`, from a thread of its own, until `stop` or
-    the end of the `with` block. Errors of `beat` are logged and ignored."""
+    """Calls `beat` (replaceable) with the seconds since the start every `interval_s`, from a thread of its own, until
+    `stop` or the end of the `with` block. Errors of `beat` are logged and ignored."""
 
     def __init__(self, beat: Callable[[float], None], interval_s: float = 5.0) -> None:
-        self._beat, self._interval_s, self._ended = beat, interval_s, threading.Event()
+        self.beat, self._interval_s, self._ended = beat, interval_s, threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Heartbeat:
@@ -38,7 +38,7 @@ class Heartbeat:
         begin = time.monotonic()
         while not self._ended.wait(self._interval_s):
             try:
-                self._beat(time.monotonic() - begin)
+                self.beat(time.monotonic() - begin)
             except Exception:  # a figure that cannot be shown must not end the work
                 logger.debug("progress could not be shown", exc_info=True)
 

@@ -117,7 +117,7 @@ def run_rollout(config: Config, console: Console) -> RunOutcome:
             config.data.output = str(Path(config.data.output).absolute())
         folder = unfinished or claim_run_folder(config)
         shown = functools.partial(say, console)
-        heartbeat = Heartbeat(elapsed(shown, f"run {config.run.name}: checking and starting"))
+        heartbeat = Heartbeat(elapsed(shown, f"run {config.run.name}: checking model, prompts and memory"))
         try:
             output = config.data.output or folder / TRAJECTORIES_FILE
             with heartbeat, TrajectoryWriter(output, resume=unfinished is not None) as writer:
@@ -205,6 +205,7 @@ def _run(
     for row in there:
         tally.add(row)
     started, summary = time.strftime("%Y-%m-%dT%H:%M:%S%z"), {}
+    heartbeat.beat = elapsed(functools.partial(say, console), f"run {config.run.name}: starting")
     with Rollout(config) as rollout:
         heartbeat.stop()
         writer.keep_empty = True

@@ -114,6 +114,7 @@ class TestUserErrors:
         ),
         "stop strings": (["sampling.stop=foo"], "sampling.stop: unknown key. Did you mean sampling.stop_token_ids?"),
         "a section without a value": (["target="], "target: an override without a value would drop"),
+        "two configurations": (["--config", LOCAL, "-c", LOCAL], "--config is given twice"),
         "no such config": (["--config", "none.yaml"], "none.yaml: there is no such file."),
         "a folder that cannot be made": (
             ["data.path=good.jsonl", "run.dir=/proc/x"],
