@@ -139,7 +139,9 @@ def train(config_file: ConfigFile = None, overrides: Overrides = None) -> None:
     from specactor_ray.training.loop import train as run_training
 
     outcome = run_training(settings, progress)
-    say(make_console(), f"{outcome.status}: {outcome.summary['steps']} steps; report: {outcome.folder / REPORT_FILE}")
+    more = "; the same command with resume=auto continues" if outcome.status == "interrupted" else ""
+    report = outcome.folder / REPORT_FILE
+    say(make_console(), f"{outcome.status}: {outcome.summary['steps']} steps; report: {report}{more}")
     raise typer.Exit(outcome.exit_code)
 
 

@@ -67,6 +67,6 @@ def _next_commands(model: str, folder: Path, trained: bool) -> list[str]:
         f"{specactor} bench rollout target.model={model} data.path=PROMPTS.jsonl",
         f"{specactor} train --config {folder}/training/config.yaml resume=auto trainer.steps=60"
         if trained
-        else f"{specactor} train target.model={model} data.path=TASKS.jsonl",
+        else f"{specactor} train target.model={model} data.path=TASKS.jsonl data.n=8",
         f"{specactor} config --help-keys speculation",
     ]

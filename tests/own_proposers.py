@@ -127,3 +127,9 @@ class Hollow(Model):
 class Broken(Model):
     def __init__(self, config: Any) -> None:
         raise RuntimeError("no luck")
+
+
+class Nothing(Model):
+    @classmethod
+    def from_config(cls, *_: Any) -> None:  # type: ignore[override]
+        return None

@@ -23,6 +23,6 @@ def import_named(name: str, key: str) -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         problem = f"{clipped_text(name)} cannot be imported ({type(error).__name__}: {clipped_text(str(error))})."
         raise ConfigError(key, problem, "check the name, and that the module is on PYTHONPATH and imports.") from error

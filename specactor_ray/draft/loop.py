@@ -92,6 +92,7 @@ class DraftLoop(Loop):
         counters: dict[str, Any] = {**self._requests.counters, **self._inbox.snapshot()}
         counters |= {"open_requests": len(self._requests), "inbox": len(self._inbox), "token_s": self._token_s}
         counters |= {"busy_s": self.busy_s, "fallbacks": fallbacks(), "health": self._health.to_dict()}
+        counters["failures"] = len(self._requests.failures) + len(getattr(self.proposer, "failures", ()))
         counters["links"] = {verifier_id: link.snapshot() for verifier_id, link in self._links.items()}
         for name in ("history_tokens", "history_bytes"):
             if hasattr(self.proposer, name):
@@ -118,10 +119,10 @@ class DraftLoop(Loop):
         """`run_once`; a failure is logged, counted, and drops the open requests."""
         try:
             return self.run_once()
-        except Exception:
-            self._requests.counters["failures"] += 1
+        except BaseException as error:  # noqa: BLE001 - a user's class may call sys.exit; the thread has to go on
             self._failures_in_a_row += 1
-            logger.exception("%s: a draft step failed; its requests will be opened again", self.drafter_id)
+            what = f"{self.drafter_id}: a draft step failed, its requests are opened again"
+            self._requests.failures.add(what, error)
             self._requests.lose_all()
             return False
 

@@ -66,6 +66,8 @@ def build_proposer(config: DrafterSpec, target: TargetConfig, device: str) -> Pr
     proposer_class = _class_of(config.method, key)
     try:
         proposer = proposer_class.from_config(config, target, device)
+        if not isinstance(proposer, Proposer):
+            raise TypeError(f"from_config returned {clipped(proposer)}")
     except Exception as error:
         if isinstance(error, SpecActorError) or config.method in BUILT_IN:
             raise

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.draft.failures import Failures
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.jit import kernel
 from specactor_ray.messages import CommitBatch, DraftOpen, TailBatch
@@ -45,8 +46,10 @@ class DraftRequests:
     """
 
     def __init__(self, drafter_id: str, proposer: Proposer) -> None:
-        self.counters = dict.fromkeys(("opens", "resyncs", "extends", "tails", "branches", "failures"), 0)
+        self.counters = dict.fromkeys(("opens", "resyncs", "extends", "tails", "branches"), 0)
         """Totals, of the loop too."""
+        self.failures = Failures()
+        """Requests and steps that failed."""
         self._drafter_id, self._proposer = drafter_id, proposer
         self._verifiers: dict[str, _Verifier] = {}
         self._next_number = 0
@@ -188,8 +191,7 @@ class DraftRequests:
 
     def _fail(self, request_id: str, error: Exception) -> None:
         """Log a failure and drop its request."""
-        self.counters["failures"] += 1
-        logger.error("%s: request %s has failed and is dropped", self._drafter_id, request_id, exc_info=error)
+        self.failures.add(f"{self._drafter_id}: request {request_id} has failed and is dropped", error)
         self._lose(self._slots.get(request_id, _NONE))
 
     def lose_all(self) -> None:

@@ -7,18 +7,15 @@ on at which a place is free.
 from __future__ import annotations
 
 import abc
-import logging
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
+from specactor_ray.draft.failures import Failures
 from specactor_ray.draft.mirror import MirrorTable, warm_up
 from specactor_ray.draft.proposer import Proposer, Tails
 from specactor_ray.messages import SamplingParams
 from specactor_ray.ragged import enlarged
-
-logger = logging.getLogger(__name__)
 
 
 class SlotProposer(Proposer):
@@ -42,8 +39,8 @@ class SlotProposer(Proposer):
         self.judged = self.mirrors.judged
         self.request_ids, self.samplings = dict[int, str](), dict[int, SamplingParams]()
         """By open slot."""
-        self._failures = Counter[str]()
-        """Guesses that failed, by the kind of error."""
+        self.failures = Failures()
+        """Guesses that failed."""
         self._places = max_batch
         """Free places."""
         self._placed, self._waiting, self._unanswered = np.zeros((3, 0), np.bool_)
@@ -152,19 +149,8 @@ class RowProposer(SlotProposer):
                 found = self.guess(slot, mirrors.prompt(slot), mirrors.lines[slot, begin:end], room)
                 mirrors.lengthen(slot, found)
             except Exception as error:  # noqa: BLE001 - of a user's class; drafts are only a matter of speed
-                self._log(slot, error)
+                self.failures.add(f"{self.method}: no draft for request {self.request_ids[slot]}", error)
                 mirrors.ends[slot] = mirrors.known[slot]
             else:
                 self._unanswered[slot] = not self.traits.looks_up and 0 < len(found) < room
         return slots.astype(np.int32)
-
-    def _log(self, slot: int, error: Exception) -> None:
-        """Log the first failure of a kind with its traceback, and then the 10th, the 100th and so on."""
-        kind = type(error).__name__
-        self._failures[kind] += 1
-        count = self._failures[kind]
-        if count == 1:
-            more = f"further ones with {kind} are counted"
-            logger.exception("%s: no draft for request %s; %s", self.method, self.request_ids[slot], more)
-        elif str(count).strip("0") == "1":
-            logger.warning("%s: %d guesses failed with %s", self.method, count, kind)

@@ -123,10 +123,15 @@ class RolloutClient:
         if max_tokens is None:
             raise InputError("TRL: max_completion_length is None; give a number of tokens")
         settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "max_tokens": max_tokens, **more}
-        settings["top_k"] = max(settings["top_k"], 0)  # vLLM's -1 keeps all tokens, too
-        stops = (*self._trainer.eos_token_ids, *settings.pop("stop_token_ids", ()))
+        if settings["top_k"] in (None, -1):  # vLLM's values for all tokens
+            settings["top_k"] = 0
         chosen = {name: value for name, value in settings.items() if name in _TRANSLATED}
-        return SamplingParams(**chosen, seed=seed, stop_token_ids=stops, ignore_eos=True)
+        stops = chosen.pop("stop_token_ids", None) or ()
+        try:
+            stops = (*self._trainer.eos_token_ids, *stops)
+            return SamplingParams(**chosen, seed=seed, stop_token_ids=stops, ignore_eos=True)
+        except (InputError, TypeError) as error:
+            raise InputError(f"TRL's arguments or generation_kwargs, as keys of specactor_ray: {error}") from None
 
     def _next_seed(self) -> int:
         """One that no other call has. Calls since the start would not do: a resumed run must go on as the whole one."""

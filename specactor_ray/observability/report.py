@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -141,15 +142,30 @@ def status_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def drafter_health(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Id and `Health.to_dict` of each drafter in rows of the status, of those inside verifiers as well."""
-    counters = ((row.get("id"), row.get("counters") or {}) for row in rows)
+    """Id, `Health.to_dict`, `failures` and `malformed` messages of each drafter in rows of the status, of those inside
+    verifiers as well."""
+    counters = [(row.get("id"), row.get("counters") or {}) for row in rows]
+    malformed = Counter[str]()
+    for _, mine in counters:
+        malformed.update(mine.get("malformed", {}))
     drafters = ({actor_id: mine, **mine.get("inline", {})} for actor_id, mine in counters)
-    return [{"id": name, **one["health"]} for group in drafters for name, one in group.items() if "health" in one]
+    return [
+        {"id": name, **one["health"], "failures": one.get("failures", 0), "malformed": malformed[name]}
+        for group in drafters
+        for name, one in group.items()
+        if "health" in one
+    ]
 
 
 def alarm_lines(drafters: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The drafters with an alarm, one line each."""
-    return [f"  drafter {one['id']}: {_drafts(one)}" for one in drafters if one["alarm"]]
+    """A line for each alarm, and for each drafter with failures or malformed messages."""
+    lines = []
+    for one in drafters:
+        found = [_drafts(one)] if one["alarm"] else []
+        found += [f"{one['failures']:,} drafts failed, the log has the first of each kind"] if one["failures"] else []
+        found += [f"{one['malformed']:,} malformed messages were dropped"] if one["malformed"] else []
+        lines += [f"  drafter {one['id']}: {what}" for what in found]
+    return lines
 
 
 def ladder_table(rows: Sequence[Mapping[str, Any]]) -> Table | None:

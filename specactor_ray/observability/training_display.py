@@ -37,6 +37,9 @@ ALL_COLUMNS: Sequence[Column] = (
     ("share", lambda r: f"{100 * r['speed']['rollout_share']:.0f}%"),
 )
 
+_LEFT_OUT = ("kl", "share", "sync", "grad", "entropy", "update", "loss", "rollout", "drafters", "length", "acc. length")
+"""Columns left out of a live table that is wider than the terminal, in this order."""
+
 
 class TrainingDisplay:
     """Shows the steps of a run: `columns` of each, its number first. `line_interval_s`: between lines within a step,
@@ -101,7 +104,20 @@ class TrainingDisplay:
         return f"{step}{self._phase}{count}, {time.monotonic() - self._since:.0f} s"
 
     def _view(self) -> Group:
-        return Group(steps_table(list(self._rows), self._columns), Text(self.doing()))
+        return Group(self._table(), Text(self.doing()))
+
+    def _table(self) -> Table:
+        """The columns that fit the terminal."""
+        table, columns = steps_table(list(self._rows), self._columns), self._columns
+        for name in _LEFT_OUT:
+            if (
+                self._console.measure(table, options=self._console.options.update(width=1000)).maximum
+                <= self._console.width
+            ):
+                break
+            columns = [column for column in columns if column[0] != name]
+            table = steps_table(list(self._rows), columns)
+        return table
 
 
 def steps_table(records: list[Mapping[str, Any]], columns: Sequence[Column]) -> Table:

@@ -49,14 +49,13 @@ def train(
             require_folder(Path(folder).expanduser(), key)
     prepare(config)
     stream = checked_tasks(config)
-    memory = checked_memory(config)
     for line in lines:
         say(console, line)
     with StopSignal() as stop:
         run = open_run(config, stream.order.size, keep_dtype=keep_dtype)
         try:
             stream.order.position, stream.skipped = run.state.position, run.state.skipped_tasks
-            announce(config, run, memory, console)
+            announce(config, run, checked_memory(config), console)
             display = display or TrainingDisplay(console, config.trainer.steps)
             return _train(config, run, stream, stop, console, display, enough)
         except BaseException as error:

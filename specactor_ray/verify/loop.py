@@ -160,7 +160,7 @@ class VerifyLoop(Loop):
             while not self._stopping.is_set():
                 if not self.run_once():
                     self._wake.wait(IDLE_WAIT_S)
-        except Exception as error:
+        except BaseException as error:  # the engine may run code of others, which may call sys.exit
             self.error = error
             logger.exception("the verifier's engine failed")
         finally:

@@ -136,6 +136,7 @@ def test_rloo_generates_here_too(drafting: Rollout, tmp_path: Path) -> None:
         ({"vllm_structured_outputs_regex": "a+"}, "structured_outputs_regex='a"),
         ({"generation_kwargs": {"presence_penalty": 0.5}}, "presence_penalty=0.5"),
         ({"generation_kwargs": {"seed": 1}}, "seed=1 is not available: .* derived from args.seed"),
+        ({"generation_kwargs": {"stop_token_ids": 5}}, "TRL's arguments or generation_kwargs"),
         ({"max_completion_length": 64}, "max_completion_length is 64, and target.max_model_len 64"),
         ({"model": tiny_draft}, "whose hidden_size is 64; the trainer's model has 32"),
     ],
@@ -152,7 +153,7 @@ def test_what_cannot_be_is_refused_by_name(
 def test_what_is_no_trainer_is_attached_or_speaks_another_vocabulary(drafting: Rollout, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not list"):
         attach([], drafting)
-    twice = trainer(tmp_path, generation_kwargs={"top_k": 5}, top_k=-1)
+    twice = trainer(tmp_path, generation_kwargs={"top_k": None, "stop_token_ids": None}, top_k=-1)
     with pytest.raises(InputError, match="the main process passes no rollout"):
         attach(twice, None)
     attach(twice, drafting)

@@ -336,6 +336,10 @@ class TestStatus:
         assert (inside["id"], own["id"], own["right"]) == ("eagle-0#1a2b in verifier-0#1a2b", "eagle-0#7a8b", 300)
         (line,) = alarm_lines([inside, own])
         assert "verifier-0#1a2b: eagle NONE RIGHT" in line
+        sick = {"counters": {"malformed": {own["id"]: 3}}}
+        failed = {"id": own["id"], "counters": {**self.ROWS[2]["counters"], "failures": 1200}}
+        lines = alarm_lines(drafter_health([sick, failed]))
+        assert ["1,200 drafts failed" in lines[0], "3 malformed messages" in lines[1]] == [True, True]
 
     def test_the_ladder_of_the_verifier_that_has_seen_most(self) -> None:
         assert ladder_table(self.ROWS) is None

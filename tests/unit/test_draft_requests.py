@@ -135,7 +135,23 @@ def test_a_request_without_a_guess_for_a_failure_costs_the_others_nothing(caplog
     loop.deliver(news([opening(0, "bad", (1, 3, 1, 3, 1)), opening(1, "good")]))
     assert loop.run_guarded() and loop.snapshot()["open_requests"] == 2
     assert told[-1].rows.tolist() == [0, 1] and told[-1].lengths.tolist() == [0, 4]
-    assert "no draft for request bad" in caplog.text
+    assert "no draft for request bad" in caplog.text and loop.snapshot()["failures"] == 1
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), RuntimeError("no luck")])
+def test_a_method_that_leaves_its_process_loses_its_requests_and_the_loop_goes_on(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Leaves(NgramProposer):
+        def extend(self) -> np.ndarray:
+            raise error
+
+    loop, _, _told = loop_of(Leaves(1, 4, 100, 8))
+    for _ in range(12):
+        loop.deliver(news([opening(0, "a")]))
+        assert not loop.run_guarded() and loop.snapshot()["open_requests"] == 0
+    assert loop.snapshot()["failures"] == 12
+    assert caplog.text.count("Traceback") == 1 and "10 failures with" in caplog.text
 
 
 def unchecked(**values: Any) -> SamplingParams:

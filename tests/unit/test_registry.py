@@ -15,6 +15,7 @@ from specactor_ray.errors import ConfigError
         ("magic", "unknown method 'magic'; known: ngram"),
         ("no.such.module:Drafter", "cannot be imported"),
         ("tests.misbehaving:NoSuchDrafter", "cannot be imported"),
+        ("tests.leaves_at_import:Drafter", r"cannot be imported \(SystemExit: no use\)"),
         ("collections:OrderedDict", "lacks open, commit, extend.*derive it from .*RowProposer"),
     ],
 )
