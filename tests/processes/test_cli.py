@@ -186,6 +186,15 @@ class TestUserErrors:
         assert problem in error_line(done)
         assert (done.stdout, done.heavy) == ("", ()) and not (folder / "runs").exists()
 
+    def test_mistakes_of_a_benchmark_and_of_a_scenario_load_neither_ray_nor_torch(self, folder: Path) -> None:
+        for arguments, problem in (
+            (["bench", "rollout", "data.path=good.jsonl", "--modes", "coupled"], "--modes must contain plain"),
+            (["simulate", "--config", "none.yaml"], "none.yaml"),
+            (["simulate", "--config", "two_cores", "workload.request=3"], "workload.request: unknown key"),
+        ):
+            done = specactor(folder, *arguments)
+            assert problem in error_line(done) and not {"ray", "torch", "transformers"} & set(done.heavy)
+
     def test_an_output_that_no_prompt_has_room_for(self, folder: Path) -> None:
         room = "data.path=good.jsonl", "sampling.max_tokens=300", "target.max_model_len=300"
         message = error_line(specactor(folder, "rollout", f"target.model={tiny_target()}", *room))
