@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import io
 import json
 import os
@@ -62,7 +63,7 @@ def serve() -> None:
 
     with contextlib.redirect_stdout(io.StringIO()):
         cli.app(["config", "--help-keys"], standalone_mode=False)
-
+    gc.freeze()  # else a child visits, and so copies, all that it was born with when it collects garbage at its end
     for line in iter(sys.stdin.readline, ""):
         child = os.fork()
         if not child:
