@@ -5,6 +5,7 @@ set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
+unset PYTHONDONTWRITEBYTECODE # packages come without bytecode: the first process that imports a module leaves it for all
 LOG="$VENV/install.log"
 
 say() { printf '[setup] %s\n' "$*" >&2; }
@@ -32,7 +33,7 @@ run_pip() { # run_pip WHAT ARGUMENT...: pip install; its lines go to the log, an
         say "installing $what"
     fi
     printf '\n$ pip install %s\n' "$*" >>"$LOG"
-    # What is imported is compiled then: a fraction of all the files.
+    # What is imported is compiled then, once: a fraction of all the files.
     "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off --no-compile "$@" >>"$LOG" 2>&1 \
         || status=$?
     if [[ -n "$ticker" ]]; then

@@ -48,6 +48,10 @@ class ScenarioOptions:
 def run_scenario(options: ScenarioOptions) -> None:
     """Simulate the variants, print their figures, write what was asked for, and exit."""
     with signals_deferred():
+        from specactor_ray.simulation.scenario import load_scenario
+
+        # Mistakes in the file and in overrides come before Ray and numba are imported; a sweep may set what is missing.
+        load_scenario(options.config, options.overrides if options.sweep is None else ())
         from specactor_ray.simulation.comparison import (
             build_report,
             build_sweep_report,

@@ -1,6 +1,7 @@
 """What the processes of `tests.forked_ranks` have imported before they are forked."""
 
 import contextlib
+import gc
 import importlib
 import os
 
@@ -9,3 +10,4 @@ for name in ("tests.forked_ranks", "specactor_ray.actors.trainer", "transformers
     importlib.import_module(name)
 with contextlib.suppress(ImportError):
     importlib.import_module("deepspeed")
+gc.freeze()  # what ranks share is not visited, and so copied, whenever one collects garbage

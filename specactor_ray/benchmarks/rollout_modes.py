@@ -161,9 +161,9 @@ def _checked_variants(
     """What will be measured, after all that can be checked before Ray starts."""
     require_named(config)
     require_gpus(config)
-    check_target(config)
     variants = plan_variants(config, modes, batches)
     _reject_more_cores_than_there_are(config, variants)
+    check_target(config)  # imports transformers, which takes seconds
     if peers:
         require_vllm()
         if config.target.tensor_parallel > 1:

@@ -30,14 +30,15 @@ from specactor_ray.rollout.output import TrajectoryWriter
 from specactor_ray.rollout.run import RunOutcome, run_rollout
 from specactor_ray.rollout.trajectory import Trajectory
 from specactor_ray.sampling.keyed import derive_seed
+from tests.forked_command import specactor
 from tests.tiny import tiny_draft, tiny_target
 
 REPOSITORY = Path(__file__).parents[2]
 LOCAL = str(REPOSITORY / "conf" / "local_cpu.yaml")
 
 
-def specactor(folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "specactor_ray.cli"), **env: str) -> Any:
-    """Run the command as a user does, in a folder of its own."""
+def run_program(folder: Path, program: Sequence[str], *arguments: str, **env: str) -> Any:
+    """Run a program in a folder, in an interpreter of its own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "COLUMNS"))}
     return subprocess.run(
         [sys.executable, *program, *arguments],
@@ -182,15 +183,18 @@ class TestUserErrors:
     )
     def test_before_ray_and_torch_are_even_imported(self, folder: Path, command: str, name: str) -> None:
         arguments, problem = self.AT_ONCE[name]
-        code = (
-            "import atexit, sys\n"
-            "atexit.register(lambda: print(*{'ray', 'torch', 'transformers', 'numba'} & sys.modules.keys()))\n"
-            "from specactor_ray.cli import main\nmain()"
-        )
-        overrides = ("data.path=good.jsonl", "data.n=2", *arguments)
-        done = specactor(folder, command, *overrides, program=("-c", code), HF_HUB_OFFLINE="1")
+        done = specactor(folder, command, "data.path=good.jsonl", "data.n=2", *arguments, HF_HUB_OFFLINE="1")
         assert problem in error_line(done)
-        assert done.stdout == "\n" and not (folder / "runs").exists()
+        assert (done.stdout, done.heavy) == ("", ()) and not (folder / "runs").exists()
+
+    def test_mistakes_of_a_benchmark_and_of_a_scenario_load_neither_ray_nor_torch(self, folder: Path) -> None:
+        for arguments, problem in (
+            (["bench", "rollout", "data.path=good.jsonl", "--modes", "coupled"], "--modes must contain plain"),
+            (["simulate", "--config", "none.yaml"], "none.yaml"),
+            (["simulate", "--config", "two_cores", "workload.request=3"], "workload.request: unknown key"),
+        ):
+            done = specactor(folder, *arguments)
+            assert problem in error_line(done) and not {"ray", "torch", "transformers"} & set(done.heavy)
 
     def test_an_output_that_no_prompt_has_room_for(self, folder: Path) -> None:
         room = "data.path=good.jsonl", "sampling.max_tokens=300", "target.max_model_len=300"
@@ -240,12 +244,11 @@ class TestUserErrors:
         done = specactor(folder, "submit", "--address", "http://127.0.0.1:1", "bench", "--mode", "plain")
         assert done.returncode == 2 and "No such option" in done.stderr and "Traceback" not in done.stderr
 
-    @pytest.mark.parametrize(
-        "arguments",
-        [["rollout", "data.path=x"], ["rollout", "run.name=${oc.env:OF_THE_CLUSTER}"], ["train", "-c", "/no.yaml"]],
-    )
-    def test_submit_leaves_to_the_job_what_only_the_cluster_has(self, folder: Path, arguments: list[str]) -> None:
-        done = specactor(folder, "submit", "--address", "http://127.0.0.1:1", *arguments)
+    def test_submit_leaves_to_the_job_what_only_the_cluster_has(self, folder: Path) -> None:
+        cli.check_job_arguments(["rollout"], ["data.path=x"])
+        cli.check_job_arguments(["train"], ["-c", "/no.yaml"])
+        elsewhere = "rollout", "run.name=${oc.env:OF_THE_CLUSTER}"
+        done = specactor(folder, "submit", "--address", "http://127.0.0.1:1", *elsewhere)
         assert "no Ray job server answers at http://127.0.0.1:1" in error_line(done)
 
     @pytest.mark.parametrize("item", ["ngram", "ngram=", "=2", "ngram=-1", "ngram=two"])
@@ -342,20 +345,19 @@ class TestLogByDefault:
 
     @pytest.mark.parametrize(("level", "times"), [("", 1), ("WARNING", 0), ("INFO", 1)])
     def test_a_program_without_logging_sees_what_is_chosen(self, folder: Path, level: str, times: int) -> None:
-        done = specactor(folder, level, program=("-c", self.PROGRAM))
+        done = run_program(folder, ("-c", self.PROGRAM), level)
         assert done.stderr.count("mode: coupled") == times
 
 
 class TestJobs:
     @pytest.mark.parametrize("job", ["rollout.py", "bench.py"])
     def test_a_job_reports_mistakes_like_the_command(self, folder: Path, job: str) -> None:
-        program = (str(REPOSITORY / "jobs" / job),)
-        done = specactor(folder, "--config", LOCAL, "data.path=bad.jsonl", program=program)
+        done = run_program(folder, [str(REPOSITORY / "jobs" / job)], "--config", LOCAL, "data.path=bad.jsonl")
         assert "bad.jsonl, line 2" in error_line(done)
 
     def test_a_job_goes_to_the_cluster_at_hand_and_starts_none(self, folder: Path) -> None:
-        program = (str(REPOSITORY / "jobs" / "rollout.py"),)
-        done = specactor(folder, "--config", LOCAL, "data.path=good.jsonl", program=program, RAY_ADDRESS="127.0.0.1:1")
+        program = str(REPOSITORY / "jobs" / "rollout.py"), "--config", LOCAL, "data.path=good.jsonl"
+        done = run_program(folder, program, RAY_ADDRESS="127.0.0.1:1")
         assert done.returncode == 2
         assert "no Ray cluster answers at 127.0.0.1:1" in done.stderr.splitlines()[-1]
 
@@ -710,11 +712,11 @@ def test_modules_in_the_current_folder_stand_in_for_nobody_elses(tmp_path: Path)
     (folder / "mine.py").write_text("open('wanted', 'w')\ndef reward(sample):\n    return 1.0\n")
     script = tmp_path / "specactor"  # as pip writes it: its own folder comes first, not the current one
     script.write_text("from specactor_ray.cli import main\nmain()\n")
-    done = specactor(folder, "status", "--address", "127.0.0.1:1", program=(str(script),))
+    done = run_program(folder, [str(script)], "status", "--address", "127.0.0.1:1")
     assert "no Ray cluster answers" in error_line(done)
     rewards = "reward.functions=[{name: 'mine:reward'}, {name: 'mine:other'}]"
     train = "train", "mode=plain", "data.path=reasoning_gym:none", "data.n=2", rewards
-    assert "mine:other cannot be imported" in error_line(specactor(folder, *train, program=(str(script),)))
+    assert "mine:other cannot be imported" in error_line(run_program(folder, [str(script)], *train))
     assert not (folder / "planted").exists()
     assert (folder / "wanted").exists()
 
@@ -728,5 +730,5 @@ def test_a_summary_is_for_its_owner_alone(tmp_path: Path) -> None:
 def test_ctrl_c_while_modules_are_imported_prints_no_traceback(tmp_path: Path) -> None:
     """The module that comes first on the path stands for a signal that arrives during its import."""
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
-    done = specactor(tmp_path, "rollout", program=("-m", "specactor_ray"), PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    done = run_program(tmp_path, ("-m", "specactor_ray"), "rollout", PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from specactor_ray.benchmarks import rollout_modes
 from specactor_ray.benchmarks.comparison import Output, Place, differences
+from specactor_ray.benchmarks.peers import _peers
 from specactor_ray.benchmarks.rollout_modes import all_identical, describe_variant, measured_figures, with_ratios
 from specactor_ray.benchmarks.variants import BenchMode, Variant, plan_variants
 from specactor_ray.config.load import from_mapping
@@ -370,6 +372,16 @@ def test_peers_need_vllm_before_anything_is_measured(tmp_path: Path, monkeypatch
     with pytest.raises(ConfigError, match="vllm is not installed"):
         rollout_modes.run_bench(settings, ALL, [4], [], report, console, peers=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_peers_decode_plainly_on_all_cores_and_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5, 7})
+    drafters = [{"method": "ngram", "hosted": False, "cores": 0.5}, {"method": "eagle", "cores": 0.5, "model": "m"}]
+    found = list(_peers(from_mapping({"mode": "decoupled", "drafters": drafters}), 16))
+    assert [label for label, _, _ in found] == [
+        f"vllm {name}" for name in ("plain 1x2", "plain 1x1", "ngram 1x2", "eagle3 1x2")
+    ]
+    assert [cores for _, _, cores in found] == [(3, 5), (3,), (3, 5), (3, 5)]
 
 
 class TestFiles:

@@ -47,7 +47,7 @@ def is_same(first: Config, second: Config) -> bool:
     return first == second or (to_yaml(first) == to_yaml(second) and ".nan" in to_yaml(first))
 
 
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(st.sampled_from(KEYS), NUMBERS | ODD | st.text(max_size=5))
 def test_a_value_is_accepted_or_refused_by_name(tmp_path_factory: Any, key: str, text: str) -> None:
     folder = tmp_path_factory.getbasetemp()

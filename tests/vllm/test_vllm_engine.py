@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import sys
 from collections import Counter
@@ -57,8 +58,12 @@ def make(**limits: Any) -> Driver:
 @pytest.fixture(scope="module", autouse=True)
 def end_engines() -> Iterator[None]:
     yield
-    for engine in _engines:
-        engine.close()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gc, "collect", lambda *_: 0)  # vLLM collects for each engine, a second every time
+        for engine in _engines:
+            engine.close()
+    _engines.clear()
+    gc.collect()
 
 
 class TestConformance(ModelConformance):
