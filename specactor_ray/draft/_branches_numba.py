@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specactor_ray.draft._mirror_numba import Lines
 from specactor_ray.jit import kernel
 
 _jit: Any = kernel()
@@ -27,7 +28,7 @@ _PRIOR_TRIES = 16.0
 
 
 class Planes(NamedTuple):
-    """Arrays of `BranchTable`, which documents them."""
+    """Arrays of `BranchTable`, which documents them. They are handed over as those of `Lines`."""
 
     ats: np.ndarray
     lengths: np.ndarray
@@ -69,6 +70,7 @@ def settle(
         Rows of the cache that are free now, int64. `counts` `(2,)`: refuted main chains and branches that took their
         place with tokens past the commit are added.
     """
+    table, mirror = Planes(*table), Lines(*mirror)
     freed, count = np.empty(table.ats.size, np.int64), 0
     table.evidence[:] = table.evidence * fade
     width, places, end = table.gaps.shape[1], table.ats.shape[1], 0
@@ -141,6 +143,7 @@ def _judge(evidence: Any, gap: int, right: int) -> None:
 @_jit
 def release(table: Any, slots: Any) -> Any:
     """Free all branches of slots and drop their candidates. Returns their rows of the cache, int64."""
+    table = Planes(*table)
     places = table.ats.shape[1]
     rows, count = np.empty(len(slots) * places, np.int64), 0
     for slot in slots:
@@ -163,6 +166,7 @@ def plan(table: Any, mirror: Any, tips: Any, longest: int, reading: Any, ahead: 
     Returns:
         Columns of `Chains`, int32 `(4, m)`.
     """
+    table, mirror = Planes(*table), Lines(*mirror)
     limits = np.minimum(np.minimum(mirror.known + mirror.windows, mirror.lasts), longest)
     late, running = np.flatnonzero(reading & (tips < limits)), np.flatnonzero(ahead)
     late = late[np.argsort(backlogs[late], kind="mergesort")]
@@ -272,6 +276,7 @@ def read(
     table: Any, mirror: Any, tips: Any, origins: Any, cached: Any, slots: Any, numbers: Any, counts: Any, rows: Any
 ) -> Any:
     """See `BranchTable.read`; `cached`: tokens of each row of the cache."""
+    table, mirror = Planes(*table), Lines(*mirror)
     tokens, ends, stop = np.empty(counts.sum(), np.int32), np.empty(len(slots), np.int64), 0
     complete = np.ones(len(slots), np.bool_)
     for i in range(len(slots)):
@@ -289,6 +294,7 @@ def read(
 @_jit
 def append(table: Any, mirror: Any, tips: Any, slots: Any, numbers: Any, tokens: Any, gaps: Any) -> Any:
     """See `BranchTable.append`."""
+    table, mirror = Planes(*table), Lines(*mirror)
     width, others, changed = table.gaps.shape[1], tokens.shape[1] - 1, np.ones(len(slots), np.bool_)
     for i in range(len(slots)):
         slot, b = slots[i], numbers[i]
@@ -318,6 +324,7 @@ def append(table: Any, mirror: Any, tips: Any, slots: Any, numbers: Any, tokens:
 def published(table: Any, known: Any, ends: Any, slots: Any) -> Any:
     """Columns of `messages.Branches` of these slots; branches of one token, which the target finds anyway, are left
     out."""
+    table = Planes(*table)
     places = table.ats.shape[1]
     columns, total = np.empty((3, len(slots) * places), np.int32), 0
     tokens = np.empty(len(slots) * places * table.tokens.shape[2], np.int32)

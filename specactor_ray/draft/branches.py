@@ -79,7 +79,7 @@ class BranchTable:
         """Hits and tries of each candidate where those before it were wrong, by range of the gap."""
         self.outcomes = np.zeros(2, np.int64)
         """Main chains that were refuted, and branches that took their place with tokens past the commit."""
-        self.arrays = kernels.Planes(*_PLANES(self))
+        self.arrays = _PLANES(self)
         """Most of these, for kernels."""
 
     def fit(self, slots: int, window: int) -> np.ndarray:
@@ -99,7 +99,7 @@ class BranchTable:
             for name in kernels.Planes._fields[:-1]:
                 setattr(self, name, enlarged(getattr(self, name), 0, slots))
             self.ats[have:], self.gaps[have:] = FREE, FREE
-        self.arrays = kernels.Planes(*_PLANES(self))
+        self.arrays = _PLANES(self)
         return freed
 
     def settle(

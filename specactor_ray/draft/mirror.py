@@ -37,7 +37,7 @@ class MirrorTable:
         """Tokens of prompt and output at which `max_tokens` ends the output."""
         self.judged = np.zeros(2, np.int64)
         """See `Proposer.judged`."""
-        self.arrays = kernels.Lines(*_LINES(self))
+        self.arrays = _LINES(self)
         """All of these, for kernels."""
 
     def is_open(self, slot: int) -> bool:
@@ -118,7 +118,7 @@ class MirrorTable:
         for name, closed in (("prompts", 0), ("known", -1), ("ends", -1), ("windows", 0), ("lasts", -1)):
             setattr(self, name, enlarged(getattr(self, name), 0, slots))
             getattr(self, name)[have:] = closed
-        self.arrays = kernels.Lines(*_LINES(self))
+        self.arrays = _LINES(self)
 
 
 _LINES = operator.attrgetter(*kernels.Lines._fields)

@@ -101,7 +101,7 @@ def _insert(score: Any, v: Any, scores: Any, tokens: Any) -> None:
 @_jit
 def _rank_row(x: Any, bits: Any, key: Any, rule: Any, scratch: Any, scores: Any, tokens: Any) -> None:
     e, gap = scratch
-    scores[:], temperature = -np.inf, rule["temperature"]
+    temperature = rule["temperature"]
     status, m = base._max_logit(bits)
     if status != base.OK:
         return
@@ -110,6 +110,7 @@ def _rank_row(x: Any, bits: Any, key: Any, rule: Any, scratch: Any, scores: Any,
         is_greedy = temperature < base.GREEDY_BELOW
         tokens[0] = base._first_index(x, m) if is_greedy else base.sample_row(x, bits, key, temperature, *sampled)[1]
         return
+    scores[:] = -np.inf
     if temperature < base.GREEDY_BELOW:
         for v in range(len(x)):
             if x[v] > scores[-1]:

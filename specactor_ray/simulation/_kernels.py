@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.draft._branches_numba import Planes
+from specactor_ray.draft._mirror_numba import Lines
 from specactor_ray.jit import kernel
 from specactor_ray.target.base import Finish
 
@@ -93,6 +95,7 @@ def verify(admitted: Any, table: Any, truth: Any, firsts: Any, drafted: Any, gue
 @_jit
 def reads(placed: Any, cached: Any, mirror: Any) -> bool:
     """Whether a main chain with room has to read more than its last token; `cached`: tokens in the cache."""
+    mirror = Lines(*mirror)
     for slot in range(len(placed)):
         end = mirror.ends[slot]
         has_room = end < min(mirror.known[slot] + mirror.windows[slot], mirror.lasts[slot])
@@ -120,6 +123,7 @@ def draft(
         Where the next tokens are in their lines, int64 `(n,)`; prompt tokens that were read; int32: candidates
         `(n, most)`, the first one first, and ranges of gaps `(n,)`. Wrong ones differ.
     """
+    mirror, table = Lines(*mirror), Planes(*table)
     tokens, gaps = np.empty((len(slots), most), np.int32), np.empty(len(slots), np.int32)
     ends, prefill = np.empty(len(slots), np.int64), 0
     for i in range(len(slots)):
@@ -141,6 +145,7 @@ def draft(
 @_jit
 def held(placed: Any, cached: Any, table: Any) -> Any:
     """Slots that are drafted for, and tokens of their caches: of main chains, and of the branches of all slots."""
+    table = Planes(*table)
     count, tokens = 0, 0
     for slot in range(len(placed)):
         if placed[slot]:
