@@ -616,6 +616,7 @@ def main() -> None:
         print(measure_journal())
         return
     logging.getLogger("specactor_ray").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
     groups = arguments.groups or [name for name in GROUPS if name != "vllm" or importlib.util.find_spec("vllm")]
     if unknown := [group for group in groups if group not in GROUPS]:
         parser.error(f"{unknown[0]}: no such group; there are {', '.join(GROUPS)}")

@@ -179,7 +179,8 @@ class Branches(NamedTuple):
     """int32 `(sum of lengths,)`, branch by branch."""
 
 
-NO_BRANCHES = Branches(*(np.zeros(0, np.int32) for _ in range(4)))
+NO_BRANCHES = Branches(*[np.frombuffer(b"", np.int32)] * 4)
+"""Read-only, as the arrays of messages that an inbox has let in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specactor_ray.draft._mirror_numba import Lines
 from specactor_ray.jit import kernel
 
 _jit: Any = kernel()
@@ -26,18 +27,8 @@ _PRIOR = np.array(
 _PRIOR_TRIES = 16.0
 
 
-class Lines(NamedTuple):
-    """Arrays of `MirrorTable`, which documents them."""
-
-    lines: np.ndarray
-    prompts: np.ndarray
-    known: np.ndarray
-    ends: np.ndarray
-    judged: np.ndarray
-
-
 class Planes(NamedTuple):
-    """Arrays of `BranchTable`, which documents them."""
+    """Arrays of `BranchTable`, which documents them. They are handed over as those of `Lines`."""
 
     ats: np.ndarray
     lengths: np.ndarray
@@ -79,6 +70,7 @@ def settle(
         Rows of the cache that are free now, int64. `counts` `(2,)`: refuted main chains and branches that took their
         place with tokens past the commit are added.
     """
+    table, mirror = Planes(*table), Lines(*mirror)
     freed, count = np.empty(table.ats.size, np.int64), 0
     table.evidence[:] = table.evidence * fade
     width, places, end = table.gaps.shape[1], table.ats.shape[1], 0
@@ -151,6 +143,7 @@ def _judge(evidence: Any, gap: int, right: int) -> None:
 @_jit
 def release(table: Any, slots: Any) -> Any:
     """Free all branches of slots and drop their candidates. Returns their rows of the cache, int64."""
+    table = Planes(*table)
     places = table.ats.shape[1]
     rows, count = np.empty(len(slots) * places, np.int64), 0
     for slot in slots:
@@ -163,33 +156,58 @@ def release(table: Any, slots: Any) -> Any:
 
 
 @_jit
-def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
-    """Choose the chains of the next forward by the chance that their next token is needed.
+def plan(table: Any, mirror: Any, tips: Any, longest: int, reading: Any, ahead: Any, backlogs: Any, budget: int) -> Any:
+    """Choose the chains of the next forward: see `BranchTable.plan`.
 
     A main chain of `n` tokens needs its next one with the product of their chances. A branch of candidate `f` at the
     main chain's token `i` needs its next one with (chance of the tokens before `i`) times (chance that token `i` is
     wrong) times (chance that `f` is right then) times (chance of the branch's further tokens).
 
-    Args:
-        slots: int `(n,)`.
-        limits: int `(n,)`: where the tails of these slots end.
-        budget: Most chains; as many as there are main chains with room are chosen in any case.
+    Returns:
+        Columns of `Chains`, int32 `(4, m)`.
+    """
+    table, mirror = Planes(*table), Lines(*mirror)
+    limits = np.minimum(np.minimum(mirror.known + mirror.windows, mirror.lasts), longest)
+    late, running = np.flatnonzero(reading & (tips < limits)), np.flatnonzero(ahead)
+    late = late[np.argsort(backlogs[late], kind="mergesort")]
+    if table.ats.shape[1] == 0 or budget <= len(late):
+        running = running[tips[running] < limits[running]]
+        chosen, mains = np.full((4, len(running)), FREE, np.int32), len(running)
+        chosen[0] = running
+    else:
+        chosen, mains = _likeliest(table, mirror.known, tips, limits, running, budget - len(late))
+        _open_branches(table, chosen)
+    chains, count = np.full((4, chosen.shape[1] + len(late)), MAIN, np.int32), 0
+    for i in range(chosen.shape[1] + 1):
+        if i == mains:
+            chains[0, count : count + len(late)] = late
+            count += len(late)
+        if i < chosen.shape[1] and (i < mains or chosen[1, i] != MAIN):
+            chains[0, count], chains[1, count], chains[2, count] = chosen[0, i], chosen[1, i], chosen[2, i]
+            count += 1
+    for i in range(count):
+        chains[3, i] = 1 if chains[1, i] != MAIN else backlogs[chains[0, i]]
+    return chains[:, :count]
+
+
+@_jit
+def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budget: int) -> Any:
+    """The `budget` most likely chains of `slots`, and in any case as many as there are main chains with room.
 
     Returns:
-        int32 `(m,)` each, main chains first, then branches, the most likely first: slots; numbers of chains; for a
-        branch to be opened the place where it begins, else -1; its candidate, from 1.
+        int32 `(4, m)`, main chains first, then branches, the most likely first: slots; numbers of chains; for a branch
+        to be opened the place where it begins, else `FREE`; its candidate, from 1. How many of them are main chains.
     """
     places, width = table.ats.shape[1], table.gaps.shape[1]
     most = len(slots) * (1 + places + RANKS * width)
     found, worth, count, mains = np.empty((4, most), np.int32), np.empty(most), 0, 0
     running = np.empty(places)
-    for i in range(len(slots)):
-        slot, limit = slots[i], limits[i]
-        known, end, alive, free = mirror.known[slot], mirror.ends[slot], 1.0, 0
+    for slot in slots:
+        end, limit, alive, free = tips[slot], limits[slot], 1.0, 0
         for b in range(places):
             running[b] = 0.0
             free += table.ats[slot, b] == FREE
-        for at in range(known, end):
+        for at in range(known[slot], end):
             spot = at % width
             gap = table.gaps[slot, spot]
             if gap < 0:
@@ -229,35 +247,55 @@ def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
                 worth[count] = value
                 count += 1
     best = np.argsort(-worth[:count])[: max(budget, mains)]
-    first = np.argsort(found[1, best] != MAIN, kind="mergesort")  # main chains first
-    return found[:, best[first]]
+    is_main = found[1, best] == MAIN
+    return np.concatenate((found[:, best[is_main]], found[:, best[~is_main]]), axis=1), is_main.sum()
 
 
 @_jit
-def open_branches(table: Any, chosen: Any) -> Any:
-    """Take a place for each branch to be opened in `chosen`, as `plan` returns it. Returns which chains there are, bool
-    `(m,)`; branches get their numbers in `chosen`."""
-    there, width = np.ones(chosen.shape[1], np.bool_), table.gaps.shape[1]
+def _open_branches(table: Any, chosen: Any) -> None:
+    """Take a place for each branch to be opened in `chosen`, as `_likeliest` returns it: branches get their numbers, or
+    `MAIN` where there is no place."""
+    width = table.gaps.shape[1]
     for i in range(chosen.shape[1]):
         slot, at, rank = chosen[0, i], chosen[2, i], chosen[3, i]
         if at == FREE:
             continue
-        there[i] = False
+        chosen[1, i] = MAIN
         for b in range(table.ats.shape[1]):
             if table.ats[slot, b] == FREE:
-                there[i], chosen[1, i], spot = True, b, at % width
+                chosen[1, i], spot = b, at % width
                 table.ats[slot, b], table.lengths[slot, b], table.ranks[slot, b] = at, 1, rank
                 table.tokens[slot, b, 0] = table.others[slot, spot, rank - 1]
                 table.branch_gaps[slot, b], table.branch_others[slot, b] = FREE, FREE
                 table.opened[slot, spot] |= 1 << (rank - 1)
                 break
-    return there
+
+
+@_jit
+def read(
+    table: Any, mirror: Any, tips: Any, origins: Any, cached: Any, slots: Any, numbers: Any, counts: Any, rows: Any
+) -> Any:
+    """See `BranchTable.read`; `cached`: tokens of each row of the cache."""
+    table, mirror = Planes(*table), Lines(*mirror)
+    tokens, ends, stop = np.empty(counts.sum(), np.int32), np.empty(len(slots), np.int64), 0
+    complete = np.ones(len(slots), np.bool_)
+    for i in range(len(slots)):
+        slot, b, begin, stop = slots[i], numbers[i], stop, stop + counts[i]
+        if b == MAIN:
+            first, ends[i] = origins[slot] + cached[rows[i]], tips[slot]
+            complete[i] = first + counts[i] == ends[i]
+            tokens[begin:stop] = mirror.lines[slot, first : first + counts[i]]
+        else:
+            size = table.lengths[slot, b]
+            tokens[begin], ends[i] = table.tokens[slot, b, size - 1], table.ats[slot, b] + size
+    return tokens, ends, complete
 
 
 @_jit
 def append(table: Any, mirror: Any, tips: Any, slots: Any, numbers: Any, tokens: Any, gaps: Any) -> Any:
     """See `BranchTable.append`."""
-    width, changed = table.gaps.shape[1], np.ones(len(slots), np.bool_)
+    table, mirror = Planes(*table), Lines(*mirror)
+    width, others, changed = table.gaps.shape[1], tokens.shape[1] - 1, np.ones(len(slots), np.bool_)
     for i in range(len(slots)):
         slot, b = slots[i], numbers[i]
         if tokens[i, 0] < 0 or (b != MAIN and table.ats[slot, b] == FREE):
@@ -270,13 +308,15 @@ def append(table: Any, mirror: Any, tips: Any, slots: Any, numbers: Any, tokens:
                 mirror.lines[slot, at], mirror.ends[slot] = tokens[i, 0], at + 1
             tips[slot] = at + 1
             table.gaps[slot, spot], table.opened[slot, spot] = gaps[i], 0
-            table.others[slot, spot] = tokens[i, 1:]
+            for rank in range(others):
+                table.others[slot, spot, rank] = tokens[i, 1 + rank]
         else:
             size = table.lengths[slot, b]
             spot = (table.ats[slot, b] + size) % width
             table.tokens[slot, b, size], table.lengths[slot, b] = tokens[i, 0], size + 1
             table.branch_gaps[slot, b, spot] = gaps[i]
-            table.branch_others[slot, b, spot] = tokens[i, 1:]
+            for rank in range(others):
+                table.branch_others[slot, b, spot, rank] = tokens[i, 1 + rank]
     return changed
 
 
@@ -284,6 +324,7 @@ def append(table: Any, mirror: Any, tips: Any, slots: Any, numbers: Any, tokens:
 def published(table: Any, known: Any, ends: Any, slots: Any) -> Any:
     """Columns of `messages.Branches` of these slots; branches of one token, which the target finds anyway, are left
     out."""
+    table = Planes(*table)
     places = table.ats.shape[1]
     columns, total = np.empty((3, len(slots) * places), np.int32), 0
     tokens = np.empty(len(slots) * places * table.tokens.shape[2], np.int32)

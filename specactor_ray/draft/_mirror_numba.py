@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from specactor_ray.jit import kernel
 
 _jit: Any = kernel()
 
 
+class Lines(NamedTuple):
+    """Arrays of `MirrorTable`, which documents them. They are handed over as a plain tuple: numba takes it in half the
+    time."""
+
+    lines: np.ndarray
+    prompts: np.ndarray
+    known: np.ndarray
+    ends: np.ndarray
+    windows: np.ndarray
+    lasts: np.ndarray
+    judged: np.ndarray
+
+
 @_jit
-def reach(prompts: Any, known: Any, windows: Any, slots: Any, starts: Any, lengths: Any, total: Any) -> Any:
+def reach(mirror: Any, slots: Any, starts: Any, lengths: Any, total: Any) -> Any:
     """Width of lines that these commits, of `total` tokens in all, need."""
-    width = 0
+    mirror = Lines(*mirror)
+    prompts, known, windows, width = mirror.prompts, mirror.known, mirror.windows, 0
     for i in range(len(slots)):
         slot = slots[i]
         if 0 <= slot < len(known) and starts[i] <= known[slot] - prompts[slot] + total:
@@ -21,11 +37,10 @@ def reach(prompts: Any, known: Any, windows: Any, slots: Any, starts: Any, lengt
 
 
 @_jit
-def commit(
-    lines: Any, prompts: Any, known: Any, ends: Any, windows: Any,
-    slots: Any, starts: Any, lengths: Any, tokens: Any, same: Any, fresh: Any, judged: Any,
-) -> None:  # fmt: skip
-    end = 0
+def commit(mirror: Any, slots: Any, starts: Any, lengths: Any, tokens: Any) -> Any:
+    """See `MirrorTable.commit`."""
+    lines, prompts, known, ends, windows, _, judged = mirror
+    same, fresh, end = np.empty(len(slots), np.int32), np.zeros(len(slots), np.int32), 0
     for i in range(len(slots)):
         slot, begin, end = slots[i], end, end + lengths[i]
         same[i] = -1
@@ -39,6 +54,7 @@ def commit(
                     right = min(same[i] - before, tested)
                     judged[0] += min(right + 1, tested)
                     judged[1] += right
+    return same, fresh
 
 
 @_jit
@@ -63,8 +79,15 @@ def _settle(line: Any, known: Any, end: Any, start: Any, tokens: Any) -> Any:
 
 
 @_jit
-def gather(lines: Any, slots: Any, begins: Any, lengths: Any, tokens: Any) -> None:
-    end = 0
-    for i in range(len(slots)):
+def tails(mirror: Any, slots: Any) -> Any:
+    """Columns of `proposer.Tails` of these slots."""
+    mirror = Lines(*mirror)
+    bases, lengths = np.empty((2, len(slots)), np.int32)
+    for i, slot in enumerate(slots):
+        bases[i] = mirror.known[slot] - mirror.prompts[slot]
+        lengths[i] = mirror.ends[slot] - mirror.known[slot]
+    tokens, end = np.empty(lengths.sum(), np.int32), 0
+    for i, slot in enumerate(slots):
         begin, end = end, end + lengths[i]
-        tokens[begin:end] = lines[slots[i], begins[i] : begins[i] + lengths[i]]
+        tokens[begin:end] = mirror.lines[slot, mirror.known[slot] : mirror.ends[slot]]
+    return bases, lengths, tokens

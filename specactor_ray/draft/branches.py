@@ -11,6 +11,7 @@ The worth of a branch is learned: how often each candidate is right, by the gap 
 from __future__ import annotations
 
 import functools
+import operator
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from specactor_ray.ragged import enlarged
 
 GAP_EDGES = np.array([0.1, 0.3, 0.7, 1.5, 3.0, 5.0, 8.0])
 """Ends of the ranges of gaps between scores (logits over temperature, plus noise)."""
+_LONGEST = 2**31 - 1
 _FADE = 0.999
 """Weight that an observation loses with each message of commits."""
 
@@ -40,15 +42,12 @@ class Chains(NamedTuple):
     begins: np.ndarray
     """int32 `(n,)`: for a branch that begins with this forward, the index in the line at which it leaves the main
     chain; else `FREE`."""
+    counts: np.ndarray
+    """int32 `(n,)`: tokens that it reads, at least 1; a branch reads one."""
 
     def at(self, chosen: np.ndarray) -> Chains:
         """Those that bool `(n,)` chooses."""
         return Chains(*(column[chosen] for column in self))
-
-
-def main_chains(slots: np.ndarray) -> Chains:
-    """The main chains of slots."""
-    return Chains(slots.astype(np.int32), *np.full((2, len(slots)), -1, np.int32))
 
 
 class BranchTable:
@@ -80,6 +79,8 @@ class BranchTable:
         """Hits and tries of each candidate where those before it were wrong, by range of the gap."""
         self.outcomes = np.zeros(2, np.int64)
         """Main chains that were refuted, and branches that took their place with tokens past the commit."""
+        self.arrays = _PLANES(self)
+        """Most of these, for kernels."""
 
     def fit(self, slots: int, window: int) -> np.ndarray:
         """Make room for `slots` slots with tails of `window` tokens. Where the width grows, all branches are dropped:
@@ -98,6 +99,7 @@ class BranchTable:
             for name in kernels.Planes._fields[:-1]:
                 setattr(self, name, enlarged(getattr(self, name), 0, slots))
             self.ats[have:], self.gaps[have:] = FREE, FREE
+        self.arrays = _PLANES(self)
         return freed
 
     def settle(
@@ -120,40 +122,62 @@ class BranchTable:
         """
         arrays = [np.array(array, np.int32) for array in (slots, starts, lengths, tokens)]
         freed: np.ndarray
-        freed = kernels.settle(self._planes, _lines(mirrors), _FADE, main_rows, *arrays, self.outcomes)
+        freed = kernels.settle(self.arrays, mirrors.arrays, _FADE, main_rows, *arrays, self.outcomes)
         return freed
 
     def release(self, slots: np.ndarray | int) -> np.ndarray:
         """Drop the branches and candidates of slots. Returns their rows, int64."""
-        freed: np.ndarray = kernels.release(self._planes, np.atleast_1d(np.asarray(slots, np.int64)))
+        freed: np.ndarray = kernels.release(self.arrays, np.atleast_1d(np.asarray(slots, np.int64)))
         return freed
 
     def plan(
         self,
         mirrors: MirrorTable,
-        slots: np.ndarray,
-        limits: np.ndarray,
+        tips: np.ndarray,
+        reading: np.ndarray,
+        ahead: np.ndarray,
+        backlogs: np.ndarray,
         budget: int,
-        tips: np.ndarray | None = None,
+        longest: int = _LONGEST,
     ) -> Chains:
-        """The chains of the next forward: of the main chains of `slots` that have room below `limits` (`(n,)` each) and
-        their branches the `budget` most likely ones, main chains first. Branches that begin have one token, and no
-        row. `tips`: as in `append`."""
-        arrays = np.asarray(slots, np.int64), np.asarray(limits, np.int64)
-        chosen = kernels.plan(self._planes, _lines(mirrors, tips), *arrays, budget)
-        return Chains(*chosen[:3, kernels.open_branches(self._planes, chosen)])
+        """The chains of the next forward, of slots whose tails have room: main chains of `ahead`, then those of
+        `reading`, the fewer tokens to read the earlier, then branches of `ahead`. Of `ahead` the most likely chains
+        are taken and come first. Branches that begin have one token, and no row.
 
-    def ends(self, chains: Chains, tips: np.ndarray) -> np.ndarray:
-        """int64 `(n,)`: index in the line of the next token of each chain. `tips`: as in `append`."""
-        ends, branch = tips[chains.slots].astype(np.int64), chains.numbers != MAIN
-        at = chains.slots[branch], chains.numbers[branch]
-        ends[branch] = self.ats[at] + self.lengths[at]
-        return ends
+        Args:
+            tips: As in `append`.
+            reading, ahead: bool `(slots,)`: slots that read first, and slots that are drafted on.
+            backlogs: int64 `(slots,)`: tokens that a main chain reads, at least 1.
+            budget: Most chains; as many as there are main chains with room are taken in any case.
+            longest: Most tokens of a line.
+        """
+        return Chains(*kernels.plan(self.arrays, mirrors.arrays, tips, longest, reading, ahead, backlogs, budget))
 
-    def newest(self, slots: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """int32 `(n,)`: the last token of each branch."""
-        tokens: np.ndarray = self.tokens[slots, numbers, self.lengths[slots, numbers] - 1]
-        return tokens
+    def read(
+        self,
+        mirrors: MirrorTable,
+        tips: np.ndarray,
+        origins: np.ndarray,
+        cached: np.ndarray,
+        chains: Chains,
+        rows: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens that chains read, and where they are drafted on.
+
+        Args:
+            tips: As in `append`.
+            origins: int64 `(slots,)`: index in the line of the first token in the cache.
+            cached: int64 `(rows,)`: tokens of each row of the cache.
+            rows: int64 `(n,)`: row of each chain.
+
+        Returns:
+            int32 `(sum of counts,)`, chain by chain; int64 `(n,)`: index in the line of the next token of each chain;
+            bool `(n,)`: whether it has read all tokens before that one then.
+        """
+        slots, numbers, _, counts = chains
+        found: tuple[np.ndarray, np.ndarray, np.ndarray]
+        found = kernels.read(self.arrays, mirrors.arrays, tips, origins, cached, slots, numbers, counts, rows)
+        return found
 
     def close_all(self) -> np.ndarray:
         """Give up all branches; they are not opened again. Returns their rows, int64."""
@@ -168,36 +192,35 @@ class BranchTable:
     def append(
         self,
         mirrors: MirrorTable,
-        slots: np.ndarray,
-        numbers: np.ndarray,
+        tips: np.ndarray,
+        chains: Chains,
         tokens: np.ndarray,
         gaps: np.ndarray,
-        tips: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Append the token that each chain drafted, int32 `(n,)` each; chains that were given up are passed over.
+        """Append the token that each chain drafted; chains that were given up are passed over.
 
         Args:
-            tokens: int32 `(n, 1 + RANKS)`: that token and the other candidates, -1 where there is none.
-            gaps: int32 `(n,)`: see `ranges_of`.
             tips: int32 `(slots,)`, updated: where main chains are drafted on. From there to the ends of the tails they
-                are drafted again: another token replaces the rest. None: at the ends.
+                are drafted again: another token replaces the rest.
+            tokens: int32 `(n, 1 + RANKS)`, or `(n, 1)` without branches: that token and the other candidates, -1 where
+                there is none.
+            gaps: int32 `(n,)`: see `ranges_of`.
 
         Returns:
             bool `(n,)`: False where a tail is what it was.
         """
-        tips = mirrors.ends if tips is None else tips
-        changed: np.ndarray = kernels.append(self._planes, _lines(mirrors), tips, slots, numbers, tokens, gaps)
+        changed: np.ndarray
+        changed = kernels.append(self.arrays, mirrors.arrays, tips, chains.slots, chains.numbers, tokens, gaps)
         return changed
 
     def published(self, mirrors: MirrorTable, slots: np.ndarray) -> Branches:
         """Branches of the tails of these slots that have two tokens or more: the target finds the first one itself."""
         if not len(slots):
             return NO_BRANCHES
-        return Branches(*kernels.published(self._planes, mirrors.known, mirrors.ends, np.asarray(slots, np.int32)))
+        return Branches(*kernels.published(self.arrays, mirrors.known, mirrors.ends, np.asarray(slots, np.int32)))
 
-    @property
-    def _planes(self) -> kernels.Planes:
-        return kernels.Planes(*(getattr(self, name) for name in kernels.Planes._fields))
+
+_PLANES = operator.attrgetter(*kernels.Planes._fields)
 
 
 def ranges_of(gaps: np.ndarray) -> np.ndarray:
@@ -206,19 +229,15 @@ def ranges_of(gaps: np.ndarray) -> np.ndarray:
     return ranges
 
 
-def _lines(mirrors: MirrorTable, ends: np.ndarray | None = None) -> kernels.Lines:
-    ends = mirrors.ends if ends is None else ends
-    return kernels.Lines(mirrors.lines, mirrors.prompts, mirrors.known, ends, mirrors.judged)
-
-
 @functools.cache
 def warm_up() -> None:
     """Compile or load the kernels."""
-    table, mirrors, zero = BranchTable(1), MirrorTable(), np.zeros(1, np.int32)
+    table, mirrors, zero, long = BranchTable(1), MirrorTable(), np.zeros(1, np.int32), np.zeros(1, np.int64)
     mirrors.open(0, (1,), (), SamplingParams(), 4)
     table.fit(1, 4)
-    table.append(mirrors, zero, zero + MAIN, np.ones((1, 1 + RANKS), np.int32), zero)
-    table.plan(mirrors, zero, zero + 5, 4)
-    table.settle(mirrors, np.zeros(1, np.int64), zero, zero, zero + 1, zero + 2)
+    chains = table.plan(mirrors, mirrors.ends, zero > 0, zero == 0, long + 1, 4)
+    table.read(mirrors, mirrors.ends, long, long, chains, long)
+    table.append(mirrors, mirrors.ends, chains, np.ones((1, 1 + RANKS), np.int32), zero)
+    table.settle(mirrors, long, zero, zero, zero + 1, zero + 2)
     table.published(mirrors, zero)
     table.release(zero)

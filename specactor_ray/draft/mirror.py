@@ -6,6 +6,7 @@ Commits may be repeated, late or overlapping.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,6 +37,8 @@ class MirrorTable:
         """Tokens of prompt and output at which `max_tokens` ends the output."""
         self.judged = np.zeros(2, np.int64)
         """See `Proposer.judged`."""
+        self.arrays = _LINES(self)
+        """All of these, for kernels."""
 
     def is_open(self, slot: int) -> bool:
         return slot < len(self.known) and bool(self.known[slot] >= 0)
@@ -80,19 +83,10 @@ class MirrorTable:
         """
         # Copies: kernels are compiled for arrays of their own, not for those of a message, which may be read-only.
         slots, starts, lengths, tokens = (np.array(array, np.int32) for array in (slots, starts, lengths, tokens))
-        self._fit(0, kernels.reach(self.prompts, self.known, self.windows, slots, starts, lengths, len(tokens)))
-        same, fresh = np.empty(len(slots), np.int32), np.zeros(len(slots), np.int32)
-        kernels.commit(
-            self.lines, self.prompts, self.known, self.ends, self.windows, slots, starts, lengths, tokens, same, fresh,
-            self.judged,
-        )  # fmt: skip
+        self._fit(0, kernels.reach(self.arrays, slots, starts, lengths, len(tokens)))
+        same: np.ndarray
+        same, fresh = kernels.commit(self.arrays, slots, starts, lengths, tokens)
         return same, fresh
-
-    def append(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Append one token to each tail."""
-        ends = self.ends[slots]
-        self.lines[slots, ends] = tokens
-        self.ends[slots] = ends + 1
 
     def lengthen(self, slot: int, tokens: Sequence[int] | np.ndarray) -> None:
         """Append tokens to a tail, up to its limit.
@@ -109,15 +103,7 @@ class MirrorTable:
         self.ends[slot] = begin + len(tokens)
 
     def tails(self, slots: np.ndarray) -> Tails:
-        known = self.known[slots]
-        lengths = self.ends[slots] - known
-        return Tails(known - self.prompts[slots], lengths, self.tokens(slots, known, lengths))
-
-    def tokens(self, slots: np.ndarray, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """int32: `lengths[i]` tokens of each line from `begins[i]` on, concatenated."""
-        tokens = np.empty(lengths.sum(), np.int32)
-        kernels.gather(self.lines, np.array(slots, np.int32), begins, lengths, tokens)
-        return tokens
+        return Tails(*kernels.tails(self.arrays, np.asarray(slots, np.int32)))
 
     def _fit(self, slots: int, width: int) -> None:
         """Grow to at least `slots` lines of `width` tokens, by doubling."""
@@ -132,6 +118,10 @@ class MirrorTable:
         for name, closed in (("prompts", 0), ("known", -1), ("ends", -1), ("windows", 0), ("lasts", -1)):
             setattr(self, name, enlarged(getattr(self, name), 0, slots))
             getattr(self, name)[have:] = closed
+        self.arrays = _LINES(self)
+
+
+_LINES = operator.attrgetter(*kernels.Lines._fields)
 
 
 def _doubled(have: int, wanted: int) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import TargetConfig
-from specactor_ray.draft.branches import MAIN, Chains
+from specactor_ray.draft.branches import Chains
 from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
@@ -56,17 +56,12 @@ class DraftModelProposer(ModelProposer):
         placed = self._placed[slots]
         np.minimum.at(self._cache.lengths, self._rows[slots[placed]], same[placed])
 
-    @property
-    def _backlogs(self) -> np.ndarray:
-        backlogs: np.ndarray = self.mirrors.ends - self._cache.lengths[self._rows]
-        return backlogs
-
     def _ready(self) -> Chains:
-        reading = self._backlogs > 1
-        return self._plan(self._placed & reading, self._placed & ~reading)
+        backlogs = self.mirrors.ends - self._cache.lengths[self._rows]
+        reading = backlogs > 1
+        return self._plan(self._placed & reading, self._placed & ~reading, backlogs)
 
     def _run(
-        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray
-    ) -> tuple[np.ndarray, torch.Tensor]:
-        complete = (chains.numbers != MAIN) | (counts == self._backlogs[chains.slots])
-        return complete, self._model.forward(rows, counts, tokens, complete.astype(np.int64)).logits
+        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
+    ) -> torch.Tensor:
+        return self._model.forward(rows, counts, tokens, complete.astype(np.int64)).logits

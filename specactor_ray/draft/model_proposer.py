@@ -8,13 +8,12 @@ import numpy as np
 import torch
 
 from specactor_ray.draft import branches as branching
-from specactor_ray.draft.branches import FREE, MAIN, BranchTable, Chains, main_chains, ranges_of
+from specactor_ray.draft.branches import FREE, MAIN, BranchTable, Chains, ranges_of
 from specactor_ray.draft.proposer import Tails
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.models.paged_cache import PagedCache
-from specactor_ray.sampling.candidates import MOST, Candidates, candidates
-from specactor_ray.sampling.candidates import warm_up as warm_up_candidates
-from specactor_ray.sampling.keyed import own_noise, verify_arrays, warm_up
+from specactor_ray.sampling.candidates import MOST, Candidates, candidates, warm_up
+from specactor_ray.sampling.keyed import own_noise
 from specactor_ray.sampling.rules import Rules
 
 _MAX_STEP_TOKENS = 512
@@ -57,10 +56,10 @@ class ModelProposer(SlotProposer):
         self._rows, self._origins = np.zeros((2, 0), np.int64)
         """int64 `(slots,)`, of the requests that have a place: rows in the cache; index in the line of the token that
         the first entry of the row has read."""
-        warm_up(cache.device, dtype)
+        self._most = MOST if branches else 1
+        """Candidates of a draw."""
+        warm_up(cache.device, dtype, self._most)
         branching.warm_up()
-        if branches:
-            warm_up_candidates(cache.device, dtype)
 
     def commit(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if self.branches.most:
@@ -76,24 +75,16 @@ class ModelProposer(SlotProposer):
         """int32 `(slots,)`: where main chains are drafted on, see `BranchTable.append`."""
         return self.mirrors.ends
 
-    @property
-    @abc.abstractmethod
-    def _backlogs(self) -> np.ndarray:
-        """int `(slots,)`: tokens that the main chain reads before its next one is drafted, at least 1."""
-
     @abc.abstractmethod
     def _ready(self) -> Chains:
         """Chains that a forward can draft for, main chains first, the most urgent ones first."""
 
     @abc.abstractmethod
     def _run(
-        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray
-    ) -> tuple[np.ndarray, torch.Tensor]:
-        """Read `counts` tokens of each chain into its row of the cache.
-
-        Returns:
-            bool `(n,)`: chains that have read all their tokens; logits of their next ones.
-        """
+        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
+    ) -> torch.Tensor:
+        """Read `counts` tokens of each chain into its row of the cache. Returns the logits of the next tokens of those
+        chains that are complete then, bool `(n,)`."""
 
     def extend(self) -> np.ndarray:
         self.rows_drafted, again = 0, False
@@ -102,40 +93,30 @@ class ModelProposer(SlotProposer):
             answered[chains.slots] = False  # the others have no more guesses
             if len(chains.slots):
                 answered[self._forward(chains)] = True
-            found = np.flatnonzero(answered)
+            (found,) = answered.nonzero()
             self._unanswered[found] = False
             if len(found) or not len(chains.slots):
                 self.rows_drafted *= not again
                 return found.astype(np.int32)
             again = True
 
-    def _plan(self, reading: np.ndarray, ahead: np.ndarray) -> Chains:
-        """Chains of the next forward where the slots `reading` have to read first and the slots `ahead` can draft on,
-        bool `(slots,)` each: main chains, the fewer tokens to read the earlier; the likeliest branches of `ahead`."""
-        tips, limits = self._tips, np.minimum(self.mirrors.limits, self.max_len)
-        room, (slots,) = tips < limits, np.nonzero(ahead)
-        late, running = np.flatnonzero(reading & room), slots[room[slots]]
-        late = late[np.argsort(self._backlogs[late], kind="stable")]
-        if not self.branches.most or self.budget <= len(late):
-            return main_chains(np.concatenate([running, late]))
-        chains = self.branches.plan(self.mirrors, slots, limits[slots], self.budget - len(late), tips)
-        mains, behind = np.count_nonzero(chains.numbers == MAIN), zip(chains, main_chains(late), strict=True)
-        return Chains(*(np.insert(column, mains, more) for column, more in behind))
+    def _plan(self, reading: np.ndarray, ahead: np.ndarray, backlogs: np.ndarray) -> Chains:
+        """See `BranchTable.plan`."""
+        return self.branches.plan(self.mirrors, self._tips, reading, ahead, backlogs, self.budget, longest=self.max_len)
 
     def _forward(self, chains: Chains) -> np.ndarray:
         """Run one forward of the chains that fit. Returns slots with changed tails, and slots that cannot go on."""
-        rows = self._rows_of(chains)
-        counts = np.where(chains.numbers == MAIN, self._backlogs[chains.slots], 1)
-        chains, rows, counts = self._reserve(chains, rows, counts)
-        slots, branch = chains.slots, chains.numbers != MAIN
-        if not len(slots):
-            return slots
-        tokens = self.mirrors.tokens(slots, self._origins[slots] + self._cache.lengths[rows], counts)
-        if branch.any():
-            tokens[np.cumsum(counts)[branch] - 1] = self.branches.newest(slots[branch], chains.numbers[branch])
-        complete, logits = self._run(chains, rows, counts, tokens)
-        self.rows_drafted = len(rows) if (counts == 1).all() else 0
-        return self._draw(chains.at(complete), logits)
+        chains, rows = self._reserve(chains, self._rows_of(chains))
+        if not len(rows):
+            return chains.slots
+        tokens, ends, complete = self.branches.read(
+            self.mirrors, self._tips, self._origins, self._cache.lengths, chains, rows
+        )
+        logits = self._run(chains, rows, chains.counts.astype(np.int64), tokens, complete)
+        self.rows_drafted = len(rows) if len(tokens) == len(rows) else 0
+        if not complete.all():
+            chains, ends = chains.at(complete), ends[complete]
+        return self._draw(chains, ends, logits)
 
     def _enter(self, slot: int, late: bool) -> bool:
         tokens = min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len)
@@ -163,39 +144,37 @@ class ModelProposer(SlotProposer):
 
     def _rows_of(self, chains: Chains) -> np.ndarray:
         """int64 `(n,)`: rows of the cache; that of a branch that begins is forked from its main chain's."""
-        rows: np.ndarray = self._rows[chains.slots]
-        if not len(rows) or chains.numbers[-1] == MAIN:  # main chains come first
+        slots, numbers, begins, _ = chains
+        rows: np.ndarray = self._rows[slots]
+        if not len(rows) or numbers[-1] == MAIN:  # branches come last
             return rows
-        new, branch = chains.begins != FREE, chains.numbers != MAIN
-        kept = chains.begins[new] - self._origins[chains.slots[new]]
-        held, forks = self.branches.rows, self._cache.fork(rows[new], kept)
-        held[chains.slots[new], chains.numbers[new]] = forks
-        rows[branch] = held[chains.slots[branch], chains.numbers[branch]]
-        return rows
+        new, held = np.flatnonzero(begins != FREE), self.branches.rows
+        held[slots[new], numbers[new]] = self._cache.fork(rows[new], begins[new] - self._origins[slots[new]])
+        return np.where(numbers == MAIN, rows, held[slots, numbers])
 
-    def _reserve(self, chains: Chains, rows: np.ndarray, counts: np.ndarray) -> tuple[Chains, np.ndarray, np.ndarray]:
-        """Make room in the cache for `counts` more tokens of each chain. Where a main chain finds none, all branches
-        are given up; chains without room are, too.
+    def _reserve(self, chains: Chains, rows: np.ndarray) -> tuple[Chains, np.ndarray]:
+        """Make room in the cache for the tokens that each chain reads. Where a main chain finds none, all branches are
+        given up; chains without room are, too.
 
         Returns:
-            The chains that fit in one forward, their cache rows, and their tokens in it, at least 1.
+            The chains that fit in one forward, with the tokens that do, and their cache rows.
         """
+        counts = chains.counts
         if counts.sum() > _MAX_STEP_TOKENS:
-            counts = np.minimum(counts, _MAX_STEP_TOKENS - np.cumsum(counts) + counts)
-            chains, rows, counts = chains.at(counts > 0), rows[counts > 0], counts[counts > 0]  # the first ones
-        ends = self._cache.lengths[rows] + counts
-        short = np.flatnonzero(ends > self._cache.room(rows))
-        full = short[~self._cache.reserve_rows(rows[short], ends[short])]
-        if not len(full):
-            return chains, rows, counts
-        for i in full.tolist():
+            counts = np.minimum(counts, _MAX_STEP_TOKENS - np.cumsum(counts) + counts).astype(np.int32)
+            chains, rows = chains._replace(counts=counts).at(counts > 0), rows[counts > 0]  # the first ones
+        ends = self._cache.lengths[rows] + chains.counts
+        fits = self._cache.reserve_rows(rows, ends)
+        if fits.all():
+            return chains, rows
+        for i in np.flatnonzero(~fits).tolist():
             if chains.numbers[i] == MAIN:
                 self._drop_branches()
             if chains.numbers[i] != MAIN or not self._cache.reserve(int(rows[i]), int(ends[i])):
                 self._give_up_chain(int(chains.slots[i]), int(chains.numbers[i]))
         left, branch = self._placed[chains.slots], np.flatnonzero(chains.numbers != MAIN)
         left[branch] = self.branches.ats[chains.slots[branch], chains.numbers[branch]] != FREE
-        return chains.at(left), rows[left], counts[left]
+        return chains.at(left), rows[left]
 
     def _give_up_chain(self, slot: int, number: int) -> None:
         """Give up a branch, or with its main chain the request."""
@@ -205,22 +184,17 @@ class ModelProposer(SlotProposer):
             self._cache.free_rows(self.branches.rows[slot, [number]])
             self.branches.close(slot, number)
 
-    def _draw(self, chains: Chains, logits: torch.Tensor) -> np.ndarray:
-        """Append the token that each chain draws from its logits `(n, V)`; one that cannot be sampled from is given up.
-        Returns int32: slots with changed tails, and slots that were given up."""
-        slots, numbers, tips = chains.slots, chains.numbers, self._tips
-        tokens, gaps = self._candidates(logits, self.branches.ends(chains, tips), slots.astype(np.int64))
-        unsound = (numbers == MAIN) & (tokens[:, 0] < 0)  # no numbers: a whole window is wrong
-        self.judged[0] += self.mirrors.windows[slots[unsound]].sum()
-        for i in np.flatnonzero(tokens[:, 0] < 0).tolist():
+    def _draw(self, chains: Chains, ends: np.ndarray, logits: torch.Tensor) -> np.ndarray:
+        """Append the token that each chain draws at `ends` of its line, int64 `(n,)`, from its logits `(n, V)`; a chain
+        without one is given up. Returns int32: slots with changed tails, and slots that were given up."""
+        slots, numbers = chains.slots, chains.numbers
+        tokens, gaps = self._candidates(logits, ends, slots.astype(np.int64))
+        for i in (tokens[:, 0] < 0).nonzero()[0].tolist():
+            if numbers[i] == MAIN:  # no numbers: a whole window is wrong
+                self.judged[0] += self.mirrors.windows[slots[i]]
             self._give_up_chain(int(slots[i]), int(numbers[i]))
-        return slots[self.branches.append(self.mirrors, slots, numbers, tokens, ranges_of(gaps), tips)]
+        return slots[self.branches.append(self.mirrors, self._tips, chains, tokens, ranges_of(gaps))]
 
     def _candidates(self, logits: torch.Tensor, ends: np.ndarray, slots: np.ndarray) -> Candidates:
         """Draw the tokens at the positions `ends` of the lines of slots from logits `(n, V)`."""
-        if self.branches.most:
-            return candidates(logits, ends, slots, self._rules)
-        rows, none = np.arange(len(slots)), np.zeros(len(slots) + 1, np.int64)
-        tokens = np.full((len(slots), MOST), -1, np.int32)
-        tokens[:, 0] = verify_arrays(logits, rows, none, none[:0], ends, slots, self._rules).tokens[:, 0]
-        return Candidates(tokens, np.full(len(slots), np.inf, np.float32))
+        return candidates(logits, ends, slots, self._rules, self._most)

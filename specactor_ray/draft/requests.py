@@ -29,6 +29,8 @@ class _Verifier:
     """Identifies it in `DraftRequests`; never reused."""
     session: int
     """Its newest session; see `CommitBatch`."""
+    open: int = 0
+    """Open requests."""
     slots: np.ndarray = field(default_factory=lambda: np.full(1, _NONE, np.int32))
     """Row → slot; the last entry has none."""
     step_s: float = 0.0
@@ -71,8 +73,8 @@ class DraftRequests:
     @property
     def step_s(self) -> float:
         """Seconds of the shortest verify step of those verifiers that have open requests; 0 if none is known."""
-        known = [one for one in self._verifiers.values() if one.step_s > 0.0 and (self._owners == one.number).any()]
-        return min((one.step_s for one in known), default=0.0)
+        known = (one.step_s for one in self._verifiers.values() if one.open and one.step_s > 0.0)
+        return min(known, default=0.0)
 
     # ---- messages ----
 
@@ -116,6 +118,7 @@ class DraftRequests:
         slot = self._take_slot()
         self._slots[request_id], self._open[slot], verifier.slots[row] = slot, (request_id, verifier), slot
         self._owners[slot], self._rows[slot], self._generations[slot] = verifier.number, row, opened.generation
+        verifier.open += 1
         self._proposer.open(
             slot, request_id, opened.prompt_token_ids, opened.committed_token_ids, opened.sampling, opened.window
         )
@@ -172,6 +175,7 @@ class DraftRequests:
             return
         request_id, verifier = self._open.pop(slot)
         del self._slots[request_id]
+        verifier.open -= 1
         verifier.slots[self._rows[slot]] = self._owners[slot] = self._generations[slot] = _NONE
         self._changed[slot] = False
         self._free.append(slot)

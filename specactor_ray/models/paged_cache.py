@@ -69,6 +69,7 @@ class PagedCache:
         self._free, self._num_free = np.arange(self.pages, dtype=np.int32)[::-1].copy(), np.array([self.pages])
         """`(pages,)`: the first `_num_free[0]` are the free pages."""
         self._free_rows = list(range(_FIRST_ROWS))[::-1]
+        self._state = self._arrays()
         self.allocate()
         none = np.zeros(0, np.int64)  # compile the kernels now, not in a step
         self.free_rows(self.fork(none[self.reserve_rows(none, none)], none))
@@ -151,6 +152,7 @@ class PagedCache:
         pages = min(self._pages_of(int(tokens.max(initial=0))), self.pages)
         if pages > self._table.shape[1]:
             self._table = enlarged(self._table, 1, max(pages, 2 * self._table.shape[1]))
+            self._state = self._arrays()
         fits: np.ndarray
         fits, copies = kernels.reserve(self._state, self.page_size, rows, tokens)
         if copies.size:
@@ -169,11 +171,13 @@ class PagedCache:
             rows = len(self.lengths)
             for name in ("lengths", "_held", "_shared", "_table"):
                 setattr(self, name, enlarged(getattr(self, name), 0, 2 * rows))
+            self._state = self._arrays()
             self._free_rows += list(range(rows, 2 * rows))[::-1]
-        return np.array([self._free_rows.pop() for _ in range(count)], np.int64)
+        taken = self._free_rows[len(self._free_rows) - count :]
+        del self._free_rows[len(self._free_rows) - count :]
+        return np.array(taken[::-1], np.int64)
 
-    @property
-    def _state(self) -> kernels.Pages:
+    def _arrays(self) -> kernels.Pages:
         arrays = (self.lengths, self._held, self._shared, self._table)
         return kernels.Pages(*arrays, self._holders, self._free, self._num_free)
 

@@ -123,8 +123,8 @@ def for_verifier(vocab_size: int, branches: int = 0) -> Inbox[TailBatch]:
     def check(message: Any) -> None:
         _require(type(message) is TailBatch, f"{type(message).__name__} is no message of a drafter")
         _require(_is_id(message.drafter_id), "the drafter's id is no string, or far too long")
-        _check_arrays(message.rows, message.generations, message.bases, message.lengths, message.tokens, vocab_size)
-        _check_branches(message.branches, message.lengths, branches, vocab_size)
+        _check_arrays(message, "bases", vocab_size)
+        _check_branches(message, branches, vocab_size)
         _require(_is_seconds(message.token_s), "token_s is no number of seconds")
         _require(_are_all(message.lost, _is_handle), "lost holds no handles")
 
@@ -139,7 +139,7 @@ def for_drafter(vocab_size: int | None) -> Inbox[CommitBatch]:
         _require(type(message) is CommitBatch, f"{type(message).__name__} is no message of a verifier")
         _require(_is_id(message.verifier_id), "the verifier's id is no string, or far too long")
         _require(_is_count(message.session), f"session is not between 0 and {_MAX_NUMBER - 1}")
-        _check_arrays(message.rows, message.generations, message.starts, message.lengths, message.tokens, limit)
+        _check_arrays(message, "starts", limit)
         _require(type(message.opened) is tuple, "opened is no tuple")
         for one in message.opened:
             _check_open(one, limit)
@@ -169,27 +169,41 @@ def _require(good: bool, problem: str) -> None:
         raise Malformed(problem)
 
 
-def _check_arrays(rows: Any, generations: Any, starts: Any, lengths: Any, tokens: Any, limit: int) -> None:
-    """int32 arrays `(n,)` of handles and positions, and int32 `(sum(lengths),)` token ids below `limit`."""
-    arrays = (rows, generations, starts, lengths, tokens)
+def _check_arrays(message: Any, starts: str, limit: int) -> None:
+    """int32 arrays `(n,)` of handles and positions, and int32 `(sum(lengths),)` token ids below `limit`. They become
+    read-only: kernels are compiled for one kind of arrays, not for each mix of those of this process and of others."""
+    names = ("rows", "generations", starts, "lengths", "tokens")
+    arrays = [getattr(message, name) for name in names]
     _require(all(map(_is_column, arrays)), "rows, positions, lengths or tokens are not one-dimensional int32 arrays")
-    _require(len(rows) == len(generations) == len(starts) == len(lengths) <= _MAX_ROWS, "rows differ in number")
+    rows, generations, begins, lengths, tokens = arrays = list(map(_read_only, arrays))
+    _require(len(rows) == len(generations) == len(begins) == len(lengths) <= _MAX_ROWS, "rows differ in number")
     _require(len(tokens) <= _MAX_SEQUENCE, "too many tokens")
     if number := _problem_of(*arrays, limit):
         raise Malformed(_PROBLEMS[number - 1])
+    for name, array in zip(names, arrays, strict=True):
+        object.__setattr__(message, name, array)
 
 
-def _check_branches(branches: Any, lengths: np.ndarray, most: int, limit: int) -> None:
-    """Branches of tails of these lengths, at most `most` of each."""
+def _check_branches(message: Any, most: int, limit: int) -> None:
+    """As `_check_arrays`, for at most `most` branches of each tail."""
+    branches = message.branches
     if branches is NO_BRANCHES:
         return
     good = type(branches) is Branches and len(branches) == 4 and all(map(_is_column, branches))
     _require(good, "branches are not one-dimensional int32 arrays")
-    tails, ats, sizes, tokens = branches
+    tails, ats, sizes, tokens = branches = Branches(*map(_read_only, branches))
     _require(len(tails) == len(ats) == len(sizes), "branches differ in number")
     _require(len(tokens) <= _MAX_SEQUENCE, "too many tokens")
-    if number := _problem_of_branches(tails, ats, sizes, tokens, lengths, most, limit):
+    if number := _problem_of_branches(*branches, message.lengths, most, limit):
         raise Malformed(_PROBLEMS[number - 1])
+    object.__setattr__(message, "branches", branches)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    if array.flags.writeable:
+        array = array.view()
+        array.flags.writeable = False
+    return array
 
 
 _PROBLEMS = (
@@ -240,16 +254,16 @@ def _are_outside(tokens: Any, limit: int) -> bool:
 
 @functools.cache
 def warm_up() -> None:
-    """Compile the checks for arrays of this process, and for those of messages, which are read-only."""
-    for writeable in (True, False):
-        array = np.zeros(0, np.int32)
-        array.flags.writeable = writeable
-        _check_arrays(array, array, array, array, array, 1)
-        _check_branches(Branches(array, array, array, array), array, 1, 1)
+    """Compile the checks."""
+    none = np.zeros(0, np.int32)
+    message = TailBatch("", none, none, none, none, none, Branches(none, none, none, none))
+    _check_arrays(message, "bases", 1)
+    _check_branches(message, 1, 1)
 
 
 def _is_column(value: Any) -> bool:
-    return type(value) is np.ndarray and value.dtype == _INT32 and value.ndim == 1
+    is_column = type(value) is np.ndarray and value.dtype == _INT32 and value.ndim == 1
+    return is_column and value.flags.c_contiguous and value.flags.aligned
 
 
 def _is_seconds(value: Any) -> bool:

@@ -27,14 +27,20 @@ class Candidates(NamedTuple):
     """Of `n` draws."""
 
     tokens: np.ndarray
-    """int32 `(n, MOST)`, the best first; the first one is what `verify_arrays` samples. -1: there are no more that
+    """int32 `(n, most)`, the best first; the first one is what `verify_arrays` samples. -1: there are no more that
     top-k and top-p leave, or the logits cannot be sampled from."""
     gaps: np.ndarray
     """float32 `(n,)`: first minus second perturbed score; inf where there is no second."""
 
 
 def candidates(
-    logits: torch.Tensor, positions: np.ndarray, slots: np.ndarray, rules: Rules, *, backend: Backend = "auto"
+    logits: torch.Tensor,
+    positions: np.ndarray,
+    slots: np.ndarray,
+    rules: Rules,
+    most: int = MOST,
+    *,
+    backend: Backend = "auto",
 ) -> Candidates:
     """Rank the tokens of one draw per row.
 
@@ -43,6 +49,7 @@ def candidates(
         positions: int64 `(n,)`: positions of the draws; the base of the rule is added.
         slots: int64 `(n,)`: slots in `rules`.
         rules: How the slots are sampled.
+        most: Candidates of a draw, `MOST` or 1.
         backend: As in `verify_arrays`.
 
     Raises:
@@ -51,33 +58,34 @@ def candidates(
     n, logits = len(slots), logits.detach()
     rows, none = np.arange(n), np.zeros(n + 1, np.int64)
     keyed.longest(logits, rows, none, positions, slots, rules)
-    name = keyed.fitting(logits, MOST) if backend == "auto" else backend
+    name = keyed.fitting(logits, most) if backend == "auto" else backend
     if name == "numba" or not n:
-        tokens, gaps = np.full((n, MOST), -1, np.int32), np.full(n, np.inf, np.float32)
+        tokens, gaps = np.full((n, most), -1, np.int32), np.full(n, np.inf, np.float32)
         x = logits.cpu().float().contiguous().numpy()
         _rank_rows(x, x.view(np.int32), positions, slots, rules.table, tokens, gaps)
         return Candidates(tokens, gaps)
     if name == "triton":
         from specactor_ray.sampling import fused
 
-        packed = fused.verify_on_host(Batch(logits, rows, none, none[:0], 1, positions, slots, rules, MOST))
+        packed = fused.verify_on_host(Batch(logits, rows, none, none[:0], 1, positions, slots, rules, most))
         drawn = packed[:, 0] > 0
-        tokens, gaps = np.where(drawn, packed[:, [2, 5, 6]].T, -1).T, np.where(drawn, packed.view(float)[:, 4], np.inf)
+        tokens = np.where(drawn, packed[:, [2, 5, 6][:most]].T, -1).T
+        gaps = np.where(drawn & (most > 1), packed.view(float)[:, 4], np.inf)
     else:
         from specactor_ray.sampling import torch as torch_kernels
 
         table = rules.table[slots]
-        tokens, gaps = torch_kernels.rank_batch(logits, table, positions + table["base"], MOST)
+        tokens, gaps = torch_kernels.rank_batch(logits, table, positions + table["base"], most)
     with np.errstate(over="ignore"):  # a gap to a token that is masked by the lowest float
         return Candidates(np.ascontiguousarray(tokens, np.int32), gaps.astype(np.float32))
 
 
-def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile or load the kernels for such logits."""
+def warm_up(device: torch.device, dtype: torch.dtype, most: int = MOST) -> None:
+    """Compile or load the kernels for such logits and so many candidates."""
     import torch
 
     zero = np.zeros(1, np.int64)
-    candidates(torch.zeros(1, 8, dtype=dtype, device=device), zero, zero, Rules(1, device))
+    candidates(torch.zeros(1, 8, dtype=dtype, device=device), zero, zero, Rules(1, device), most)
 
 
 @_jit
@@ -93,10 +101,16 @@ def _insert(score: Any, v: Any, scores: Any, tokens: Any) -> None:
 @_jit
 def _rank_row(x: Any, bits: Any, key: Any, rule: Any, scratch: Any, scores: Any, tokens: Any) -> None:
     e, gap = scratch
-    scores[:], temperature = -np.inf, rule["temperature"]
+    temperature = rule["temperature"]
     status, m = base._max_logit(bits)
     if status != base.OK:
         return
+    if len(tokens) == 1:
+        sampled = (rule["top_k"], rule["top_p"], False, scratch)
+        is_greedy = temperature < base.GREEDY_BELOW
+        tokens[0] = base._first_index(x, m) if is_greedy else base.sample_row(x, bits, key, temperature, *sampled)[1]
+        return
+    scores[:] = -np.inf
     if temperature < base.GREEDY_BELOW:
         for v in range(len(x)):
             if x[v] > scores[-1]:
@@ -129,5 +143,5 @@ def _rank_rows(logits: Any, bits: Any, positions: Any, slots: Any, rules: Any, t
         seed, position = rule["seed"], positions[i] + rule["base"]
         key = (np.uint32(seed & np.uint64(0xFFFFFFFF)), np.uint32(seed >> np.uint64(32)), np.uint32(position))
         _rank_row(logits[i], bits[i], key, rule, scratch, scores, tokens[i])
-        if tokens[i, 1] >= 0:
+        if len(scores) > 1 and tokens[i, 1] >= 0:
             gaps[i] = scores[0] - scores[1]

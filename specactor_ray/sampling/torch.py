@@ -155,6 +155,7 @@ def rank_batch(logits: Tensor, rules: np.ndarray, positions: np.ndarray, most: i
         tokens.append(torch.where(best > -torch.inf, token, -1).double())
         scores.append(best)
         score = score.scatter(1, token, -torch.inf)
-    gap = torch.where(scores[1] > -torch.inf, scores[0] - scores[1], torch.inf)
+    second = scores[1] if most > 1 else torch.full_like(scores[0], -torch.inf)
+    gap = torch.where(second > -torch.inf, scores[0] - second, torch.inf)
     host = torch.cat([*tokens, gap], dim=1).cpu().numpy()
     return host[:, :most].astype(np.int32), host[:, most]

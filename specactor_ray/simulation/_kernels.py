@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from specactor_ray.draft._branches_numba import Planes
+from specactor_ray.draft._mirror_numba import Lines
 from specactor_ray.jit import kernel
 from specactor_ray.target.base import Finish
 
@@ -91,27 +93,68 @@ def verify(admitted: Any, table: Any, truth: Any, firsts: Any, drafted: Any, gue
 
 
 @_jit
-def candidates(known: Any, ranks: Any, slots: Any, positions: Any, vocab_size: int, most: int) -> Any:
-    """Candidates at an output position of each slot.
+def reads(placed: Any, cached: Any, mirror: Any) -> bool:
+    """Whether a main chain with room has to read more than its last token; `cached`: tokens in the cache."""
+    mirror = Lines(*mirror)
+    for slot in range(len(placed)):
+        end = mirror.ends[slot]
+        has_room = end < min(mirror.known[slot] + mirror.windows[slot], mirror.lasts[slot])
+        if placed[slot] and has_room and end - cached[slot] > 1:
+            return True
+    return False
+
+
+@_jit
+def draft(
+    known: Any, ranks: Any, cached: Any, mirror: Any, table: Any, slots: Any, numbers: Any, vocab_size: int, most: int
+) -> Any:
+    """Read what chains lack in the cache, and find the candidates of their next tokens.
 
     Args:
         known: `(slots, most)` right tokens.
         ranks: `(slots, 2, most)`, see `Text.ranks`.
-        slots, positions: `(n,)`.
+        cached: `(slots,)` tokens of main chains in the cache, updated, as is `rows` of the table of branches.
+        mirror, table: Arrays of `MirrorTable` and `BranchTable`.
+        slots, numbers: Columns of `Chains`, `(n,)`.
         vocab_size: Of the tokens.
         most: Candidates of a position.
 
     Returns:
-        int32: candidates `(n, most)`, the first one first, and ranges of gaps `(n,)`. Wrong ones differ.
+        Where the next tokens are in their lines, int64 `(n,)`; prompt tokens that were read; int32: candidates
+        `(n, most)`, the first one first, and ranges of gaps `(n,)`. Wrong ones differ.
     """
+    mirror, table = Lines(*mirror), Planes(*table)
     tokens, gaps = np.empty((len(slots), most), np.int32), np.empty(len(slots), np.int32)
+    ends, prefill = np.empty(len(slots), np.int64), 0
     for i in range(len(slots)):
-        slot, at = slots[i], positions[i]
+        slot, b = slots[i], numbers[i]
+        if b < 0:
+            ends[i] = mirror.ends[slot]
+            prefill += ends[i] - cached[slot] - 1
+            cached[slot] = ends[i]
+        else:
+            ends[i] = table.rows[slot, b] = table.ats[slot, b] + table.lengths[slot, b]
+        at = ends[i] - mirror.prompts[slot]
         truth, right = known[slot, at], ranks[slot, 0, at]
         for rank in range(most):
             tokens[i, rank] = truth if right == rank else (truth + 1 + rank) % vocab_size
         gaps[i] = max(ranks[slot, 1, at], 0)
-    return tokens, gaps
+    return ends, prefill, tokens, gaps
+
+
+@_jit
+def held(placed: Any, cached: Any, table: Any) -> Any:
+    """Slots that are drafted for, and tokens of their caches: of main chains, and of the branches of all slots."""
+    table = Planes(*table)
+    count, tokens = 0, 0
+    for slot in range(len(placed)):
+        if placed[slot]:
+            count += 1
+            tokens += cached[slot]
+        for b in range(table.ats.shape[1]):
+            if table.ats[slot, b] >= 0:
+                tokens += table.lengths[slot, b]
+    return count, tokens
 
 
 @_jit

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.draft.branches import FREE, MAIN, RANKS, BranchTable, Chains, main_chains, warm_up
+from specactor_ray.draft.branches import RANKS, BranchTable, Chains, warm_up
 from specactor_ray.draft.proposer import Proposer, Tails, Traits
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.messages import NO_BRANCHES, Branches, FinishedOutput
@@ -118,35 +118,23 @@ class SimulatedProposer(SlotProposer):
         return np.zeros(len(self._placed), np.bool_)
 
     def _ready(self) -> Chains:
-        mirrors, limits = self.mirrors, self.mirrors.limits
-        slots = np.flatnonzero(self._placed & (mirrors.ends < limits))
-        reads_one = not len(slots) or (mirrors.ends - self._cached)[slots].max() <= 1
-        if self.branches.most and self.budget > 0 and reads_one:
-            placed = np.flatnonzero(self._placed)
-            return self.branches.plan(mirrors, placed, limits[placed], self.budget)
-        return main_chains(slots)
+        mirrors, placed = self.mirrors, self._placed
+        reads = _kernels.reads(placed, self._cached, mirrors.arrays)
+        none = np.zeros((2, len(placed)), np.int64)
+        budget = 0 if reads else self.budget
+        return self.branches.plan(mirrors, mirrors.ends, none[0] > 0, placed, none[1], budget)
 
     def _draft(self, chains: Chains) -> np.ndarray:
         """Draft a token for each chain. Returns bool `(slots,)`: slots with changed tails."""
-        mirrors, table, (slots, numbers, _) = self.mirrors, self.branches, chains
-        changed, main = np.zeros(len(self._placed), np.bool_), numbers == MAIN
-        if not len(slots):
+        mirrors, table, changed = self.mirrors, self.branches, np.zeros(len(self._placed), np.bool_)
+        if not len(chains.slots):
             return changed
-        ends = mirrors.ends[slots]
-        if not main.all():
-            ends = np.where(main, ends, (table.ats + table.lengths)[slots, numbers])
-            table.rows[slots[~main], numbers[~main]] = ends[~main]
-        prefill = int((ends - self._cached[slots] - 1)[main].sum())
-        self._cached[slots[main]] = ends[main]
-        self.rows_drafted = 0 if prefill else len(slots)
-        positions = ends - mirrors.prompts[slots]
-        tokens, gaps = _kernels.candidates(self._known, self._ranks, slots, positions, self.vocab_size, 1 + RANKS)
-        self._work(len(slots), len(slots), int(ends.sum()), prefill)
-        if table.most:
-            table.append(mirrors, slots, numbers, tokens, gaps)
-        else:
-            mirrors.append(slots, tokens[:, 0])
-        changed[slots] = True
+        at = (self._known, self._ranks, self._cached, mirrors.arrays, table.arrays, chains.slots, chains.numbers)
+        ends, prefill, tokens, gaps = _kernels.draft(*at, self.vocab_size, 1 + RANKS)
+        self.rows_drafted = 0 if prefill else len(ends)
+        self._work(len(ends), len(ends), int(ends.sum()), prefill)
+        table.append(mirrors, mirrors.ends, chains, tokens, gaps)
+        changed[chains.slots] = True
         return changed
 
     def _work(self, rows: int, positions: int, context: int, prefill: int = 0) -> None:
@@ -155,8 +143,7 @@ class SimulatedProposer(SlotProposer):
         begin = clock.now()
         clock.work(seconds + world.python.draft_s(clock.process, rows))
         world.record.span(self._name, "draft", begin, clock.now(), rows, positions)
-        own = self.branches.lengths[self.branches.ats != FREE].sum()
-        world.record.streams(self._name, int(self._placed.sum()), int(self._cached[self._placed].sum() + own))
+        world.record.streams(self._name, *_kernels.held(self._placed, self._cached, self.branches.arrays))
         world.python.begin(clock.process)
 
     def tails(self, slots: np.ndarray) -> Tails:

@@ -23,9 +23,8 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._tokens, self._seconds = np.zeros(_RANGES), np.zeros(_RANGES)
-        self._count = np.zeros(_RANGES, np.int64)
-        self._seen = np.full(_RANGES, -_FORGET_STEPS)
+        self._tokens, self._seconds = [0.0] * _RANGES, [0.0] * _RANGES
+        self._count, self._seen = [0] * _RANGES, [-_FORGET_STEPS] * _RANGES
         self._steps = 0
         self._knots = (np.array([0.0, 1.0]), np.array([1.0, 1.0]))
 
@@ -70,10 +69,11 @@ class StepCost:
         return self._steps > 0
 
     def _fit(self) -> None:
-        known = np.flatnonzero((self._count > 0) & (self._steps - self._seen <= _FORGET_STEPS))
-        seconds = self._seconds[known]
+        oldest = self._steps - _FORGET_STEPS
+        known = [at for at in range(_RANGES) if self._count[at] and self._seen[at] >= oldest]
+        seconds = np.array([self._seconds[at] for at in known])
         rising, falling = np.maximum.accumulate(seconds), np.minimum.accumulate(seconds[::-1])[::-1]
-        self._knots = np.append(0.0, self._tokens[known]), np.append(0.0, (rising + falling) / 2.0)
+        self._knots = np.array([0.0, *(self._tokens[at] for at in known)]), np.append(0.0, (rising + falling) / 2.0)
 
 
 def _range_number(num_tokens: int) -> int:

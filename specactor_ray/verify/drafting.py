@@ -182,11 +182,11 @@ def warm_up() -> None:
     zero = np.zeros(2, np.int32)
     table.assigned[0] = True
     policy.plan_rounds(rows)
-    for writeable in (True, False):  # of this process, and as in messages of others
-        arrays: list[Any] = [array.copy() for array in (rows, table.generation[rows], zero, zero + 1, zero)]
-        for array in arrays:
-            array.flags.writeable = writeable
-        table.take(0, TailBatch("", *arrays, *[Branches(arrays[2], arrays[2], *arrays[3:])]))
+    tails = TailBatch("", rows, table.generation[rows], zero, zero + 1, zero, Branches(zero, zero, zero + 1, zero))
+    arriving = inbox.for_verifier(1, 2)
+    arriving.put(tails)
+    for message in arriving.drain():
+        table.take(0, message)
     _kernels.tally(zero, zero, zero)
     seats, lengths = policy.choose(rows)
     table.commit(Committed(rows, zero + 1, zero, seats, lengths, zero), acceptance)

@@ -20,7 +20,7 @@ from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
 from specactor_ray.messages import SamplingParams
 from specactor_ray.sampling import fused
 from specactor_ray.sampling import triton as triton_kernels
-from specactor_ray.sampling.candidates import candidates
+from specactor_ray.sampling.candidates import MOST, candidates
 from specactor_ray.sampling.keyed import SamplingError, sample_rows
 from specactor_ray.sampling.rules import Rules
 from tests.tails import verify_tails
@@ -78,9 +78,12 @@ def ranked_otherwise(logits: torch.Tensor, params: list[SamplingParams], positio
     n, rules = len(logits), Rules(0, logits.device)
     params, at = [params[i % len(params)] for i in range(n)], np.resize(np.array(positions, np.int64), n)
     rules.write(range(n), params, [0] * n)
-    want, got = (candidates(logits, at, np.arange(n), rules, backend=backend) for backend in ("numba", "triton"))
-    lines = [list(zip(one.tokens.tolist(), one.gaps.tolist(), strict=True)) for one in (want, got)]
-    return [f"{rule}: {a} {b}" for rule, a, b in zip(params, *lines, strict=True) if a != b]
+    found = []
+    for most in (1, MOST):
+        forms = (candidates(logits, at, np.arange(n), rules, most, backend=form) for form in ("numba", "triton"))
+        lines = [list(zip(one.tokens.tolist(), one.gaps.tolist(), strict=True)) for one in forms]
+        found += [f"{rule}: {a} {b}" for rule, a, b in zip(params, *lines, strict=True) if a != b]
+    return found
 
 
 def random_logits(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:

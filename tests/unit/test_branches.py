@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specactor_ray.draft._branches_numba import chance
-from specactor_ray.draft.branches import FREE, MAIN, RANKS, BranchTable, Chains, main_chains, ranges_of
+from specactor_ray.draft.branches import FREE, MAIN, RANKS, BranchTable, Chains, ranges_of
 from specactor_ray.draft.mirror import MirrorTable
 from specactor_ray.messages import SamplingParams
 
@@ -59,14 +59,16 @@ class Drafting:
             line = line[:at] + self.table.tokens[slot, number, :size].tolist()
         return line[:tokens]
 
+    def plan(self, budget: int) -> Chains:
+        ahead = self.mirrors.known >= 0
+        backlogs = np.ones(len(ahead), np.int64)
+        return self.table.plan(self.mirrors, self.mirrors.ends, ~ahead, ahead, backlogs, budget)
+
     def extend(self, budget: int) -> Chains:
         mirrors, table = self.mirrors, self.table
-        limits = mirrors.limits[self.slots]
-        chains = main_chains(self.slots[mirrors.ends[self.slots] < limits])
-        if budget:
-            chains = table.plan(mirrors, self.slots, limits, budget)
+        chains = self.plan(budget)
         tokens = []
-        for slot, number, begin in zip(*(column.tolist() for column in chains), strict=True):
+        for slot, number, begin, _ in zip(*(column.tolist() for column in chains), strict=True):
             if begin != FREE:
                 table.rows[slot, number] = self.new_row(self.cache[int(self.rows[slot])][:begin])
             row, line = int(self.rows[slot] if number == MAIN else table.rows[slot, number]), self.line(slot, number)
@@ -75,7 +77,7 @@ class Drafting:
             self.cache[row] = line
             tokens.append(self.candidates(slot, line))
         drafted = np.array(tokens, np.int32).reshape(-1, 1 + RANKS)
-        table.append(mirrors, chains.slots, chains.numbers, drafted, np.zeros(len(tokens), np.int32))
+        table.append(mirrors, mirrors.ends, chains, drafted, np.zeros(len(tokens), np.int32))
         return chains
 
     def commit(self, counts: Sequence[int]) -> None:
@@ -178,12 +180,32 @@ def test_the_likeliest_chains_are_drafted(budget: int) -> None:
             alive *= chance(table.evidence, gap, 0)
         worth[slot, FREE, MAIN] = alive
     best = sorted(worth, key=lambda key: -worth[key])[:budget]
-    chains = table.plan(mirrors, drafting.slots, mirrors.limits[drafting.slots], budget)
-    slots, numbers, begins = chains
+    chains = drafting.plan(budget)
+    slots, numbers, begins, counts = chains
     ranks = np.where(numbers == MAIN, MAIN, table.ranks[slots, numbers] - 1)
     found = set(zip(slots.tolist(), begins.tolist(), ranks.tolist(), strict=True))
     assert found == set(best) and len(chains.slots) == min(budget, len(worth))
     assert (np.diff((numbers != MAIN).astype(int)) >= 0).all(), "main chains come first"
+    assert (counts == 1).all()
+
+
+@pytest.mark.parametrize("budget", [0, 2, 3, 5, 99])
+def test_those_that_read_come_between_main_chains_and_branches(budget: int) -> None:
+    """They are taken in any case, the fewer tokens to read the earlier; what they leave of the budget is for others."""
+    drafting = Drafting(slots=4, most=8, window=8, seed=5)
+    for _ in range(3):
+        drafting.extend(0)
+    table, mirrors = drafting.table, drafting.mirrors
+    reading, backlogs = np.array([True, False, True, False]), np.array([7, 1, 3, 1])
+    slots, numbers, begins, counts = table.plan(mirrors, mirrors.ends, reading, ~reading, backlogs, budget)
+    mains = slots[numbers == MAIN]
+    assert mains[-2:].tolist() == [2, 0] and set(mains[:-2].tolist()) <= {1, 3}
+    assert counts[len(mains) - 2 : len(mains)].tolist() == [3, 7] and counts.sum() == len(counts) + 8
+    assert (numbers[: len(mains)] == MAIN).all() and (begins[: len(mains)] == FREE).all()
+    assert set(slots[len(mains) :].tolist()) <= {1, 3} and (begins[len(mains) :] != FREE).all()
+    assert len(slots) == max(budget, 4) or budget == 99
+    full = table.plan(mirrors, mirrors.limits, reading, ~reading, backlogs, budget)
+    assert MAIN not in full.numbers.tolist(), "no main chain has room"
 
 
 def test_chances_are_learned_by_the_gap() -> None:
@@ -199,8 +221,8 @@ def test_chances_are_learned_by_the_gap() -> None:
 
 def test_small_parts() -> None:
     assert ranges_of(np.array([0.0, 0.2, 2.0, 100.0, np.inf])).tolist() == [0, 1, 4, 7, 7]
-    chains = main_chains(np.array([3, 1]))
-    assert chains.numbers.tolist() == [MAIN, MAIN] and chains.at(np.array([False, True])).slots.tolist() == [1]
+    chains = Chains(*np.array([[3, 1], [MAIN, MAIN], [FREE, FREE], [1, 1]], np.int32))
+    assert chains.at(np.array([False, True])).slots.tolist() == [1]
     table = BranchTable(2)
     assert not len(table.fit(1, 3))
     table.ats[0, 1], table.rows[0, 1] = 4, 77

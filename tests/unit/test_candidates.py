@@ -18,12 +18,14 @@ from tests.unit.test_sampling import perturbed, rows
 BACKENDS = ("numba", "torch")
 
 
-def ranked(logits: torch.Tensor, params: list[SamplingParams], positions: list[int], backend: str) -> Candidates:
+def ranked(
+    logits: torch.Tensor, params: list[SamplingParams], positions: list[int], backend: str, most: int = MOST
+) -> Candidates:
     """Candidates of one draw per row. Row i has slot n - 1 - i, and a prompt of i tokens."""
     n, rules = len(params), Rules(0, logits.device)
     slots = np.arange(n)[::-1].copy()
     rules.write(slots.tolist(), params, [-i for i in range(n)])
-    return candidates(logits, np.array(positions) + np.arange(n), slots, rules, backend=backend)
+    return candidates(logits, np.array(positions) + np.arange(n), slots, rules, most, backend=backend)
 
 
 def best_of_all(logits: np.ndarray, params: SamplingParams, position: int) -> list[int]:
@@ -43,6 +45,8 @@ def test_candidates_are_the_best_of_all_draws(case: tuple[np.ndarray, SamplingPa
         tokens, gaps = ranked(x, [params], [position], backend)
         assert tokens.tolist() == [best_of_all(logits, params, position)]
         assert tokens[:, 0].tolist() == sampled.token_ids
+        tokens_alone, gaps_alone = ranked(x, [params], [position], backend, 1)
+        assert tokens_alone.tolist() == [sampled.token_ids] and np.isinf(gaps_alone).all()
         with np.errstate(over="ignore"):
             assert gaps.tolist() == np.float32(sampled.margins).tolist()
 
@@ -75,6 +79,8 @@ def test_rows_that_cannot_be_sampled_have_no_candidates(backend: str, temperatur
     logits[4] = -math.inf
     tokens, gaps = ranked(logits, [SamplingParams(temperature, seed=3)] * 6, [0] * 6, backend)
     assert (tokens[:5] == -1).all() and np.isinf(gaps[:5]).all()
+    alone, _ = ranked(logits[:5], [SamplingParams(temperature, seed=3)] * 5, [0] * 5, backend, 1)
+    assert (alone == -1).all()
     assert len(set(tokens[5].tolist()) - {-1}) == MOST and np.isfinite(gaps[5])
 
 

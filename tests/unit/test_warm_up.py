@@ -25,10 +25,10 @@ def compiled():
     return {name: len(one.signatures) for name, one in called.items()}
 
 def arrive(writeable):
-    array = np.zeros(1, np.int32)
-    array.flags.writeable = writeable
-    none = array[:0]
-    message, box = TailBatch("d", array, array, array, array, none, Branches(*[none] * 4)), inbox.for_verifier(10)
+    arrays = [np.zeros(size, np.int32) for size in (1, 1, 1, 1, 0, 0, 0, 0, 0)]
+    for array, flag in zip(arrays, writeable):
+        array.flags.writeable = flag
+    message, box = TailBatch("d", *arrays[:5], Branches(*arrays[5:])), inbox.for_verifier(10)
     box.put(message)
     assert box.drain() == [message]
     RequestTable(4).take(0, message)
@@ -40,8 +40,8 @@ assert all(before.values()), before
 items = ["workload.requests=4", "workload.median_tokens=20", "workload.max_tokens=40"]
 for variant in %r:
     simulate_variant(Path("conf/simulation/qwen32b_5xh100.yaml"), items, variant)
-for writeable in (True, False):  # of this process, and as Ray hands them over
-    arrive(writeable)
+for number in range(0, 512, 17):  # of this process, as Ray hands them over, and any mix
+    arrive([bool(number >> bit & 1) for bit in range(9)])
 assert compiled() == before, compiled()
 """
 

@@ -153,17 +153,15 @@ class EagleProposer(ModelProposer):
         reads: np.ndarray = (self._anchors < self._received) & (self._received < self.mirrors.known)
         return reads
 
-    @property
-    def _backlogs(self) -> np.ndarray:
-        return np.where(self._reads, self._received - self._anchors, 1)
-
     def _ready(self) -> Chains:
         ahead = (self._anchors >= self._origins) & (self._anchors == self.mirrors.known - 1)
-        return self._plan(self._placed & self._reads, self._placed & ahead)
+        reads = self._reads
+        backlogs = np.where(reads, self._received - self._anchors, 1)
+        return self._plan(self._placed & reads, self._placed & ahead, backlogs)
 
     def _run(
-        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray
-    ) -> tuple[np.ndarray, torch.Tensor]:
+        self, chains: Chains, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, complete: np.ndarray
+    ) -> torch.Tensor:
         # Main chains read their unread states; all others append one entry on the head's own output.
         slots, numbers, most, known = chains.slots, chains.numbers, self.branches.most, self.mirrors.known[chains.slots]
         begins, main, grown = self._origins[slots] + self._cache.lengths[rows], numbers == MAIN, numbers != MAIN
@@ -180,8 +178,7 @@ class EagleProposer(ModelProposer):
         outputs, logits = self._runner.forward(rows, places(begins - 1, counts), counts, tokens, features)
         flat.index_copy_(0, on_device[1], outputs)
         self._anchors[slots[reads]] += counts[reads]
-        complete = ~reads | (self._anchors[slots] == known - 1)
-        return complete, logits if complete.all() else logits[torch.from_numpy(complete)]
+        return logits if complete.all() else logits[torch.from_numpy(complete)]
 
     def _fuse_states(self, slots: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         """Take `counts` unread states of each slot; returns their features `(sum(counts), hidden)`."""
