@@ -163,7 +163,7 @@ def release(table: Any, slots: Any) -> Any:
 
 
 @_jit
-def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
+def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int, allowed: int) -> Any:
     """Choose the chains of the next forward by the chance that their next token is needed.
 
     A main chain of `n` tokens needs its next one with the product of their chances. A branch of candidate `f` at the
@@ -174,6 +174,7 @@ def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
         slots: int `(n,)`.
         limits: int `(n,)`: where the tails of these slots end.
         budget: Most chains; as many as there are main chains with room are chosen in any case.
+        allowed: Most branches of a slot; no more are opened.
 
     Returns:
         int32 `(m,)` each, main chains first, then branches, the most likely first: slots; numbers of chains; for a
@@ -185,10 +186,10 @@ def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
     running = np.empty(places)
     for i in range(len(slots)):
         slot, limit = slots[i], limits[i]
-        known, end, alive, free = mirror.known[slot], mirror.ends[slot], 1.0, 0
+        known, end, alive, free = mirror.known[slot], mirror.ends[slot], 1.0, allowed
         for b in range(places):
             running[b] = 0.0
-            free += table.ats[slot, b] == FREE
+            free -= table.ats[slot, b] != FREE
         for at in range(known, end):
             spot = at % width
             gap = table.gaps[slot, spot]
@@ -234,7 +235,7 @@ def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
 
 
 @_jit
-def open_branches(table: Any, chosen: Any) -> Any:
+def open_branches(table: Any, chosen: Any, allowed: int) -> Any:
     """Take a place for each branch to be opened in `chosen`, as `plan` returns it. Returns which chains there are, bool
     `(m,)`; branches get their numbers in `chosen`."""
     there, width = np.ones(chosen.shape[1], np.bool_), table.gaps.shape[1]
@@ -243,7 +244,7 @@ def open_branches(table: Any, chosen: Any) -> Any:
         if at == FREE:
             continue
         there[i] = False
-        for b in range(table.ats.shape[1]):
+        for b in range(allowed):
             if table.ats[slot, b] == FREE:
                 there[i], chosen[1, i], spot = True, b, at % width
                 table.ats[slot, b], table.lengths[slot, b], table.ranks[slot, b] = at, 1, rank

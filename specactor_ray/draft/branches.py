@@ -135,13 +135,14 @@ class BranchTable:
         limits: np.ndarray,
         budget: int,
         tips: np.ndarray | None = None,
+        allowed: int = 1 << 30,
     ) -> Chains:
         """The chains of the next forward: of the main chains of `slots` that have room below `limits` (`(n,)` each) and
         their branches the `budget` most likely ones, main chains first. Branches that begin have one token, and no
-        row. `tips`: as in `append`."""
-        arrays = np.asarray(slots, np.int64), np.asarray(limits, np.int64)
-        chosen = kernels.plan(self._planes, _lines(mirrors, tips), *arrays, budget)
-        return Chains(*chosen[:3, kernels.open_branches(self._planes, chosen)])
+        row; none begins where a slot has `allowed` branches. `tips`: as in `append`."""
+        arrays, allowed = (np.asarray(slots, np.int64), np.asarray(limits, np.int64)), min(allowed, self.most)
+        chosen = kernels.plan(self._planes, _lines(mirrors, tips), *arrays, budget, allowed)
+        return Chains(*chosen[:3, kernels.open_branches(self._planes, chosen, allowed)])
 
     def ends(self, chains: Chains, tips: np.ndarray) -> np.ndarray:
         """int64 `(n,)`: index in the line of the next token of each chain. `tips`: as in `append`."""

@@ -112,13 +112,14 @@ class ModelProposer(SlotProposer):
     def _plan(self, reading: np.ndarray, ahead: np.ndarray) -> Chains:
         """Chains of the next forward where the slots `reading` have to read first and the slots `ahead` can draft on,
         bool `(slots,)` each: main chains, the fewer tokens to read the earlier; the likeliest branches of `ahead`."""
-        tips, limits = self._tips, np.minimum(self.mirrors.limits, self.max_len)
+        mirrors, tips = self.mirrors, self._tips
+        limits = np.minimum(np.minimum(mirrors.limits, mirrors.known + self.reach.window), self.max_len)
         room, (slots,) = tips < limits, np.nonzero(ahead)
         late, running = np.flatnonzero(reading & room), slots[room[slots]]
         late = late[np.argsort(self._backlogs[late], kind="stable")]
         if not self.branches.most or self.budget <= len(late):
             return main_chains(np.concatenate([running, late]))
-        chains = self.branches.plan(self.mirrors, slots, limits[slots], self.budget - len(late), tips)
+        chains = self.branches.plan(mirrors, slots, limits[slots], self.budget - len(late), tips, self.reach.branches)
         mains, behind = np.count_nonzero(chains.numbers == MAIN), zip(chains, main_chains(late), strict=True)
         return Chains(*(np.insert(column, mains, more) for column, more in behind))
 

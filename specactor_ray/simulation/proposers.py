@@ -118,12 +118,13 @@ class SimulatedProposer(SlotProposer):
         return np.zeros(len(self._placed), np.bool_)
 
     def _ready(self) -> Chains:
-        mirrors, limits = self.mirrors, self.mirrors.limits
+        mirrors = self.mirrors
+        limits = np.minimum(mirrors.limits, mirrors.known + self.reach.window)
         slots = np.flatnonzero(self._placed & (mirrors.ends < limits))
         reads_one = not len(slots) or (mirrors.ends - self._cached)[slots].max() <= 1
         if self.branches.most and self.budget > 0 and reads_one:
             placed = np.flatnonzero(self._placed)
-            return self.branches.plan(mirrors, placed, limits[placed], self.budget)
+            return self.branches.plan(mirrors, placed, limits[placed], self.budget, allowed=self.reach.branches)
         return main_chains(slots)
 
     def _draft(self, chains: Chains) -> np.ndarray:

@@ -59,12 +59,12 @@ class Drafting:
             line = line[:at] + self.table.tokens[slot, number, :size].tolist()
         return line[:tokens]
 
-    def extend(self, budget: int) -> Chains:
+    def extend(self, budget: int, allowed: int = 64) -> Chains:
         mirrors, table = self.mirrors, self.table
         limits = mirrors.limits[self.slots]
         chains = main_chains(self.slots[mirrors.ends[self.slots] < limits])
         if budget:
-            chains = table.plan(mirrors, self.slots, limits, budget)
+            chains = table.plan(mirrors, self.slots, limits, budget, allowed=allowed)
         tokens = []
         for slot, number, begin in zip(*(column.tolist() for column in chains), strict=True):
             if begin != FREE:
@@ -184,6 +184,16 @@ def test_the_likeliest_chains_are_drafted(budget: int) -> None:
     found = set(zip(slots.tolist(), begins.tolist(), ranks.tolist(), strict=True))
     assert found == set(best) and len(chains.slots) == min(budget, len(worth))
     assert (np.diff((numbers != MAIN).astype(int)) >= 0).all(), "main chains come first"
+
+
+def test_no_branch_begins_beyond_those_that_are_allowed() -> None:
+    drafting, before = Drafting(slots=4, most=8, window=8, seed=2), 0
+    for allowed in (0, 2, 5, 3):
+        for _ in range(6):
+            drafting.extend(64, allowed)
+            drafting.check()
+        before = max(before, allowed)
+        assert ((drafting.table.ats != FREE).sum(axis=1) == before).all()
 
 
 def test_chances_are_learned_by_the_gap() -> None:
