@@ -17,6 +17,7 @@ from rich.console import Console
 
 from specactor_ray.benchmarks.variants import BenchMode, plan_variants
 from specactor_ray.child import Report, run_in_child
+from specactor_ray.config.drafter_spec import WINDOW
 from specactor_ray.config.schema import Config
 from specactor_ray.errors import SpecActorError
 from specactor_ray.messages import SamplingParams
@@ -99,7 +100,7 @@ def _peers(config: Config, batch: int) -> Iterator[tuple[str, dict[str, Any] | N
 def _own_methods(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
     """vLLM's counterparts of the configured methods; its `suffix` needs a package that it does not bring along."""
     for drafter in config.drafters:
-        window = drafter.window or config.speculation.window
+        window = drafter.window or config.speculation.window or WINDOW
         counterparts: dict[str, dict[str, Any]] = {
             "ngram": {"prompt_lookup_min": drafter.min_match, "prompt_lookup_max": drafter.max_match},
             "draft_model": {"model": drafter.model},

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specactor_ray.config.schema import VERIFIERS_PER_GROUP, Config, DrafterConfig, ModeName
+from specactor_ray.config.schema import (
+    VERIFIERS_PER_GROUP,
+    Config,
+    DrafterConfig,
+    ModeName,
+)
 from specactor_ray.config.validate import reject_keys_against_traits
 from specactor_ray.draft import registry
-from specactor_ray.draft.proposer import Proposer, Traits
+from specactor_ray.draft.proposer import NO_LIMIT, Proposer, Reach, Traits
 
-_BRANCHES = 8
-"""Where `speculation.branches` is `auto`."""
+WINDOW = 8
+"""Where `speculation.window` is `auto` and there are no branches."""
+_OF_FEW, _OF_MANY = Reach(16, 16), Reach(12, 8)
+"""What `auto` stands for where there are branches, while few requests share a draft actor and while many do."""
 
 
 @dataclass
 class DrafterSpec(DrafterConfig):
     """A draft method as actors, links and seats hold it."""
 
-    window: int = 8
-    """Draft window: its own, else the common one."""
+    window: int = WINDOW
+    """Draft window: its own, else the common one, else the longest that `auto` allows."""
     max_batch: int = 16
     """Most requests it drafts for at once: its own, else all that the verifiers it serves run at once."""
     branches: int = 0
     """Most branches of a request; 0 where its proposers cannot branch, or nothing is verified while they draft."""
+    of_many: Reach = NO_LIMIT
+    """The same while many requests share a drafter, where that is less."""
     traits: Traits = Proposer.traits
     """What its proposers are."""
 
@@ -35,11 +44,10 @@ def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
     """
     if config.mode is ModeName.plain:
         return {}
-    speculation, batch, branches = config.speculation, config.target.max_batch, 0
-    if config.mode is not ModeName.coupled:
+    speculation, batch, coupled = config.speculation, config.target.max_batch, config.mode is ModeName.coupled
+    if not coupled:
         batch *= min(config.target.replicas, speculation.verifiers_per_group or VERIFIERS_PER_GROUP)
-        branches = _BRANCHES if speculation.branches is None else speculation.branches
-    common = (speculation.window, batch, branches)
+    common = (speculation.window, batch, 0 if coupled else speculation.branches)
     return {one.method: drafter_spec(f"drafters.{n}", one, *common) for n, one in enumerate(config.drafters)}
 
 
@@ -52,11 +60,17 @@ def unused_branches(config: Config) -> str:
     return f"speculation.branches={config.speculation.branches} has no effect: {why} draft one chain"
 
 
-def drafter_spec(key: str, drafter: DrafterConfig, window: int, max_batch: int, branches: int = 0) -> DrafterSpec:
-    """The record of a section at `key`; `window` and `max_batch`: where it has none; `branches`: where they can branch.
-    Raises as `drafter_specs`."""
+def drafter_spec(
+    key: str, drafter: DrafterConfig, window: int | None, max_batch: int, branches: int | None = 0
+) -> DrafterSpec:
+    """The record of a section at `key`; `window` and `max_batch`: where it has none; `branches`: where they can branch;
+    None: `auto`. Raises as `drafter_specs`."""
     traits = registry.traits(drafter.method, f"{key}.method")
     reject_keys_against_traits(drafter, key, traits)
-    derived = {"window": drafter.window or window, "max_batch": drafter.max_batch or max_batch}
-    branches = branches if traits.branches else 0
-    return DrafterSpec(**{**vars(drafter), **derived, "branches": branches, "traits": traits})
+    window, branches = drafter.window or window, branches if traits.branches else 0
+    few, many = (
+        Reach(window or (auto.window if branches != 0 else WINDOW), auto.branches if branches is None else branches)
+        for auto in (_OF_FEW, _OF_MANY)
+    )
+    derived = {**few._asdict(), "of_many": many, "max_batch": drafter.max_batch or max_batch}
+    return DrafterSpec(**{**vars(drafter), **derived, "traits": traits})

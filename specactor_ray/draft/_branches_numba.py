@@ -156,7 +156,18 @@ def release(table: Any, slots: Any) -> Any:
 
 
 @_jit
-def plan(table: Any, mirror: Any, tips: Any, longest: int, reading: Any, ahead: Any, backlogs: Any, budget: int) -> Any:
+def plan(
+    table: Any,
+    mirror: Any,
+    tips: Any,
+    longest: int,
+    window: int,
+    allowed: int,
+    reading: Any,
+    ahead: Any,
+    backlogs: Any,
+    budget: int,
+) -> Any:
     """Choose the chains of the next forward: see `BranchTable.plan`.
 
     A main chain of `n` tokens needs its next one with the product of their chances. A branch of candidate `f` at the
@@ -167,7 +178,7 @@ def plan(table: Any, mirror: Any, tips: Any, longest: int, reading: Any, ahead: 
         Columns of `Chains`, int32 `(4, m)`.
     """
     table, mirror = Planes(*table), Lines(*mirror)
-    limits = np.minimum(np.minimum(mirror.known + mirror.windows, mirror.lasts), longest)
+    limits = np.minimum(np.minimum(mirror.known + np.minimum(mirror.windows, window), mirror.lasts), longest)
     late, running = np.flatnonzero(reading & (tips < limits)), np.flatnonzero(ahead)
     late = late[np.argsort(backlogs[late], kind="mergesort")]
     if table.ats.shape[1] == 0 or budget <= len(late):
@@ -175,8 +186,8 @@ def plan(table: Any, mirror: Any, tips: Any, longest: int, reading: Any, ahead: 
         chosen, mains = np.full((4, len(running)), FREE, np.int32), len(running)
         chosen[0] = running
     else:
-        chosen, mains = _likeliest(table, mirror.known, tips, limits, running, budget - len(late))
-        _open_branches(table, chosen)
+        chosen, mains = _likeliest(table, mirror.known, tips, limits, running, budget - len(late), allowed)
+        _open_branches(table, chosen, allowed)
     chains, count = np.full((4, chosen.shape[1] + len(late)), MAIN, np.int32), 0
     for i in range(chosen.shape[1] + 1):
         if i == mains:
@@ -191,8 +202,9 @@ def plan(table: Any, mirror: Any, tips: Any, longest: int, reading: Any, ahead: 
 
 
 @_jit
-def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budget: int) -> Any:
-    """The `budget` most likely chains of `slots`, and in any case as many as there are main chains with room.
+def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budget: int, allowed: int) -> Any:
+    """The `budget` most likely chains of `slots`, and in any case as many as there are main chains with room. No branch
+    begins where a slot has `allowed` of them.
 
     Returns:
         int32 `(4, m)`, main chains first, then branches, the most likely first: slots; numbers of chains; for a branch
@@ -203,10 +215,10 @@ def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budge
     found, worth, count, mains = np.empty((4, most), np.int32), np.empty(most), 0, 0
     running = np.empty(places)
     for slot in slots:
-        end, limit, alive, free = tips[slot], limits[slot], 1.0, 0
+        end, limit, alive, free = tips[slot], limits[slot], 1.0, allowed
         for b in range(places):
             running[b] = 0.0
-            free += table.ats[slot, b] == FREE
+            free -= table.ats[slot, b] != FREE
         for at in range(known[slot], end):
             spot = at % width
             gap = table.gaps[slot, spot]
@@ -252,7 +264,7 @@ def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budge
 
 
 @_jit
-def _open_branches(table: Any, chosen: Any) -> None:
+def _open_branches(table: Any, chosen: Any, allowed: int) -> None:
     """Take a place for each branch to be opened in `chosen`, as `_likeliest` returns it: branches get their numbers, or
     `MAIN` where there is no place."""
     width = table.gaps.shape[1]
@@ -261,7 +273,7 @@ def _open_branches(table: Any, chosen: Any) -> None:
         if at == FREE:
             continue
         chosen[1, i] = MAIN
-        for b in range(table.ats.shape[1]):
+        for b in range(allowed):
             if table.ats[slot, b] == FREE:
                 chosen[1, i], spot = b, at % width
                 table.ats[slot, b], table.lengths[slot, b], table.ranks[slot, b] = at, 1, rank

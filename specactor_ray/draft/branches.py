@@ -22,6 +22,7 @@ from specactor_ray.draft._branches_numba import GAPS as GAPS
 from specactor_ray.draft._branches_numba import MAIN as MAIN
 from specactor_ray.draft._branches_numba import RANKS as RANKS
 from specactor_ray.draft.mirror import MirrorTable
+from specactor_ray.draft.proposer import NO_LIMIT, Reach
 from specactor_ray.messages import NO_BRANCHES, Branches, SamplingParams
 from specactor_ray.ragged import enlarged
 
@@ -139,6 +140,7 @@ class BranchTable:
         backlogs: np.ndarray,
         budget: int,
         longest: int = _LONGEST,
+        reach: Reach = NO_LIMIT,
     ) -> Chains:
         """The chains of the next forward, of slots whose tails have room: main chains of `ahead`, then those of
         `reading`, the fewer tokens to read the earlier, then branches of `ahead`. Of `ahead` the most likely chains
@@ -150,8 +152,10 @@ class BranchTable:
             backlogs: int64 `(slots,)`: tokens that a main chain reads, at least 1.
             budget: Most chains; as many as there are main chains with room are taken in any case.
             longest: Most tokens of a line.
+            reach: Most tokens of a tail; most branches of a slot, where no more begin.
         """
-        return Chains(*kernels.plan(self.arrays, mirrors.arrays, tips, longest, reading, ahead, backlogs, budget))
+        limits = longest, reach.window, min(reach.branches, self.most)
+        return Chains(*kernels.plan(self.arrays, mirrors.arrays, tips, *limits, reading, ahead, backlogs, budget))
 
     def read(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from specactor_ray.draft.proposer import NO_LIMIT, Reach
 from specactor_ray.spec.cost import StepCost
 
 FORWARDS = 6
@@ -9,6 +10,14 @@ FORWARDS = 6
 (SSD, arXiv 2603.03251). Of 2 to 12 six did best in simulation (docs/simulation.md)."""
 _AS_FAST = 1.1
 """Largest ratio to a forward over a single row at which a forward counts as equally fast."""
+_SPARE = 4
+"""Chains of each request for which a forward has room where few requests share a drafter (docs/design/policy.md)."""
+
+
+def reach(budget: int, requests: int, of_many: Reach) -> Reach:
+    """Whole windows and all branches while a forward of `budget` rows has room for `_SPARE` chains of each request,
+    else `of_many`."""
+    return NO_LIMIT if budget >= _SPARE * requests else of_many
 
 
 def row_budget(cost: StepCost, step_s: float, most: int) -> int:

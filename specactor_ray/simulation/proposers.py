@@ -122,7 +122,7 @@ class SimulatedProposer(SlotProposer):
         reads = _kernels.reads(placed, self._cached, mirrors.arrays)
         none = np.zeros((2, len(placed)), np.int64)
         budget = 0 if reads else self.budget
-        return self.branches.plan(mirrors, mirrors.ends, none[0] > 0, placed, none[1], budget)
+        return self.branches.plan(mirrors, mirrors.ends, none[0] > 0, placed, none[1], budget, reach=self.reach)
 
     def _draft(self, chains: Chains) -> np.ndarray:
         """Draft a token for each chain. Returns bool `(slots,)`: slots with changed tails."""

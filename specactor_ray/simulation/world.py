@@ -12,13 +12,14 @@ from specactor_ray.simulation.text import HashedText, Text
 
 @dataclass(frozen=True)
 class LinearTime:
-    """Fixed seconds per forward, and seconds per position."""
+    """Fixed seconds per forward, seconds per position, and per row."""
 
     forward_s: float
     position_s: float = 0.0
+    row_s: float = 0.0
 
     def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
-        return self.forward_s + self.position_s * (positions + prefill_tokens)
+        return self.forward_s + self.row_s * rows + self.position_s * (positions + prefill_tokens)
 
 
 @dataclass(frozen=True)

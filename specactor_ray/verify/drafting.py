@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.config.drafter_spec import DrafterSpec
+from specactor_ray.config.drafter_spec import WINDOW, DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.messages import Branches, Features, SamplingParams, TailBatch
 from specactor_ray.queues import inbox
@@ -58,7 +58,7 @@ class Drafting:
         warm_up()
         self.verifier_id, self.wait_s = verifier_id, config.draft_wait_s
         self.inbox = inbox.for_verifier(vocab_size, branches)
-        self.table = RequestTable(max(config.window, window), branches)
+        self.table = RequestTable(max(config.window or WINDOW, window), branches)
         self._seats: dict[int, Seat] = {}
         self._sessions = itertools.count(1)
         self.policy = Policy(config, self.table, acceptance or Acceptance(), cost or StepCost(), self._seats)

@@ -12,6 +12,7 @@ import pytest
 from specactor_ray.draft._branches_numba import chance
 from specactor_ray.draft.branches import FREE, MAIN, RANKS, BranchTable, Chains, ranges_of
 from specactor_ray.draft.mirror import MirrorTable
+from specactor_ray.draft.proposer import Reach
 from specactor_ray.messages import SamplingParams
 
 VOCABULARY = 12
@@ -59,14 +60,15 @@ class Drafting:
             line = line[:at] + self.table.tokens[slot, number, :size].tolist()
         return line[:tokens]
 
-    def plan(self, budget: int) -> Chains:
+    def plan(self, budget: int, allowed: int = 64) -> Chains:
         ahead = self.mirrors.known >= 0
         backlogs = np.ones(len(ahead), np.int64)
-        return self.table.plan(self.mirrors, self.mirrors.ends, ~ahead, ahead, backlogs, budget)
+        reach = Reach(64, allowed)
+        return self.table.plan(self.mirrors, self.mirrors.ends, ~ahead, ahead, backlogs, budget, reach=reach)
 
-    def extend(self, budget: int) -> Chains:
+    def extend(self, budget: int, allowed: int = 64) -> Chains:
         mirrors, table = self.mirrors, self.table
-        chains = self.plan(budget)
+        chains = self.plan(budget, allowed)
         tokens = []
         for slot, number, begin, _ in zip(*(column.tolist() for column in chains), strict=True):
             if begin != FREE:
@@ -206,6 +208,16 @@ def test_those_that_read_come_between_main_chains_and_branches(budget: int) -> N
     assert len(slots) == max(budget, 4) or budget == 99
     full = table.plan(mirrors, mirrors.limits, reading, ~reading, backlogs, budget)
     assert MAIN not in full.numbers.tolist(), "no main chain has room"
+
+
+def test_no_branch_begins_beyond_those_that_are_allowed() -> None:
+    drafting, before = Drafting(slots=4, most=8, window=8, seed=2), 0
+    for allowed in (0, 2, 5, 3):
+        for _ in range(6):
+            drafting.extend(64, allowed)
+            drafting.check()
+        before = max(before, allowed)
+        assert ((drafting.table.ats != FREE).sum(axis=1) == before).all()
 
 
 def test_chances_are_learned_by_the_gap() -> None:

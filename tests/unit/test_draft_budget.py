@@ -9,8 +9,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specactor_ray.draft.budget import FORWARDS, row_budget
+from specactor_ray.draft.budget import FORWARDS, reach, row_budget
 from specactor_ray.draft.model import DraftModelProposer
+from specactor_ray.draft.proposer import NO_LIMIT, Reach
 from specactor_ray.spec.cost import StepCost
 from tests.batches import news, opening
 from tests.clocks import HandClock
@@ -40,6 +41,26 @@ def test_what_is_unknown_allows_no_branches_and_larger_forwards_are_tried() -> N
     assert row_budget(cost, 0.015, 100) == 1
     cost.record(1, 0.01)
     assert row_budget(cost, 0.015, 100) == 6, "as fast as over one row"
+
+
+def test_windows_are_long_while_a_forward_has_room_for_four_chains_of_each_request() -> None:
+    few, many = NO_LIMIT, Reach(3, 1)
+    assert reach(16, 4, many) == few and reach(15, 4, many) == reach(0, 4, many) == many
+    clock = HandClock()
+
+    class Timed(DraftModelProposer):
+        def extend(self) -> np.ndarray:
+            changed = super().extend()
+            clock.seconds += 1e-3 * self.rows_drafted
+            return changed
+
+    for of_many, lengths in ((many, (6, 3)), (few, (6, 6))):
+        loop, _ = loop_of(Timed(tiny_model(), branches=8), clock=clock, of_many=of_many)
+        for count, length in zip((1, 8), lengths, strict=True):  # in 24 ms fit six forwards of four rows
+            loop.deliver(replace(news([opening(row, window=6) for row in range(count)]), step_s=0.024))
+            while loop.run_once():
+                pass
+            assert loop.proposer.tails(np.arange(count, dtype=np.int32)).lengths.tolist() == [length] * count
 
 
 def test_a_loop_learns_what_forwards_cost_and_comes_to_rest() -> None:

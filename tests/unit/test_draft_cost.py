@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from tests.clocks import HandClock
 from tests.tiny import tiny_draft
 
 
-def loop_of(proposer: Proposer, **arguments: HandClock) -> tuple[DraftLoop, list[TailBatch]]:
+def loop_of(proposer: Proposer, **arguments: Any) -> tuple[DraftLoop, list[TailBatch]]:
     """A loop, and what it tells its verifier."""
     loop, told = DraftLoop("d", proposer, **arguments), list[TailBatch]()
     loop.set_verifiers({"v0": Link(direct_sender(told.append))})

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from specactor_ray.config.drafter_spec import drafter_specs
+from specactor_ray.config.drafter_spec import WINDOW, drafter_specs
 from specactor_ray.config.drafting import is_hosted
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config, DrafterConfig, ModeName, SpeculationConfig, TargetConfig, VerifyPolicy
@@ -236,7 +236,7 @@ def test_classes_are_not_imported_where_nothing_is_drafted() -> None:
 
 def test_a_record_has_the_window_that_counts() -> None:
     config = config_of({"method": "ngram", "window": 3}, {"method": own("Lookup")})
-    assert [spec.window for spec in drafter_specs(config).values()] == [3, config.speculation.window]
+    assert [spec.window for spec in drafter_specs(config).values()] == [3, WINDOW]
 
 
 @pytest.mark.parametrize("proposer", [NgramProposer, SuffixProposer, DraftModelProposer, EagleProposer])

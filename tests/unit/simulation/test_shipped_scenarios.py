@@ -35,6 +35,13 @@ def test_the_published_point_of_ssd() -> None:
     assert branches == pytest.approx(210.9, rel=0.1) and branches > 1.1 * decoupled
 
 
+def test_the_published_point_of_skyrl() -> None:
+    """2.03x of plain with 3.32 tokens a step. The acceptance is fitted, the gain is not."""
+    plain, inline, _ = compare(FOLDER / "skyrl_qwen3.5_9b.yaml", ["workload.max_tokens=512"], processes=1)
+    assert inline.metrics.acceptance_length == pytest.approx(3.32, rel=0.02)
+    assert plain.rollout_s / inline.rollout_s == pytest.approx(2.03, rel=0.1)
+
+
 def test_the_smallest_one_runs() -> None:
     plain, coupled, decoupled = compare(FOLDER / "two_cores.yaml", processes=1)
     assert plain.tokens == coupled.tokens == decoupled.tokens
