@@ -2,8 +2,8 @@
 
 Numba names compiled code by a running number and writes the index first. Two processes that compile two signatures of
 one function at the same time can leave an index that gives one signature the other's machine code, and one that starts
-after the source changed can load what the former source compiled to. Here each access holds a lock of the function's
-own.
+after the source changed can load what the former source compiled to. Here one process at a time loads or compiles a
+function: what several need at their start, such as verifiers, is compiled once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.sigutils import normalize_signature
 from numba.types import CPointer, void
 
@@ -26,7 +27,7 @@ from specactor_ray.files import locked
 
 
 class LockedCache(FunctionCache):
-    """An on-disk cache of compiled code that one process reads or writes at a time.
+    """An on-disk cache of compiled code, to be used inside `held`.
 
     Args:
         function: The function as written.
@@ -38,20 +39,20 @@ class LockedCache(FunctionCache):
         files = [os.stat(str(module.__file__)) for module in sources]
         stamp = (self._impl.locator.get_source_stamp(), *((file.st_mtime, file.st_size) for file in files))
         self._cache_file = IndexDataCacheFile(self._cache_path, self._impl.filename_base, stamp)
+        self._is_held = False
 
     @contextmanager
-    def _lock(self) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
+        """Hold the cache against other processes; reentrant. The lock of numba comes first: a kernel that compiles
+        another one holds it."""
         self._impl.locator.ensure_cache_path()
-        with locked(Path(self.cache_path) / f"{self._impl.filename_base}.lock"):
-            yield
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        with self._lock():
-            return super().load_overload(sig, target_context)
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        with self._lock():
-            super().save_overload(sig, data)
+        path = Path(self.cache_path) / f"{self._impl.filename_base}.lock"
+        with global_compiler_lock, nullcontext() if self._is_held else locked(path):
+            before, self._is_held = self._is_held, True
+            try:
+                yield
+            finally:
+                self._is_held = before
 
 
 def kernel(sources: Sequence[ModuleType] = (), **options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -68,7 +69,8 @@ def kernel(sources: Sequence[ModuleType] = (), **options: Any) -> Callable[[Call
     def compiled(function: Callable[..., Any]) -> Any:
         dispatcher = njit(nogil=True, error_model="numpy", **options)(function)
         if hasattr(dispatcher, "_cache"):  # not where NUMBA_DISABLE_JIT leaves the function as it is
-            dispatcher._cache = LockedCache(dispatcher.py_func, sources)
+            dispatcher._cache = cache = LockedCache(dispatcher.py_func, sources)
+            dispatcher.compile = cache.held()(dispatcher.compile)
         return dispatcher
 
     return compiled
@@ -92,8 +94,9 @@ def c_function(given: Any, sources: Sequence[ModuleType] = ()) -> Callable[[Call
 
     def compiled(function: Callable[..., Any]) -> CFunction:
         code = CFunc(function, normalize_signature(void(CPointer(given))), {}, {"nogil": True, "error_model": "numpy"})
-        code._cache = LockedCache(function, sources)
-        code.compile()
+        code._cache = cache = LockedCache(function, sources)
+        with cache.held():
+            code.compile()
         return CFunction(code)
 
     return compiled

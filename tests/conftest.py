@@ -19,6 +19,7 @@ hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("project")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # forked workers would warn about it
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let actors starve beside other tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing from threads that fight for two cores
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from specactor_ray.actors.process import configure_process, put_weights
+from specactor_ray.actors.process import collected_once, configure_process, put_weights
 from specactor_ray.actors.taught_drafter import TaughtDrafter
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.config.online import taught_by_trainer
@@ -50,6 +50,7 @@ class TrainerActor:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
 
+    @collected_once()
     def start(self, spec: TrainerSpec, threads: int) -> None:
         """Load the policy and its optimizer."""
         import torch

@@ -13,15 +13,12 @@ from pathlib import Path
 import pytest
 
 from specactor_ray.messages import SamplingParams
-from specactor_ray.sampling.keyed import derive_seed
-from specactor_ray.target.base import TargetRequest
+from tests.plain_decoding import plain_tokens
 from tests.tiny import tiny_prompts, tiny_target
-from tests.unit.engine_conformance import run
-from tests.unit.test_hf_engine import load, make
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS, SAMPLES = 40, 4
+PROMPTS, SAMPLES = 24, 4
 
 
 def command(folder: Path) -> subprocess.Popen[str]:
@@ -60,11 +57,7 @@ def test_a_killed_rollout_is_continued(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (folder / "trajectories.jsonl").read_text().splitlines()]
     assert len(rows) == len({(row["prompt_index"], row["sample_index"]) for row in rows}) == PROMPTS * SAMPLES
     assert json.loads((folder / "summary.json").read_text())["resumed"] >= lines
-    engine = make(load(tiny_target()), max_batch=64)
-    for row in rows:
-        seed = derive_seed(0, row["prompt_index"], row["sample_index"])
-        sampling = SamplingParams(temperature=1.0, max_tokens=64, seed=seed)
-        name = f"{row['prompt_index']}/{row['sample_index']}"
-        engine.add(TargetRequest(name, tuple(row["prompt_token_ids"]), sampling))
-    plain = run(engine).tokens
-    assert {f"{row['prompt_index']}/{row['sample_index']}": row["token_ids"] for row in rows} == plain
+    tokens = {(row["prompt_index"], row["sample_index"]): tuple(row["token_ids"]) for row in rows}
+    assert tokens == plain_tokens(
+        tiny_target(), tiny_prompts(PROMPTS), SamplingParams(1.0, max_tokens=64, seed=0), SAMPLES
+    )

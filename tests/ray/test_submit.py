@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from specactor_ray.training.run_folder import read_metrics
 from tests import tiny
 from tests.ports import free_port
 
@@ -81,7 +80,7 @@ def wait_for_dashboard(port: int, process: subprocess.Popen, timeout_s: float = 
     raise AssertionError("the dashboard did not come up")
 
 
-def overrides(tmp_path: Path, steps: int) -> list[str]:
+def overrides(tmp_path: Path, *more: str) -> list[str]:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text("".join(json.dumps({"prompt": f"Tell me about the {c} fox."}) + "\n" for c in tiny.COLOURS))
     return [
@@ -91,25 +90,24 @@ def overrides(tmp_path: Path, steps: int) -> list[str]:
         f"target.model={tiny.tiny_target()}",
         "target.kv_cache_gb=0.05",
         "drafters=[{method: ngram}]",
-        "reward.functions=[{name: 'tests.reward_functions:sleepy'}]",
         "data.n=4",
         "sampling.max_tokens=16",
-        "trainer.prompts_per_step=2",
-        f"trainer.steps={steps}",
+        *more,
     ]
 
 
-def test_a_submitted_training_job_succeeds_and_its_log_is_followed(head: Head, tmp_path: Path) -> None:
-    output = head.specactor("submit", "--address", head.address, "train", *overrides(tmp_path, 2)).communicate(
-        timeout=200
-    )[0]
-    assert "SUCCEEDED" in output, output
-    assert "step 1/2: reward" in output and "step 2/2: reward" in output
-    assert len(read_metrics(tmp_path / "runs" / "job" / "metrics.jsonl")) == 2
+def test_a_submitted_job_succeeds_and_its_log_is_followed(head: Head, tmp_path: Path) -> None:
+    submitted = head.specactor("submit", "--address", head.address, "rollout", *overrides(tmp_path))
+    output = submitted.communicate(timeout=200)[0]
+    assert submitted.returncode == 0 and "SUCCEEDED" in output, output
+    assert "run job: starting" in output and "run job: Ray cluster at" in output
+    assert len((tmp_path / "runs" / "job" / "trajectories.jsonl").read_text().splitlines()) == 4 * len(tiny.COLOURS)
 
 
-def test_an_interrupt_stops_the_job_with_a_checkpoint(head: Head, tmp_path: Path) -> None:
-    process = head.specactor("submit", "--address", head.address, "train", *overrides(tmp_path, 500))
+def test_an_interrupt_stops_a_training_job_with_a_checkpoint(head: Head, tmp_path: Path) -> None:
+    rewards = "reward.functions=[{name: 'tests.reward_functions:sleepy'}]"
+    training = (rewards, "trainer.prompts_per_step=2", "trainer.steps=500")
+    process = head.specactor("submit", "--address", head.address, "train", *overrides(tmp_path, *training))
     metrics = tmp_path / "runs" / "job" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text()):
@@ -118,7 +116,7 @@ def test_an_interrupt_stops_the_job_with_a_checkpoint(head: Head, tmp_path: Path
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=240)[0]
     assert process.returncode == 130, output
-    assert "STOPPED" in output
+    assert "STOPPED" in output and "step 1/500: reward" in output
     assert list((tmp_path / "runs" / "job" / "checkpoints").glob("step-*"))
 
 

@@ -15,7 +15,7 @@ import pytest
 import ray
 import torch
 
-from specactor_ray.actors.trainer import HEARTBEAT, TrainerActor
+from specactor_ray.actors.trainer import HEARTBEAT
 from specactor_ray.errors import ActorLostError
 from specactor_ray.models.weight_buckets import unpack
 from specactor_ray.training.trainer_group import TrainerGroup
@@ -63,30 +63,16 @@ def test_ranks_train_and_a_killed_one_is_named_and_the_others_are_not_waited_for
             group.save(Path("/nowhere"))
 
 
-class Probe(TrainerActor):
-    """Tells which thread it works in."""
-
-    def thread(self) -> int:
-        return threading.get_ident()
-
-    @ray.method(concurrency_group=HEARTBEAT)
-    def other_thread(self) -> int:
-        return threading.get_ident()
-
-
-def test_all_work_is_done_in_one_thread_beside_that_of_the_heartbeat() -> None:
-    probe = ray.remote(concurrency_groups={HEARTBEAT: 1})(Probe).remote("WARNING")
-    threads = set(ray.get([probe.thread.remote() for _ in range(20)], timeout=240))
-    others = set(ray.get([probe.other_thread.remote() for _ in range(20)], timeout=240))
-    ray.kill(probe)
-    assert len(threads) == 1 and not threads & others
-
-
-def test_a_rank_counts_its_work_while_it_does_it() -> None:
+def test_a_rank_works_in_one_thread_and_counts_its_work_in_another() -> None:
     with TrainerGroup(settings(), "test") as group:
         rank = group._ranks[0]
         spins = [psutil.Process(pid).environ().get("GOMP_SPINCOUNT") for pid in ranks_of()]
         assert "3000" in spins, "set before the process loads torch, or its idle threads take cores from others"
+        thread_of = rank.__ray_call__.remote
+        threads = set(ray.get([thread_of(lambda _: threading.get_ident()) for _ in range(20)], timeout=240))
+        beside = rank.__ray_call__.options(concurrency_group=HEARTBEAT).remote
+        others = set(ray.get([beside(lambda _: threading.get_ident()) for _ in range(20)], timeout=240))
+        assert len(threads) == 1 and not threads & others
         samples = [sample for seed in range(40) for sample in make_samples(8, seed=seed)]
         before = ray.get(rank.heartbeat.remote(), timeout=240)
         update = rank.update.remote(samples, 0, 0)

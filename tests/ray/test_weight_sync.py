@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 from rich.console import Console
 
 from specactor_ray import Rollout, SamplingParams
@@ -19,6 +20,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.errors import InputError
 from specactor_ray.learner.batching import Sample
+from specactor_ray.models.loading import load_model
 from specactor_ray.observability.report import status_table
 from specactor_ray.training.trainer_group import TrainerGroup
 from tests.tiny import tiny_target
@@ -104,17 +106,21 @@ def test_drafters_that_follow_the_policy_get_every_version() -> None:
     method = "tests.own_proposers:Brittle"
     drafter = {"method": method, "model": str(tiny_target()), "kv_cache_gb": 0.05, "follow_policy": True}
     settings = config("decoupled", drafters=[drafter], speculation={"verify": "all", "draft_wait_s": 1.0})
-    with Rollout(settings) as rollout, TrainerGroup(settings, rollout.run_name) as trainer:
-        for step in range(3):
-            trainer.update(samples(), step, step)
-        rollout.update_weights(trainer.export_weights(1))
+    policy = load_model(str(tiny_target())).state_dict()
+    noise = torch.Generator().manual_seed(1)
+    changed = {
+        name: value + 0.1 * value.std() * torch.randn(value.shape, generator=noise) for name, value in policy.items()
+    }
+    with Rollout(settings) as rollout:
+        before = tokens(rollout)
+        rollout.update_weights(changed)
         rollout.reset_metrics()
-        tokens(rollout)
+        assert tokens(rollout) != before
         metrics = rollout.metrics()
         # The drafter has the target's own weights, so it is nearly always right.
         assert metrics.drafted_tokens > 0 and metrics.acceptance_rate > 0.9
         for version, alarm in ((2, True), (3, False)):
-            rollout.update_weights(trainer.export_weights(version))
+            assert rollout.update_weights(changed) == version
             assert await_alarm(rollout, version, alarm)["alarm"] is alarm
         rollout.scale({method: 2})
         deadline = time.monotonic() + 60

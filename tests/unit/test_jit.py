@@ -26,6 +26,7 @@ import one_kernel
 print("ready", flush=True)
 sys.stdin.readline()
 one_kernel.kind(np.dtype(sys.argv[1]).type(10))
+print(sum(one_kernel.kind.stats.cache_misses.values()))
 """
 CALL = """
 import numpy as np, one_kernel
@@ -41,20 +42,29 @@ def python(source: str, folder: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
 
 
-def test_processes_that_compile_at_once_share_one_cache(tmp_path: Path) -> None:
-    (tmp_path / "one_kernel.py").write_text(KERNEL)
-    compiling = [python(COMPILE, tmp_path, kind) for kind in ("int64", "float64", "float32", "complex128")]
+def compile_at_once(folder: Path, *kinds: str) -> int:
+    """Let a process for each kind call the kernel at the same time. Returns how many of them have compiled it."""
+    (folder / "one_kernel.py").write_text(KERNEL)
+    compiling = [python(COMPILE, folder, kind) for kind in kinds]
     for process in compiling:
         assert process.stdout and process.stdout.readline() == "ready\n"
     for process in compiling:
         assert process.stdin
         process.stdin.write("\n")
         process.stdin.flush()
-    for process in compiling:
-        process.communicate(timeout=200)
-        assert process.returncode == 0
+    outputs = [process.communicate(timeout=200)[0] for process in compiling]
+    assert not any(process.returncode for process in compiling)
+    return sum(map(int, outputs))
+
+
+def test_processes_that_compile_at_once_share_one_cache(tmp_path: Path) -> None:
+    assert compile_at_once(tmp_path, "int64", "float64", "float32", "complex128") == 4
     output = python(CALL, tmp_path).communicate(timeout=200)[0]
     assert output == f"{[2.5 + 0j] * 4}\n4\n"
+
+
+def test_one_of_the_processes_that_need_the_same_code_compiles_it(tmp_path: Path) -> None:
+    assert compile_at_once(tmp_path, "int64", "int64", "int64") == 1
 
 
 def test_code_is_stale_where_a_source_has_changed(tmp_path: Path) -> None:
