@@ -45,6 +45,11 @@ class Drafter:
     hosted: bool = False
     """The verifier's own thread drives it."""
 
+    @property
+    def takes_turns(self) -> bool:
+        """It is a model that drafts while the verifier waits."""
+        return self.hosted and not self.spec.traits.looks_up
+
 
 class Seconds(NamedTuple):
     """What a step took."""
@@ -84,7 +89,7 @@ class Policy:
 
     def plan_rounds(self, rows: np.ndarray) -> int:
         """How many tokens drafters that take turns with the verifier draft for each request before the step."""
-        drafters = [one for one in self.drafters.values() if not one.spec.traits.looks_up]
+        drafters = [one for one in self.drafters.values() if one.takes_turns]
         longest = self._longest(rows)
         if not longest.any() or not self.cost.is_known:
             return 0
@@ -178,10 +183,10 @@ class Policy:
         return self.table.length.take(rows, axis=1)
 
     def _longest(self, rows: np.ndarray) -> np.ndarray:
-        """int32 `(seats, rows)`: how long models may make the tails; 0 where none drafts."""
+        """int32 `(seats, rows)`: how long models that take turns may make the tails; 0 where none drafts."""
         windows = np.zeros(len(self.table.method), np.int32)
         for seat, drafter in self.drafters.items():
-            if drafter.able and not drafter.spec.traits.looks_up:
+            if drafter.able and drafter.takes_turns:
                 windows[seat] = drafter.spec.window
         return np.where(self.table.assigned.take(rows, axis=1), windows[:, None], 0).astype(np.int32)
 
