@@ -28,6 +28,9 @@ from specactor_ray.spec.tgs import window_rates
 
 _FIRST_ROUNDS = 3
 """Rounds of drafting where it is not known yet what one takes."""
+_UNRESCUED = 0.5
+"""Share of refuted tails whose place no branch takes: where the first candidate is wrong, the second or third is right
+in half of all cases."""
 
 
 @dataclass(eq=False)
@@ -104,7 +107,7 @@ class Policy:
             most = min(most, _FIRST_ROUNDS)
         supply, curve = self._supply(rows), self.cost.curve(len(rows), len(rows) * self.table.window)
         rounds: int = _kernels.best_rounds(
-            self._probability(rows), supply, np.maximum(longest, supply), self._room(rows), curve, token_s, most
+            self._net_probability(rows), supply, np.maximum(longest, supply), self._room(rows), curve, token_s, most
         )
         return rounds
 
@@ -177,6 +180,21 @@ class Policy:
     def _probability(self, rows: np.ndarray) -> np.ndarray:
         """`(seats, rows)`."""
         return self.acceptance.probability(self.table, rows)[self.table.method]
+
+    def _net_probability(self, rows: np.ndarray) -> np.ndarray:
+        """`_probability`, of models that take turns less what a right token of theirs costs: the tail that a draft
+        actor makes meanwhile begins before that token, and is lost where the actor is wrong there."""
+        probability, drafters, assigned = self._probability(rows), self.drafters.items(), self.table.assigned
+        kept = np.ones(len(rows))
+        for seat, one in drafters:
+            if one.able and not (one.hosted or one.spec.traits.looks_up):
+                p, window = probability[seat], one.spec.window
+                lost = p * (1.0 - p**window) * (_UNRESCUED if one.spec.branches else 1.0)  # (1 - p) of its tail
+                kept = np.minimum(kept, np.where(assigned[seat, rows], 1.0 - lost, 1.0))
+        for seat, one in drafters:
+            if one.takes_turns:
+                probability[seat] *= kept
+        return probability
 
     def _supply(self, rows: np.ndarray) -> np.ndarray:
         """`(seats, rows)`, as everything of `take`, in C order: kernels are compiled for that."""
