@@ -38,6 +38,10 @@ EXPERIMENTS: Mapping[str, list[str]] = {
         *(*PAIR, "--compare", "coupled,decoupled", "--sweep", "config.speculation.branches=0,4,8,16"),
         *("config.target.max_batch=4", "config.speculation.window=16"),
     ],
+    "heads": [
+        *(*PAIR, "--sweep", "config.target.max_batch=1,4,16,64", "config.speculation.branches=16"),
+        *("config.speculation.window=16", "workload.median_tokens=300", "workload.max_tokens=1200"),
+    ],
     "python": [*PAIR, "--oracle", "--sweep", "python.verify_row_us=0,4,25,110"],
 }
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specactor_ray.config.schema import (
-    VERIFIERS_PER_GROUP,
-    Config,
-    DrafterConfig,
-    ModeName,
-)
+from specactor_ray.config.drafting import is_hosted
+from specactor_ray.config.schema import VERIFIERS_PER_GROUP, Config, DrafterConfig, ModeName
 from specactor_ray.config.validate import reject_keys_against_traits
 from specactor_ray.draft import registry
 from specactor_ray.draft.proposer import NO_LIMIT, Proposer, Reach, Traits
@@ -44,11 +40,14 @@ def drafter_specs(config: Config) -> dict[str, DrafterSpec]:
     """
     if config.mode is ModeName.plain:
         return {}
-    speculation, batch, coupled = config.speculation, config.target.max_batch, config.mode is ModeName.coupled
-    if not coupled:
-        batch *= min(config.target.replicas, speculation.verifiers_per_group or VERIFIERS_PER_GROUP)
-    common = (speculation.window, batch, 0 if coupled else speculation.branches)
-    return {one.method: drafter_spec(f"drafters.{n}", one, *common) for n, one in enumerate(config.drafters)}
+    speculation, batch = config.speculation, config.target.max_batch
+    group = min(config.target.replicas, speculation.verifiers_per_group or VERIFIERS_PER_GROUP)
+    specs = {}
+    for number, one in enumerate(config.drafters):
+        key = f"drafters.{number}"
+        limits = (batch, 0) if is_hosted(one, config.mode, key) else (batch * group, speculation.branches)
+        specs[one.method] = drafter_spec(key, one, speculation.window, *limits)
+    return specs
 
 
 def unused_branches(config: Config) -> str:

@@ -6,16 +6,16 @@ from specactor_ray.config.schema import Config, DrafterConfig, ModeName
 from specactor_ray.draft.registry import traits
 
 
-def is_hosted(drafter: DrafterConfig, mode: ModeName) -> bool:
-    """Whether verifiers draft by the method of this section themselves; else it has draft actors. `auto` is taken for
-    `decoupled`.
+def is_hosted(drafter: DrafterConfig, mode: ModeName, key: str = "drafters.N") -> bool:
+    """Whether verifiers draft by the method of this section, at `key`, themselves; else it has draft actors. `auto` is
+    taken for `decoupled`.
 
     Raises:
         ConfigError: A user's own method cannot be imported.
     """
     if mode is ModeName.coupled or drafter.hosted is not None:
         return mode is ModeName.coupled or bool(drafter.hosted)
-    return traits(drafter.method).looks_up
+    return traits(drafter.method, f"{key}.method").looks_up
 
 
 def inline_drafters(config: Config) -> list[DrafterConfig]:

@@ -204,8 +204,9 @@ class DrafterConfig:
     one that hangs holds its verifier up until `cluster.stall_timeout_s` replaces that."""
     hosted: bool | None = None
     """Whether every verifier drafts by it itself, without messages and cores of its own; else it has draft actors.
-    Default: lookups (`ngram`, `suffix`) are hosted, models in mode `coupled` only. `coupled` hosts all, `decoupled` no
-    model. `mode: auto` with `false` is `decoupled`."""
+    Default: lookups (`ngram`, `suffix`) are hosted, models in mode `coupled` only, which hosts all. A model that is
+    hosted in `decoupled`, an EAGLE head for example, drafts for requests that have no better tail of a draft actor, in
+    steps where that pays. `mode: auto` with `false` is `decoupled`."""
     replicas: int = at_least(0, default=1)
     """Number of draft actors; `specactor scale` changes it during the run. Hosted: 0 switches it off."""
     cores: float = 1.0

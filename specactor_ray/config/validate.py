@@ -14,7 +14,7 @@ from specactor_ray.config.online import OnlineWhere, reject_batch_above_buffer, 
 from specactor_ray.config.ranges import reject_unlisted, reject_values_not_allowed
 from specactor_ray.config.schema import MAX_METHODS, Config, DrafterConfig, ModeName, PlanPolicy, RaceName
 from specactor_ray.draft.proposer import Checkpoint, Traits
-from specactor_ray.draft.registry import BUILT_IN, traits
+from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.errors import ConfigError, clipped
 
 TRAINING_SECTIONS = ("algorithm", "reward", "trainer", "checkpoint", "tracking")
@@ -158,17 +158,10 @@ def reject_speculation_without_drafters(config: Config) -> None:
         raise ConfigError("mode", problem, "use mode=auto or mode=plain, or add one: 'drafters=[{method: ngram}]'.")
 
 
-def reject_hosted_models_beside_draft_actors(config: Config) -> None:
-    for index, drafter in enumerate(config.drafters if config.mode is ModeName.decoupled else ()):
-        if drafter.hosted and not traits(drafter.method, f"drafters.{index}.method").looks_up:
-            problem = f"true, but 'decoupled' verifiers host lookups only, and {clipped(drafter.method)} is none."
-            raise ConfigError(f"drafters.{index}.hosted", problem, "leave it out, or use mode=coupled.")
-
-
 def reject_half_precision_of_drafters_on_a_cpu(config: Config) -> None:
     for index, drafter in enumerate(config.drafters):
         host, gpus = f"drafters.{index}", drafter.gpus
-        if config.mode is ModeName.coupled:
+        if config.mode is ModeName.coupled or drafter.hosted:
             host, gpus = "target", config.target.gpus
         elif config.mode is ModeName.auto:  # whatever it becomes
             gpus += config.target.gpus
@@ -276,7 +269,6 @@ CHECKS: tuple[Callable[[Config], None], ...] = (
     reject_output_over_input,
     reject_race_threshold_without_a_tail,
     reject_speculation_without_drafters,
-    reject_hosted_models_beside_draft_actors,
     reject_half_precision_of_drafters_on_a_cpu,
     reject_compiled_off_for_others,
     reject_engine_arguments,

@@ -68,7 +68,7 @@ def settle(config: Config, devices: Devices | None) -> Config:
     target.dtype = fitting_dtype(target.dtype, target.gpus > 0, target.backend)
     if settled.mode is not ModeName.auto:  # which may yet give a draft model a GPU
         for drafter in settled.drafters:
-            on_gpu = (target.gpus if settled.mode is ModeName.coupled else drafter.gpus) > 0
+            on_gpu = (target.gpus if settled.mode is ModeName.coupled or drafter.hosted else drafter.gpus) > 0
             drafter.dtype = fitting_dtype(drafter.dtype, on_gpu)
     return config if settled == config else settled
 
@@ -273,8 +273,10 @@ def apply_plan(config: Config, plan: Plan) -> Config:
     drafter = kept[0]
     drafter.replicas, drafter.window = chosen.groups, None
     drafter.max_batch = drafter.max_batch and max(drafter.max_batch, chosen.batch)
-    if chosen.mode is ModeName.decoupled and not drafter.gpus:
-        drafter.cores, drafter.hosted = max(chosen.draft_devices, 1), False if chosen.draft_devices else None
+    if chosen.mode is ModeName.decoupled:
+        drafter.hosted = False if chosen.draft_devices else None
+        if not drafter.gpus:
+            drafter.cores = max(chosen.draft_devices, 1)
     resolved.drafters = kept
     resolved.speculation.window = chosen.window
     return resolved

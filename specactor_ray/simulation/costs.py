@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
+from specactor_ray.config.drafting import inline_drafters
 from specactor_ray.config.schema import DrafterConfig, ModeName
 from specactor_ray.draft.registry import traits
 from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.hardware import Hardware, ProfiledHardware, RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import find_model, load_models
-from specactor_ray.simulation.roofline import StepCost
+from specactor_ray.simulation.roofline import RooflineCost, StepCost
 from specactor_ray.simulation.scenario import ScenarioConfig
 from specactor_ray.simulation.world import DraftTime, LinearTime, Times, World
 from specactor_ray.speculation.costs import CostPoint, cost_grids
@@ -90,7 +91,9 @@ def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_
             return DraftTime(_LOOKUP, is_lookup)
         if drafter.model is None:
             raise ConfigError("model", "is not set.", "name a shape of conf/simulation/hardware/models.yaml.")
-        return DraftTime(hardware.draft_cost(drafter.model, max(drafter.gpus, 1)))
+        cost = hardware.draft_cost(drafter.model, max(drafter.gpus, 1))
+        fusion = cost.fusion_seconds if isinstance(cost, RooflineCost) and cost.model.features else None
+        return DraftTime(cost, fusion=fusion)
     except ConfigError as error:
         raise ConfigError(f"config.drafters.{index}", f"{error.key}: {error.problem}", error.fix) from None
 
@@ -107,9 +110,9 @@ class _Lookup:
 
 def _beside(scenario: ScenarioConfig, hardware: Hardware) -> float:
     """Bytes of drafters' weights on each GPU of a verifier."""
-    if scenario.config.mode is not ModeName.coupled or not isinstance(hardware, RooflineHardware):
+    if not isinstance(hardware, RooflineHardware):
         return 0.0
-    models = [drafter.model for drafter in scenario.config.drafters if drafter.model and drafter.gpus]
+    models = [drafter.model for drafter in inline_drafters(scenario.config) if drafter.model]
     return sum(hardware.target_cost(model).weight_bytes for model in models)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.draft.branches import RANKS, BranchTable, Chains, warm_up
+from specactor_ray.draft.branches import MAIN, RANKS, BranchTable, Chains, warm_up
 from specactor_ray.draft.proposer import Proposer, Tails, Traits
 from specactor_ray.draft.slots import SlotProposer
 from specactor_ray.messages import NO_BRANCHES, Branches, FinishedOutput
@@ -37,7 +37,7 @@ class SimulatedProposer(SlotProposer):
     """
 
     vocab_size: int
-    _by_slot = (*SlotProposer._by_slot, "_cached", "_known", "_ranks")
+    _by_slot = (*SlotProposer._by_slot, "_cached", "_anchors", "_known", "_ranks")
 
     def __init__(
         self,
@@ -57,8 +57,9 @@ class SimulatedProposer(SlotProposer):
         self.traits = Traits(looks_up=self._time.is_lookup, branches=branches > 0)
         self.branches = BranchTable(0 if self._time.is_lookup else branches)
         """Its `rows` are tokens in the cache."""
-        self._cached = np.zeros(0, np.int64)
-        """`(slots,)`: tokens of main chains in the cache."""
+        self._cached, self._anchors = np.zeros((2, 0), np.int64)
+        """`(slots,)`: tokens of main chains in the cache; of an EAGLE head, how many of them rest on the target's
+        states."""
         self._known = np.zeros((0, 0), np.int32)
         """By slot and output position: the right token; of a lookup, its guess."""
         self._ranks = np.zeros((0, 2, 0), np.int8)
@@ -74,7 +75,8 @@ class SimulatedProposer(SlotProposer):
         if width > self._known.shape[1]:
             self._known, self._ranks = enlarged(self._known, 1, width), enlarged(self._ranks, 2, width)
         known = guesses(ranks[0], output, self.vocab_size) if self._time.is_lookup else output
-        self._known[slot], self._ranks[slot], self._cached[slot] = 0, _kernels.NO_GUESS, 0
+        self._known[slot], self._ranks[slot] = 0, _kernels.NO_GUESS
+        self._cached[slot] = self._anchors[slot] = 0
         self._known[slot, : len(output)], self._ranks[slot, :, : len(output)] = known, ranks
         return True
 
@@ -84,7 +86,7 @@ class SimulatedProposer(SlotProposer):
         return super().commit(slots, starts, lengths, tokens)
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
-        np.minimum.at(self._cached, slots, same)
+        np.minimum.at(self._cached, slots, same if self._time.fusion is None else self._anchors[slots])
 
     def _leave(self, slot: int, finished: bool) -> None:
         self.branches.release(slot)
@@ -131,15 +133,20 @@ class SimulatedProposer(SlotProposer):
             return changed
         at = (self._known, self._ranks, self._cached, mirrors.arrays, table.arrays, chains.slots, chains.numbers)
         ends, prefill, tokens, gaps = _kernels.draft(*at, self.vocab_size, 1 + RANKS)
+        fused_s = 0.0
+        if self._time.fusion is not None:
+            mains = chains.slots[chains.numbers == MAIN]
+            fused_s = self._time.fusion(int((mirrors.known - self._anchors)[mains].sum()))
+            self._anchors[mains] = mirrors.known[mains]
         self.rows_drafted = 0 if prefill else len(ends)
-        self._work(len(ends), len(ends), int(ends.sum()), prefill)
+        self._work(len(ends), len(ends), int(ends.sum()), prefill, fused_s)
         table.append(mirrors, mirrors.ends, chains, tokens, gaps)
         changed[chains.slots] = True
         return changed
 
-    def _work(self, rows: int, positions: int, context: int, prefill: int = 0) -> None:
+    def _work(self, rows: int, positions: int, context: int, prefill: int = 0, fused_s: float = 0.0) -> None:
         clock, world = self._clock, self._world
-        seconds = self._time.forward.seconds(rows, positions, context, prefill)
+        seconds = self._time.forward.seconds(rows, positions, context, prefill) + fused_s
         begin = clock.now()
         clock.work(seconds + world.python.draft_s(clock.process, rows))
         world.record.span(self._name, "draft", begin, clock.now(), rows, positions)

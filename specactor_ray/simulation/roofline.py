@@ -160,6 +160,7 @@ class RooflineCost:
         self._attention = _linear(model.attention_weights, per_weight, gpus, bandwidth, peak)
         self._dense = _linear(model.dense_weights, per_weight, gpus, bandwidth, peak)
         self._head = _linear(model.head_weights, per_weight, gpus, bandwidth, peak)
+        self._fusion = _linear(model.fusion_weights, per_weight, gpus, bandwidth, peak)
         self._experts = model.experts
         if model.experts:
             read, compute = _linear(model.expert_weights, per_weight, gpus, bandwidth, peak)
@@ -205,6 +206,11 @@ class RooflineCost:
         if prefill_tokens:
             total += self._prompt_s * prefill_tokens * min(prefill_tokens, _PROMPT_TOKENS)
         return max(total, self._launch_s) + self._fixed_s
+
+    def fusion_seconds(self, positions: int) -> float:
+        """Seconds in which an EAGLE-3 head fuses the target's hidden states of so many positions."""
+        read, compute = self._fusion
+        return max(read, compute * positions) if positions else 0.0
 
     def cache_tokens(self, memory_share: float, other_weights_bytes: float = 0.0) -> int:
         """Tokens of keys and values that fit beside the weights; 0 where not even the weights do.

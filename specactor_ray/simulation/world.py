@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from specactor_ray.simulation.kernel import Kernel, Process
@@ -83,6 +83,9 @@ class DraftTime:
     """Of one forward, which drafts one token for each of its rows; of a lookup, which drafts whole tails, the seconds
     of `positions` tokens found."""
     is_lookup: bool = False
+    fusion: Callable[[int], float] | None = None
+    """Of an EAGLE head, which reads the target's hidden states of all committed positions: seconds in which it fuses
+    those of so many."""
 
 
 class Record:

@@ -2,8 +2,9 @@
 
 A request has at most one *base* drafter, a model of the method that promises most and has room. Further drafters join
 by Algorithm 3 of SpecActor (arXiv 2511.16193): lookups for every request, as they cost little and learn from what
-they follow; models in a race. Assignments are made afresh, base drafters first, so a racer never holds a place that a
-base drafter wants. Whoever drafts for a request already is preferred, since another one first has to read it.
+they follow; models that the verifier hosts beside draft actors, as they draft where those are refuted; other models in
+a race. Assignments are made afresh, base drafters first, so a racer never holds a place that a base drafter wants.
+Whoever drafts for a request already is preferred, since another one first has to read it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.spec.policy import Policy
+from specactor_ray.spec.policy import Drafter, Policy
 
 REVISE_EVERY = 16
 """Steps between two looks at all requests."""
@@ -33,18 +34,21 @@ class Places:
     """An assignment in the making. `level`: share the requests of a method evenly among its drafters, as far as they
     have room."""
 
-    def __init__(self, policy: Policy, level: bool) -> None:
-        self._assigned, self._level = policy.table.assigned, level
+    def __init__(self, policy: Policy, level: bool, coupled: bool = True) -> None:
+        self._assigned, self._level, self._coupled = policy.table.assigned, level, coupled
         self.drafters = {seat: one for seat, one in sorted(policy.drafters.items()) if one.able}
         self.wanted = np.zeros_like(self._assigned)
         self.loads = [0] * len(self.wanted)
         self.served: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(self.wanted.shape[1], np.bool_))
         """Method → bool `(rows,)`: requests that it drafts for."""
 
-    def methods(self, looks_up: bool) -> list[str]:
-        """Methods that look up, or the others."""
-        specs = [one.spec for one in self.drafters.values()]
-        return list(dict.fromkeys(one.method for one in specs if one.traits.looks_up == looks_up))
+    def methods(self, bases: bool) -> list[str]:
+        """Methods of base drafters, or those that follow every request."""
+        ones = self.drafters.values()
+        return list(dict.fromkeys(one.spec.method for one in ones if self._is_base(one) == bases))
+
+    def _is_base(self, one: Drafter) -> bool:
+        return not one.spec.traits.looks_up and (self._coupled or not one.hosted)
 
     def take(self, seat: int, rows: np.ndarray) -> None:
         """The drafter will draft for these requests."""
@@ -103,7 +107,7 @@ class Assigner:
 
     Args:
         config, policy: When to race, and its table and drafters.
-        coupled: Drafters take turns with the verifier: there is no race unless `race` is `always`.
+        coupled: All drafters take turns with the verifier: there is no race unless `race` is `always`.
         max_batch: Most requests the verifier runs at once.
     """
 
@@ -127,13 +131,13 @@ class Assigner:
     def revise(self, level: bool = False) -> list[tuple[int, int]]:
         """Assign drafters to all requests; `level`: the list of drafters has changed. Returns (seat, row) of those that
         draft for a request no more."""
-        table, places = self._table, Places(self._policy, level)
+        table, places = self._table, Places(self._policy, level, self._coupled)
         rows = np.flatnonzero(table.begun)
-        models, lookups = places.methods(looks_up=False), places.methods(looks_up=True)
+        models, followers = places.methods(bases=True), places.methods(bases=False)
         chances = self._policy.acceptance.probability(table, rows)
         self._settle(places, models, rows, chances)
         chance = np.where(places.wanted[:, rows], chances[table.method], 0.0).max(axis=0)
-        if racers := [*models, *lookups] if self._racing else lookups:
+        if racers := [*models, *followers] if self._racing else followers:
             places.assign_race(rows[np.argsort(chance, kind="stable")].tolist(), racers)
         released: list[tuple[int, int]] = []
         for seat, row in np.argwhere(places.wanted != table.assigned).tolist():
@@ -158,7 +162,7 @@ class Assigner:
         here = np.zeros((len(assigned), len(rows)))
         """`(seats, rows)` the same of the models that draft for it."""
         for seat, one in places.drafters.items():
-            if not one.spec.traits.looks_up:
+            if one.spec.method in models:
                 here[seat] = assigned[seat, rows] * promised[models.index(one.spec.method)]
         base, best = here.argmax(axis=0), here.max(axis=0)
         has = best > 0.0

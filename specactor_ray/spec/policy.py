@@ -28,6 +28,9 @@ from specactor_ray.spec.tgs import window_rates
 
 _FIRST_ROUNDS = 3
 """Rounds of drafting where it is not known yet what one takes."""
+_UNRESCUED = 0.5
+"""Share of refuted tails whose place no branch takes: where the first candidate is wrong, the second or third is right
+in half of all cases."""
 
 
 @dataclass(eq=False)
@@ -44,6 +47,11 @@ class Drafter:
     """It can be reached."""
     hosted: bool = False
     """The verifier's own thread drives it."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """It is a model that drafts while the verifier waits."""
+        return self.hosted and not self.spec.traits.looks_up
 
 
 class Seconds(NamedTuple):
@@ -84,7 +92,7 @@ class Policy:
 
     def plan_rounds(self, rows: np.ndarray) -> int:
         """How many tokens drafters that take turns with the verifier draft for each request before the step."""
-        drafters = [one for one in self.drafters.values() if not one.spec.traits.looks_up]
+        drafters = [one for one in self.drafters.values() if one.takes_turns]
         longest = self._longest(rows)
         if not longest.any() or not self.cost.is_known:
             return 0
@@ -99,7 +107,7 @@ class Policy:
             most = min(most, _FIRST_ROUNDS)
         supply, curve = self._supply(rows), self.cost.curve(len(rows), len(rows) * self.table.window)
         rounds: int = _kernels.best_rounds(
-            self._probability(rows), supply, np.maximum(longest, supply), self._room(rows), curve, token_s, most
+            self._net_probability(rows), supply, np.maximum(longest, supply), self._room(rows), curve, token_s, most
         )
         return rounds
 
@@ -173,15 +181,30 @@ class Policy:
         """`(seats, rows)`."""
         return self.acceptance.probability(self.table, rows)[self.table.method]
 
+    def _net_probability(self, rows: np.ndarray) -> np.ndarray:
+        """`_probability`, of models that take turns less what a right token of theirs costs: the tail that a draft
+        actor makes meanwhile begins before that token, and is lost where the actor is wrong there."""
+        probability, drafters, assigned = self._probability(rows), self.drafters.items(), self.table.assigned
+        kept = np.ones(len(rows))
+        for seat, one in drafters:
+            if one.able and not (one.hosted or one.spec.traits.looks_up):
+                p, window = probability[seat], one.spec.window
+                lost = p * (1.0 - p**window) * (_UNRESCUED if one.spec.branches else 1.0)  # (1 - p) of its tail
+                kept = np.minimum(kept, np.where(assigned[seat, rows], 1.0 - lost, 1.0))
+        for seat, one in drafters:
+            if one.takes_turns:
+                probability[seat] *= kept
+        return probability
+
     def _supply(self, rows: np.ndarray) -> np.ndarray:
         """`(seats, rows)`, as everything of `take`, in C order: kernels are compiled for that."""
         return self.table.length.take(rows, axis=1)
 
     def _longest(self, rows: np.ndarray) -> np.ndarray:
-        """int32 `(seats, rows)`: how long models may make the tails; 0 where none drafts."""
+        """int32 `(seats, rows)`: how long models that take turns may make the tails; 0 where none drafts."""
         windows = np.zeros(len(self.table.method), np.int32)
         for seat, drafter in self.drafters.items():
-            if drafter.able and not drafter.spec.traits.looks_up:
+            if drafter.able and drafter.takes_turns:
                 windows[seat] = drafter.spec.window
         return np.where(self.table.assigned.take(rows, axis=1), windows[:, None], 0).astype(np.int32)
 

@@ -175,7 +175,11 @@ def warm_up() -> None:
     """Compile the kernels of `spec/` for the types they are called with: seconds where numba's cache is cold."""
     table, acceptance, cost = RequestTable(1), Acceptance(), StepCost()
     policy = Policy(
-        SpeculationConfig(window=1), table, acceptance, cost, {0: Drafter("", DrafterSpec(window=1, max_batch=1))}
+        SpeculationConfig(window=1),
+        table,
+        acceptance,
+        cost,
+        {0: Drafter("", DrafterSpec(window=1, max_batch=1), hosted=True)},
     )
     cost.record(1, 1.0)
     rows = np.array([table.open(TargetRequest(str(i), (0,), SamplingParams())) for i in range(2)], np.int32)

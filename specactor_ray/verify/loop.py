@@ -206,11 +206,9 @@ class VerifyLoop(Loop):
         drafting.revise(rows)
         if not len(rows) or self._suspension.is_on:
             return 0.0
-        rounds = drafting.policy.plan_rounds(rows) if self._has_models else 0
         begin = self._clock.now()
-        if not self._has_models:
-            self._await_tails(rows, begin + drafting.wait_s)
-        elif rounds:
+        self._await_tails(rows, begin + drafting.wait_s)
+        if self._has_models and (rounds := drafting.policy.plan_rounds(rows)):
             drafting.flush()
             while rounds and self._draft():
                 rounds -= 1

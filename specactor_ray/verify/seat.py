@@ -75,7 +75,6 @@ class Seat(Drafter):
     ) -> None:
         super().__init__(drafter_id, link.spec, hosted=isinstance(link, HostedDrafter))
         self.link = link.link
-        self.takes_turns = self.hosted and not self.spec.traits.looks_up
         self.postponed = 0
         """Deliveries that were left out, as it works only when the verifier lets it."""
         self.number, self._table = number, table

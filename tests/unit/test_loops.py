@@ -103,7 +103,7 @@ def spec_of(proposer: Proposer, window: int) -> DrafterSpec:
 
 class Bench:
     """One verifier and some drafters, connected; runs until all requests have ended. `inline`: the verifier hosts all;
-    `lookups`: it hosts the lookups."""
+    `hosts`: `lookups`, or `heads`: these and EAGLE heads."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Bench:
         window: int = 6,
         narrow: int | None = None,
         branches: int = 0,
-        lookups: bool = False,
+        hosts: str = "",
         **speculation: Any,
     ) -> None:
         config = SpeculationConfig(window=narrow or window, **{"verify": VerifyPolicy.all, **speculation})
@@ -126,7 +126,9 @@ class Bench:
         hosted = [
             HostedDrafter(spec_of(loop.proposer, window), Link(direct_sender(loop.deliver)), loop)
             for loop in self.drafts.values()
-            if inline or (lookups and loop.proposer.traits.looks_up)
+            if inline
+            or (hosts in ("lookups", "heads") and loop.proposer.traits.looks_up)
+            or (hosts == "heads" and loop.proposer.traits.reads_features)
         ]
         self.verifier = VerifyLoop(target, drafts, hosted)
         apart = self.drafts.keys() - {drafter.loop.drafter_id for drafter in hosted}
@@ -230,14 +232,14 @@ def test_an_engine_is_closed_when_its_loop_ends(failing: bool) -> None:
     assert len(closed) == 1 and isinstance(closed[0], TypeError) == failing
 
 
-@pytest.mark.parametrize("layout", ["inline", "lookups", "decoupled"])
+@pytest.mark.parametrize("layout", ["inline", "lookups", "heads", "decoupled"])
 @pytest.mark.parametrize(
     ("kind", "temperature"),
     [("ngram", 1.0), ("suffix", 1.0), ("draft_model", 1.0), ("eagle", 1.0), ("all", 1.0), ("all", 0.0)],
 )
 def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> None:
     batch = requests(10, temperature)
-    bench = Bench(proposers(kind), layout == "inline", lookups=layout == "lookups", draft_wait_s=0.05)
+    bench = Bench(proposers(kind), layout == "inline", hosts=layout, draft_wait_s=0.05)
     try:
         assert bench.run(batch) == truth_of(batch)
         bench.await_closed()
@@ -290,6 +292,8 @@ def test_a_faulty_channel_changes_no_token_and_drafts_recover(seed: int) -> None
         (1.0, "decoupled", RaceName.always, "ngram-0 small-0 eagle-0 liar", True),
         (1.0, "decoupled", RaceName.off, "ngram-0 small-0 liar", False),
         (1.0, "lookups", RaceName.tail, "ngram-0 suffix-0 small-0 eagle-0 liar", True),
+        (1.0, "heads", RaceName.tail, "ngram-0 small-0 eagle-0 liar", True),
+        (0.0, "heads", RaceName.off, "small-0 eagle-0", True),
         (0.0, "inline", RaceName.always, "ngram-0 suffix-0 small-0", False),
         (1.0, "inline", RaceName.tail, "ngram-0 small-0 liar", False),
     ],
@@ -312,7 +316,7 @@ def test_races_and_reconfigurations_change_no_token(
     batch = requests(8, temperature)
     drafters = {name: proposer for name, proposer in {**proposers("all"), "liar": Liar()}.items() if name in names}
     faults = random.Random(len(names)) if lossy else None
-    bench = Bench(drafters, layout == "inline", faults, lookups=layout == "lookups", race=race, draft_wait_s=0.01)
+    bench = Bench(drafters, layout == "inline", faults, hosts=layout, race=race, draft_wait_s=0.01)
     try:
         assert bench.run(batch) == truth_of(batch)
         snapshot = bench.verifier.snapshot()
@@ -343,7 +347,7 @@ def test_branches_change_no_token(
         assert snapshot["refuted_tails"] and snapshot["arrival_rescues"] + snapshot["commit_rescues"]
 
 
-@pytest.mark.parametrize("layout", ["inline", "lookups", "decoupled"])
+@pytest.mark.parametrize("layout", ["inline", "lookups", "heads", "decoupled"])
 def test_suspensions_change_no_token(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(5)
 
@@ -353,7 +357,7 @@ def test_suspensions_change_no_token(layout: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Suspension, "record", on_a_whim)
     batch = requests(10, 1.0)
     drafters = {**proposers("all"), "ngram-0": NgramProposer(2, 6, 1 << 20, 64)}
-    bench = Bench(drafters, layout == "inline", lookups=layout == "lookups", verify=VerifyPolicy.auto)
+    bench = Bench(drafters, layout == "inline", hosts=layout, verify=VerifyPolicy.auto)
     try:
         for _ in range(2):
             assert bench.run(batch) == truth_of(batch)

@@ -171,6 +171,21 @@ class TestSearch:
             "context": CONTEXT,
         }
 
+    @pytest.mark.parametrize(
+        ("head", "chosen"),
+        [(0.8, ("coupled", "eagle", 0, 4)), (0.2, ("decoupled", "draft_model", 1, 4))],
+    )
+    def test_a_coupled_head_is_chosen_where_it_is_right_often_enough(self, head: float, chosen: tuple) -> None:
+        """Qwen2.5-32B on 4 of 20 GPUs each, a forward of either drafter in a millisecond (roofline of an H100)."""
+        methods = {
+            "draft_model": Method(table({1: 1e-6}, 0.001), survival(0.75)),
+            "eagle": Method(table({4: 1e-6}, 0.004), survival(head)),
+        }
+        verify = table({4: 1e-5}, 0.04, WINDOWS, 1e-5)
+        plan = search_plan(verify, methods, devices=20, requests=20, context=CONTEXT)
+        assert layout_of(plan.chosen) == chosen
+        assert {c.mode for c in plan.predictions} == set(ModeName) - {ModeName.auto}
+
     def test_reasons(self) -> None:
         plan = search_plan(**{**self.even(0.5), "devices": 3})
         assert plan.rejected == ("decoupled draft_model, 1 x (2 + 2): needs 4 devices, and there are 3",)

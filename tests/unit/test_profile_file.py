@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +244,15 @@ class TestResolve:
         assert resolved.mode is ModeName.decoupled
         drafter = resolved.drafters[0]
         assert (resolved.target.cores, drafter.cores, drafter.replicas, drafter.hosted) == (1, 1, 1, False)
+
+    def test_a_hosted_head_that_is_planned_with_devices_of_its_own_gets_draft_actors(
+        self, file: Path, tiny_model_dir: Path
+    ) -> None:
+        plan = make_plan(auto(file, tiny_model_dir), load_profile(file), 2, 8, modes=[ModeName.decoupled])
+        plan = replace(plan, predictions=(replace(plan.chosen, method="eagle"),))
+        head = {"method": "eagle", "model": "h", "gpus": 1, "hosted": True}
+        config = from_mapping({"mode": "decoupled", "target": {"gpus": 1}, "drafters": [head]})
+        assert [one.hosted for one in apply_plan(config, plan).drafters] == [False]
 
     def test_more_devices_than_there_are(self, file: Path, tiny_model_dir: Path) -> None:
         with pytest.raises(ConfigError, match=r"plan_devices: the plan may use 64 core\(s\), and there are 2"):

@@ -100,10 +100,7 @@ def draft_seconds(cost: RooflineCost, rows: int, tokens_per_row: int, context_to
     if rows <= 0 or tokens_per_row <= 0:
         return 0.0
     grown = context_tokens + rows * (tokens_per_row - 1) // 2  # on average over the steps
-    device, fusion = cost.device, cost.model.fusion_weights / cost.tensor_parallel
-    read_s = fusion * cost.model.weight_bytes / (device.bandwidth_share * device.memory_bandwidth)
-    compute_s = 2.0 * fusion * rows / (device.compute_share * device.peak_flops)
-    return tokens_per_row * cost.seconds(rows, rows, grown) + max(read_s, compute_s)
+    return tokens_per_row * cost.seconds(rows, rows, grown) + cost.fusion_seconds(rows)
 
 
 def _more_rows(h100: RooflineHardware) -> PublishedPoint:

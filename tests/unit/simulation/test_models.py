@@ -295,6 +295,37 @@ class TestDrafters:
         assert not clock.kernel.crashes
         assert proposer.branches.outcomes.tolist() == [misses, kept] and 0.25 < kept / misses < 0.7
 
+    def test_a_head_reads_the_states_of_all_committed_positions(self) -> None:
+        read: list[Any] = []
+        clock = VirtualClock(Kernel(0), Process("d"))
+
+        class Time(LinearTime):
+            def seconds(self, *figures: int) -> float:
+                read.append(figures)
+                return 0.125
+
+        text = GeneratedText({1: 400}, {"eagle": Skill(0.999)})
+        truth = text.output(SamplingParams(max_tokens=400, seed=1), 0).astype(np.int32)
+        time = DraftTime(Time(0.0), fusion=lambda states: read.append(states) or 0.5 * (states > 0))
+        proposer = SimulatedProposer("d", "eagle", clock, World(text, drafting={"eagle": time}), lambda: 0.0)
+        proposer.open(0, "1", (1, 2), (), SamplingParams(max_tokens=400, seed=1), window=4)
+        slot = np.zeros(1, np.int32)
+
+        def play() -> None:
+            for _ in range(4):
+                proposer.extend()
+            proposer.commit(slot, slot, slot + 5, truth[:5])
+            proposer.extend()
+            proposer.extend()
+
+        clock.spawn(play, "play")
+        clock.kernel.run()
+        assert not clock.kernel.crashes
+        # States of new positions; rows, positions, context, positions read beside the newest one.
+        first = [2, (1, 1, 2, 1), 0, (1, 1, 3, 0), 0, (1, 1, 4, 0), 0, (1, 1, 5, 0)]
+        assert read == [*first, 5, (1, 1, 7, 4), 0, (1, 1, 8, 0)]
+        assert clock.kernel.now == 6 * 0.125 + 2 * 0.5
+
     def test_real_lookups_search_recorded_text_and_take_time(self) -> None:
         clock = VirtualClock(Kernel(0), Process("d"))
         times = {"ngram": DraftTime(LinearTime(0.5, 0.125), is_lookup=True)}

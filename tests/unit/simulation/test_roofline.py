@@ -136,6 +136,14 @@ def test_drafting_is_one_step_per_token() -> None:
     assert draft_seconds(head, 4, 1, 4000) < target.seconds(4, 4, 4000) / 5
 
 
+def test_heads_alone_fuse_states() -> None:
+    """3 x 4096 x 4096 weights: 0.04 ms to read, which is also what 258 positions take."""
+    head, model = h100().target_cost("qwen3-8b-eagle3"), h100().target_cost("qwen2.5-0.5b")
+    assert head.fusion_seconds(0) == model.fusion_seconds(9) == 0.0
+    assert head.fusion_seconds(1) == head.fusion_seconds(200) == pytest.approx(3.76e-5, rel=0.01)
+    assert head.fusion_seconds(5000) > 15 * head.fusion_seconds(1)
+
+
 def test_host_time_is_added_to_every_step() -> None:
     bare, slow = (h100().target_cost("qwen3-8b", host_s=host_s) for host_s in (0.0, 0.003))
     assert slow.seconds(1, 1, 0) - bare.seconds(1, 1, 0) == pytest.approx(0.003)

@@ -241,6 +241,26 @@ def test_lookups_follow_all_they_have_room_for() -> None:
     assert lookups.loads == [3], "also where there is nothing else"
 
 
+@pytest.mark.parametrize("race", list(RaceName))
+def test_hosted_models_follow_all_beside_draft_actors(race: RaceName) -> None:
+    """They are bases only where there are no draft actors: in a coupled layout."""
+    bench = Bench(drafter("draft_model"), drafter("eagle", 5, hosted=True), requests=6, race=race)
+    bench.good("eagle", 0.9)
+    bench.good("draft_model", 0.5)
+    bench.step()
+    assert bench.loads == [6, 5]
+    bench.drafters[0].able = False
+    bench.step(REVISE_EVERY)
+    assert bench.loads == [0, 5]
+    bench.leave(0)
+    assert bench.loads == [0, 5]
+    coupled = Bench(drafter("draft_model", hosted=True), drafter("eagle", 5, hosted=True), requests=6, coupled=True)
+    coupled.good("eagle", 0.9)
+    coupled.good("draft_model", 0.5)
+    coupled.step()
+    assert coupled.loads == [1, 5]
+
+
 def test_newcomers_take_their_share() -> None:
     bench = Bench(drafter("eagle"), requests=7)
     bench.step()

@@ -31,7 +31,8 @@ def spec_of(method: str, window: int = WINDOW) -> DrafterSpec:
     return DrafterSpec(method, window=window, traits=traits(method))
 
 
-MODEL = Drafter("d", spec_of("eagle"), token_s=0.001)
+MODEL = Drafter("d", spec_of("eagle"), token_s=0.001, hosted=True)
+APART = replace(MODEL, drafter_id="a", spec=spec_of("draft_model"), hosted=False)
 LOOKUP = Drafter("n", spec_of("ngram"), token_s=1e-5)
 
 
@@ -160,7 +161,7 @@ class Bench:
         **speculation: Any,
     ) -> None:
         self.table = RequestTable(WINDOW)
-        self.acceptance = Acceptance({"eagle": prior, "ngram": prior})
+        self.acceptance = Acceptance(dict.fromkeys(("eagle", "draft_model", "ngram"), prior))
         config = SpeculationConfig(window=WINDOW, **speculation)
         self.drafters = dict(enumerate(map(replace, drafters)))
         self.policy = Policy(config, self.table, self.acceptance, cost or step_cost(), self.drafters)
@@ -245,6 +246,50 @@ def test_nobody_drafts_where_enough_is_there_or_nothing_has_room() -> None:
     assert bench.rounds == 0
 
 
+def test_a_hosted_head_drafts_for_rows_whose_outside_tails_were_refuted() -> None:
+    """Rounds run where enough rows lack a better tail, and these rows take the tokens of the head."""
+    actor = replace(APART, spec=replace(APART.spec, branches=8))
+    bench = Bench(actor, replace(MODEL, token_s=0.003), rows=8, prior=0.7, cost=step_cost(0.05, 0.0001))
+    bench.say([WINDOW] * 8, seat=0)
+    bench.acceptance.evidence[:, bench.acceptance.number("draft_model"), 0] = 900.0, 1000.0
+    assert bench.rounds == 0, "every row has a good tail"
+    refuted = bench.rows[:4].tolist()
+    commit(bench.table, bench.acceptance, {row: [2] for row in refuted})
+    rounds = bench.rounds
+    assert 0 < rounds < WINDOW
+    for row in bench.rows.tolist():
+        say(bench.table, 1, row, *[1] * rounds, base=int(bench.table.committed[row]))
+    seats, lengths = bench.policy.choose(bench.rows)
+    assert seats.tolist() == [1] * 4 + [0] * 4
+    assert lengths[:4].tolist() == [rounds] * 4 and (lengths[4:] > rounds).all()
+
+
+def test_rounds_of_a_hosted_head_cost_what_it_takes_and_draft_actors_cost_none() -> None:
+    bench = Bench(replace(APART, token_s=9.0), replace(MODEL, token_s=0.003), rows=8)
+    assert bench.rounds > 0
+    one = Bench(APART, replace(MODEL, token_s=0.02), rows=8, prior=0.7)
+    one.say([WINDOW] * 8, seat=0)
+    commit(one.table, one.acceptance, {int(one.rows[0]): [2]})
+    assert one.rounds == 0, "a round for a single row of eight does not pay"
+    assert Bench(APART).rounds == 0, "it drafts ahead by itself"
+
+
+def test_a_hosted_head_pays_less_where_a_draft_actor_prepares_a_tail() -> None:
+    """Right tokens of the head run ahead of that tail; branches save half of what it loses."""
+    head = replace(MODEL, token_s=0.008)
+    branching = replace(APART, spec=replace(APART.spec, branches=8))
+
+    def rounds(*apart: Drafter, released: bool = False) -> int:
+        bench = Bench(*apart, head, rows=8, prior=0.7)
+        for row in bench.rows.tolist() if released else ():
+            bench.table.release(0, row)
+        return bench.rounds
+
+    alone = rounds()
+    assert alone > rounds(branching) > rounds(APART)
+    assert rounds(replace(APART, able=False)) == rounds(APART, released=True) == rounds(LOOKUP) == alone
+
+
 def test_a_pace_of_twice_as_many_requests_says_nothing() -> None:
     bench = Bench(replace(MODEL, token_s=1.0, token_rows=7), prior=0.9)
     assert bench.rounds == 0, "it is too slow"
@@ -263,7 +308,7 @@ def test_who_verifies_all_drafts_whole_windows() -> None:
 
 def test_a_step_waits_for_requests_without_a_tail_whose_drafters_have_yet_to_answer() -> None:
     assert not Bench().is_waiting
-    bench = Bench(MODEL)
+    bench = Bench(APART)
     assert bench.is_waiting
     bench.say([1, 1, 2, 0])
     assert not bench.is_waiting, "one has answered that it has no guess"
@@ -274,15 +319,15 @@ def test_a_step_waits_for_requests_without_a_tail_whose_drafters_have_yet_to_ans
     assert not bench.is_waiting, "that answer is older and still holds"
     commit(bench.table, bench.acceptance, {row: [1]})
     assert bench.is_waiting
-    bench.drafters[0] = replace(MODEL, able=False)
+    bench.drafters[0] = replace(APART, able=False)
     assert not bench.is_waiting, "nobody is left who could answer"
     del bench.drafters[0]
     assert not bench.is_waiting
-    bench.drafters[0] = MODEL
+    bench.drafters[0] = APART
     bench.table.release(0, row)
     assert not bench.is_waiting
 
-    two = Bench(MODEL, LOOKUP)
+    two = Bench(APART, LOOKUP)
     two.say([0] * 4)
     assert two.is_waiting, "the other one may still find something"
     two.say([2] * 4, seat=1)
