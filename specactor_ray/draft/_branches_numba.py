@@ -163,7 +163,7 @@ def release(table: Any, slots: Any) -> Any:
 
 
 @_jit
-def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
+def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int, seconds: Any) -> Any:
     """Choose the chains of the next forward by the chance that their next token is needed.
 
     A main chain of `n` tokens needs its next one with the product of their chances. A branch of candidate `f` at the
@@ -174,6 +174,8 @@ def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
         slots: int `(n,)`.
         limits: int `(n,)`: where the tails of these slots end.
         budget: Most chains; as many as there are main chains with room are chosen in any case.
+        seconds: float64 `(k,)`: of a forward with 0, 1, ... chains; the last holds beyond. So many are chosen that
+            their needed tokens per second are most; empty: as many as the budget allows.
 
     Returns:
         int32 `(m,)` each, main chains first, then branches, the most likely first: slots; numbers of chains; for a
@@ -229,8 +231,22 @@ def plan(table: Any, mirror: Any, slots: Any, limits: Any, budget: int) -> Any:
                 worth[count] = value
                 count += 1
     best = np.argsort(-worth[:count])[: max(budget, mains)]
+    if len(seconds) > 0:
+        best = best[: _most_per_second(worth[best], mains, seconds)]
     first = np.argsort(found[1, best] != MAIN, kind="mergesort")  # main chains first
     return found[:, best[first]]
+
+
+@_jit
+def _most_per_second(worth: Any, least: int, seconds: Any) -> int:
+    """How many chains, `least` or more and the first ones of `worth`, bring most needed tokens per second."""
+    needed, rate, most = 0.0, 0.0, 0
+    for i in range(len(worth)):
+        needed += worth[i]
+        per_second = needed / seconds[min(i + 1, len(seconds) - 1)]
+        if i < least or per_second > rate:
+            rate, most = per_second, i + 1
+    return most
 
 
 @_jit

@@ -26,6 +26,8 @@ from specactor_ray.ragged import enlarged
 
 GAP_EDGES = np.array([0.1, 0.3, 0.7, 1.5, 3.0, 5.0, 8.0])
 """Ends of the ranges of gaps between scores (logits over temperature, plus noise)."""
+UNKNOWN = np.zeros(0)
+"""Seconds of forwards that were not measured."""
 _FADE = 0.999
 """Weight that an observation loses with each message of commits."""
 
@@ -135,12 +137,14 @@ class BranchTable:
         limits: np.ndarray,
         budget: int,
         tips: np.ndarray | None = None,
+        forward_s: np.ndarray = UNKNOWN,
     ) -> Chains:
         """The chains of the next forward: of the main chains of `slots` that have room below `limits` (`(n,)` each) and
         their branches the `budget` most likely ones, main chains first. Branches that begin have one token, and no
-        row. `tips`: as in `append`."""
+        row. `tips`: as in `append`. `forward_s`: float64 `(k,)`, seconds of a forward with 0, 1, ... chains; where
+        known, only as many chains as bring most needed tokens per second."""
         arrays = np.asarray(slots, np.int64), np.asarray(limits, np.int64)
-        chosen = kernels.plan(self._planes, _lines(mirrors, tips), *arrays, budget)
+        chosen = kernels.plan(self._planes, _lines(mirrors, tips), *arrays, budget, forward_s)
         return Chains(*chosen[:3, kernels.open_branches(self._planes, chosen)])
 
     def ends(self, chains: Chains, tips: np.ndarray) -> np.ndarray:

@@ -17,7 +17,6 @@ import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.config.schema import MAX_BRANCHES
-from specactor_ray.draft.budget import row_budget
 from specactor_ray.draft.health import Health, checksum
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.requests import DraftRequests
@@ -132,7 +131,9 @@ class DraftLoop(Loop):
             self._requests.take(message)
         proposer, requests = self.proposer, self._requests
         if proposer.traits.branches:
-            proposer.budget = row_budget(self._cost, requests.step_s, len(requests) * (1 + MAX_BRANCHES))
+            is_known = self._cost.is_known and requests.step_s > 0.0
+            proposer.budget = len(requests) * (1 + MAX_BRANCHES) if is_known else 0
+            proposer.forward_s = self._cost.curve(0, proposer.budget)
         begin = self._clock.now()
         changed = np.asarray(proposer.extend(), np.int32)
         if len(changed):

@@ -118,7 +118,8 @@ class ModelProposer(SlotProposer):
         late = late[np.argsort(self._backlogs[late], kind="stable")]
         if not self.branches.most or self.budget <= len(late):
             return main_chains(np.concatenate([running, late]))
-        chains = self.branches.plan(self.mirrors, slots, limits[slots], self.budget - len(late), tips)
+        budget, forward_s = self.budget - len(late), self.forward_s[len(late) :]
+        chains = self.branches.plan(self.mirrors, slots, limits[slots], budget, tips, forward_s)
         mains, behind = np.count_nonzero(chains.numbers == MAIN), zip(chains, main_chains(late), strict=True)
         return Chains(*(np.insert(column, mains, more) for column, more in behind))
 

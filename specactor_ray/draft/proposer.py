@@ -88,6 +88,8 @@ class Proposer(abc.ABC):
     traits = Traits()
     budget: int = 0
     """Most rows of a forward, set before `extend`; 0: unknown, and there are no branches."""
+    forward_s: np.ndarray = np.zeros(0)
+    """float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... rows, set before `extend`; empty: unknown."""
     rows_drafted: int = 0
     """Rows of the forward of the newest `extend`, each of which read and drafted one token; 0 where one read more, or
     there were several forwards."""

@@ -17,6 +17,8 @@ from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.text import guesses
 from specactor_ray.simulation.world import World
 
+_PAGE = 256
+"""Tokens of a page of a GPU's cache."""
 _MOST_CORRUPT = 4
 """Branches of each tail of a corrupt drafter."""
 
@@ -114,7 +116,7 @@ class SimulatedProposer(SlotProposer):
         limits = mirrors.limits[slots]
         found = _kernels.look_up(self._known, mirrors.lines, mirrors.prompts, mirrors.ends, slots, limits)
         if len(slots):
-            self._work(len(slots), found, 0)
+            self._work(self._time.forward.seconds(len(slots), found, 0), len(slots), found)
         return np.zeros(len(self._placed), np.bool_)
 
     def _ready(self) -> Chains:
@@ -123,7 +125,7 @@ class SimulatedProposer(SlotProposer):
         reads_one = not len(slots) or (mirrors.ends - self._cached)[slots].max() <= 1
         if self.branches.most and self.budget > 0 and reads_one:
             placed = np.flatnonzero(self._placed)
-            return self.branches.plan(mirrors, placed, limits[placed], self.budget)
+            return self.branches.plan(mirrors, placed, limits[placed], self.budget, forward_s=self.forward_s)
         return main_chains(slots)
 
     def _draft(self, chains: Chains) -> np.ndarray:
@@ -141,7 +143,9 @@ class SimulatedProposer(SlotProposer):
         self.rows_drafted = 0 if prefill else len(slots)
         positions = ends - mirrors.prompts[slots]
         tokens, gaps = _kernels.candidates(self._known, self._ranks, slots, positions, self.vocab_size, 1 + RANKS)
-        self._work(len(slots), len(slots), int(ends.sum()), prefill)
+        common = mirrors.known // _PAGE * _PAGE  # of all chains of a request: each branch begins behind what is known
+        shared = int((ends - common[slots]).sum() + common[np.unique(slots)].sum())
+        self._work(self._time.seconds(len(slots), int(ends.sum()), shared, prefill), len(slots), len(slots))
         if table.most:
             table.append(mirrors, slots, numbers, tokens, gaps)
         else:
@@ -149,9 +153,8 @@ class SimulatedProposer(SlotProposer):
         changed[slots] = True
         return changed
 
-    def _work(self, rows: int, positions: int, context: int, prefill: int = 0) -> None:
+    def _work(self, seconds: float, rows: int, positions: int) -> None:
         clock, world = self._clock, self._world
-        seconds = self._time.forward.seconds(rows, positions, context, prefill)
         begin = clock.now()
         clock.work(seconds + world.python.draft_s(clock.process, rows))
         world.record.span(self._name, "draft", begin, clock.now(), rows, positions)

@@ -156,9 +156,8 @@ def test_a_commit_that_does_not_fit_changes_nothing() -> None:
     drafting.check()
 
 
-@pytest.mark.parametrize("budget", [3, 7, 99])
-def test_the_likeliest_chains_are_drafted(budget: int) -> None:
-    """Against all chains by their worth, one by one."""
+def planned() -> tuple[Drafting, dict[tuple[int, int, int], float]]:
+    """Chains by the chance that their next token is needed: (slot, where it begins, candidate)."""
     drafting = Drafting(slots=3, most=8, window=8, seed=5)
     for _ in range(3):
         drafting.extend(0)
@@ -177,6 +176,14 @@ def test_the_likeliest_chains_are_drafted(budget: int) -> None:
                 wrong *= 1.0 - chance(table.evidence, gap, rank + 1)
             alive *= chance(table.evidence, gap, 0)
         worth[slot, FREE, MAIN] = alive
+    return drafting, worth
+
+
+@pytest.mark.parametrize("budget", [3, 7, 99])
+def test_the_likeliest_chains_are_drafted(budget: int) -> None:
+    """Against all chains by their worth, one by one."""
+    drafting, worth = planned()
+    table, mirrors = drafting.table, drafting.mirrors
     best = sorted(worth, key=lambda key: -worth[key])[:budget]
     chains = table.plan(mirrors, drafting.slots, mirrors.limits[drafting.slots], budget)
     slots, numbers, begins = chains
@@ -184,6 +191,19 @@ def test_the_likeliest_chains_are_drafted(budget: int) -> None:
     found = set(zip(slots.tolist(), begins.tolist(), ranks.tolist(), strict=True))
     assert found == set(best) and len(chains.slots) == min(budget, len(worth))
     assert (np.diff((numbers != MAIN).astype(int)) >= 0).all(), "main chains come first"
+
+
+@pytest.mark.parametrize("budget", [8, 99])
+@pytest.mark.parametrize("row_s", [0.0, 0.01, 0.05, 0.2, 1.0])
+def test_as_many_chains_as_bring_most_needed_tokens_per_second(row_s: float, budget: int) -> None:
+    """Against all numbers of chains; never fewer than main chains, nor more than the budget."""
+    drafting, worth = planned()
+    forward_s = 0.2 + row_s * np.arange(100)
+    rates = np.cumsum(sorted(worth.values(), reverse=True)) / forward_s[1 : len(worth) + 1]
+    chains = drafting.table.plan(
+        drafting.mirrors, drafting.slots, drafting.mirrors.limits[drafting.slots], budget, forward_s=forward_s
+    )
+    assert len(chains.slots) == max(3, int(rates[:budget].argmax()) + 1)
 
 
 def test_chances_are_learned_by_the_gap() -> None:
