@@ -24,7 +24,7 @@ class DraftActor(LoopActor[DraftActorSpec, DraftLoop]):
     def _make_loop(self) -> DraftLoop:
         spec, host = self._spec, self._host
         proposer = host.build_proposer(spec.drafter, spec.target, "cuda" if spec.drafter.gpus else "cpu")
-        return DraftLoop(spec.actor_id, proposer, host.clock, spec.drafter.of_many)
+        return DraftLoop(spec.actor_id, proposer, host.clock)
 
     def ping(self) -> dict[str, Any]:
         """Counters. Raises when the loop has ended: the controller then replaces this actor."""

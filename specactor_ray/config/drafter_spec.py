@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specactor_ray.config.drafting import is_hosted
-from specactor_ray.config.schema import VERIFIERS_PER_GROUP, Config, DrafterConfig, ModeName
+from specactor_ray.config.schema import MAX_BRANCHES, VERIFIERS_PER_GROUP, Config, DrafterConfig, ModeName
 from specactor_ray.config.validate import reject_keys_against_traits
 from specactor_ray.draft import registry
-from specactor_ray.draft.proposer import NO_LIMIT, Proposer, Reach, Traits
+from specactor_ray.draft.proposer import Proposer, Traits
 
 WINDOW = 8
 """Where `speculation.window` is `auto` and there are no branches."""
-_OF_FEW, _OF_MANY = Reach(16, 16), Reach(12, 8)
-"""What `auto` stands for where there are branches, while few requests share a draft actor and while many do."""
+_BRANCHING_WINDOW = 16
+"""The same where there are."""
 
 
 @dataclass
@@ -26,8 +26,6 @@ class DrafterSpec(DrafterConfig):
     """Most requests it drafts for at once: its own, else all that the verifiers it serves run at once."""
     branches: int = 0
     """Most branches of a request; 0 where its proposers cannot branch, or nothing is verified while they draft."""
-    of_many: Reach = NO_LIMIT
-    """The same while many requests share a drafter, where that is less."""
     traits: Traits = Proposer.traits
     """What its proposers are."""
 
@@ -66,10 +64,10 @@ def drafter_spec(
     None: `auto`. Raises as `drafter_specs`."""
     traits = registry.traits(drafter.method, f"{key}.method")
     reject_keys_against_traits(drafter, key, traits)
-    window, branches = drafter.window or window, branches if traits.branches else 0
-    few, many = (
-        Reach(window or (auto.window if branches != 0 else WINDOW), auto.branches if branches is None else branches)
-        for auto in (_OF_FEW, _OF_MANY)
-    )
-    derived = {**few._asdict(), "of_many": many, "max_batch": drafter.max_batch or max_batch}
+    if not traits.branches:
+        branches = 0
+    elif branches is None:
+        branches = MAX_BRANCHES
+    window = drafter.window or window or (_BRANCHING_WINDOW if branches else WINDOW)
+    derived = {"window": window, "branches": branches, "max_batch": drafter.max_batch or max_batch}
     return DrafterSpec(**{**vars(drafter), **derived, "traits": traits})

@@ -267,8 +267,7 @@ class SpeculationConfig:
     """How far drafters run ahead, and what is verified of their drafts."""
 
     window: Auto[int] = _window(_UNRESOLVED)  # noqa: RUF009
-    """Draft window: most tokens a drafter runs past the last commit it knows. `auto`: 8; where draft actors branch, 16,
-    and 12 while many requests share one."""
+    """Draft window: most tokens a drafter runs past the last commit it knows. `auto`: 8; 16 where draft actors branch."""
     branches: Auto[int] = limited(  # noqa: RUF009
         lambda value: 0 <= value <= MAX_BRANCHES,
         "is not a number of branches.",
@@ -276,8 +275,8 @@ class SpeculationConfig:
         default=_UNRESOLVED,
     )
     """Most branches of a request and drafter: drafted outcomes of the verification under way, one of which is the next
-    tail where the main chain is refuted. `auto`: 16 if the method can branch (`draft_model`, `eagle`), 8 while many
-    requests share a draft actor. 0: none. Hosted drafters, which take turns with their verifier, have none."""
+    tail where the main chain is refuted. `auto`: 16 if the method can branch (`draft_model`, `eagle`).
+    0: none. Hosted drafters, which take turns with their verifier, have none."""
     verify: VerifyPolicy = VerifyPolicy.auto
     """How many supplied draft tokens a step verifies: `auto` or `all`. With `all`, `coupled` verifiers draft whole
     windows at every step."""

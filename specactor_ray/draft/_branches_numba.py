@@ -161,8 +161,7 @@ def plan(
     mirror: Any,
     tips: Any,
     longest: int,
-    window: int,
-    allowed: int,
+    seconds: Any,
     reading: Any,
     ahead: Any,
     backlogs: Any,
@@ -178,7 +177,7 @@ def plan(
         Columns of `Chains`, int32 `(4, m)`.
     """
     table, mirror = Planes(*table), Lines(*mirror)
-    limits = np.minimum(np.minimum(mirror.known + np.minimum(mirror.windows, window), mirror.lasts), longest)
+    limits = np.minimum(np.minimum(mirror.known + mirror.windows, mirror.lasts), longest)
     late, running = np.flatnonzero(reading & (tips < limits)), np.flatnonzero(ahead)
     late = late[np.argsort(backlogs[late], kind="mergesort")]
     if table.ats.shape[1] == 0 or budget <= len(late):
@@ -186,8 +185,8 @@ def plan(
         chosen, mains = np.full((4, len(running)), FREE, np.int32), len(running)
         chosen[0] = running
     else:
-        chosen, mains = _likeliest(table, mirror.known, tips, limits, running, budget - len(late), allowed)
-        _open_branches(table, chosen, allowed)
+        chosen, mains = _likeliest(table, mirror.known, tips, limits, running, budget - len(late), seconds[len(late) :])
+        _open_branches(table, chosen)
     chains, count = np.full((4, chosen.shape[1] + len(late)), MAIN, np.int32), 0
     for i in range(chosen.shape[1] + 1):
         if i == mains:
@@ -202,9 +201,9 @@ def plan(
 
 
 @_jit
-def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budget: int, allowed: int) -> Any:
-    """The `budget` most likely chains of `slots`, and in any case as many as there are main chains with room. No branch
-    begins where a slot has `allowed` of them.
+def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budget: int, seconds: Any) -> Any:
+    """The `budget` most likely chains of `slots`, and in any case as many as there are main chains with room. With
+    `seconds`, of a forward with 0, 1, ... chains, only as many of them as bring most needed tokens per second.
 
     Returns:
         int32 `(4, m)`, main chains first, then branches, the most likely first: slots; numbers of chains; for a branch
@@ -215,10 +214,10 @@ def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budge
     found, worth, count, mains = np.empty((4, most), np.int32), np.empty(most), 0, 0
     running = np.empty(places)
     for slot in slots:
-        end, limit, alive, free = tips[slot], limits[slot], 1.0, allowed
+        end, limit, alive, free = tips[slot], limits[slot], 1.0, 0
         for b in range(places):
             running[b] = 0.0
-            free -= table.ats[slot, b] != FREE
+            free += table.ats[slot, b] == FREE
         for at in range(known[slot], end):
             spot = at % width
             gap = table.gaps[slot, spot]
@@ -259,12 +258,26 @@ def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budge
                 worth[count] = value
                 count += 1
     best = np.argsort(-worth[:count])[: max(budget, mains)]
+    if len(seconds) > 0:
+        best = best[: _most_per_second(worth[best], mains, seconds)]
     is_main = found[1, best] == MAIN
     return np.concatenate((found[:, best[is_main]], found[:, best[~is_main]]), axis=1), is_main.sum()
 
 
 @_jit
-def _open_branches(table: Any, chosen: Any, allowed: int) -> None:
+def _most_per_second(worth: Any, least: int, seconds: Any) -> int:
+    """How many chains, `least` or more and the first ones of `worth`, bring most needed tokens per second."""
+    needed, rate, most = 0.0, 0.0, 0
+    for i in range(len(worth)):
+        needed += worth[i]
+        per_second = needed / seconds[min(i + 1, len(seconds) - 1)]
+        if i < least or per_second > rate:
+            rate, most = per_second, i + 1
+    return most
+
+
+@_jit
+def _open_branches(table: Any, chosen: Any) -> None:
     """Take a place for each branch to be opened in `chosen`, as `_likeliest` returns it: branches get their numbers, or
     `MAIN` where there is no place."""
     width = table.gaps.shape[1]
@@ -273,7 +286,7 @@ def _open_branches(table: Any, chosen: Any, allowed: int) -> None:
         if at == FREE:
             continue
         chosen[1, i] = MAIN
-        for b in range(allowed):
+        for b in range(table.ats.shape[1]):
             if table.ats[slot, b] == FREE:
                 chosen[1, i], spot = b, at % width
                 table.ats[slot, b], table.lengths[slot, b], table.ranks[slot, b] = at, 1, rank

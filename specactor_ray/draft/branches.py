@@ -22,13 +22,14 @@ from specactor_ray.draft._branches_numba import GAPS as GAPS
 from specactor_ray.draft._branches_numba import MAIN as MAIN
 from specactor_ray.draft._branches_numba import RANKS as RANKS
 from specactor_ray.draft.mirror import MirrorTable
-from specactor_ray.draft.proposer import NO_LIMIT, Reach
 from specactor_ray.messages import NO_BRANCHES, Branches, SamplingParams
 from specactor_ray.ragged import enlarged
 
 GAP_EDGES = np.array([0.1, 0.3, 0.7, 1.5, 3.0, 5.0, 8.0])
 """Ends of the ranges of gaps between scores (logits over temperature, plus noise)."""
 _LONGEST = 2**31 - 1
+UNKNOWN = np.zeros(0)
+"""Seconds of forwards that were not measured."""
 _FADE = 0.999
 """Weight that an observation loses with each message of commits."""
 
@@ -140,7 +141,7 @@ class BranchTable:
         backlogs: np.ndarray,
         budget: int,
         longest: int = _LONGEST,
-        reach: Reach = NO_LIMIT,
+        forward_s: np.ndarray = UNKNOWN,
     ) -> Chains:
         """The chains of the next forward, of slots whose tails have room: main chains of `ahead`, then those of
         `reading`, the fewer tokens to read the earlier, then branches of `ahead`. Of `ahead` the most likely chains
@@ -152,10 +153,11 @@ class BranchTable:
             backlogs: int64 `(slots,)`: tokens that a main chain reads, at least 1.
             budget: Most chains; as many as there are main chains with room are taken in any case.
             longest: Most tokens of a line.
-            reach: Most tokens of a tail; most branches of a slot, where no more begin.
+            forward_s: float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... chains; where known, only as many
+                chains are taken as bring most needed tokens per second.
         """
-        limits = longest, reach.window, min(reach.branches, self.most)
-        return Chains(*kernels.plan(self.arrays, mirrors.arrays, tips, *limits, reading, ahead, backlogs, budget))
+        slots = reading, ahead, backlogs
+        return Chains(*kernels.plan(self.arrays, mirrors.arrays, tips, longest, forward_s, *slots, budget))
 
     def read(
         self,

@@ -17,9 +17,8 @@ import numpy as np
 
 from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.config.schema import MAX_BRANCHES
-from specactor_ray.draft.budget import reach, row_budget
 from specactor_ray.draft.health import Health, checksum
-from specactor_ray.draft.proposer import NO_LIMIT, Proposer, Reach
+from specactor_ray.draft.proposer import Proposer
 from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.fallbacks import fallbacks
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
@@ -42,14 +41,12 @@ class DraftLoop(Loop):
         drafter_id: Incarnation id of this draft actor, part of every message.
         proposer: The draft method.
         clock: Clock of waits and of the cost of a draft token.
-        of_many: See `DrafterSpec`.
     """
 
-    def __init__(self, drafter_id: str, proposer: Proposer, clock: Clock = SYSTEM, of_many: Reach = NO_LIMIT) -> None:
+    def __init__(self, drafter_id: str, proposer: Proposer, clock: Clock = SYSTEM) -> None:
         super().__init__(clock)
         self.drafter_id = drafter_id
         self.proposer = proposer
-        self._of_many = of_many
         self._inbox = inbox.for_drafter(proposer.vocab_size)
         self._links: Mapping[str, Link[TailBatch]] = {}
         """Verifier id → link for tails; any thread may replace it."""
@@ -135,8 +132,9 @@ class DraftLoop(Loop):
             self._requests.take(message)
         proposer, requests = self.proposer, self._requests
         if proposer.traits.branches:
-            proposer.budget = row_budget(self._cost, requests.step_s, len(requests) * (1 + MAX_BRANCHES))
-            proposer.reach = reach(proposer.budget, len(requests), self._of_many)
+            is_known = self._cost.is_known and requests.step_s > 0.0
+            proposer.budget = len(requests) * (1 + MAX_BRANCHES) if is_known else 0
+            proposer.forward_s = self._cost.curve(0, proposer.budget)
         begin = self._clock.now()
         changed = np.asarray(proposer.extend(), np.int32)
         if len(changed):

@@ -103,7 +103,7 @@ class ModelProposer(SlotProposer):
     def _plan(self, reading: np.ndarray, ahead: np.ndarray, backlogs: np.ndarray) -> Chains:
         """See `BranchTable.plan`."""
         chains = self.mirrors, self._tips, reading, ahead, backlogs
-        return self.branches.plan(*chains, self.budget, self.max_len, self.reach)
+        return self.branches.plan(*chains, self.budget, self.max_len, self.forward_s)
 
     def _forward(self, chains: Chains) -> np.ndarray:
         """Run one forward of the chains that fit. Returns slots with changed tails, and slots that cannot go on."""

@@ -75,16 +75,6 @@ def packed(commits: Sequence[tuple[int, int, Sequence[int]]]) -> tuple[np.ndarra
     return slots, starts, lengths, np.array([token for _, _, tokens in commits for token in tokens], np.int32)
 
 
-class Reach(NamedTuple):
-    """Most tokens of the tail of a request, where its window is larger, and most branches."""
-
-    window: int
-    branches: int
-
-
-NO_LIMIT = Reach(1 << 30, 1 << 30)
-
-
 class Proposer(abc.ABC):
     """Interface of a draft method.
 
@@ -98,8 +88,8 @@ class Proposer(abc.ABC):
     traits = Traits()
     budget: int = 0
     """Most rows of a forward, set before `extend`; 0: unknown, and there are no branches."""
-    reach: Reach = NO_LIMIT
-    """Set before `extend` where a method branches."""
+    forward_s: np.ndarray = np.zeros(0)
+    """float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... rows, set before `extend`; empty: unknown."""
     rows_drafted: int = 0
     """Rows of the forward of the newest `extend`, each of which read and drafted one token; 0 where one read more, or
     there were several forwards."""

@@ -19,7 +19,7 @@ from specactor_ray.models.openmp import padded
 BLOCK = 64
 """Keys between two rescalings of a query's sums."""
 TILE = 32
-"""Rows (positions times heads of a group) that share what is loaded of a block."""
+"""Rows (queries times heads that have the same keys) that share what is loaded of a block."""
 _FEW = 8
 """Rows up to which values are read from their pages by each strip of rows, instead of once to float32."""
 
@@ -29,11 +29,14 @@ _jit: Any = kernel(sources=[lanes])
 _FIELDS = (
     "next_task", "next_part", "scratch", "scratch_bytes", "query", "query_token", "query_head", "keys", "key_page",
     "key_slot", "key_head", "values", "value_page", "value_slot", "value_head", "output", "query_kind", "kind", "pages",
-    "page_columns", "page_size", "starts", "lengths", "rows", "heads", "kv_heads", "dim", "value_dim", "width",
-    "value_width", "window", "sinks", "cos", "sin", "angle_token", "angle_kind", "angles",
+    "page_columns", "page_size", "starts", "lengths", "groups", "order", "group_starts", "common_pages", "heads",
+    "kv_heads", "dim", "value_dim", "width", "value_width", "window", "sinks", "cos", "sin", "angle_token",
+    "angle_kind", "angles",
 )  # fmt: skip
 CALL = np.dtype([*((name, np.int64) for name in _FIELDS), ("scaling", np.float32), ("softcap", np.float32)])
 """What a call is given: addresses, strides in bytes and sizes; `sinks` and `softcap` are 0 without any.
+
+`order`, `group_starts` and `common_pages` are the arrays of `paged_cache.Groups`; at 0 each row is a group.
 
 Threads take the next task and part of the scratch from the call itself. `output` is contiguous. `width` and
 `value_width`: `padded` dims. `cos` and `sin`: `angles` numbers for each token that rotate its queries; none at 0.
@@ -47,6 +50,7 @@ def scratch_bytes(dim: int, value_dim: int, group: int) -> int:
     rows = max(TILE, group)
     floats = rows * padded(dim) + padded(dim) * (LANES + BLOCK)
     floats += BLOCK * padded(value_dim) + rows * BLOCK + rows * padded(value_dim) + 2 * rows + 2 * padded(dim)
+    floats += 6 * rows
     return 4 * padded(floats)
 
 
@@ -139,45 +143,120 @@ def _add_values(call: Any, row: Any, head: Any, begin: Any, values: Any, scores:
 
 @_jit
 def _add_all_values(call: Any, row: Any, head: Any, begin: Any, values: Any, scores: Any, sums: Any, count: Any,
-                    position: Any, first: Any, end: Any) -> None:  # fmt: skip
-    """Add a block's weighted values: keys [first, end) to all queries at once, each query's others in its order.
-
-    `position`: that of the first query, from the block's begin.
-    """
+                    positions: Any, first: Any, end: Any) -> None:  # fmt: skip
+    """Add a block's weighted values: keys [first, end) to all queries at once, each query's others in its order."""
     group = call.heads // call.kv_heads
     stride, width = 4 * group * BLOCK, 4 * group * call.value_width
     if first >= end:
         first, end = np.int64(BLOCK), np.int64(BLOCK)
     for i in range(count):
-        low, high = max(position + i - call.window + 1, 0), min(position + i + 1, first)
-        _add_values(call, row, head, begin, values, scores + i * stride, sums + i * width, group, low, high)
+        low, high = _seen(call, begin, positions, i)
+        _add_values(call, row, head, begin, values, scores + i * stride, sums + i * width, group, low, min(high, first))
     _add_values(call, row, head, begin, values, scores, sums, count * group, first, end)
     for i in range(count):
-        low, high = max(position + i - call.window + 1, end), min(position + i + 1, BLOCK)
-        _add_values(call, row, head, begin, values, scores + i * stride, sums + i * width, group, low, high)
+        low, high = _seen(call, begin, positions, i)
+        _add_values(call, row, head, begin, values, scores + i * stride, sums + i * width, group, max(low, end), high)
 
 
 @_jit
-def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any) -> None:
-    """Queries [first, first + count) of a row, for all heads that share one head of the keys."""
-    group = call.heads // call.kv_heads
-    width, value_width, rows = call.width, call.value_width, count * group
-    most = max(TILE, group)
-    query = scratch
-    key_rows = query + 4 * most * width
-    keys = key_rows + 4 * LANES * width
-    values = keys + 4 * width * BLOCK
-    scores = values + 4 * BLOCK * value_width
+def _seen(call: Any, begin: Any, positions: Any, i: Any) -> Any:
+    """[low, high): keys of the block at `begin` that query i sees; nothing where high <= low."""
+    last = lanes.int64_at(positions, i) - begin
+    return max(last - call.window + 1, 0), min(last + 1, BLOCK)
+
+
+@_jit
+def _parts(call: Any, scratch: Any) -> Any:
+    """Addresses in a thread's scratch: queries, rows of keys, columns of keys, values, scores, sums, tops and totals of
+    scores, cosines, sines; int64 token, position and row of each query."""
+    most = max(TILE, call.heads // call.kv_heads)
+    key_rows = scratch + 4 * most * call.width
+    keys = key_rows + 4 * LANES * call.width
+    values = keys + 4 * call.width * BLOCK
+    scores = values + 4 * BLOCK * call.value_width
     sums = scores + 4 * most * BLOCK
-    tops = sums + 4 * most * value_width
+    tops = sums + 4 * most * call.value_width
     totals = tops + 4 * most
     cos = totals + 4 * most
-    sin = cos + 4 * width
+    sin = cos + 4 * call.width
+    tokens = sin + 4 * call.width
+    positions = tokens + 8 * most
+    owners = positions + 8 * most
+    return scratch, key_rows, keys, values, scores, sums, tops, totals, cos, sin, tokens, positions, owners
+
+
+@_jit
+def _read(call: Any, scratch: Any, head: Any, at: Any, count: Any, first: Any, end: Any) -> None:
+    """Add the keys [first, end), which the queries [at, at + count) have in common, to their sums. A block begins at
+    `first`."""
+    query, key_rows, keys, values, scores, sums, tops, totals, _, _, _, positions, owners = _parts(call, scratch)
+    group, width, value_width = call.heads // call.kv_heads, call.width, call.value_width
+    row, positions, rows = lanes.int64_at(owners, at), positions + 8 * at, count * group
+    at *= 4 * group
+    query, sums, tops, totals = query + at * width, sums + at * value_width, tops + at, totals + at
     if rows <= _FEW and call.kind != FLOAT16 and call.value_dim == value_width:
         values = np.int64(0)
-    start = lanes.int64_at(call.starts, row)
-    for i in range(rows):
-        token, which = start + first + i // group, head * group + i % group
+    oldest = lanes.int64_at(positions, 0)
+    for i in range(1, count):
+        oldest = min(oldest, lanes.int64_at(positions, i))
+    for begin in range(max(first, (oldest - call.window + 1) // BLOCK * BLOCK), end, BLOCK):
+        filled = min(BLOCK, end - begin)
+        _load_columns(call, row, head, begin, filled, key_rows, keys)
+        if values != 0:
+            _load_rows(call, row, begin, filled, call.values + head * call.value_head, call.value_page,
+                       call.value_slot, call.value_dim, values, value_width)  # fmt: skip
+        _clear(scores, rows * BLOCK)
+        add_product(query, 4 * width, keys, 4 * BLOCK, False, scores, 4 * BLOCK, rows,
+                    (filled + LANES - 1) // LANES * LANES, 0, call.dim)  # fmt: skip
+        shared_first, shared_end = np.int64(0), np.int64(BLOCK)
+        for i in range(count):
+            low, high = _seen(call, begin, positions, i)
+            shared_first, shared_end = max(shared_first, low), min(shared_end, high)
+            if low >= high:
+                continue
+            for m in range(i * group, (i + 1) * group):
+                old = lanes.float32_at(tops + 4 * m)
+                top, base, weight = _weigh(scores + 4 * m * BLOCK, low, high, call.scaling, call.softcap, old)
+                fade = lanes.first_lane(lanes.exp(splat(old - base)))
+                lanes.set_float32(top, tops + 4 * m)
+                lanes.set_float32(lanes.float32_at(totals + 4 * m) * fade + weight, totals + 4 * m)
+                if fade != np.float32(1):
+                    for place in range(sums + 4 * m * value_width, sums + 4 * (m + 1) * value_width, 4 * LANES):
+                        store(load(place) * fade, place)
+        _add_all_values(call, row, head, begin, values, scores, sums, count, positions, shared_first, shared_end)
+
+
+@_jit
+def _row(call: Any, member: Any) -> Any:
+    return lanes.int64_at(call.order, member) if call.order != 0 else member
+
+
+@_jit
+def _queries_of(call: Any, row: Any) -> Any:
+    return lanes.int64_at(call.starts, row + 1) - lanes.int64_at(call.starts, row)
+
+
+@_jit
+def _attend(call: Any, scratch: Any, member: Any, common: Any, head: Any, first: Any, count: Any) -> None:
+    """Queries [first, first + count) of a group for all heads that share one head of the keys.
+
+    `member`: place of the group's first row in `order`. `common`: keys of whole blocks that its rows have in common;
+    they are read once, then each row's own ones.
+    """
+    query, _, _, _, _, sums, tops, totals, cos, sin, tokens, positions, owners = _parts(call, scratch)
+    group, width, value_width, taken = call.heads // call.kv_heads, call.width, call.value_width, np.int64(0)
+    while taken < count:
+        row = _row(call, member)
+        size = _queries_of(call, row)
+        begin = lanes.int64_at(call.starts, row)
+        for j in range(first, min(size, first + count - taken)):
+            lanes.set_int64(begin + j, tokens, taken)
+            lanes.set_int64(lanes.int64_at(call.lengths, row) - size + j, positions, taken)
+            lanes.set_int64(row, owners, taken)
+            taken += 1
+        first, member = max(first - size, 0), member + 1
+    for i in range(count * group):
+        token, which = lanes.int64_at(tokens, i // group), head * group + i % group
         source = call.query + token * call.query_token + which * call.query_head
         widen(source, 0, call.query_kind, 1, call.dim, query + 4 * i * width, width)
         if call.angles > 0:
@@ -191,36 +270,18 @@ def _attend(call: Any, scratch: Any, row: Any, head: Any, first: Any, count: Any
             top, weight = lanes.float32_at(call.sinks + 4 * which), np.float32(1)
         lanes.set_float32(top, tops + 4 * i)
         lanes.set_float32(weight, totals + 4 * i)
-    _clear(sums, rows * value_width)
-    position = lanes.int64_at(call.lengths, row) - (lanes.int64_at(call.starts, row + 1) - start) + first
-    for begin in range(max(position - call.window + 1, 0) // BLOCK * BLOCK, position + count, BLOCK):
-        filled = min(BLOCK, position + count - begin)
-        _load_columns(call, row, head, begin, filled, key_rows, keys)
-        if values != 0:
-            _load_rows(call, row, begin, filled, call.values + head * call.value_head, call.value_page,
-                       call.value_slot, call.value_dim, values, value_width)  # fmt: skip
-        _clear(scores, rows * BLOCK)
-        add_product(query, 4 * width, keys, 4 * BLOCK, False, scores, 4 * BLOCK, rows,
-                    (filled + LANES - 1) // LANES * LANES, 0, call.dim)  # fmt: skip
-        shared_first, shared_end = np.int64(0), np.int64(BLOCK)
-        for i in range(count):
-            low = max(position + i - call.window + 1 - begin, 0)
-            high = min(position + i + 1 - begin, BLOCK)
-            shared_first, shared_end = max(shared_first, low), min(shared_end, high)
-            if low >= high:
-                continue
-            for m in range(i * group, (i + 1) * group):
-                old = lanes.float32_at(tops + 4 * m)
-                top, base, weight = _weigh(scores + 4 * m * BLOCK, low, high, call.scaling, call.softcap, old)
-                fade = lanes.first_lane(lanes.exp(splat(old - base)))
-                lanes.set_float32(top, tops + 4 * m)
-                lanes.set_float32(lanes.float32_at(totals + 4 * m) * fade + weight, totals + 4 * m)
-                if fade != np.float32(1):
-                    for at in range(sums + 4 * m * value_width, sums + 4 * (m + 1) * value_width, 4 * LANES):
-                        store(load(at) * fade, at)
-        _add_all_values(call, row, head, begin, values, scores, sums, count, position - begin, shared_first, shared_end)
-    for i in range(rows):
-        token, which = start + first + i // group, head * group + i % group
+    _clear(sums, count * group * value_width)
+    if common > 0:
+        _read(call, scratch, head, 0, count, 0, common)
+    at = np.int64(0)
+    while at < count:
+        end = at + 1
+        while end < count and lanes.int64_at(owners, end) == lanes.int64_at(owners, at):
+            end += 1
+        _read(call, scratch, head, at, end - at, common, lanes.int64_at(positions, end - 1) + 1)
+        at = end
+    for i in range(count * group):
+        token, which = lanes.int64_at(tokens, i // group), head * group + i % group
         target = call.output + (token * call.heads + which) * call.value_dim * SIZE[call.query_kind]
         divisor = lanes.float32_at(totals + 4 * i)
         lanes.narrow(sums + 4 * i * value_width, divisor, call.query_kind, call.value_dim, target)
@@ -233,11 +294,17 @@ def attend(address: Any) -> None:
     scratch = call.scratch + lanes.take_ticket(tickets + 8) * call.scratch_bytes
     tile = max(TILE * call.kv_heads // call.heads, 1)
     index, wanted = np.int64(0), lanes.take_ticket(tickets)
-    for row in range(call.rows - 1, -1, -1):
-        count = lanes.int64_at(call.starts, row + 1) - lanes.int64_at(call.starts, row)
-        for first in range((count - 1) // tile * tile, -1, -tile):
+    for group in range(call.groups - 1, -1, -1):
+        member, end, common = group, group + 1, np.int64(0)
+        if call.order != 0:
+            member, end = lanes.int64_at(call.group_starts, group), lanes.int64_at(call.group_starts, group + 1)
+            common = lanes.int64_at(call.common_pages, group) * call.page_size // BLOCK * BLOCK
+        queries = np.int64(0)
+        for place in range(member, end):
+            queries += _queries_of(call, _row(call, place))
+        for first in range((queries - 1) // tile * tile, -1, -tile):
             for head in range(call.kv_heads):
                 if index == wanted:
-                    _attend(call, scratch, row, head, first, min(tile, count - first))
+                    _attend(call, scratch, member, common, head, first, min(tile, queries - first))
                     wanted = lanes.take_ticket(tickets)
                 index += 1

@@ -16,6 +16,7 @@ import torch
 
 from specactor_ray.errors import InputError
 from specactor_ray.models.openmp import KINDS, padded, run, workspace
+from specactor_ray.models.paged_cache import Groups
 
 _WORK_PER_THREAD = 200_000
 """Multiplications (queries x heads x keys x dim) from which another thread pays: some 10 us."""
@@ -33,22 +34,27 @@ class PageRows:
         pages: int32 `(rows, most pages)`: the pages of each row in the order of its keys.
         starts: int64 `(rows + 1,)`: where each row's queries begin.
         lengths: int64 `(rows,)`: keys of each row, those of its queries included.
+        groups: Rows that have pages in common, which are then read once; None: there are none. No bit depends on it.
 
     Raises:
         InputError: Shapes or dtypes do not fit each other.
     """
 
-    def __init__(self, pages: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
+    def __init__(
+        self, pages: np.ndarray, starts: np.ndarray, lengths: np.ndarray, groups: Groups | None = None
+    ) -> None:
         rows = len(lengths)
         if pages.dtype != np.int32 or starts.dtype != np.int64 or lengths.dtype != np.int64:
             raise InputError("pages are int32; starts and lengths are int64")
         if len(pages) != rows or len(starts) != rows + 1:
             raise InputError(f"{len(pages)} rows of pages, {len(starts)} starts and {rows} lengths do not fit")
-        self._arrays = [np.ascontiguousarray(array) for array in (pages, starts, lengths)]
+        self._arrays = [np.ascontiguousarray(array) for array in (pages, starts, lengths, *(groups or ()))]
         addresses = [array.ctypes.data for array in self._arrays]
         self.queries, self.longest = int(starts[-1]), int(lengths.max(initial=0))
-        self.page_columns, self.rows = pages.shape[1], rows
-        self.pages, self.starts, self.lengths = addresses
+        self.page_columns = pages.shape[1]
+        self.pages, self.starts, self.lengths = addresses[:3]
+        self.groups = (rows, 0, 0, 0) if groups is None else (len(groups.pages), *addresses[3:])
+        """Number of groups, addresses of their arrays."""
 
 
 def attend_pages(
@@ -104,7 +110,7 @@ def attend_pages(
         keys.data_ptr(), *(kind * stride for stride in keys.stride()[:3]),
         values.data_ptr(), *(kind * stride for stride in values.stride()[:3]),
         output.data_ptr(), KINDS[query.dtype], KINDS[keys.dtype],
-        rows.pages, rows.page_columns, page_size, rows.starts, rows.lengths, rows.rows,
+        rows.pages, rows.page_columns, page_size, rows.starts, rows.lengths, *rows.groups,
         heads, kv_heads, dim, value_dim, padded(dim), padded(value_dim),
         window or _UNBOUNDED, 0 if sinks is None else sinks.data_ptr(), *_angles(rotary),
         dim**-0.5 if scaling is None else scaling, softcap or 0.0,

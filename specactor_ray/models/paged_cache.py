@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,18 @@ class LayerShape:
     def bytes(self, dtype: torch.dtype) -> int:
         """Of one token."""
         return self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+class Groups(NamedTuple):
+    """Rows of a forward by the pages that they have in common."""
+
+    rows: np.ndarray
+    """int64 `(n,)`: places of the rows in the forward, group after group."""
+    starts: np.ndarray
+    """int64 `(groups + 1,)`: where each group begins in `rows`."""
+    pages: np.ndarray
+    """int64 `(groups,)`: first pages that all rows of a group have in common, full before the forward; 0 for a row
+    alone."""
 
 
 class PagedCache:
@@ -73,6 +86,7 @@ class PagedCache:
         self.allocate()
         none = np.zeros(0, np.int64)  # compile the kernels now, not in a step
         self.free_rows(self.fork(none[self.reserve_rows(none, none)], none))
+        kernels.groups(self._state, self.page_size, none)
 
     def allocate(self) -> None:
         """Make the pools, after `release`. Layer l: `keys[l]` and `values[l]` `(pages, page_size, heads, dim)`."""
@@ -165,6 +179,10 @@ class PagedCache:
         """int32 `(n, most pages)`: pages of rows that have room for these lengths. What is behind a row's last one is
         any page."""
         return np.ascontiguousarray(self._table[rows, : self._pages_of(int(lengths.max(initial=0)))])
+
+    def groups(self, rows: np.ndarray) -> Groups | None:
+        """Group rows, int64 `(n,)`, that are forks of each other; None where no row shares pages."""
+        return Groups(*kernels.groups(self._state, self.page_size, rows)) if self._shared[rows].any() else None
 
     def _new_rows(self, count: int) -> np.ndarray:
         while len(self._free_rows) < count:

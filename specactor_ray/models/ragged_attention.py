@@ -25,7 +25,7 @@ from torch import nn
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.fallbacks import fall_back
 from specactor_ray.models.cpu_attention import PageRows, Rotary, attend_pages, store_pages
-from specactor_ray.models.paged_cache import LayerShape, PagedCache
+from specactor_ray.models.paged_cache import Groups, LayerShape, PagedCache
 from specactor_ray.ragged import begins, places
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,10 @@ _LENGTH_STEP = 128
 """Masked calls are this many keys long, or a multiple: backends that plan per shape then rarely meet a new one."""
 _LEAST_QUERIES = 64
 """Rows with up to so many new positions share a masked call; longer ones one with rows of up to twice their length."""
+
+_LEAST_SAVED = 64 << 20
+"""Bytes of keys and values in a layer that have to be saved by reading common pages once: they take a GPU about as long
+as the launches of gathering and merging. An estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ class RaggedBatch:
             raise ValueError("a row has no room for its new tokens; reserve it first")
         self.pages = cache.page_table(rows, self.lengths)
         """int32 `(n, most pages)`."""
+        self.shared = cache.groups(rows)
+        """Rows that are forks of each other; None where there are none."""
         self.num_tokens = int(self.starts[-1])
         self.most_queries, self.most_keys = int(counts.max()), int(self.lengths.max())
         positions = places(cached, counts)
@@ -113,7 +119,14 @@ class RaggedBatch:
     @functools.cached_property
     def page_rows(self) -> PageRows:
         """What attention on CPUs reads."""
-        return PageRows(self.pages, self.starts, self.lengths)
+        return PageRows(self.pages, self.starts, self.lengths, self.shared)
+
+    @functools.cached_property
+    def common(self) -> CommonPages | None:
+        """What attention on GPUs reads where rows have pages in common and reading them once pays."""
+        common = None if self.shared is None else CommonPages(self, self.shared)
+        least = _LEAST_SAVED * len(self.cache.keys)
+        return common if common is not None and common.saved * self.cache.bytes_per_token >= least else None
 
     @functools.cached_property
     def groups(self) -> list[_Group]:
@@ -209,28 +222,152 @@ def attend_on_cpu(
 
 
 def attend_varlen(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
-    """An `Attention` of models in half precision. One split of the keys makes a row independent of the others; more
-    give wrong results over pages (pytorch issue 194167)."""
-    from torch.nn.attention.varlen import varlen_attn
+    """An `Attention` of models in half precision. Where that saves enough, pages that rows have in common are read
+    once."""
+    cache, common = batch.cache, batch.common
+    if common is not None and rules.window is None:
+        keys, values = cache.keys[layer], cache.values[layer]
+        shape = LayerShape(keys.shape[2], keys.shape[3], values.shape[3])
+        if reads_common_pages_once(cache.device, keys.dtype, cache.page_size, query.shape[1], shape):
+            return attend_common(batch, layer, query, rules, common)
+    return _attend_whole_rows(batch, layer, query, rules)
 
+
+def _attend_whole_rows(batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
+    window = (-1 if rules.window is None else rules.window - 1, 0)
+    arrays = batch.device_starts, batch.device_key_starts, batch.device_lengths, batch.device_pages
+    return _varlen(batch, layer, query, rules, arrays, batch.most_queries, batch.most_keys, window)[0]
+
+
+def attend_common(
+    batch: RaggedBatch, layer: int, query: torch.Tensor, rules: AttentionRules, common: CommonPages
+) -> torch.Tensor:
+    """The sequences of `common` in one call, then both parts of each grouped query merged."""
+    (order, back, *arrays), n = common.on_device, common.num_grouped
+    gathered = query.index_select(0, order)
+    output, lse = _varlen(batch, layer, gathered, rules, arrays, common.most_queries, common.most_keys, (-1, -1))
+    merge(output[n : 2 * n], lse[:, n : 2 * n], output[:n], lse[:, :n])
+    return output[n:].index_select(0, back)
+
+
+def merge(own: torch.Tensor, own_lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+    """Attention of the same queries over two sets of keys becomes that over both, in `own`.
+
+    Args:
+        own, other: `(N, heads, dim)`.
+        own_lse, other_lse: float32 `(heads, N)`: logarithms of the sums of exp(score).
+    """
+    share = torch.sigmoid(own_lse - other_lse).T[..., None]
+    torch.addcmul(own * share, other, 1 - share, out=own)
+
+
+def _varlen(
+    batch: RaggedBatch,
+    layer: int,
+    query: torch.Tensor,
+    rules: AttentionRules,
+    arrays: Sequence[torch.Tensor],
+    most_queries: int,
+    most_keys: int,
+    window: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs, and logarithms `(heads, N)` of the sums of exp(score). `arrays`: int32: where the queries and the keys
+    of each sequence begin, its keys, its pages. One split of the keys makes a row independent of the others; more give
+    wrong results over pages (pytorch issue 194167)."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    starts, key_starts, lengths, pages = arrays
     keys, values = batch.cache.keys[layer], batch.cache.values[layer]
-    output = varlen_attn(
+    output, lse = varlen_attn(
         query,
         keys,
         values,
-        batch.device_starts,
-        batch.device_key_starts,
-        batch.most_queries,
-        batch.most_keys,
+        starts,
+        key_starts,
+        most_queries,
+        most_keys,
+        return_aux=AuxRequest(lse=True),
         scale=rules.scaling,
-        window_size=(-1 if rules.window is None else rules.window - 1, 0),
+        window_size=window,
         enable_gqa=query.shape[1] != keys.shape[2],
-        seqused_k=batch.device_lengths,
-        block_table=batch.device_pages,
+        seqused_k=lengths,
+        block_table=pages,
         num_splits=1,
     )
-    assert isinstance(output, torch.Tensor)  # nothing else was asked for
-    return output
+    return output, lse
+
+
+class CommonPages:
+    """Sequences of a call that reads common pages once: the queries of each group over its common pages, then each
+    query over the other pages that it sees. None of them needs causality. Made on the host.
+
+    Args:
+        batch: The forward.
+        groups: Its rows.
+    """
+
+    def __init__(self, batch: RaggedBatch, groups: Groups) -> None:
+        size, table, cached = batch.cache.page_size, batch.pages, batch.lengths - batch.counts
+        common = np.repeat(groups.pages, np.diff(groups.starts))
+        order = np.argsort(common == 0, kind="stable")  # rows with common pages come first
+        rows, common = groups.rows[order], common[order]
+        counts, sharing = batch.counts[rows], np.flatnonzero(groups.pages)
+        queries = places(batch.starts[rows], counts)
+        query_rows, skipped = np.repeat(rows, counts), np.repeat(common, counts)
+        group_queries = np.add.reduceat(batch.counts[groups.rows], groups.starts[:-1])[sharing]
+        lengths = np.concatenate([groups.pages[sharing], places(cached[rows], counts) + 1 - skipped * size])
+        lengths[: len(sharing)] *= size
+        columns = np.minimum(skipped[:, None] + np.arange(table.shape[1]), table.shape[1] - 1)
+        self.num_grouped = int(group_queries.sum())
+        self.most_queries, self.most_keys = int(group_queries.max(initial=1)), int(lengths.max())
+        self.saved = int(batch.lengths.sum() - lengths.sum())
+        """Keys that a call over whole rows reads beyond those of this call."""
+        self._device = batch.cache.device
+        sequences = (
+            begins(np.concatenate([group_queries, np.ones(len(queries), np.int64)])), begins(lengths), lengths,
+            np.concatenate([table[groups.rows[groups.starts[sharing]]], table[query_rows[:, None], columns]]),
+        )  # fmt: skip
+        self._host = (
+            np.concatenate([queries[: self.num_grouped], queries]),
+            np.argsort(queries),
+            *(array.astype(np.int32) for array in sequences),
+        )
+
+    @functools.cached_property
+    def on_device(self) -> list[torch.Tensor]:
+        """int64 `(grouped + queries,)`: query of each place of the call; int64 `(queries,)`: place of each query,
+        counted behind the grouped ones; the arrays of `_varlen`."""
+        return to_device(self._host, self._device)
+
+
+@functools.cache
+def reads_common_pages_once(
+    device: torch.device, dtype: torch.dtype, page_size: int, heads: int, shape: LayerShape
+) -> bool:
+    """Whether `attend_common` gives what a call over whole rows gives, by trying it."""
+    cache = PagedCache([shape], 4 * shape.bytes(dtype) * page_size, dtype, device, page_size)
+    row = cache.open(page_size + 2)
+    assert row is not None
+    first = int(cache.page_table(np.array([row]), np.array([1]))[0, 0])
+    for pool, stored in ((cache.keys[0], 0.125), (cache.values[0], 128.0)):  # few keys with large values
+        pool.fill_(stored)
+        pool[first] = 0.0
+    cache.lengths[row] = page_size + 1
+    rows = np.array([row, *cache.fork(np.array([row]), np.array([page_size])).tolist()])
+    cache.reserve_rows(rows, np.array([page_size + 2, page_size + 3]))
+    batch = RaggedBatch(cache, rows, np.array([1, 3]), ())
+    assert batch.shared is not None
+    query, rules = torch.randn(4, heads, shape.key_dim, device=device).to(dtype), AttentionRules(1.0, None, None, None)
+    try:
+        together = attend_common(batch, 0, query, rules, CommonPages(batch, batch.shared))
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+    else:
+        close = torch.allclose(together, _attend_whole_rows(batch, 0, query, rules), atol=0.05, rtol=0.05)
+        reason = "" if close else "it gives other results"
+    if reason:
+        fall_back(logger, f"Attention of {heads} heads reads the common pages of branches for each: {reason}")
+    return not reason
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,10 @@ from specactor_ray.speculation.costs import CostPoint, cost_grids
 
 _LOOKUP = LinearTime(0.0, row_s=5e-6)
 """A lookup without a profile: 3.3 us an answer and 0.74 us a committed token (docs/design/suffix-drafter.md)."""
+
+_MERGE_LAYER_S = 14e-6
+"""Seconds a layer takes longer where the rows of a request read their common pages once: 5 kernels of 2 us, which
+gather and merge, with gaps of 0.8 us."""
 
 
 def build_world(scenario: ScenarioConfig) -> World:
@@ -91,9 +96,11 @@ def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_
             return DraftTime(_LOOKUP, is_lookup)
         if drafter.model is None:
             raise ConfigError("model", "is not set.", "name a shape of conf/simulation/hardware/models.yaml.")
+        known = load_models().get(drafter.model.lower())
+        merge_s = math.inf if known is None else known.layers * _MERGE_LAYER_S
         cost = hardware.draft_cost(drafter.model, max(drafter.gpus, 1))
         fusion = cost.fusion_seconds if isinstance(cost, RooflineCost) and cost.model.features else None
-        return DraftTime(cost, fusion=fusion)
+        return DraftTime(cost, fusion=fusion, merge_s=merge_s)
     except ConfigError as error:
         raise ConfigError(f"config.drafters.{index}", f"{error.key}: {error.problem}", error.fix) from None
 

@@ -17,6 +17,8 @@ from specactor_ray.simulation.kernel import VirtualClock
 from specactor_ray.simulation.text import guesses
 from specactor_ray.simulation.world import World
 
+_PAGE = 256
+"""Tokens of a page of a GPU's cache."""
 _MOST_CORRUPT = 4
 """Branches of each tail of a corrupt drafter."""
 
@@ -116,7 +118,7 @@ class SimulatedProposer(SlotProposer):
         limits = mirrors.limits[slots]
         found = _kernels.look_up(self._known, mirrors.lines, mirrors.prompts, mirrors.ends, slots, limits)
         if len(slots):
-            self._work(len(slots), found, 0)
+            self._work(self._time.forward.seconds(len(slots), found, 0), len(slots), found)
         return np.zeros(len(self._placed), np.bool_)
 
     def _ready(self) -> Chains:
@@ -124,7 +126,7 @@ class SimulatedProposer(SlotProposer):
         reads = _kernels.reads(placed, self._cached, mirrors.arrays)
         none = np.zeros((2, len(placed)), np.int64)
         budget = 0 if reads else self.budget
-        return self.branches.plan(mirrors, mirrors.ends, none[0] > 0, placed, none[1], budget, reach=self.reach)
+        return self.branches.plan(mirrors, mirrors.ends, none[0] > 0, placed, none[1], budget, forward_s=self.forward_s)
 
     def _draft(self, chains: Chains) -> np.ndarray:
         """Draft a token for each chain. Returns bool `(slots,)`: slots with changed tails."""
@@ -133,20 +135,22 @@ class SimulatedProposer(SlotProposer):
             return changed
         at = (self._known, self._ranks, self._cached, mirrors.arrays, table.arrays, chains.slots, chains.numbers)
         ends, prefill, tokens, gaps = _kernels.draft(*at, self.vocab_size, 1 + RANKS)
-        fused_s = 0.0
+        common = mirrors.known // _PAGE * _PAGE  # of all chains of a request: each branch begins behind what is known
+        shared = int((ends - common[chains.slots]).sum() + common[np.unique(chains.slots)].sum())
+        seconds = 0.0
         if self._time.fusion is not None:
             mains = chains.slots[chains.numbers == MAIN]
-            fused_s = self._time.fusion(int((mirrors.known - self._anchors)[mains].sum()))
+            seconds = self._time.fusion(int((mirrors.known - self._anchors)[mains].sum()))
             self._anchors[mains] = mirrors.known[mains]
+        seconds += self._time.seconds(len(ends), int(ends.sum()), shared, prefill)
         self.rows_drafted = 0 if prefill else len(ends)
-        self._work(len(ends), len(ends), int(ends.sum()), prefill, fused_s)
+        self._work(seconds, len(ends), len(ends))
         table.append(mirrors, mirrors.ends, chains, tokens, gaps)
         changed[chains.slots] = True
         return changed
 
-    def _work(self, rows: int, positions: int, context: int, prefill: int = 0, fused_s: float = 0.0) -> None:
+    def _work(self, seconds: float, rows: int, positions: int) -> None:
         clock, world = self._clock, self._world
-        seconds = self._time.forward.seconds(rows, positions, context, prefill) + fused_s
         begin = clock.now()
         clock.work(seconds + world.python.draft_s(clock.process, rows))
         world.record.span(self._name, "draft", begin, clock.now(), rows, positions)

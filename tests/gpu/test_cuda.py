@@ -15,7 +15,16 @@ from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.benchmarks.gpu_check.triton_kernels import measure_triton
 from specactor_ray.messages import SamplingParams
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
-from specactor_ray.models.ragged_attention import AttentionRules, RaggedBatch, attend_masked, attend_varlen, why_masked
+from specactor_ray.models.ragged_attention import (
+    AttentionRules,
+    CommonPages,
+    RaggedBatch,
+    attend_common,
+    attend_masked,
+    attend_varlen,
+    reads_common_pages_once,
+    why_masked,
+)
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.sampling import keyed as sampling
 from specactor_ray.sampling.candidates import candidates
@@ -65,6 +74,26 @@ def test_half_precision_runs_flash_attention_over_pages(window: int | None) -> N
         part = slice(begin, begin + int(counts[i]))
         alone = attend_varlen(RaggedBatch(cache, rows[i : i + 1], counts[i : i + 1], ()), 0, query[part], rules)
         assert torch.equal(alone, flash[part])
+
+
+def test_common_pages_of_branches_are_read_once_by_flash_attention() -> None:
+    torch.manual_seed(0)
+    device, shape, dtype = torch.device("cuda", 0), LayerShape(2, 64, 64), torch.bfloat16
+    cache = PagedCache([shape], shape.bytes(dtype) * 256 * 64, dtype, device)
+    for pool in (cache.keys[0], cache.values[0]):
+        pool.normal_()
+    mains = np.array([cache.open(1600) for _ in range(3)])
+    cache.lengths[mains] = 1500, 200, 600
+    rows = np.append(mains, cache.fork(mains[[0, 0, 0, 1, 1]], np.array([1500, 1495, 1490, 200, 190])))
+    counts = np.array([1, 2, 4, 1, 1, 3, 1, 1])
+    assert cache.reserve_rows(rows, cache.lengths[rows] + counts).all()
+    query = torch.randn(counts.sum(), 6, 64, dtype=dtype, device=device)
+    batch, rules = RaggedBatch(cache, rows, counts, ()), AttentionRules(64**-0.5, None, None, None)
+    assert batch.shared is not None and reads_common_pages_once(device, dtype, cache.page_size, 6, shape)
+    common = CommonPages(batch, batch.shared)
+    assert common.saved > 3000
+    once = attend_common(batch, 0, query, rules, common)
+    torch.testing.assert_close(once, attend_masked(batch, 0, query, rules), atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])

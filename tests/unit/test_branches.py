@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from specactor_ray.draft._branches_numba import chance
-from specactor_ray.draft.branches import FREE, MAIN, RANKS, BranchTable, Chains, ranges_of
+from specactor_ray.draft.branches import FREE, MAIN, RANKS, UNKNOWN, BranchTable, Chains, ranges_of
 from specactor_ray.draft.mirror import MirrorTable
-from specactor_ray.draft.proposer import Reach
 from specactor_ray.messages import SamplingParams
 
 VOCABULARY = 12
@@ -60,15 +59,15 @@ class Drafting:
             line = line[:at] + self.table.tokens[slot, number, :size].tolist()
         return line[:tokens]
 
-    def plan(self, budget: int, allowed: int = 64) -> Chains:
+    def plan(self, budget: int, forward_s: np.ndarray = UNKNOWN) -> Chains:
         ahead = self.mirrors.known >= 0
         backlogs = np.ones(len(ahead), np.int64)
-        reach = Reach(64, allowed)
-        return self.table.plan(self.mirrors, self.mirrors.ends, ~ahead, ahead, backlogs, budget, reach=reach)
+        slots = ~ahead, ahead, backlogs
+        return self.table.plan(self.mirrors, self.mirrors.ends, *slots, budget, forward_s=forward_s)
 
-    def extend(self, budget: int, allowed: int = 64) -> Chains:
+    def extend(self, budget: int) -> Chains:
         mirrors, table = self.mirrors, self.table
-        chains = self.plan(budget, allowed)
+        chains = self.plan(budget)
         tokens = []
         for slot, number, begin, _ in zip(*(column.tolist() for column in chains), strict=True):
             if begin != FREE:
@@ -160,9 +159,8 @@ def test_a_commit_that_does_not_fit_changes_nothing() -> None:
     drafting.check()
 
 
-@pytest.mark.parametrize("budget", [3, 7, 99])
-def test_the_likeliest_chains_are_drafted(budget: int) -> None:
-    """Against all chains by their worth, one by one."""
+def planned() -> tuple[Drafting, dict[tuple[int, int, int], float]]:
+    """Chains by the chance that their next token is needed: (slot, where it begins, candidate)."""
     drafting = Drafting(slots=3, most=8, window=8, seed=5)
     for _ in range(3):
         drafting.extend(0)
@@ -181,6 +179,14 @@ def test_the_likeliest_chains_are_drafted(budget: int) -> None:
                 wrong *= 1.0 - chance(table.evidence, gap, rank + 1)
             alive *= chance(table.evidence, gap, 0)
         worth[slot, FREE, MAIN] = alive
+    return drafting, worth
+
+
+@pytest.mark.parametrize("budget", [3, 7, 99])
+def test_the_likeliest_chains_are_drafted(budget: int) -> None:
+    """Against all chains by their worth, one by one."""
+    drafting, worth = planned()
+    table = drafting.table
     best = sorted(worth, key=lambda key: -worth[key])[:budget]
     chains = drafting.plan(budget)
     slots, numbers, begins, counts = chains
@@ -210,14 +216,15 @@ def test_those_that_read_come_between_main_chains_and_branches(budget: int) -> N
     assert MAIN not in full.numbers.tolist(), "no main chain has room"
 
 
-def test_no_branch_begins_beyond_those_that_are_allowed() -> None:
-    drafting, before = Drafting(slots=4, most=8, window=8, seed=2), 0
-    for allowed in (0, 2, 5, 3):
-        for _ in range(6):
-            drafting.extend(64, allowed)
-            drafting.check()
-        before = max(before, allowed)
-        assert ((drafting.table.ats != FREE).sum(axis=1) == before).all()
+@pytest.mark.parametrize("budget", [8, 99])
+@pytest.mark.parametrize("row_s", [0.0, 0.01, 0.05, 0.2, 1.0])
+def test_as_many_chains_as_bring_most_needed_tokens_per_second(row_s: float, budget: int) -> None:
+    """Against all numbers of chains; never fewer than main chains, nor more than the budget."""
+    drafting, worth = planned()
+    forward_s = 0.2 + row_s * np.arange(100)
+    rates = np.cumsum(sorted(worth.values(), reverse=True)) / forward_s[1 : len(worth) + 1]
+    chains = drafting.plan(budget, forward_s)
+    assert len(chains.slots) == max(3, int(rates[:budget].argmax()) + 1)
 
 
 def test_chances_are_learned_by_the_gap() -> None:

@@ -18,7 +18,6 @@ from specactor_ray.config.drafter_spec import drafter_specs, unused_branches
 from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import TargetConfig
 from specactor_ray.config.validate import validate
-from specactor_ray.draft.proposer import Reach
 from specactor_ray.errors import ConfigError
 from specactor_ray.models import cache_size
 from specactor_ray.models.cache_size import GIB, cache_bytes, room_on_cpu, room_on_gpu
@@ -298,17 +297,15 @@ def test_who_branches(mode: str, wanted: str, branches: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("mode", "key", "reaches"),
     [
-        ("decoupled", "window=auto", {"ngram": ((8, 0), (8, 0)), "draft_model": ((16, 16), (12, 8))}),
-        ("decoupled", "window=10", {"ngram": ((10, 0), (10, 0)), "draft_model": ((10, 16), (10, 8))}),
-        ("decoupled", "branches=0", {"ngram": ((8, 0), (8, 0)), "draft_model": ((8, 0), (8, 0))}),
-        ("decoupled", "branches=4", {"ngram": ((8, 0), (8, 0)), "draft_model": ((16, 4), (12, 4))}),
-        ("coupled", "window=auto", {"ngram": ((8, 0), (8, 0)), "draft_model": ((8, 0), (8, 0))}),
+        ("decoupled", "window=auto", {"ngram": (8, 0), "draft_model": (16, 16)}),
+        ("decoupled", "window=10", {"ngram": (10, 0), "draft_model": (10, 16)}),
+        ("decoupled", "branches=0", {"ngram": (8, 0), "draft_model": (8, 0)}),
+        ("decoupled", "branches=4", {"ngram": (8, 0), "draft_model": (16, 4)}),
+        ("coupled", "window=auto", {"ngram": (8, 0), "draft_model": (8, 0)}),
     ],
 )
-def test_how_far_drafters_run_ahead_of_few_requests_and_of_many(
-    mode: str, key: str, reaches: dict[str, tuple[Reach, Reach]]
-) -> None:
+def test_how_far_drafters_run_ahead(mode: str, key: str, reaches: dict[str, tuple[int, int]]) -> None:
     drafters = "drafters=[{method: ngram}, {method: draft_model, model: m}, {method: eagle, model: h, window: 4}]"
     *specs, own = drafter_specs(load_config(None, [f"mode={mode}", drafters, f"speculation.{key}"])).values()
-    assert {spec.method: ((spec.window, spec.branches), spec.of_many) for spec in specs} == reaches
-    assert own.window == own.of_many.window == 4
+    assert {spec.method: (spec.window, spec.branches) for spec in specs} == reaches
+    assert own.window == 4

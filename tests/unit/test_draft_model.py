@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from specactor_ray.draft.model import DraftModelProposer
-from specactor_ray.draft.proposer import NO_LIMIT, Reach
 from specactor_ray.messages import SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel, RaggedOutput
 from specactor_ray.sampling.keyed import own_noise, sample_rows
@@ -109,7 +108,6 @@ def test_tails_after_any_history_are_those_of_a_fresh_model(
     for _ in range(8):
         for _ in range(rng.randint(0, 7)):
             drafter.proposer.budget = rng.choice([0, 6, 40])
-            drafter.proposer.reach = rng.choice([NO_LIMIT, Reach(2, 1)])
             drafter.extend()
         for i in rng.sample(range(4), rng.randint(1, 4)):
             _, tail = drafter.tail(f"r{i}")
@@ -121,7 +119,7 @@ def test_tails_after_any_history_are_those_of_a_fresh_model(
             assert drafter.commit(f"r{i}", len(committed[i]), fresh)
             assert drafter.commit(f"r{i}", len(committed[i]), fresh), "a repeated commit is harmless"
             committed[i] += fresh
-    drafter.proposer.budget, drafter.proposer.reach = 40, NO_LIMIT
+    drafter.proposer.budget = 40
     extend_fully(drafter)
     found = 0
     for i, prompt in enumerate(prompts):

@@ -68,7 +68,10 @@ def test_decoupled_verifiers_host_models_that_are_to_be_hosted(method: dict[str,
 def test_a_hosted_head_beside_draft_actors() -> None:
     head = {"method": "eagle", "model": "h", "hosted": True}
     settings = config("decoupled", MODEL, head)
-    assert {method: spec.branches for method, spec in drafter_specs(settings).items()} == {"draft_model": 16, "eagle": 0}
+    assert {method: spec.branches for method, spec in drafter_specs(settings).items()} == {
+        "draft_model": 16,
+        "eagle": 0,
+    }
     on_gpu = {"mode": "decoupled", "target": {"gpus": 1}, "drafters": [{**MODEL, "gpus": 1}, head]}
     assert [one.dtype for one in settle(from_mapping(on_gpu), None).drafters] == ["bfloat16"] * 2, "its verifier's GPU"
     half = [{**MODEL, "gpus": 1}, {**head, "dtype": "float16"}]

@@ -34,6 +34,7 @@ from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.queues import inbox
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec import assign
+from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.policy import Policy
 from specactor_ray.spec.suspension import Suspension
 from specactor_ray.target.base import TargetRequest
@@ -333,7 +334,15 @@ def test_races_and_reconfigurations_change_no_token(
 def test_branches_change_no_token(
     temperature: float, lies: bool, inline: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft_loop, "row_budget", lambda *_: 40)
+    class Free(StepCost):
+        """Further rows of a forward cost nothing."""
+
+        is_known = True
+
+        def curve(self, first: int, count: int) -> np.ndarray:
+            return np.ones(count + 1)
+
+    monkeypatch.setattr(draft_loop, "StepCost", Free)
     drafter: Proposer = Forker() if lies else DraftModelProposer(ragged(tiny_draft()), branches=4)
     batch, faults = requests(8, temperature), None if inline else random.Random(3)
     bench = Bench({"d-0": drafter}, inline, faults, branches=4, draft_wait_s=0.02)

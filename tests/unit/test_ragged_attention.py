@@ -19,7 +19,7 @@ from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specactor_ray.models import paged_cache, ragged_model
+from specactor_ray.models import paged_cache, ragged_attention, ragged_model
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import (
     Attention,
@@ -28,10 +28,13 @@ from specactor_ray.models.ragged_attention import (
     attend_masked,
     attend_on_cpu,
     attend_varlen,
+    merge,
+    reads_common_pages_once,
     to_device,
     why_masked,
 )
 from specactor_ray.models.ragged_model import RaggedModel
+from specactor_ray.ragged import places
 from tests.attention import attending
 from tests.tiny import tiny_target
 
@@ -54,12 +57,12 @@ def flash_attention(
     seqused_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`varlen_attn` on pages as FlashAttention 2 does it, with what that refuses."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     rows, (total, heads, dim) = len(cu_seq_q) - 1, query.shape
-    assert key.dtype == value.dtype == query.dtype and return_aux is None and num_splits == 1
+    assert key.dtype == value.dtype == query.dtype and return_aux.lse and num_splits == 1
     for array, shape in ((cu_seq_q, (rows + 1,)), (cu_seq_k, (rows + 1,)), (seqused_k, (rows,))):
         assert array is not None and array.dtype == torch.int32 and array.shape == shape and array.is_contiguous()
     assert block_table is not None and block_table.dtype == torch.int32 and len(block_table) == rows > 0
@@ -71,8 +74,8 @@ def flash_attention(
     assert heads == key.shape[2] or (enable_gqa and heads % key.shape[2] == 0)
     counts, lengths = cu_seq_q.diff(), seqused_k
     assert int(counts.min()) >= 1 and int(counts.max()) <= max_q and int(lengths.max()) <= max_k
-    assert int(cu_seq_q[-1]) == total and torch.equal(cu_seq_k.diff(), lengths)
-    output = torch.empty_like(query)
+    assert int(cu_seq_q[-1]) == total and int(lengths.min()) >= 1 and torch.equal(cu_seq_k.diff(), lengths)
+    output, lse = torch.empty_like(query), torch.empty(heads, total)
     left, right = window_size
     for row, (begin, end) in enumerate(itertools.pairwise(cu_seq_q.tolist())):
         k, v = (pool[block_table[row].long()].flatten(0, 1)[: lengths[row]].double() for pool in (key, value))
@@ -83,9 +86,10 @@ def flash_attention(
         hidden = (seen > at + right) if right >= 0 else torch.zeros(1, dtype=torch.bool)
         if left >= 0:
             hidden = hidden | (seen < at - left)
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-        output[begin:end] = torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
-    return output
+        scores = scores.masked_fill(hidden, -math.inf)
+        output[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(query.dtype)
+        lse[:, begin:end] = scores.logsumexp(-1).float()
+    return output, lse
 
 
 def test_the_reference_is_called_as_the_real_function() -> None:
@@ -98,9 +102,11 @@ def test_the_reference_is_called_as_the_real_function() -> None:
 def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`varlen_attn` is the reference."""
     monkeypatch.setattr(varlen, "varlen_attn", flash_attention)
-    why_masked.cache_clear()
+    for probe in (why_masked, reads_common_pages_once):
+        probe.cache_clear()
     yield
-    why_masked.cache_clear()
+    for probe in (why_masked, reads_common_pages_once):
+        probe.cache_clear()
 
 
 def load(dtype: torch.dtype) -> Any:
@@ -208,6 +214,96 @@ def test_calls_of_varlen_attention_equal_each_query_alone(seed: int, dtype: torc
     assert len(case.query) > 60 or torch.allclose(outputs.double(), case.expected(), atol=0.02, rtol=0.02)
 
 
+def branched(seed: int, dtype: torch.dtype, page_size: int) -> Case:
+    """Requests with branches, and rows alone; what the cache holds behind a row is not a number."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    kv_heads, shared = int(rng.integers(1, 3)), int(rng.integers(1, 4))
+    cache = PagedCache(
+        [LayerShape(kv_heads, 16, 16)], 40 * page_size * kv_heads * 32 * dtype.itemsize, dtype, CPU, page_size
+    )
+    rows: list[int] = []
+    for length in rng.integers(1, 4 * page_size, 3).tolist():
+        row = cache.open(length)
+        assert row is not None
+        cache.lengths[row] = length
+        ends = rng.integers(max(length - 9, 0), length + 1, rng.integers(0, 4))
+        rows += [row, *cache.fork(np.full(len(ends), row), ends).tolist()]
+    rng.shuffle(rows)
+    packed, counts = np.array(rows), rng.choice([1, 1, 2, 5], len(rows))
+    lengths = cache.lengths[packed] + counts
+    assert cache.reserve_rows(packed, lengths).all()
+    read = cache.page_table(packed, lengths)[
+        np.arange(len(rows)).repeat(lengths), places(0 * lengths, lengths) // page_size
+    ]
+    slots = torch.from_numpy(read * page_size + places(0 * lengths, lengths) % page_size).long()
+    for pool in (cache.keys[0], cache.values[0]):
+        pool.fill_(math.nan)
+        pool.flatten(0, 1)[slots] = torch.randn(len(slots), kv_heads, 16).to(dtype)
+    batch = RaggedBatch(cache, packed, counts, ())
+    return Case(
+        batch, torch.randn(batch.num_tokens, kv_heads * shared, 16).to(dtype), AttentionRules(0.3, None, None, None)
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32))
+def test_reading_common_pages_once_equals_each_query_alone(seed: int) -> None:
+    calls: list[int] = []
+
+    def counted(query: torch.Tensor, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(int(options["seqused_k"].sum()))
+        return flash_attention(query, *args, **options)
+
+    case = branched(seed, torch.bfloat16, 256)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen, "varlen_attn", counted)
+        whole = case.outputs(attend_varlen)
+        assert case.batch.common is None, "so little is not worth a merge"
+        del case.batch.__dict__["common"]
+        patch.setattr(ragged_attention, "_LEAST_SAVED", 1e-9)
+        reads_common_pages_once.cache_clear()
+        outputs = case.outputs(attend_varlen)
+    assert torch.allclose(outputs.double(), case.expected(), atol=0.02, rtol=0.02)
+    assert torch.allclose(outputs.double(), whole.double(), atol=0.02, rtol=0.02)
+    groups, common = case.batch.shared, case.batch.common
+    if groups is not None:
+        saved = int(((np.diff(groups.starts) - 1) * groups.pages).sum()) * 256
+        again = int((case.batch.lengths * (case.batch.counts - 1)).sum())
+        assert saved <= again if common is None else saved - again <= common.saved <= saved
+    assert calls[0] - calls[-1] == (0 if common is None else common.saved)
+
+
+def test_parts_of_attention_are_merged() -> None:
+    query, keys, values = (torch.randn(shape) for shape in ((7, 3, 8), (40, 3, 8), (40, 3, 8)))
+    scores = 2 * torch.einsum("qhd,khd->hqk", query, keys)
+    parts = [(part.softmax(-1), part.logsumexp(-1)) for part in (scores, scores[..., :31], scores[..., 31:])]
+    (whole, _), (first, first_lse), (second, second_lse) = parts
+    own, other = torch.einsum("hqk,khd->qhd", second, values[31:]), torch.einsum("hqk,khd->qhd", first, values[:31])
+    merge(own, second_lse, other, first_lse)
+    torch.testing.assert_close(own, torch.einsum("hqk,khd->qhd", whole, values))
+
+
+@pytest.mark.usefixtures("flash")
+def test_common_pages_are_read_for_each_row_where_sums_are_of_another_kind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shape = CPU, torch.bfloat16, 256, 4, LayerShape(2, 64, 64)
+    assert reads_common_pages_once(*shape)
+    for wrong, reason in ((lambda lse: lse.T, "size"), (lambda lse: lse / math.log(2), "other results")):
+        reads_common_pages_once.cache_clear()
+        monkeypatch.setattr(varlen, "varlen_attn", lambda *args, wrong=wrong, **options: apply(wrong, *args, **options))
+        with caplog.at_level(logging.WARNING):
+            assert not reads_common_pages_once(*shape) and reason in caplog.text
+
+
+def apply(
+    wrong: Callable[[torch.Tensor], torch.Tensor], *args: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output, lse = flash_attention(*args, **options)
+    return output, wrong(lse)
+
+
 @pytest.mark.usefixtures("flash")
 def test_what_varlen_attention_refuses_is_masked_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     half, shape = torch.bfloat16, LayerShape(2, 64, 64)
@@ -225,7 +321,7 @@ def test_what_varlen_attention_refuses_is_masked_and_said_once(caplog: pytest.Lo
 
 @pytest.mark.usefixtures("flash")
 def test_a_kernel_that_reads_behind_a_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(*args: Any, seqused_k: torch.Tensor, **options: Any) -> torch.Tensor:
+    def careless(*args: Any, seqused_k: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         longer = seqused_k + 1
         starts = torch.cat([longer.new_zeros(1), longer.cumsum(0)]).int()
         return flash_attention(*args[:4], starts, args[5], args[6] + 1, seqused_k=longer, **options)
@@ -296,7 +392,7 @@ class NoHost(TorchFunctionMode):
 
 @pytest.mark.parametrize("attention", [attend_masked, attend_varlen])
 def test_nothing_in_a_layer_waits_for_the_device(attention: Attention, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", lambda query, *_, **__: torch.zeros_like(query))
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, *_, **__: (torch.zeros_like(query), query[..., 0].T))
     layers: list[set[str]] = []
 
     def watched(batch: RaggedBatch, layer: int, *arguments: Any) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -325,6 +326,21 @@ class TestDrafters:
         first = [2, (1, 1, 2, 1), 0, (1, 1, 3, 0), 0, (1, 1, 4, 0), 0, (1, 1, 5, 0)]
         assert read == [*first, 5, (1, 1, 7, 4), 0, (1, 1, 8, 0)]
         assert clock.kernel.now == 6 * 0.125 + 2 * 0.5
+
+    def test_branches_read_the_pages_in_common_once_where_that_is_faster(self) -> None:
+        for merge_s, seconds in ((0.0, 0.600 + 0.690 + 0.692), (0.1, 0.600 + 0.790 + 0.792), (math.inf, 3.006)):
+            clock, slot = VirtualClock(Kernel(0), Process("d")), SamplingParams(max_tokens=400, seed=1)
+
+            class Time(LinearTime):
+                def seconds(self, rows: int, positions: int, context_tokens: int, prefill_tokens: int = 0) -> float:
+                    return 1e-3 * context_tokens
+
+            world = World(GeneratedText({1: 400}, {"model": Skill(0.5)}))
+            world.drafting = {"model": DraftTime(Time(0.0), merge_s=merge_s)}
+            proposer = SimulatedProposer("d", "model", clock, world, lambda: 0.0, branches=4)
+            proposer.open(0, "1", tuple(range(600)), (), slot, window=4)
+            proposer.budget = 2
+            assert self.draft(proposer, clock, 3)[0] == pytest.approx(seconds)
 
     def test_real_lookups_search_recorded_text_and_take_time(self) -> None:
         clock = VirtualClock(Kernel(0), Process("d"))
