@@ -267,7 +267,7 @@ class SpeculationConfig:
     """How far drafters run ahead, and what is verified of their drafts."""
 
     window: Auto[int] = _window(_UNRESOLVED)  # noqa: RUF009
-    """Draft window: most tokens a drafter runs past the last commit it knows. `auto`: 8; 16 where draft actors branch."""
+    """Draft window: most tokens past the last commit that was received. `auto`: 8; 16 where draft actors branch."""
     branches: Auto[int] = limited(  # noqa: RUF009
         lambda value: 0 <= value <= MAX_BRANCHES,
         "is not a number of branches.",

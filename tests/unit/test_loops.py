@@ -339,8 +339,8 @@ def test_branches_change_no_token(
 
         is_known = True
 
-        def curve(self, first: int, count: int) -> np.ndarray:
-            return np.ones(count + 1)
+        def curve(self, num_rows: int, most: int) -> np.ndarray:
+            return np.ones(most + 1)
 
     monkeypatch.setattr(draft_loop, "StepCost", Free)
     drafter: Proposer = Forker() if lies else DraftModelProposer(ragged(tiny_draft()), branches=4)
