@@ -33,6 +33,10 @@ class Candidates(NamedTuple):
     """float32 `(n,)`: first minus second perturbed score; inf where there is no second."""
 
 
+_ALL = np.zeros(0, np.uint32)
+"""`ids` of a whole vocabulary."""
+
+
 def candidates(
     logits: torch.Tensor,
     positions: np.ndarray,
@@ -40,6 +44,7 @@ def candidates(
     rules: Rules,
     most: int = MOST,
     *,
+    ids: np.ndarray | None = None,
     backend: Backend = "auto",
 ) -> Candidates:
     """Rank the tokens of one draw per row.
@@ -50,19 +55,23 @@ def candidates(
         slots: int64 `(n,)`: slots in `rules`.
         rules: How the slots are sampled.
         most: Candidates of a draw, `MOST` or 1.
+        ids: uint32 `(V,)`, ascending: the tokens that the logits are of, where they are a part of the vocabulary. The
+            result is that of logits over the whole vocabulary with -inf elsewhere; numba alone takes them.
         backend: As in `verify_arrays`.
 
     Raises:
-        ValueError: Shapes, dtype or positions do not fit.
+        ValueError: Shapes, dtype, positions or backend do not fit.
     """
     n, logits = len(slots), logits.detach()
     rows, none = np.arange(n), np.zeros(n + 1, np.int64)
     keyed.longest(logits, rows, none, positions, slots, rules)
     name = keyed.fitting(logits, most) if backend == "auto" else backend
+    if ids is not None and (name != "numba" or len(ids) != logits.shape[1]):
+        raise ValueError(f"{len(ids)} ids for {logits.shape[1]} logits and backend {name}")
     if name == "numba" or not n:
         tokens, gaps = np.full((n, most), -1, np.int32), np.full(n, np.inf, np.float32)
         x = logits.cpu().float().contiguous().numpy()
-        _rank_rows(x, x.view(np.int32), positions, slots, rules.table, tokens, gaps)
+        _rank_rows(x, x.view(np.int32), positions, slots, rules.table, _ALL if ids is None else ids, tokens, gaps)
         return Candidates(tokens, gaps)
     if name == "triton":
         from specactor_ray.sampling import fused
@@ -99,13 +108,22 @@ def _insert(score: Any, v: Any, scores: Any, tokens: Any) -> None:
 
 
 @_jit
-def _rank_row(x: Any, bits: Any, key: Any, rule: Any, scratch: Any, scores: Any, tokens: Any) -> None:
+def _hash_tokens(key: Any, ids: Any, gap: Any) -> None:
+    """`_hash_block` of these tokens."""
+    k0, k1, position = key
+    for i in range(len(ids)):
+        x0, _ = base.threefry2x32(k0, k1, ids[i], position)
+        gap[i] = np.float32(np.int32(np.uint32(~x0) >> np.uint32(1)))
+
+
+@_jit
+def _rank_row(x: Any, bits: Any, key: Any, rule: Any, scratch: Any, ids: Any, scores: Any, tokens: Any) -> None:
     e, gap = scratch
     temperature = rule["temperature"]
     status, m = base._max_logit(bits)
     if status != base.OK:
         return
-    if len(tokens) == 1:
+    if len(tokens) == 1 and not len(ids):
         sampled = (rule["top_k"], rule["top_p"], False, scratch)
         is_greedy = temperature < base.GREEDY_BELOW
         tokens[0] = base._first_index(x, m) if is_greedy else base.sample_row(x, bits, key, temperature, *sampled)[1]
@@ -114,34 +132,40 @@ def _rank_row(x: Any, bits: Any, key: Any, rule: Any, scratch: Any, scores: Any,
     if temperature < base.GREEDY_BELOW:
         for v in range(len(x)):
             if x[v] > scores[-1]:
-                _insert(np.float64(x[v]), v, scores, tokens)
+                _insert(np.float64(x[v]), np.int64(ids[v]) if len(ids) else v, scores, tokens)
         return
     cut = base.find_cut(x, m, temperature, rule["top_k"], rule["top_p"])
     inv_t, bar = np.float32(1.0 / temperature), np.float32(np.inf)
     for start in range(0, len(x), base._BLOCK):
         n = min(base._BLOCK, len(x) - start)
         base._exp_block(x, start, n, m, inv_t, e)
-        base._hash_block(key, start, n, gap)
+        if len(ids):
+            _hash_tokens(key, ids[start : start + n], gap)
+        else:
+            base._hash_block(key, start, n, gap)
         if base._count_under(gap, e, bar, n) == 0:
             continue
         for i in range(n):
             v = start + i
             if gap[i] > np.float32(e[i] * bar) or not base._kept(x[v], v, cut[0], cut[1]) or x[v] == -np.inf:
                 continue
-            score = base._score(x[v], v, key, temperature)
+            token = np.int64(ids[v]) if len(ids) else v
+            score = base._score(x[v], token, key, temperature)
             if score > scores[-1]:
-                _insert(score, v, scores, tokens)
+                _insert(score, token, scores, tokens)
                 bar = base._bar(m, temperature, scores[-1])
 
 
 @_jit
-def _rank_rows(logits: Any, bits: Any, positions: Any, slots: Any, rules: Any, tokens: Any, gaps: Any) -> None:
+def _rank_rows(
+    logits: Any, bits: Any, positions: Any, slots: Any, rules: Any, ids: Any, tokens: Any, gaps: Any
+) -> None:
     scratch = (np.empty(base._BLOCK, np.float32), np.empty(base._BLOCK, np.float32))
     scores = np.empty(tokens.shape[1], np.float64)
     for i in range(len(slots)):
         rule = rules[slots[i]]
         seed, position = rule["seed"], positions[i] + rule["base"]
         key = (np.uint32(seed & np.uint64(0xFFFFFFFF)), np.uint32(seed >> np.uint64(32)), np.uint32(position))
-        _rank_row(logits[i], bits[i], key, rule, scratch, scores, tokens[i])
+        _rank_row(logits[i], bits[i], key, rule, scratch, ids, scores, tokens[i])
         if len(scores) > 1 and tokens[i, 1] >= 0:
             gaps[i] = scores[0] - scores[1]

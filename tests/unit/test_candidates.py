@@ -70,6 +70,28 @@ def test_forms_agree_in_every_dtype(dtype: torch.dtype) -> None:
         assert found == best_of_all(row.float().numpy(), rule, position)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_of_the_vocabulary_is_ranked_as_the_whole_one(dtype: torch.dtype) -> None:
+    """Noise and tokens are those of the whole vocabulary, in which all other tokens have no chance."""
+    rng, n, size = np.random.default_rng(5), 48, 5000
+    ids = np.sort(rng.choice(size, 1100, replace=False)).astype(np.uint32)
+    part = (3 * torch.from_numpy(rng.standard_normal((n, len(ids))))).to(dtype)
+    whole = torch.full((n, size), -math.inf, dtype=dtype)
+    whole[:, torch.from_numpy(ids.astype(np.int64))] = part
+    filters, rules, slots = ((0, 1.0), (40, 1.0), (0, 0.9), (2000, 0.99)), Rules(0, part.device), np.arange(n)
+    params = [
+        SamplingParams((0.0, 0.6, 1.0)[i % 3], top_k=filters[i % 4][0], top_p=filters[i % 4][1], seed=i)
+        for i in range(n)
+    ]
+    rules.write(slots.tolist(), params, [0] * n)
+    wanted, found = candidates(whole, 7 * slots, slots, rules), candidates(part, 7 * slots, slots, rules, ids=ids)
+    assert found.tokens.tolist() == wanted.tokens.tolist() and found.gaps.tolist() == wanted.gaps.tolist()
+    assert set(found.tokens.ravel().tolist()) <= {-1, *ids.tolist()}
+    for wrong in ({"ids": ids[1:]}, {"ids": ids, "backend": "torch"}):
+        with pytest.raises(ValueError, match="ids"):
+            candidates(part, 7 * slots, slots, rules, **wrong)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_that_cannot_be_sampled_have_no_candidates(backend: str, temperature: float) -> None:
