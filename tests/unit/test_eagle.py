@@ -344,6 +344,24 @@ def test_no_states_are_kept_of_a_request_that_is_too_long_for_the_head() -> None
 
 
 @pytest.mark.parametrize("branches", [0, 4])
+def test_draws_over_the_draft_vocabulary_are_those_over_the_whole_one(branches: int) -> None:
+    """On CPUs no logits of the target's vocabulary are made; with them, tails and branches are the same."""
+    runners = [EagleRunner(head(), 4 << 20) for _ in range(2)]
+    assert runners[0].ids is not None and len(runners[0].ids) < head().config.vocab_size
+    runners[1].ids = None
+    found: list[Any] = [[], []]
+    for runner, seen in zip(runners, found, strict=True):
+        drafter = ByName(EagleProposer(runner, branches=branches))
+        drafter.proposer.budget = 99
+        for request in (Sequence(0, 0.0), Sequence(1, 1.0), Sequence(2, 1.0)):
+            drafter.open(request.name, request.prompt, (), request.sampling, WINDOW)
+            request.commit(drafter, [7])
+            extend_fully(drafter)
+            seen.append((drafter.tail(request.name), branches_of(drafter, request.name)))
+    assert found[0] == found[1] and any(tail for _, tail in [one for one, _ in found[0]])
+
+
+@pytest.mark.parametrize("branches", [0, 4])
 def test_a_row_that_cannot_be_sampled_from_costs_the_others_nothing(branches: int) -> None:
     drafter = eagle(branches=branches)
     requests = [Sequence(number, 1.0) for number in range(3)]

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-Attend = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(attention module, query `(B, heads, N, dim)`, key and value `(B, kv_heads, N, dim)`) → `(B, N, heads * dim)`."""
+Attend = Callable[..., torch.Tensor]
+"""(attention module, query `(B, heads, N, dim)`, key and value `(B, kv_heads, N, dim)`, keyword arguments of the head's
+forward) → `(B, N, heads * dim)`."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,11 @@ class EagleAttention(nn.Module):
         self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
 
-    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Takes and returns what attention of transformers does, so that a compiled form replaces it
+        (`models/cpu_layers.py`)."""
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         batch, count, _ = x.shape
@@ -100,7 +105,7 @@ class EagleAttention(nn.Module):
         k = self.k_proj(x).view(batch, count, self.kv_heads, self.head_dim).transpose(1, 2)
         v = self.v_proj(x).view(batch, count, self.kv_heads, self.head_dim).transpose(1, 2)
         q, k = apply_rotary_pos_emb(q, k, *rope)
-        return self.o_proj(attend(self, q, k, v))
+        return self.o_proj(attend(self, q, k, v, **kwargs)), None
 
 
 class EagleLayer(nn.Module):
@@ -117,11 +122,17 @@ class EagleLayer(nn.Module):
         self.self_attn, self.mlp = EagleAttention(config), LlamaMLP(config)
 
     def forward(
-        self, embeds: torch.Tensor, features: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attend: Attend
+        self,
+        embeds: torch.Tensor,
+        features: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+        **kwargs: Any,
     ) -> torch.Tensor:
         normed = self.hidden_norm(features)
         residual = normed if self.norm_before_residual else features
-        attended = residual + self.self_attn(torch.cat([self.input_layernorm(embeds), normed], dim=-1), rope, attend)
+        joined = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        attended = residual + self.self_attn(joined, rope, attend, **kwargs)[0]
         return attended + self.mlp(self.post_attention_layernorm(attended))
 
 
@@ -159,9 +170,9 @@ class EagleHead(nn.Module):
         return self.fc(states)
 
     def forward(
-        self, features: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, features: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, **kwargs: Any
     ) -> torch.Tensor:
-        """One pass of the layer.
+        """One pass of the layer; keyword arguments go to `attend`.
 
         Args:
             features: `(B, N, hidden)`: fused features, or the head's own outputs.
@@ -173,7 +184,7 @@ class EagleHead(nn.Module):
             `(B, N, hidden)`: inputs of `logits`, and features of the next positions when running ahead.
         """
         rope = self.rotary(features, positions)
-        return self.layers[0](self.embed_tokens(token_ids), features, rope, attend)
+        return self.layers[0](self.embed_tokens(token_ids), features, rope, attend, **kwargs)
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """`(..., draft_vocab)` of outputs `(..., hidden)`."""

@@ -31,6 +31,7 @@ from specactor_ray.models.cache_size import device_bytes, drafter_cache_bytes
 from specactor_ray.models.ragged_attention import to_device
 from specactor_ray.models.wire import from_wire
 from specactor_ray.ragged import places
+from specactor_ray.sampling.candidates import Candidates, candidates, warm_up
 
 
 class EagleProposer(ModelProposer):
@@ -51,6 +52,8 @@ class EagleProposer(ModelProposer):
         limits = (max_positions, max_batch)
         super().__init__(runner.cache, runner.dtype, config.vocab_size, *limits, shared_noise, branches)
         self._runner = runner
+        if runner.ids is not None:
+            warm_up(runner.device, runner.dtype)
         self._anchors, self._received = np.zeros((2, 0), np.int64)
         """int64 `(slots,)`: first position with an unread state; first position without a state. Entries from the
         anchor on rest on own outputs."""
@@ -179,6 +182,11 @@ class EagleProposer(ModelProposer):
         flat.index_copy_(0, on_device[1], outputs)
         self._anchors[slots[reads]] += counts[reads]
         return logits if complete.all() else logits[torch.from_numpy(complete)]
+
+    def _candidates(self, logits: torch.Tensor, ends: np.ndarray, slots: np.ndarray) -> Candidates:
+        if self._runner.ids is None:
+            return super()._candidates(logits, ends, slots)
+        return candidates(logits, ends, slots, self._rules, ids=self._runner.ids)
 
     def _fuse_states(self, slots: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         """Take `counts` unread states of each slot; returns their features `(sum(counts), hidden)`."""

@@ -11,9 +11,13 @@ from torch import nn
 
 from specactor_ray.draft.eagle.head import EagleHead
 from specactor_ray.errors import ModelLoadError
+from specactor_ray.models.cpu_layers import fuse
 from specactor_ray.models.packed_linear import assign_weights, can_pack, pack_linears
 from specactor_ray.models.paged_cache import LayerShape, PagedCache
 from specactor_ray.models.ragged_attention import RaggedBatch, ragged_attention
+
+_TRIED = 6
+"""Positions of the forward in which compiled layers are tried."""
 
 
 class EagleRunner:
@@ -32,7 +36,10 @@ class EagleRunner:
         self.config = head.config
         weight = head.fc.weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.token_ids = head.draft_token_ids()
+        self._token_ids = head.draft_token_ids()
+        ordered = bool((self._token_ids.diff() > 0).all())
+        self.ids = self._token_ids.numpy().astype(np.uint32) if ordered and self.device.type == "cpu" else None
+        """uint32 `(draft_vocab,)`: tokens that logits are of; None: logits are over the target's vocabulary."""
         attention: Any = head.layers[0].self_attn
         shape = LayerShape(attention.kv_heads, attention.head_dim, attention.head_dim)
         if can_pack(self.device, self.dtype):
@@ -40,6 +47,8 @@ class EagleRunner:
         self.cache = PagedCache([shape], cache_bytes, self.dtype, self.device)
         if self.cache.pages == 0:
             raise ModelLoadError(f"a key/value cache of {cache_bytes} bytes holds no page; give more (kv_cache_gb)")
+        if self.device.type == "cpu":
+            fuse(head, self._try_out)
 
     @torch.inference_mode()
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
@@ -65,18 +74,25 @@ class EagleRunner:
             features: `(sum(counts), hidden)`: fused, or the head's own outputs.
 
         Returns:
-            Outputs `(n, hidden)` and logits `(n, vocab)` of the last position of each row. Logits are over the
-            target's vocabulary, -inf for tokens outside of the draft vocabulary.
+            Outputs `(n, hidden)` of the last position of each row, and logits `(n, draft_vocab)`, or `(n, vocab)` with
+            -inf for tokens outside of the draft vocabulary; see `ids`.
         """
         batch = RaggedBatch(self.cache, rows, counts, (token_ids.astype(np.int64), positions, np.cumsum(counts) - 1))
         tokens, places, last = batch.arrays
 
-        def attend(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return ragged_attention(module, q, k, v, None, ragged_batch=batch)[0].flatten(2)
-
-        outputs = self.head(features[None], tokens[None], places[None], attend)[0].index_select(0, last)
+        outputs = self.head(features[None], tokens[None], places[None], _attend, ragged_batch=batch)[0]
+        outputs = outputs.index_select(0, last)
         self.cache.lengths[rows] += counts
-        return outputs, self._over_target_vocabulary(self.head.logits(outputs))
+        logits = self.head.logits(outputs)
+        return outputs, logits if self.ids is not None else self._over_target_vocabulary(logits)
+
+    def _try_out(self) -> None:
+        """Run all modules."""
+        (row, count), size = (self.cache.open(_TRIED), _TRIED), self.config.feature_size
+        assert row is not None  # a page holds them
+        states = torch.linspace(-1.0, 1.0, count * size).sin().view(count, size)
+        self.forward(np.array([row]), np.arange(count), np.array([count]), np.arange(count), self.fuse(states))
+        self.cache.free(row)
 
     def load_weights(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Replace the trained weights (`checkpoint.trained_weights`); embedding and vocabulary stay.
@@ -89,5 +105,11 @@ class EagleRunner:
 
     def _over_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         full = logits.new_full((len(logits), self.config.vocab_size), float("-inf"))
-        full[:, self.token_ids] = logits
+        full[:, self._token_ids] = logits
         return full
+
+
+def _attend(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, ragged_batch: RaggedBatch
+) -> torch.Tensor:
+    return ragged_attention(module, q, k, v, None, ragged_batch=ragged_batch)[0].flatten(2)
