@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from specactor_ray.config import load_config
+from specactor_ray.rollout.preflight import refuse_early
+from specactor_ray.training.run_folder import open_run
+from specactor_ray.training.setup import checked_tasks, prepare
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def test_both_halves_and_their_report(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_both_halves_and_their_report(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "COLUMNS"))}
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        program = [sys.executable, "-m", "specactor_ray.cli", *arguments]
-        env = {**clean, "PYTHONPATH": str(REPOSITORY)}
-        return subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=800, env=env)
-
-    done = run("demo", "--model", str(tiny_model_dir), "--minutes", "0.01", "--output", "out")
+    program = [sys.executable, "-m", "specactor_ray.cli", "demo", "--model", str(tiny_model_dir)]
+    done = subprocess.run(
+        [*program, "--minutes", "0.01", "--output", "out"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        env={**clean, "PYTHONPATH": str(REPOSITORY)},
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     speed, training = report["speed"], report["training"]
@@ -32,6 +41,11 @@ def test_both_halves_and_their_report(tmp_path: Path, tiny_model_dir: Path) -> N
     for words in ("round 2: plain", "GRPO", "step 2/", "the time is up after 2 of 12 steps"):
         assert words in done.stderr
     assert "6 of 6" in done.stdout and "the reward " in done.stdout
-    train = next(line.strip() for line in done.stdout.splitlines() if "specactor train " in line)
-    again = run(*train.replace("trainer.steps=60", "trainer.steps=3").split()[1:])
-    assert again.returncode == 0 and "complete: 3 steps" in again.stdout, again.stderr
+    train = next(line for line in done.stdout.splitlines() if "specactor train " in line)
+    _, command, option, file, *overrides = shlex.split(train)
+    assert (command, option) == ("train", "--config")
+    monkeypatch.chdir(tmp_path)
+    config, _ = refuse_early(load_config(Path(file), overrides), trains=True)
+    prepare(config)
+    with contextlib.closing(open_run(config, checked_tasks(config).order.size)) as run:
+        assert run.state.step == 2 and run.checkpoint is not None, "the printed command goes on with this run"

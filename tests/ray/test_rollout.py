@@ -129,7 +129,8 @@ def test_modes_are_token_for_token_plain(plain: Any, mode: str, race: str) -> No
 def test_fastest_of_n_is_token_for_token_plain(plain: Any) -> None:
     """All methods race for every request, hidden states stream to the EAGLE head."""
     head = {"method": "eagle", "model": str(tiny_eagle()), "kv_cache_gb": 0.02}
-    settings = config("decoupled", [APART, {"method": "suffix", "min_match": 1}, small(), head])
+    apart = {**APART, "replicas": 1}
+    settings = config("decoupled", [apart, {"method": "suffix", "min_match": 1}, small(), head], verifiers=1)
     settings.speculation.race = RaceName.always
     with running(settings) as rollout:
         methods = {"ngram", "suffix", "draft_model", "eagle"}

@@ -24,7 +24,7 @@ from tests.unit.test_hf_engine import load
 from tests.unit.test_hf_engine import make as make_hf
 from tests.vllm import needs_vllm
 from tests.vllm.test_vllm_engine import answers_of, make, states_of
-from tests.vllm.test_vllm_rollout import NGRAM, config, tokens_of
+from tests.vllm.test_vllm_rollout import NGRAM, config, plain_truth, tokens_of
 
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
 
@@ -85,11 +85,9 @@ class TestOverRay:
 
     def test_a_verifier_that_lost_a_rank_is_replaced(self) -> None:
         """Its requests go on, no rank is left behind, and the verifier that ends in order leaves no shared memory."""
-        with Rollout.from_config(config("plain", [], backend="hf")) as rollout:
-            truth = tokens_of(rollout)
         with Rollout.from_config(split_config()) as rollout, ThreadPoolExecutor() as pool:
             killing = pool.submit(kill_a_rank, rollout)
-            assert tokens_of(rollout) == truth
+            assert tokens_of(rollout) == plain_truth()
             seen = killing.result(60)
             ranks = ranks_of(psutil.Process(verifier_pid(rollout)))
             assert len(ranks) == 2 and not {rank.pid for rank in ranks} & {rank.pid for rank in seen}

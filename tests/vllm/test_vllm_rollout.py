@@ -17,6 +17,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.rollout import Rollout
 from tests.exact_distribution import assert_sampled_from
+from tests.plain_decoding import plain_tokens
 from tests.tiny import tiny_draft, tiny_prompts, tiny_vllm_target
 from tests.unit.test_hf_engine import load
 from tests.vllm import needs_vllm
@@ -35,18 +36,19 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def config(mode: str, drafters: list[dict[str, Any]], backend: str = "vllm", verifiers: int = 1) -> Config:
-    target: dict[str, Any] = {
-        "model": str(tiny_vllm_target()),
-        "max_model_len": 256,
-        "max_batch": 6,
-        "kv_cache_gb": 0.03,
-        "dtype": "float32",
-    }
-    target["compiled"] = backend != "vllm"  # starts faster
+def config(mode: str, drafters: list[dict[str, Any]], verifiers: int = 1) -> Config:
     settings: dict[str, Any] = {
         "mode": mode,
-        "target": {**target, "backend": backend, "replicas": verifiers},
+        "target": {
+            "model": str(tiny_vllm_target()),
+            "backend": "vllm",
+            "compiled": False,  # starts faster
+            "replicas": verifiers,
+            "max_model_len": 256,
+            "max_batch": 6,
+            "kv_cache_gb": 0.03,
+            "dtype": "float32",
+        },
         "drafters": drafters,
         "cluster": {"address": "local", "pin_cores": False, "health_interval_s": 0.5, "health_timeout_s": 5.0},
         "speculation": {"window": 6, "verify": "all", "draft_wait_s": 0.02},
@@ -58,6 +60,11 @@ def small() -> dict[str, Any]:
     return {"method": "draft_model", "model": str(tiny_draft()), "kv_cache_gb": 0.05}
 
 
+def plain_truth() -> dict[tuple[int, int], tuple[int, ...]]:
+    """What `tokens_of` has to give."""
+    return plain_tokens(tiny_vllm_target(), tiny_prompts(PROMPTS), SAMPLING, SAMPLES)
+
+
 def tokens_of(rollout: Rollout) -> dict[tuple[int, int], tuple[int, ...]]:
     done = rollout.generate(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)
     assert len(done) == PROMPTS * SAMPLES and not any(t.error for t in done)
@@ -66,8 +73,7 @@ def tokens_of(rollout: Rollout) -> dict[tuple[int, int], tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def truth() -> dict[tuple[int, int], tuple[int, ...]]:
-    with Rollout.from_config(config("plain", [], backend="hf")) as rollout:
-        return tokens_of(rollout)
+    return plain_truth()
 
 
 def test_coupled_gives_the_tokens_of_hf(truth: Any) -> None:
