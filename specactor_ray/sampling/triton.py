@@ -8,6 +8,8 @@ those of `sampling.numba`, bit for bit. It needs every float64 operation rounded
 
 Importing this module imports triton. With TRITON_INTERPRET=1 the kernels run on tensors of the CPU.
 """
+# mypy: disable-error-code=assignment
+# Tuples of kernels grow in loops that are unrolled.
 
 from __future__ import annotations
 
