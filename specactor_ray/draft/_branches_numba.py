@@ -8,20 +8,25 @@ import numpy as np
 
 from specactor_ray.draft._mirror_numba import Lines
 from specactor_ray.jit import kernel
+from specactor_ray.sampling import candidates
 
-_jit: Any = kernel()
+_jit: Any = kernel(sources=(candidates,))
 
 MAIN = -1
 """Number of the main chain of a slot; branches have numbers from 0."""
 FREE = -1
-RANKS = 2
-"""Alternatives kept per position: the second and the third candidate."""
+RANKS = candidates.MOST - 1
+"""Alternatives kept per position: the candidates from the second on."""
 GAPS = 8
 """Ranges of the gap between the first and the second score."""
 _LEAST = 1e-4
 """Chance below which a chain is not drafted on."""
 _PRIOR = np.array(
-    [[0.3, 0.35, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95], [0.3, 0.3, 0.35, 0.4, 0.45, 0.5, 0.5, 0.5], [0.18] * GAPS]
+    [
+        [0.3, 0.35, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95],
+        [0.3, 0.3, 0.35, 0.4, 0.45, 0.5, 0.5, 0.5],
+        *([right] * GAPS for right in (0.18, 0.12, 0.1)),
+    ]
 )
 """`(RANKS + 1, GAPS)`: chance that a candidate is right where those before it are wrong, as measured with SmolLM2."""
 _PRIOR_TRIES = 16.0

@@ -1,9 +1,9 @@
 """Branches of a drafter's tails: outcomes of the verification under way that are drafted before it ends.
 
-A main chain is what `MirrorTable` holds. A drafter that samples with the target's noise knows the second and the third
-candidate of each position for this very draw; a branch is the main chain up to a position, then such a candidate and
-what follows it. Where a commit refutes the main chain, the branch that agrees takes its place. SSD (arXiv 2603.03251)
-drafts outcomes by their distribution; here they are those of the draw.
+A main chain is what `MirrorTable` holds. A drafter that samples with the target's noise has the next best candidates of
+each position for this very draw; a branch is the main chain up to a position, then such a candidate and what follows.
+Where a commit refutes the main chain, the branch that agrees takes its place. SSD (arXiv 2603.03251) drafts outcomes by
+their distribution; here they are those of the draw.
 
 The worth of a branch is learned: how often each candidate is right, by the gap between the first and the second score.
 """
@@ -70,7 +70,7 @@ class BranchTable:
         self.tokens = np.zeros((slots, most, width), np.int32)
         # Candidates lie at their index in the line modulo `width`.
         self.others = np.zeros((slots, width, RANKS), np.int32)
-        """int32 `(slots, width, RANKS)`: second and third candidate of each token of a main chain."""
+        """int32 `(slots, width, RANKS)`: candidates from the second on of each token of a main chain."""
         self.gaps = np.zeros((slots, width), np.int32)
         """int32 `(slots, width)`: range of the gap between the first two scores; `FREE`: unknown."""
         self.branch_others = np.zeros((slots, most, width, RANKS), np.int32)

@@ -1,6 +1,6 @@
 """The best candidates of keyed draws, for drafters that branch (`draft/branches.py`).
 
-A drafter that samples with the target's noise needs the second and the third token of the same draw, beside the first.
+A drafter that samples with the target's noise needs the next best tokens of the same draw as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 _jit: Any = kernel(sources=(base,))
-MOST = 3
+MOST = 5
 """Candidates of a draw."""
 
 
@@ -78,7 +78,7 @@ def candidates(
 
         packed = fused.verify_on_host(Batch(logits, rows, none, none[:0], 1, positions, slots, rules, most))
         drawn = packed[:, 0] > 0
-        tokens = np.where(drawn, packed[:, [2, 5, 6][:most]].T, -1).T
+        tokens = np.where(drawn, packed[:, [2, *range(5, 4 + most)]].T, -1).T
         gaps = np.where(drawn & (most > 1), packed.view(float)[:, 4], np.inf)
     else:
         from specactor_ray.sampling import torch as torch_kernels

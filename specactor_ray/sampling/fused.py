@@ -41,11 +41,11 @@ def verify(
         positions: (N,) position of each request's first row; the base of its rule is added.
         slots: (N,) the request's slot in `rules`.
         rules: How the slots are sampled.
-        ranks: 1: tokens and log-probabilities; 2: margins as well; 3: second and third candidates as well.
+        ranks: 1: tokens and log-probabilities; 2: margins as well; more: the candidates from the second on as well.
 
     Returns:
-        (N, 2 + 3 * (longest + 1)) int64: the buffer of `sampling.Found`; with three ranks `longest + 1` columns more of
-        second and of third candidates (-1: there is none; undefined past the count).
+        (N, 2 + 3 * (longest + 1)) int64: the buffer of `sampling.Found`; with more than two ranks `longest + 1` columns
+        more of the second, of the third, ... candidates (-1: there is none; undefined past the count).
     """
     n, width, vocab = offsets.shape[0], longest + 1, logits.shape[1]
     chunks = -(-vocab // kernels.SCAN["BLOCK"])
@@ -53,7 +53,7 @@ def verify(
     scores = torch.empty(n * width, ranks, chunks, dtype=torch.float64, device=logits.device)
     sums = torch.empty(n * width, 2, chunks, dtype=torch.float32, device=logits.device)
     ids = torch.empty(n * width, ranks, chunks, dtype=torch.int32, device=logits.device)
-    out = torch.empty(n, 2 + (5 if ranks == 3 else 3) * width, dtype=torch.int64, device=logits.device)
+    out = torch.empty(n, 2 + (2 + ranks if ranks > 2 else 3) * width, dtype=torch.int64, device=logits.device)
     rows = (logits, logits.stride(0), vocab, offsets, tail_offsets, slots, positions, rules.words)
     parts = (scores, sums, ids)
     with torch.cuda.device_of(logits):
@@ -80,7 +80,7 @@ def verify_on_host(batch: Batch) -> np.ndarray:
 
 
 def difference(device: torch.device, dtype: torch.dtype, ranks: int, vocab_size: int = 6016) -> str:
-    """How the kernels differ from the numba form in 64 rows, two of each request (three ranks: in 32); empty where they
+    """How the kernels differ from the numba form in 64 rows, two of each request (candidates: in 32); empty where they
     do not."""
     n = 32
     logits = (3.0 * torch.randn(2 * n, vocab_size, generator=torch.Generator().manual_seed(1))).to(dtype)

@@ -68,7 +68,7 @@ class Batch(NamedTuple):
     slots: np.ndarray
     rules: Rules
     ranks: int
-    """1: tokens; 2: margins as well; 3: second and third candidates as well."""
+    """1: tokens; 2: margins as well; more: so many candidates as well."""
 
 
 def filtered(rules: np.ndarray) -> np.ndarray:

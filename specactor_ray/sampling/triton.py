@@ -8,6 +8,8 @@ those of `sampling.numba`, bit for bit. It needs every float64 operation rounded
 
 Importing this module imports triton. With TRITON_INTERPRET=1 the kernels run on tensors of the CPU.
 """
+# mypy: disable-error-code=assignment
+# Tuples of kernels grow in loops that are unrolled.
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ from specactor_ray.sampling import numba as kernels
 RULE_FIELDS = 5
 """int64 words of a rule: seed, temperature (float64 bits), top_k, top_p (float64 bits), base of the output position."""
 SCAN: dict[str, Any] = {"BLOCK": 4096, "num_warps": 8, "enable_fp_fusion": False}
-FILTER: dict[str, Any] = {"BLOCK": 1024, "num_warps": 8, "enable_fp_fusion": False}
+FILTER: dict[str, Any] = {"BLOCK": 1024, "num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False}
 COMMIT: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
-"""Block sizes and options of the kernels' launches."""
+"""Block sizes and options of the kernels' launches. Without `maxnreg` the assembler fits `filter_rows` of one rank into
+80 registers on compute capability 8.0, and spills."""
 
 _FIELDS = tl.constexpr(RULE_FIELDS)
 _GREEDY_BELOW = tl.constexpr(kernels.GREEDY_BELOW)
@@ -151,45 +154,40 @@ def _bar(rival, level):
 
 
 @triton.jit
-def _nothing():
-    """A ranking without tokens: three scores, three tokens."""
-    score, token = tl.full((), -float("inf"), tl.float64), tl.full((), _NO_TOKEN, tl.int32)
-    return score, score, score, token, token, token
+def _nothing(RANKS: tl.constexpr):
+    """A ranking without tokens: `RANKS` scores, float64, the best first, and their tokens."""
+    scores, tokens = (tl.full((), -float("inf"), tl.float64),), (tl.full((), _NO_TOKEN, tl.int32),)
+    for _ in tl.static_range(1, RANKS):
+        scores += (tl.full((), -float("inf"), tl.float64),)
+        tokens += (tl.full((), _NO_TOKEN, tl.int32),)
+    return scores, tokens
 
 
 @triton.jit
-def _insert(score, at, s0, s1, s2, t0, t1, t2):
-    """A ranking (scores, tokens) with one token more; of equal scores the lower token comes first."""
-    first = (score > s0) | ((score == s0) & (at < t0))
-    second = (score > s1) | ((score == s1) & (at < t1))
-    third = (score > s2) | ((score == s2) & (at < t2))
-    s2 = tl.where(second, s1, tl.where(third, score, s2))
-    t2 = tl.where(second, t1, tl.where(third, at, t2))
-    s1 = tl.where(first, s0, tl.where(second, score, s1))
-    t1 = tl.where(first, t0, tl.where(second, at, t1))
-    return tl.where(first, score, s0), s1, s2, tl.where(first, at, t0), t1, t2
+def _insert(score, at, scores, tokens, RANKS: tl.constexpr):
+    """A ranking with one token more; of equal scores the lower token comes first."""
+    best, ids = (), ()
+    for rank in tl.static_range(RANKS):
+        first = (score > scores[rank]) | ((score == scores[rank]) & (at < tokens[rank]))
+        best += (tl.where(first, score, scores[rank]),)
+        ids += (tl.where(first, at, tokens[rank]),)
+        score, at = tl.where(first, scores[rank], score), tl.where(first, tokens[rank], at)
+    return best, ids
 
 
 @triton.jit
-def _lay(rank, s0, s1, s2, t0, t1, t2):
-    """(scores, tokens) of ranks 0 to 2; nothing at others."""
-    scores = tl.where(rank == 0, s0, tl.where(rank == 1, s1, tl.where(rank == 2, s2, -float("inf"))))
-    return scores, tl.where(rank == 0, t0, tl.where(rank == 1, t1, tl.where(rank == 2, t2, _NO_TOKEN)))
-
-
-@triton.jit
-def _draw(row, v, bound, k0, k1, position, temperature, level, s0, s1, s2, t0, t1, t2, RANKS: tl.constexpr):
+def _draw(row, v, bound, k0, k1, position, temperature, level, scores, tokens, RANKS: tl.constexpr):
     """The ranking after the tokens of a block, taken by descending bound for as long as one can still enter it."""
-    bar = _bar(s0 if RANKS == 1 else (s1 if RANKS == 2 else s2), level)
+    bar = _bar(scores[RANKS - 1], level)
     peak = tl.max(bound)
     while (peak >= bar) & (peak > -float("inf")):
         at = tl.min(tl.where(bound == peak, v, _NO_TOKEN))
         score = _score(tl.load(row + at).to(tl.float32), at, k0, k1, position, temperature)
-        s0, s1, s2, t0, t1, t2 = _insert(score, at, s0, s1, s2, t0, t1, t2)
-        bar = _bar(s0 if RANKS == 1 else (s1 if RANKS == 2 else s2), level)
+        scores, tokens = _insert(score, at, scores, tokens, RANKS)
+        bar = _bar(scores[RANKS - 1], level)
         bound = tl.where(v == at, -float("inf"), bound)
         peak = tl.max(bound)
-    return s0, s1, s2, t0, t1, t2
+    return scores, tokens
 
 
 @triton.jit
@@ -203,15 +201,13 @@ def _take(scores, tokens):
 
 @triton.jit
 def _ranking(scores, tokens, RANKS: tl.constexpr):
-    """The best three scores of a block, float64, and their tokens; -inf and `_NO_TOKEN` where there are no more, and
-    past `RANKS`."""
-    _, s1, s2, _, t1, t2 = _nothing()
-    s0, t0, scores = _take(scores, tokens)
-    if RANKS > 1:
-        s1, t1, scores = _take(scores, tokens)
-    if RANKS > 2:
-        s2, t2, scores = _take(scores, tokens)
-    return s0, s1, s2, t0, t1, t2
+    """The ranking of a block; -inf and `_NO_TOKEN` where there are no more."""
+    best, ids = (), ()
+    for _ in tl.static_range(RANKS):
+        score, token, scores = _take(scores, tokens)
+        best += (score,)
+        ids += (token,)
+    return best, ids
 
 
 # --- rows ----------------------------------------------------------------------------------------------------
@@ -255,30 +251,27 @@ def scan(
         pivot = tl.where(sound, top, 0.0)
         y = (x - pivot) * _bits_per_logit(temperature)
         total = tl.sum(tl.exp2(y))
-        s0, s1, s2, t0, t1, t2 = _nothing()
+        best, tokens = _nothing(RANKS)
         if greedy:
-            s0, s1, s2, t0, t1, t2 = _ranking(x, v, RANKS)
+            best, tokens = _ranking(x, v, RANKS)
         else:
             level = pivot.to(tl.float64) / temperature
             above = tl.where(sound, -float("inf"), float("inf"))
             bound = tl.where(x > above, _bound(y, v, k0, k1, position), -float("inf"))
-            s0, s1, s2, t0, t1, t2 = _draw(
-                x_row, v, bound, k0, k1, position, temperature, level, s0, s1, s2, t0, t1, t2, RANKS
-            )
+            best, tokens = _draw(x_row, v, bound, k0, k1, position, temperature, level, best, tokens, RANKS)
         at = row.to(tl.int64) * 2 * chunks + chunk
         tl.store(sums + at, tl.where(nan > 0, float("nan"), top))
         tl.store(sums + at + chunks, total)
-        rank = tl.arange(0, 1 << (RANKS - 1))
-        best, tokens = _lay(rank, s0, s1, s2, t0, t1, t2)
-        at = (row.to(tl.int64) * RANKS + rank) * chunks + chunk
-        tl.store(scores + at, best, mask=rank < RANKS)
-        tl.store(ids + at, tokens, mask=rank < RANKS)
+        at = row.to(tl.int64) * RANKS * chunks + chunk
+        for rank in tl.static_range(RANKS):
+            tl.store(scores + at + rank * chunks, best[rank])
+            tl.store(ids + at + rank * chunks, tokens[rank])
 
 
 @triton.jit
 def _merged(scores, ids, row, chunks, CHUNKS: tl.constexpr, RANKS: tl.constexpr):
     """The ranking of all chunks of a row."""
-    e = tl.arange(0, CHUNKS << (RANKS - 1))
+    e = tl.arange(0, CHUNKS * (RANKS if RANKS <= 2 else (4 if RANKS <= 4 else 8)))  # a power of two
     at = row.to(tl.int64) * RANKS * chunks + e
     best = tl.load(scores + at, mask=e < RANKS * chunks, other=-float("inf"))
     return _ranking(best, tl.load(ids + at, mask=e < RANKS * chunks, other=_NO_TOKEN), RANKS)
@@ -377,17 +370,21 @@ def _is_kept(row, vocab, value, token, top, temperature, top_k, target, BLOCK: t
 
 
 @triton.jit
-def _best_before(row, vocab, cut_value, cut_token, t0, t1, top, k0, k1, position, temperature, BLOCK: tl.constexpr):
-    """(score, token) of the best token before the cut, `t0` and `t1` left out."""
+def _best_before(
+    row, vocab, cut_value, cut_token, kept, top, k0, k1, position, temperature, BLOCK: tl.constexpr, RANKS: tl.constexpr
+):  # fmt: skip
+    """(score, token) of the best token before the cut, those of `kept` left out."""
     level = top.to(tl.float64) / temperature
-    s0, s1, s2, a0, a1, a2 = _nothing()
+    best, ids = _nothing(1)
     for start in range(0, vocab, BLOCK):
         v, x = _block(row, start, vocab, BLOCK)
-        allowed = ((x > cut_value) | ((x == cut_value) & (v < cut_token))) & (v != t0) & (v != t1)
+        allowed = (x > cut_value) | ((x == cut_value) & (v < cut_token))
+        for rank in tl.static_range(RANKS - 1):  # with one more kept, nothing is drawn
+            allowed = allowed & (v != kept[rank])
         y = (x - top) * _bits_per_logit(temperature)
         bound = tl.where(allowed & (x > -float("inf")), _bound(y, v, k0, k1, position), -float("inf"))
-        s0, s1, s2, a0, a1, a2 = _draw(row, v, bound, k0, k1, position, temperature, level, s0, s1, s2, a0, a1, a2, 1)
-    return s0, a0
+        best, ids = _draw(row, v, bound, k0, k1, position, temperature, level, best, ids, 1)
+    return best[0], ids[0]
 
 
 @triton.jit(do_not_specialize=["width", "chunks"])
@@ -408,28 +405,30 @@ def filter_rows(
             if top_p < 1.0:
                 target = top_p * _whole_mass(x_row, vocab, top_k, top, temperature, BLOCK).to(tl.float64)
             cut_value, cut_token = tl.full((), -float("inf"), tl.float32), vocab + 0
-            score, s1, s2, candidate, t1, t2 = _merged(scores, ids, row, chunks, CHUNKS, RANKS)
-            s0, s1, s2, t0, t1, t2 = _nothing()
+            merged, candidates = _merged(scores, ids, row, chunks, CHUNKS, RANKS)
+            score, candidate = merged[0], candidates[0]
+            best, tokens = _nothing(RANKS)
             found, go_on = tl.full((), 0, tl.int32), score == score
             while go_on:  # until enough tokens are kept, or none is left
                 value = tl.load(x_row + candidate).to(tl.float32)
                 kept = _is_kept(x_row, vocab, value, candidate, top, temperature, top_k, target, BLOCK)
                 score, at = tl.where(kept, score, -float("inf")), tl.where(kept, candidate, _NO_TOKEN)
-                s0, s1, s2, t0, t1, t2 = _insert(score, at, s0, s1, s2, t0, t1, t2)
+                best, tokens = _insert(score, at, best, tokens, RANKS)
                 found += kept.to(tl.int32)
                 cut_value = tl.where(kept, cut_value, value)
                 cut_token = tl.where(kept, cut_token, candidate)
                 go_on = found < RANKS
                 if go_on:
                     score, candidate = _best_before(
-                        x_row, vocab, cut_value, cut_token, t0, t1, top, k0, k1, position, temperature, BLOCK
+                        x_row, vocab, cut_value, cut_token, tokens, top, k0, k1, position, temperature, BLOCK, RANKS
                     )
                     go_on = candidate != _NO_TOKEN
-            e = tl.arange(0, CHUNKS << (RANKS - 1))
-            at = row.to(tl.int64) * RANKS * chunks + e
-            best, tokens = _lay(e, s0, s1, s2, t0, t1, t2)
-            tl.store(scores + at, best, mask=e < RANKS * chunks)
-            tl.store(ids + at, tokens, mask=e < RANKS * chunks)
+            e = tl.arange(0, CHUNKS * (RANKS if RANKS <= 2 else (4 if RANKS <= 4 else 8)))  # a power of two
+            at = row.to(tl.int64) * RANKS * chunks
+            tl.store(scores + at + e, -float("inf"), mask=(e >= RANKS) & (e < RANKS * chunks))
+            for rank in tl.static_range(RANKS):
+                tl.store(scores + at + rank, best[rank])
+                tl.store(ids + at + rank, tokens[rank])
 
 
 # --- requests ------------------------------------------------------------------------------------------------
@@ -441,11 +440,11 @@ def commit(
     CHUNKS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests,). Row of `out`, int64: count, status, then `width` tokens (-1 past the count), log-probabilities
-    and margins (float64 bits), and with three ranks second and third tokens (-1: none)."""
+    and margins (float64 bits), and with more than two ranks the tokens from the second on, rank by rank (-1: none)."""
     request = tl.program_id(0)
     first = tl.load(tail_offsets + request).to(tl.int64)
     length = tl.load(tail_offsets + request + 1).to(tl.int64) - first
-    line = out + request.to(tl.int64) * (2 + (5 if RANKS == 3 else 3) * width)
+    line = out + request.to(tl.int64) * (2 + (2 + RANKS if RANKS > 2 else 3) * width)
     offset = tl.load(offsets + request).to(tl.int64)
     _, _, _, temperature, _, _ = _rule(rules, slots, positions, request, 0)
     temperature = tl.where(temperature < _GREEDY_BELOW, 1.0, temperature)
@@ -456,16 +455,18 @@ def commit(
         status, top, total = _top(sums, row, chunks, temperature, CHUNKS)
         go_on = tl.full((), 0, tl.int32)
         if status == _OK:
-            best, second, _last, token, other, third = _merged(scores, ids, row, chunks, CHUNKS, RANKS)
+            best, tokens = _merged(scores, ids, row, chunks, CHUNKS, RANKS)
+            token = tokens[0]
             x = tl.load(logits + (offset + count) * stride + token).to(tl.float32)
             logprob = (x.to(tl.float64) - top.to(tl.float64)) / temperature - _log_f64(total)
             tl.store(line + 2 + count, token.to(tl.int64))
             tl.store(line + 2 + width + count, logprob.to(tl.int64, bitcast=True))
             if RANKS > 1:
-                tl.store(line + 2 + 2 * width + count, (best - second).to(tl.int64, bitcast=True))
-            if RANKS == 3:
-                tl.store(line + 2 + 3 * width + count, tl.where(other == _NO_TOKEN, -1, other).to(tl.int64))
-                tl.store(line + 2 + 4 * width + count, tl.where(third == _NO_TOKEN, -1, third).to(tl.int64))
+                tl.store(line + 2 + 2 * width + count, (best[0] - best[1]).to(tl.int64, bitcast=True))
+            if RANKS > 2:
+                for rank in tl.static_range(1, RANKS):
+                    other = tl.where(tokens[rank] == _NO_TOKEN, -1, tokens[rank])
+                    tl.store(line + 2 + (2 + rank) * width + count, other.to(tl.int64))
             if count < length:
                 go_on = (tl.load(tails + first + count).to(tl.int64) == token).to(tl.int32)
             count += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from specactor_ray.config.drafting import acting_drafters
@@ -301,7 +301,7 @@ class SimulatedRollouts(VirtualRun):
         if self._recording is not None:
             return self._recording.text(scenario.skills)
         skills = {
-            one.method: Skill(one.mean, one.spread, one.burst, one.decay, one.coverage, one.second, one.third)
+            one.method: Skill(**{part.name: getattr(one, part.name) for part in fields(Skill)})
             for one in scenario.skills
         }
         plain = self.config.mode is ModeName.plain

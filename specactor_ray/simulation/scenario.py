@@ -18,7 +18,7 @@ from specactor_ray.config.validate import validate
 from specactor_ray.draft.registry import BUILT_IN
 from specactor_ray.errors import ConfigError
 from specactor_ray.rollout.planning import Devices, resolve_mode
-from specactor_ray.simulation.text import SECOND, THIRD
+from specactor_ray.simulation.text import FIFTH, FOURTH, SECOND, THIRD
 
 _TINY, _MOST = 1e-9, 1e9
 
@@ -75,6 +75,10 @@ class SkillConfig:
     """Probability that the second candidate is right where the first is wrong."""
     third: float = THIRD
     """The same of the third, where both are wrong."""
+    fourth: float = FOURTH
+    """The same of the fourth, where those before it are wrong."""
+    fifth: float = FIFTH
+    """The same of the fifth."""
     forward_ms: float | None = None
     """Milliseconds of one draft forward (or lookup), whatever its batch, in place of the hardware's figure."""
 
@@ -170,7 +174,8 @@ class ScenarioConfig:
 _OTHER_RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("cpus", "group", "max_tokens", "median_tokens", "nodes"), (1, _MOST)),
     **dict.fromkeys(("part", "prompt_tokens", "requests", "steps"), (1, _MOST)),
-    **dict.fromkeys(("correlation", "coverage", "decay", "jitter", "mean", "second", "third"), (0, 1)),
+    **dict.fromkeys(("correlation", "coverage", "decay", "jitter", "mean"), (0, 1)),
+    **dict.fromkeys(("second", "third", "fourth", "fifth"), (0, 1)),
     **dict.fromkeys(("burst", "sigma", "spread"), (0, 10)),
     "bandwidth_gb_s": (1e-3, _MOST),
     "cache_share": (_TINY, 1),

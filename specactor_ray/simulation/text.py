@@ -83,14 +83,15 @@ def _hashed_ranks(key: bytes, count: int, first: float) -> np.ndarray:
     """`Text.ranks` where the first candidate is right with this probability; gaps say nothing."""
     draws = _draws(key, count)
     left = np.where(draws < first, 0.0, (draws - first) / max(1.0 - first, 1e-9))  # uniform again where it is wrong
-    second, third = SECOND, SECOND + (1.0 - SECOND) * THIRD
-    ranks = np.where(draws < first, 0, 1 + (left >= second) + (left >= third))
+    ranks = np.where(draws < first, 0, 1 + np.searchsorted(_RIGHT_TO, left, side="right"))
     return np.stack([ranks, np.full(count, GAPS // 2)]).astype(np.int8)
 
 
-SECOND, THIRD = 0.4, 0.18
-"""Chance that the second candidate is right where the first is wrong, and the third where both are: SmolLM2 as a
-drafter that samples with the target's noise has 0.36-0.48 and 0.13-0.23."""
+SECOND, THIRD, FOURTH, FIFTH = 0.4, 0.18, 0.12, 0.1
+"""Chance that the second, third, ... candidate is right where those before it are wrong: SmolLM2 as a drafter that
+samples with the target's noise has 0.36-0.48, 0.13-0.23, 0.10-0.16 and 0.06-0.15."""
+_RIGHT_TO = 1.0 - np.cumprod(1.0 - np.array([SECOND, THIRD, FOURTH, FIFTH]))
+"""Chance that one of the candidates from the second on, up to each of them, is right where the first is wrong."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,10 @@ class Skill:
     their scores: 0.3 where the gap is small, 0.5 where it is large."""
     third: float = THIRD
     """Chance that the third is right where both are wrong."""
+    fourth: float = FOURTH
+    """The same of the fourth, where those before it are wrong."""
+    fifth: float = FIFTH
+    """The same of the fifth."""
 
 
 STRETCH = 32
@@ -201,6 +206,8 @@ class GeneratedText:
             gaps = _gaps(margin, rng)
             second, third = rng.random((2, length))
             rank = 1 + (second >= skill.second * _SECOND_BY_GAP[gaps]) * (1 + (third >= skill.third))
+            fourth, fifth = rng.random((2, length))
+            rank += (rank == 3) * (fourth >= skill.fourth) * (1 + (fifth >= skill.fifth))
             ranks[method] = np.stack([np.where(covered, rank * (margin <= 0.0), NO_GUESS), gaps]).astype(np.int8)
             thresholds[method] = threshold
         return _Request(tokens, ranks, thresholds)

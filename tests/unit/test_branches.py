@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from specactor_ray.draft._branches_numba import chance
-from specactor_ray.draft.branches import FREE, MAIN, RANKS, UNKNOWN, BranchTable, Chains, ranges_of
+from specactor_ray.draft._branches_numba import _PRIOR, chance
+from specactor_ray.draft.branches import FREE, GAPS, MAIN, RANKS, UNKNOWN, BranchTable, Chains, ranges_of
 from specactor_ray.draft.mirror import MirrorTable
 from specactor_ray.messages import SamplingParams
 
 VOCABULARY = 12
-SHARES = (0.55, 0.4, 0.25)
+SHARES = (0.55, 0.4, 0.25, 0.2, 0.2)
 """Chance of each candidate to be right where those before it are wrong."""
 
 
@@ -161,7 +161,7 @@ def test_a_commit_that_does_not_fit_changes_nothing() -> None:
 
 def planned() -> tuple[Drafting, dict[tuple[int, int, int], float]]:
     """Chains by the chance that their next token is needed: (slot, where it begins, candidate)."""
-    drafting = Drafting(slots=3, most=8, window=8, seed=5)
+    drafting = Drafting(slots=3, most=16, window=8, seed=5)
     for _ in range(3):
         drafting.extend(0)
     table, mirrors = drafting.table, drafting.mirrors
@@ -233,12 +233,13 @@ def test_chances_are_learned_by_the_gap() -> None:
         for _ in range(3):
             drafting.extend(24)
         drafting.commit([2] * 8)
-    first, second = (chance(drafting.table.evidence, 0, rank) for rank in (0, 1))
-    assert abs(first - SHARES[0]) < 0.08 and abs(second - SHARES[1]) < 0.12
+    learned = [chance(drafting.table.evidence, 0, rank) for rank in range(1 + RANKS)]
+    assert abs(learned[0] - SHARES[0]) < 0.08 and learned[1:] == pytest.approx(SHARES[1:], abs=0.12)
     assert chance(drafting.table.evidence, 7, 0) == pytest.approx(0.95)
 
 
 def test_small_parts() -> None:
+    assert _PRIOR.shape == (1 + RANKS, GAPS)
     assert ranges_of(np.array([0.0, 0.2, 2.0, 100.0, np.inf])).tolist() == [0, 1, 4, 7, 7]
     chains = Chains(*np.array([[3, 1], [MAIN, MAIN], [FREE, FREE], [1, 1]], np.int32))
     assert chains.at(np.array([False, True])).slots.tolist() == [1]

