@@ -93,12 +93,15 @@ class MirrorTable:
 
         Raises:
             TypeError: They are no integers.
+            ValueError: One of them does not fit into an int32.
         """
-        dtype = np.asarray(tokens).dtype
-        if len(tokens) and dtype.kind not in "iu":
-            raise TypeError(f"guesses are token ids, not {dtype}")
+        tokens = np.asarray(tokens)
+        if len(tokens) and tokens.dtype.kind not in "iu":
+            raise TypeError(f"guesses are token ids, not {tokens.dtype}")
         begin = int(self.ends[slot])
         tokens = tokens[: max(int(self.limits[slot]) - begin, 0)]
+        if len(tokens) and tokens.dtype != np.int32 and int(tokens.max()) > _MOST:
+            raise ValueError(f"guesses are token ids, not {tokens.max()}")
         self.lines[slot, begin : begin + len(tokens)] = tokens
         self.ends[slot] = begin + len(tokens)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -111,6 +113,14 @@ def test_several_commits_of_one_slot_are_taken_in_turn() -> None:
     same, fresh = m.commit(*packed([(2, 0, TRUTH[:2]), (2, 2, TRUTH[2:4]), (2, 5, [1])]))
     assert fresh.tolist() == [2, 2, 0] and same.tolist() == [2, 4, -1]
     assert m.committed(2).tolist() == TRUTH[:4]
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
+def test_ids_that_do_not_fit_are_refused_and_none_becomes_another_one(dtype: Any) -> None:
+    m = mirror()
+    with pytest.raises(ValueError, match="guesses are token ids, not 2147483653"):
+        m.lengthen(2, np.array([1, 2**31 + 5], dtype))
+    assert tail(m)[1] == []
 
 
 def test_common_prefix() -> None:
