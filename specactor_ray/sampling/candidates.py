@@ -90,7 +90,7 @@ def candidates(
 
 
 def warm_up(device: torch.device, dtype: torch.dtype, most: int = MOST) -> None:
-    """Compile or load the kernels for such logits and so many candidates."""
+    """Compile or load the kernels for this device, dtype and number of candidates."""
     import torch
 
     zero = np.zeros(1, np.int64)

@@ -68,7 +68,7 @@ class Batch(NamedTuple):
     slots: np.ndarray
     rules: Rules
     ranks: int
-    """1: tokens; 2: margins as well; more: so many candidates as well."""
+    """Candidates ranked per draw: 1: tokens alone; 2: margins as well; more: also these candidates."""
 
 
 def filtered(rules: np.ndarray) -> np.ndarray:

@@ -208,7 +208,7 @@ class RooflineCost:
         return max(total, self._launch_s) + self._fixed_s
 
     def fusion_seconds(self, positions: int) -> float:
-        """Seconds in which an EAGLE-3 head fuses the target's hidden states of so many positions."""
+        """Seconds that an EAGLE-3 head takes to fuse the target's hidden states of `positions`."""
         read, compute = self._fusion
         return max(read, compute * positions) if positions else 0.0
 

@@ -85,8 +85,7 @@ class DraftTime:
     of `positions` tokens found."""
     is_lookup: bool = False
     fusion: Callable[[int], float] | None = None
-    """Of an EAGLE head, which reads the target's hidden states of all committed positions: seconds in which it fuses
-    those of so many."""
+    """EAGLE heads: number of committed positions → seconds to fuse their hidden states."""
     merge_s: float = math.inf
     """Seconds that a forward takes longer where the rows of each request read their common pages once; infinity: each
     row reads all of its pages."""
