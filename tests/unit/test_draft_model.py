@@ -57,7 +57,7 @@ def branches_of(drafter: ByName, name: str) -> list[tuple[int, list[int]]]:
 def check_branches(
     model: torch.nn.Module, drafter: ByName, name: str, prompt: tuple[int, ...], sampling: SamplingParams
 ) -> int:
-    """Each branch begins with the second or a later candidate and continues as a fresh model does. Returns their number."""
+    """Each branch begins with a later candidate and continues as a fresh model does. Returns their number."""
     (base, tail), found = drafter.tail(name), branches_of(drafter, name)
     committed = drafter.mirrors.committed(drafter.slots[name]).tolist()
     assert len(committed) == base
