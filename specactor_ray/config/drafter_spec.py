@@ -21,7 +21,7 @@ class DrafterSpec(DrafterConfig):
     """A draft method as actors, links and seats hold it."""
 
     window: int = WINDOW
-    """Draft window: its own, else the common one, else the longest that `auto` allows."""
+    """Draft window: its own, else the common one, else that of `auto`."""
     max_batch: int = 16
     """Most requests it drafts for at once: its own, else all that the verifiers it serves run at once."""
     branches: int = 0

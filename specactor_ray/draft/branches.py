@@ -143,9 +143,9 @@ class BranchTable:
         longest: int = _LONGEST,
         forward_s: np.ndarray = UNKNOWN,
     ) -> Chains:
-        """The chains of the next forward, of slots whose tails have room: main chains of `ahead`, then those of
-        `reading`, the fewer tokens to read the earlier, then branches of `ahead`. Of `ahead` the most likely chains
-        are taken and come first. Branches that begin have one token, and no row.
+        """Choose the chains of the next forward: main chains of `ahead`, then main chains of `reading` with the fewest
+        tokens to read first, then branches of `ahead`. Slots without room in their tails have no main chain. Chains
+        of `ahead` are taken by the chance that their next token is needed. New branches have one token and no row.
 
         Args:
             tips: As in `append`.

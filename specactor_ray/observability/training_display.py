@@ -108,15 +108,13 @@ class TrainingDisplay:
 
     def _table(self) -> Table:
         """The columns that fit the terminal."""
-        table, columns = steps_table(list(self._rows), self._columns), self._columns
+        rows, columns, unbounded = list(self._rows), self._columns, self._console.options.update(width=1000)
+        table = steps_table(rows, columns)
         for name in _LEFT_OUT:
-            if (
-                self._console.measure(table, options=self._console.options.update(width=1000)).maximum
-                <= self._console.width
-            ):
+            if self._console.measure(table, options=unbounded).maximum <= self._console.width:
                 break
             columns = [column for column in columns if column[0] != name]
-            table = steps_table(list(self._rows), columns)
+            table = steps_table(rows, columns)
         return table
 
 
