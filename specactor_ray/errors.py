@@ -94,6 +94,10 @@ class RangeError(InputError):
         return type(self), (self.key, self.value, self.allowed)
 
 
+class OverloadedError(SpecActorError):
+    """Too many requests wait already; the same request may be accepted later (HTTP's 429)."""
+
+
 class ModelLoadError(UserError):
     """A model could not be found or cannot be served by this engine."""
 

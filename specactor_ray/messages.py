@@ -38,6 +38,7 @@ _NUMBERS: Mapping[str, tuple[type, type, Callable[[Any], bool], str]] = {
     "top_p": (Real, float, lambda value: 0.0 < value <= 1.0, "a number above 0 and at most 1"),
     "max_tokens": (Integral, int, lambda value: 1 <= value < 2**31, "a whole number from 1 to 2**31 - 1"),
     "seed": (Integral, int, lambda value: 0 <= value < 2**64, "a whole number from 0 to 2**64 - 1"),
+    "first_position": (Integral, int, lambda value: 0 <= value < 2**31, "a whole number from 0 to 2**31 - 1"),
 }
 """Fields of `SamplingParams` → the type they must have, the one they become, their range, and both in words."""
 
@@ -67,6 +68,9 @@ class SamplingParams:
     """Token ids that end an output (and stay in it), beside the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Go on past the model's own end-of-sequence ids (for benchmarks)."""
+    first_position: int = 0
+    """Position in the noise of the first output token. A request whose prompt ends with n tokens of an earlier output
+    under the same seed sets it to n and gets the tokens that would have followed."""
 
     def __post_init__(self) -> None:
         self.check()

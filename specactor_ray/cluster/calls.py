@@ -66,10 +66,17 @@ class Call:
     """One call on its way. Made by `Calls.start`; used by one thread."""
 
     def __init__(
-        self, calls: Calls, actor: Any, method: str, arguments: Sequence[Any], end: float, retry: bool
+        self,
+        calls: Calls,
+        actor: Any,
+        method: str,
+        arguments: Sequence[Any],
+        end: float,
+        retry: bool,
+        wake: Callable[[], None] | None,
     ) -> None:
         self._calls, self._actor, self._method, self._arguments = calls, actor, method, arguments
-        self._end, self._retry = end, retry
+        self._end, self._retry, self._wake = end, retry, wake
         self._delay_s, self._again_at = _RETRY_S, 0.0
         self._value: Any = None
         self._unavailable: CallError | None = None
@@ -129,6 +136,9 @@ class Call:
             self.reference = self._calls.transport.send(self._actor, self._method, self._arguments)
         except SpecActorError as error:
             self._fail(error)
+            return
+        if (wake := self._wake) is not None:
+            self._calls.transport.delivery(self.reference).add_done_callback(lambda _delivery: wake())
 
     def _fail(self, error: SpecActorError) -> None:
         self.error, self.done, self.reference = error, True, None
@@ -141,15 +151,24 @@ class Calls:
         self.transport: Transport = transport if transport is not None else RayTransport()
         self.clock = clock
 
-    def start(self, actor: Any, method: str, *arguments: Any, deadline_s: float, retry: bool = True) -> Call:
+    def start(
+        self,
+        actor: Any,
+        method: str,
+        *arguments: Any,
+        deadline_s: float,
+        retry: bool = True,
+        wake: Callable[[], None] | None = None,
+    ) -> Call:
         """Begin a call; returns at once.
 
         Args:
             actor, method, arguments: What to call.
             deadline_s: Seconds after which the call counts as failed (`CallTimeoutError`).
             retry: Send it again while the actor is unavailable; only for methods that are idempotent.
+            wake: Called, in any thread, when an answer has arrived; `Call.poll` and `wait` then find it.
         """
-        return Call(self, actor, method, arguments, self.clock.now() + deadline_s, retry)
+        return Call(self, actor, method, arguments, self.clock.now() + deadline_s, retry, wake)
 
     def ask(self, actor: Any, method: str, *arguments: Any, deadline_s: float, retry: bool = True) -> Any:
         """Call and wait for the answer; arguments and errors as of `start` and `Call.result`."""

@@ -1,16 +1,18 @@
 """Hands requests to verifiers, journals what they commit, and moves requests off verifiers that die or are crowded.
 
-Every request added is returned exactly once: finished, or failed with its reason. What is done per look grows with the
-verifiers, what is done per event is constant; what grows with the requests is done at intervals that grow with them.
+Every request admitted is returned exactly once: finished, aborted, or failed with its reason. What is done per step
+grows with the verifiers, what is done per event is constant; what grows with the requests is done at intervals that
+grow with them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from typing import Any
 
+from specactor_ray.clock import Event
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.controller.state import Departure
 from specactor_ray.messages import Finished, Progress, Refused, RequestStats, ToRollout
@@ -32,8 +34,19 @@ _PASS_INTERVAL_S_PER_REQUEST = 1e-4
 """Time between two passes over the requests, for each of them; a pass takes up to 8 microseconds per request."""
 
 
+class WeightPolicy(StrEnum):
+    """What becomes of requests that run when new weights come."""
+
+    WAIT = "wait"
+    """They end first; others do not begin meanwhile."""
+    KEEP = "keep"
+    """They stop, and continue behind their committed tokens with the new weights."""
+    ABORT = "abort"
+    """They end with what is committed."""
+
+
 class Dispatcher:
-    """Runs journaled requests on the verifiers the controller has.
+    """Runs journaled requests on the verifiers the controller has. For one thread; `wake` ends its waits.
 
     Args:
         controller, calls: Handle of the controller, and what calls are made with.
@@ -58,6 +71,8 @@ class Dispatcher:
         self.journal = Journal()
         self.moves = 0
         """Requests moved from one healthy verifier to another since the start."""
+        self.weight_version = 0
+        """Version of the policy's weights that requests run with."""
         self.reissues = 0
         """Requests issued again since the start, because their verifier was gone or did not run them."""
         self._clock = calls.clock
@@ -69,41 +84,121 @@ class Dispatcher:
         self._sharing = OutputSharing(calls, self._links) if shares_outputs else None
         self._backlog = Backlog(self.journal, outstanding_per_verifier)
         self._quarantine = self._backlog.quarantine
-        self._ended: deque[JournalEntry] = deque()
-        """Requests that have ended and were not yielded yet."""
+        self._ended: list[JournalEntry] = []
+        """Requests that have ended since the last step."""
         self._tail_looked = self._passed = 0.0
 
-    def run(self, entries: Sequence[JournalEntry], weight_version: int = 0) -> Iterator[JournalEntry]:
-        """Yield each entry when it has ended, in the order they end. Ids are new; all run with this version of weights.
+    # ---- what is asked for ----
+
+    @property
+    def wake(self) -> Event:
+        """Set it to end the wait of a step."""
+        return self._verifiers.wake
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs or waits, and what was cancelled has arrived."""
+        return not self.journal.entries and not self._ended and not self._verifiers.has_notices
+
+    @property
+    def waiting(self) -> int:
+        """Requests outside of streams that wait to begin."""
+        return self._backlog.single
+
+    def admit(self, entries: Sequence[JournalEntry]) -> None:
+        """Take requests; their ids are new. They run with the newest version of the weights when they begin."""
+        if not self.journal.entries:
+            self._verifiers.begin()
+        for entry in entries:
+            entry.weight_version = self.weight_version
+            self.journal.add(entry)
+        self._backlog.add(entry.request_id for entry in entries)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End these requests with what is committed, as far as they have not ended."""
+        batches: dict[str, list[tuple[str, int]]] = {}
+        for request_id in request_ids:
+            if (entry := self.journal.entries.get(request_id)) is None:
+                continue
+            if entry.owner is None:
+                self._backlog.discard(entry)
+            else:
+                batches.setdefault(entry.owner, []).append((request_id, entry.attempt))
+            self._end(self.journal.end(Finished(request_id, "abort", RequestStats(), "", entry.num_tokens)))
+        for verifier_id, attempts in batches.items():
+            if link := self._links.get(verifier_id):
+                self._verifiers.cancel(link, attempts)
+
+    def step(self) -> list[JournalEntry]:
+        """Hand out, wait for answers (or `wake`), and journal them. Returns the requests that have ended.
 
         Raises:
             ActorLostError: The controller, or all verifiers, were gone for longer than allowed.
         """
-        for entry in entries:
-            entry.weight_version = weight_version
-            self.journal.add(entry)
-        self._backlog.add(entry.request_id for entry in entries)
-        self._verifiers.begin()
-        try:
-            while self.journal.entries:
-                for gone in self._verifiers.refresh(len(self.journal.entries)):
-                    self._release_all(*gone)
-                if self._backlog:
-                    self._hand_out()
-                self._look_after_tail()
-                self._verifiers.wait()
-                for link, lost in self._verifiers.failed_submits():
-                    self._take_back(link, lost)
-                for link, events in self._verifiers.events():
-                    self._journal_events(link, events)
-                while self._ended:
-                    yield self._ended.popleft()
-        finally:
-            self._cancel_rest()
+        if self.journal.entries:
+            for gone in self._verifiers.refresh(len(self.journal.entries)):
+                self._release_all(*gone)
+            if self._backlog:
+                self._hand_out()
+            self._verifiers.poll()
+        self._look_after_tail()
+        if not self._ended:
+            self._verifiers.wait()
+        for link, lost in self._verifiers.failed_submits():
+            self._take_back(link, lost)
+        for link, events in self._verifiers.events():
+            self._journal_events(link, events)
+        ended, self._ended = self._ended, []
+        if ended and not self.journal.entries and self._sharing is not None:
+            self._sharing.send(at_end=True)
+        return ended
 
-    def settle(self) -> None:
-        """Wait until the verifiers have taken what was cancelled."""
-        self._verifiers.await_cancels()
+    def abandon(self) -> None:
+        """Forget all requests; their verifiers drop them."""
+        for verifier_id, link in self._links.items():
+            if left := [(entry.request_id, entry.attempt) for entry in self.journal.owned_by(verifier_id)]:
+                self._verifiers.cancel(link, left)
+        self.journal.clear()
+        self._backlog.clear()
+        self._ended.clear()
+
+    def forget_counters(self) -> None:
+        """Drop the counters of all verifiers."""
+        self._verifiers.forget_counters()
+
+    # ---- new weights ----
+
+    def hold(self, policy: WeightPolicy) -> None:
+        """Hand out nothing that has not begun, until `release`; what runs goes on, stops or ends by the policy."""
+        self._backlog.holds += 1
+        running = [entry for entry in self.journal.entries.values() if entry.attempt]
+        if policy is WeightPolicy.ABORT:
+            self.abort([entry.request_id for entry in running])
+        elif policy is WeightPolicy.KEEP:
+            self._backlog.is_frozen = True
+            owned = [entry for entry in running if entry.owner is not None]
+            for entry in owned:
+                if link := self._links.get(entry.owner or ""):
+                    self._verifiers.cancel(link, [(entry.request_id, entry.attempt)])
+                self.journal.release(entry.request_id)
+            self._backlog.put_back([entry.request_id for entry in owned])
+
+    @property
+    def is_drained(self) -> bool:
+        """While held: no request has a verifier, or will have one before `release`."""
+        return self._backlog.is_frozen or not self.journal.begun
+
+    def raise_version(self, version: int) -> None:
+        """Whatever is handed out from now on runs with this version of the weights. Requires `is_drained`."""
+        self.weight_version = version
+        for entry in self.journal.entries.values():
+            entry.raise_version(version)
+
+    def release(self) -> None:
+        """End a `hold`."""
+        self._backlog.holds -= 1
+        if not self._backlog.holds:
+            self._backlog.is_frozen = False
 
     # ---- handing out, and taking back ----
 
@@ -205,7 +300,7 @@ class Dispatcher:
             return
         self._tail_looked = now
         self._verifiers.retry_notices()
-        if self._sharing is not None:
+        if self._sharing is not None and requests:
             self._sharing.send()
         if now - self._passed >= requests * _PASS_INTERVAL_S_PER_REQUEST:
             self._passed = now
@@ -221,6 +316,8 @@ class Dispatcher:
             entry = self.journal.entries[move.request_id]
             self._verifiers.cancel(self._links[move.source], [(move.request_id, entry.attempt)])
             entry.moves += 1
+            if entry.session is not None:
+                self._backlog.set_home(entry.session, move.target)
             batches.setdefault(move.target, []).append(self.journal.hand_to(move.request_id, move.target))
             self.moves += 1
             logger.info("request %s moves from %s to %s", move.request_id, move.source, move.target)
@@ -243,19 +340,6 @@ class Dispatcher:
                 self._reissue([request_id], f"request {request_id} made no progress for {limit_s:g} s at {entry.owner}")
             else:
                 self._fail(request_id, f"it stopped making progress {_MAX_STALLS} times, for {limit_s:g} s each")
-
-    def _cancel_rest(self) -> None:
-        """The caller stopped early, or all have ended: verifiers drop what is left, and no answer is waited for."""
-        if self._sharing is not None:
-            self._sharing.send(at_end=True)
-        for verifier_id, link in self._links.items():
-            left = [(entry.request_id, entry.attempt) for entry in self.journal.owned_by(verifier_id)]
-            if left:
-                self._verifiers.cancel(link, left)
-        self._verifiers.stop()
-        self.journal.clear()
-        self._backlog.clear()
-        self._ended.clear()
 
 
 def _running(entry: JournalEntry) -> RunningRequest:

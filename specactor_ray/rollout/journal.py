@@ -7,6 +7,7 @@ request ends exactly once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,8 +29,18 @@ class JournalEntry:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    session: str | None = None
+    """Conversation that it is a turn of; its turns go to one verifier."""
+    priority: int = 0
+    """Requests with a smaller number are handed out first."""
+    stream: int = 0
+    """Number of the stream that it is a part of; 0: it was submitted alone."""
+    prefix: int = 0
+    """Output tokens that it came with; they are the first of `records`, without log-probabilities."""
     weight_version: int = 0
-    """Version of the policy's weights that all of its tokens come from."""
+    """Version of the policy's weights that its next tokens come from."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Earlier versions, each with the output tokens there were when it ended; empty where there is one version."""
     owner: str | None = None
     """Verifier that is authoritative for it now; None while it waits to be handed out."""
     attempt: int = 0
@@ -47,18 +58,19 @@ class JournalEntry:
     """The present attempt has made progress."""
     finished: Finished | None = None
     records: bytearray = field(default_factory=bytearray, repr=False)
-    """The committed tokens: `RECORD`s. An array that grows by an eighth when it is full."""
+    """The committed tokens, with the prefix: `RECORD`s. An array that grows by an eighth when it is full. For the
+    dispatch thread until the request has ended."""
     margin_bytes: bytearray | None = field(default=None, repr=False)
-    """float32, one per token; None where they are not recorded."""
+    """float32, one per token behind the prefix; None where they are not recorded."""
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens committed."""
+        """Output tokens committed, the prefix included."""
         return len(self.records) // RECORD.itemsize
 
     @property
     def token_ids(self) -> list[int]:
-        """The output tokens; a copy, as `logprobs` and `margins`."""
+        """The output tokens, the prefix included; a copy, as `logprobs` and `margins`."""
         ids: list[int] = np.frombuffer(self.records, RECORD)["token"].tolist()
         return ids
 
@@ -66,6 +78,23 @@ class JournalEntry:
     def logprobs(self) -> list[float]:
         values: list[float] = np.frombuffer(self.records, RECORD)["logprob"].tolist()
         return values
+
+    def tokens_from(self, position: int) -> list[tuple[int, float]]:
+        """Token and log-probability of the output positions from this one on."""
+        found: list[tuple[int, float]] = np.frombuffer(self.records, RECORD, offset=position * RECORD.itemsize).tolist()
+        return found
+
+    def set_prefix(self, token_ids: Sequence[int]) -> None:
+        """Begin with these output tokens."""
+        records = np.zeros(len(token_ids), RECORD)
+        records["token"] = token_ids
+        self.records, self.prefix = bytearray(records.tobytes()), len(token_ids)
+
+    def raise_version(self, version: int) -> None:
+        """What follows comes from weights of this version."""
+        if self.num_tokens > self.prefix:
+            self.versions.append((self.weight_version, self.num_tokens))
+        self.weight_version = version
 
     @property
     def margins(self) -> list[float] | None:
@@ -81,12 +110,14 @@ class JournalEntry:
 
 
 class Journal:
-    """All requests of a rollout that have not been yielded yet."""
+    """All requests that have not ended."""
 
     def __init__(self) -> None:
         self.entries: dict[str, JournalEntry] = {}
         self.committed_tokens = 0
         """Tokens journaled since the start, over all requests."""
+        self.begun = 0
+        """Requests that have been handed to a verifier before or now."""
         self._owned: dict[str, dict[str, JournalEntry]] = {}
         """Verifier → its requests by id."""
 
@@ -103,6 +134,7 @@ class Journal:
         """
         entry = self.entries[request_id]
         self._set_owner(entry, verifier_id)
+        self.begun += not entry.attempt
         entry.attempt += 1
         return TargetRequest(
             request_id,
@@ -167,6 +199,7 @@ class Journal:
     def end(self, message: Finished) -> JournalEntry:
         """End a request, whoever has it."""
         entry = self.entries.pop(message.request_id)
+        self.begun -= entry.attempt > 0
         self._set_owner(entry, None)
         entry.finished = message
         return entry
@@ -179,6 +212,7 @@ class Journal:
         """Forget all requests."""
         self.entries.clear()
         self._owned.clear()
+        self.begun = 0
 
     def _set_owner(self, entry: JournalEntry, owner: str | None) -> None:
         """A change of owner ends the attempt."""

@@ -19,13 +19,14 @@ from specactor_ray.config import Config, load_config
 from specactor_ray.config.drafter_spec import unused_branches
 from specactor_ray.controller.start import start_controller
 from specactor_ray.errors import InputError, SpecActorError
-from specactor_ray.messages import RequestStats, SamplingParams, WeightSet
+from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.models.loading import locate_model, parse_dtype, weight_shapes
 from specactor_ray.models.policy_weights import Weights, fitting_weights
 from specactor_ray.models.weight_buckets import WeightBucket, pack_as_they_come
 from specactor_ray.observability.console import log_by_default
 from specactor_ray.observability.heartbeat import Heartbeat, elapsed
 from specactor_ray.observability.report import drafter_health
+from specactor_ray.rollout.dispatch import WeightPolicy
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.memory import require_memory, with_cache
 from specactor_ray.rollout.planning import ladder_priors, require_devices, resolve
@@ -38,7 +39,7 @@ from specactor_ray.rollout.preflight import (
 )
 from specactor_ray.rollout.prompts import Encoded, Prompt, encode_prompts
 from specactor_ray.rollout.run_client import RunClient
-from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
 from specactor_ray.sampling.keyed import derive_seed
 from specactor_ray.signals import interruption
 
@@ -57,7 +58,8 @@ class Rollout(RunClient):
             ...
     ```
 
-    One stream runs at a time. Leaving the `with` block ends every actor and, for a `local` cluster, the cluster.
+    Several streams may be open at once, and `engine` takes single requests beside them. Leaving the `with` block ends
+    every actor and, for a `local` cluster, the cluster.
 
     Raises:
         ConfigError, ModelLoadError, ClusterError: The configuration cannot be served; nothing is left running.
@@ -73,7 +75,8 @@ class Rollout(RunClient):
         for line in lines:
             logger.info("%s", line)
         config = export_what_drafters_read(config)
-        self._streams = 0
+        self._numbers = 0
+        """Streams so far."""
         self.progress = (0, 0)
         """Trajectories of the newest stream that have ended, and how many it has in all."""
         priors = ladder_priors(config)
@@ -89,6 +92,8 @@ class Rollout(RunClient):
             try:
                 controller, self.run_name = start_controller(config, priors=priors)
                 super().__init__(config, controller, Calls())
+                self.engine.tokenizer, self.engine.chat = self._tokenizer, config.data.chat
+                self.engine.sampling = config.sampling
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     logger.warning("%s: ending what has started, some seconds", interruption(error))
@@ -144,8 +149,7 @@ class Rollout(RunClient):
         A prompt that cannot run ends as a trajectory with `finish_reason` `error` and its reason; the others go on.
 
         Raises:
-            InputError: No prompts, another number of samplings, n < 1, another stream of this rollout is open, or it is
-                closed.
+            InputError: No prompts, another number of samplings, n < 1, or the rollout is closed.
             ActorLostError: No verifier could be had any more.
         """
         self.require_open()
@@ -169,8 +173,6 @@ class Rollout(RunClient):
             )
         if n < 1:
             raise InputError(f"n is {n}; it must be 1 or more")
-        if self.streaming:
-            raise InputError("another stream of this rollout is still open; exhaust or close it first")
         return self._stream(list(prompts), each, n, frozenset(skip), encoded)
 
     def generate(
@@ -180,7 +182,7 @@ class Rollout(RunClient):
         done = list(self.stream(prompts, sampling, n))
         return sorted(done, key=lambda trajectory: (trajectory.prompt_index, trajectory.sample_index))
 
-    def update_weights(self, weights: Weights | WeightSet) -> int:
+    def update_weights(self, weights: Weights | WeightSet, policy: WeightPolicy | str | None = None) -> int:
         """Give every verifier, and the drafters that follow the policy, new weights of the target.
 
         Tensors are converted to `target.dtype` and go into the object store in buckets of `trainer.weight_bucket_mb`.
@@ -191,19 +193,23 @@ class Rollout(RunClient):
         Args:
             weights: A state dict, an iterable of (name, tensor), or the directory of a Hugging Face checkpoint. Or a
                 `WeightSet`: what a trainer actor has put into the object store itself, with a version of its own.
+            policy: What becomes of requests that run: `wait` lets them end, `keep` lets them go on with the new weights
+                behind what is committed, `abort` ends them. Without one single requests end first, and no stream may
+                be open.
 
         Returns:
             The version, which trajectories carry from now on: one above the last.
 
         Raises:
-            InputError: A stream is open (its trajectories would mix two versions), a tensor does not fit the target, or
-                the version of a `WeightSet` is not above all earlier ones.
+            InputError: A stream is open (its trajectories would mix two versions) and no policy is given, a tensor does
+                not fit the target, or the version of a `WeightSet` is not above all earlier ones.
             SpecActorError: The weights were not taken in time.
         """
         if not isinstance(weights, WeightSet):
-            self.require_no_stream("weights cannot change")
+            if policy is None:
+                self.require_no_stream("weights cannot change")
             weights = self.put_weights(self._packed(weights))
-        return super().update_weights(weights)
+        return super().update_weights(weights, policy)
 
     def fallbacks(self) -> list[str]:
         """What actors do in a slower way than they could, each once, as far as it can be asked; and what was set in
@@ -264,46 +270,27 @@ class Rollout(RunClient):
         encoded: Sequence[Encoded] | None,
     ) -> Iterator[Trajectory]:
         self.wake_if_asleep()
-        self.streaming = True
+        self._numbers += 1
+        number = self._numbers
         self._streams += 1
         try:
             if encoded is None:
                 encoded = encode_prompts(self._tokenizer, prompts, self.config.data.chat)
             entries, places = [], {}
-            for place, entry, reason in samples_of(encoded, sampling, n, skip, f"{self._streams}-"):
+            for place, entry, reason in samples_of(encoded, sampling, n, skip, f"{number}-"):
                 if reason:
-                    yield self._trajectory(entry, place, prompts, reason)
+                    entry.weight_version = self.weight_version
+                    yield trajectory_of(entry, self._tokenizer, entry.request_id, place, prompts[place[0]], reason)
                 else:
                     entries.append(entry)
                     places[entry.request_id] = place
             self.progress = (0, len(entries))
             for done, entry in enumerate(self.run(entries), start=1):
                 self.progress = (done, len(entries))
-                yield self._trajectory(entry, places[entry.request_id], prompts)
+                place = places[entry.request_id]
+                yield trajectory_of(entry, self._tokenizer, entry.request_id, place, prompts[place[0]])
         finally:
-            self.streaming = False
-
-    def _trajectory(
-        self, entry: JournalEntry, place: tuple[int, int], prompts: Sequence[Prompt], error: str = ""
-    ) -> Trajectory:
-        finished = entry.finished
-        text = self._tokenizer.decode(entry.token_ids, skip_special_tokens=True) if self._tokenizer else ""
-        return Trajectory(
-            request_id=entry.request_id,
-            prompt_index=place[0],
-            sample_index=place[1],
-            prompt_token_ids=entry.prompt_token_ids,
-            token_ids=tuple(entry.token_ids),
-            logprobs=tuple(entry.logprobs),
-            text=text,
-            finish_reason=finished.finish_reason if finished else "error",
-            sampling=entry.sampling,
-            stats=finished.stats if finished else RequestStats(),
-            error=finished.error if finished else error,
-            margins=None if entry.margins is None else tuple(entry.margins),
-            prompt=prompts[place[0]],
-            weight_version=self.weight_version,
-        )
+            self._streams -= 1
 
 
 def samples_of(

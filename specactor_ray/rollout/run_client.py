@@ -14,7 +14,8 @@ from specactor_ray.controller.state import ClusterView, Phase
 from specactor_ray.draft.registry import traits
 from specactor_ray.errors import ActorLostError, InputError
 from specactor_ray.messages import WeightSet
-from specactor_ray.rollout.dispatch import Dispatcher
+from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
+from specactor_ray.rollout.engine import Engine
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.metrics import RolloutMetrics
 
@@ -31,7 +32,7 @@ SHUTDOWN_S = 60.0
 
 
 class RunClient:
-    """One stream of requests at a time, and what happens between two of them. `config` is that of the controller."""
+    """The requests of a run, and what happens between them. `config` is that of the controller."""
 
     def __init__(self, config: Config, controller: Any, calls: Calls) -> None:
         cluster = config.cluster
@@ -45,35 +46,44 @@ class RunClient:
             request_stall_timeout_s=2.0 * cluster.stall_timeout_s,
             shares_outputs=any(traits(one.method).keeps_history for one in inline_drafters(config)),
         )
-        self.streaming = self.closed = False
+        self.engine = Engine(self.dispatcher, calls.clock, self.wake_if_asleep)
+        """Single requests, at any time and from any thread."""
+        self.closed = False
+        self._streams = 0
+        """Streams that are open."""
         self._asleep = False
         """Verifiers were told to sleep."""
         self.weight_version = 0
         """Version of the policy's weights that new requests are run with."""
 
     def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
-        """Yield each entry when it has ended; see `Dispatcher.run`."""
-        self.streaming = True
+        """Yield each entry when it has ended; see `Engine.run`."""
+        self._streams += 1
         try:
-            yield from self.dispatcher.run(entries, self.weight_version)
+            yield from self.engine.run(entries)
         finally:
-            self.streaming = False
+            self._streams -= 1
 
     def put_weights(self, buckets: Iterable[WeightBucket]) -> WeightSet:
         """Put the next version of the policy's weights into the object store."""
         self.require_open()
         return put_weights(self.weight_version + 1, buckets, self._calls)
 
-    def update_weights(self, weights: WeightSet) -> int:
+    def update_weights(self, weights: WeightSet, policy: WeightPolicy | str | None = None) -> int:
         """Give every verifier, and the drafters that follow the policy, these weights. Returns their version; see
         `Rollout.update_weights`."""
-        self.require_no_stream("weights cannot change")
+        self.require_open()
+        if policy is None:
+            self.require_no_stream("weights cannot change")
+        elif policy not in list(WeightPolicy):
+            raise InputError(f"policy is {policy!r}; it must be {', '.join(WeightPolicy)} or None")
         if weights.version < self.weight_version:
             raise InputError(f"weights of version {weights.version} come after version {self.weight_version}")
         # From the call on the controller may be bringing everyone there, whether or not it says so in time.
         self.weight_version = weights.version
         limit_s = self._sync_timeout_s
-        self.ask("set_weights", weights, limit_s, deadline_s=limit_s + _ASK_S)
+        with self.engine.between_versions(weights.version, WeightPolicy(policy or WeightPolicy.WAIT)):
+            self.ask("set_weights", weights, limit_s, deadline_s=limit_s + _ASK_S)
         return weights.version
 
     def update_drafter(self, method: str, weights: WeightSet) -> None:
@@ -85,14 +95,14 @@ class RunClient:
         """Call a method of every verifier, and of none that is lost: its replacement starts afresh anyway.
 
         Raises:
-            InputError: A stream is open.
+            InputError: A stream is open, or requests run.
             SpecActorError: A verifier that is alive did not do it.
         """
         self.require_no_stream(method)
-        self.dispatcher.settle()
-        self._asleep = self._asleep or method == "sleep"
-        self._call_all(method, list(self.view().verifiers.values()))
-        self._asleep = self._asleep and method != "wake"
+        if self.engine.is_busy:
+            raise InputError(f"{method} while requests run; abort them or await their ends first")
+        self.engine.settle()
+        self._command(method)
 
     def sleep(self) -> None:
         """Let the verifiers give up their caches' memory until the next stream (or `wake`)."""
@@ -103,13 +113,14 @@ class RunClient:
         self.call_verifiers("wake")
 
     def wake_if_asleep(self) -> None:
+        """Called before requests begin."""
         if self._asleep:
-            self.wake()
+            self._command("wake")
 
     def reset_metrics(self) -> None:
         """Set the verifiers' counters to zero (after a warm-up)."""
         self.call_verifiers("reset_metrics")
-        self.dispatcher.counters.clear()
+        self.engine.forget_counters()
 
     def forget_history(self) -> None:
         """Let drafters forget earlier outputs, as if they had just been started; for benchmarks."""
@@ -145,6 +156,7 @@ class RunClient:
         Raises:
             SpecActorError: The controller did not do it in order.
         """
+        self.engine.close()
         self.ask("shutdown", deadline_s=SHUTDOWN_S)
 
     def ask(self, method: str, *arguments: Any, deadline_s: float = _ASK_S) -> Any:
@@ -160,8 +172,13 @@ class RunClient:
             raise InputError("this rollout is closed; start another one")
 
     def require_no_stream(self, what: str) -> None:
-        if self.streaming:
+        if self._streams:
             raise InputError(f"{what} while a stream is open; exhaust or close it first")
+
+    def _command(self, method: str) -> None:
+        self._asleep = self._asleep or method == "sleep"
+        self._call_all(method, list(self.view().verifiers.values()))
+        self._asleep = self._asleep and method != "wake"
 
     def _call_all(self, method: str, handles: Sequence[Any]) -> None:
         calls = [self._calls.start(handle, method, deadline_s=_COMMAND_S) for handle in handles]

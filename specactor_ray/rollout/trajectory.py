@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specactor_ray.messages import RequestStats, SamplingParams
+from specactor_ray.rollout.journal import JournalEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Trajectory:
     text: str
     """The output decoded, special tokens left out."""
     finish_reason: str
-    """`stop`, `length` or `error`."""
+    """`stop`, `length`, `abort` or `error`."""
     sampling: SamplingParams
     """The parameters of this very sample; its seed is derived from the run's."""
     stats: RequestStats = field(default_factory=RequestStats)
@@ -36,7 +37,9 @@ class Trajectory:
     prompt: Any = None
     """The prompt as it was given: text, chat messages or token ids."""
     weight_version: int = 0
-    """Version of the target's weights that sampled it."""
+    """Version of the target's weights that sampled it; the newest, if there were several."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """Earlier versions, each with the output tokens there were when it ended; empty where one version sampled all."""
 
     def to_json(self) -> dict[str, Any]:
         """The trajectory as plain data for one line of JSONL."""
@@ -63,7 +66,48 @@ class Trajectory:
             row["margins"] = [round(value, 6) for value in self.margins]
         if self.error:
             row["error"] = self.error
+        if self.versions:
+            row["versions"] = [list(pair) for pair in self.versions]
         return row
+
+
+def trajectory_of(
+    entry: JournalEntry,
+    tokenizer: Any,
+    request_id: str,
+    place: tuple[int, int] = (0, 0),
+    prompt: Any = None,
+    error: str = "",
+) -> Trajectory:
+    """The output of a request that has ended.
+
+    Args:
+        entry: The request.
+        tokenizer: Decodes the output; without one there is no text.
+        request_id: Its name.
+        place: Index of the prompt, and of the sample.
+        prompt: As it was given.
+        error: Why the request was never begun.
+    """
+    finished, prefix = entry.finished, entry.prefix
+    token_ids = entry.token_ids[prefix:]
+    return Trajectory(
+        request_id=request_id,
+        prompt_index=place[0],
+        sample_index=place[1],
+        prompt_token_ids=entry.prompt_token_ids,
+        token_ids=tuple(token_ids),
+        logprobs=tuple(entry.logprobs[prefix:]),
+        text=tokenizer.decode(token_ids, skip_special_tokens=True) if tokenizer else "",
+        finish_reason=finished.finish_reason if finished else "error",
+        sampling=entry.sampling,
+        stats=finished.stats if finished else RequestStats(),
+        error=finished.error if finished else error,
+        margins=None if entry.margins is None else tuple(entry.margins),
+        prompt=prompt,
+        weight_version=entry.weight_version,
+        versions=tuple((version, tokens - prefix) for version, tokens in entry.versions),
+    )
 
 
 def drafted_by_method(trajectories: Iterable[Trajectory]) -> dict[str, list[int]]:

@@ -77,6 +77,8 @@ class Verifiers:
         """Those that serve, by id."""
         self.counters: dict[str, dict[str, Any]] = {}
         """Latest counters of every verifier there has been."""
+        self.wake = calls.clock.event()
+        """Ends `wait`. Set when an answer arrives; other threads set it, too."""
         self._controller, self._calls, self._clock, self._timeout_s = controller, calls, calls.clock, timeout_s
         self._view: Call | None = None
         self._view_asked = float("-inf")
@@ -84,8 +86,6 @@ class Verifiers:
         """Version of the view that was taken last."""
         self._notices: list[Call] = []
         """Calls whose answers are not awaited."""
-        self._cancels: list[Call] = []
-        """Those of them that cancel requests."""
         self.begin()
 
     def begin(self) -> None:
@@ -96,7 +96,8 @@ class Verifiers:
 
     def _ask_view(self) -> None:
         """Ask for a view that is newer than whatever happened up to now."""
-        self._view = self._calls.start(self._controller, "view", self._known, deadline_s=_VIEW_TIMEOUT_S)
+        wake = self.wake.set
+        self._view = self._calls.start(self._controller, "view", self._known, deadline_s=_VIEW_TIMEOUT_S, wake=wake)
         self._view_asked = self._clock.now()
 
     def refresh(self, unfinished: int) -> list[tuple[VerifierLink, Departure | None]]:
@@ -112,7 +113,7 @@ class Verifiers:
             ActorLostError: The controller, or all verifiers, were gone for longer than allowed.
         """
         now, gone = self._clock.now(), []
-        if now - self._looked_at > _VIEW_TIMEOUT_S:  # we were held up, or whoever takes what has ended: not they
+        if now - self._looked_at > _VIEW_TIMEOUT_S:  # this process was held up, not the others
             self._controller_seen = self._verifier_seen = now
         self._looked_at = now
         if self._view is None and (not self.links or now - self._view_asked >= _VIEW_INTERVAL_S):
@@ -145,27 +146,26 @@ class Verifiers:
 
     def submit(self, link: VerifierLink, requests: Sequence[TargetRequest]) -> None:
         """Hand requests to a verifier; see `failed_submits`."""
-        call = self._calls.start(link.handle, "submit", list(requests), deadline_s=_SUBMIT_TIMEOUT_S)
+        wake = self.wake.set
+        call = self._calls.start(link.handle, "submit", list(requests), deadline_s=_SUBMIT_TIMEOUT_S, wake=wake)
         link.submits[call] = [(request.request_id, request.attempt) for request in requests]
 
-    def notify(self, actor: Any, method: str, *arguments: Any) -> Call:
+    def notify(self, actor: Any, method: str, *arguments: Any) -> None:
         """Call without waiting for the answer. `retry_notices` has to be called now and then, so that it arrives."""
-        self._notices.append(self._calls.start(actor, method, *arguments, deadline_s=_NOTICE_TIMEOUT_S))
-        return self._notices[-1]
+        wake = self.wake.set
+        self._notices.append(self._calls.start(actor, method, *arguments, deadline_s=_NOTICE_TIMEOUT_S, wake=wake))
 
     def retry_notices(self) -> None:
         self._notices = [call for call in self._notices if not call.poll()]
 
+    @property
+    def has_notices(self) -> bool:
+        """Whether calls of `notify` and `cancel` are on their way."""
+        return bool(self._notices)
+
     def cancel(self, link: VerifierLink, attempts: Sequence[tuple[str, int]]) -> None:
         """Let a verifier drop these requests and attempts."""
-        self._cancels = [call for call in self._cancels if not call.done]
-        self._cancels.append(self.notify(link.handle, "cancel", attempts))
-
-    def await_cancels(self) -> None:
-        """Wait until verifiers know what was cancelled, for 30 s at most."""
-        while self._cancels:
-            self._calls.wait(self._cancels, float("inf"))
-            self._cancels = [call for call in self._cancels if not call.done]
+        self.notify(link.handle, "cancel", attempts)
 
     def suspect(self, link: VerifierLink, error: SpecActorError) -> None:
         """Report a verifier that could not be reached; the controller finds out what is the matter."""
@@ -177,18 +177,28 @@ class Verifiers:
 
     # ---- what they say ----
 
-    def wait(self) -> None:
-        """Keep a poll at every verifier, and wait for any answer."""
-        now, links = self._clock.now(), self.links.values()
-        linger_s = max(_LINGER_S, len(links) * _LINGER_S_PER_VERIFIER)
-        for link in links:
+    def poll(self) -> None:
+        """Keep a poll at every verifier."""
+        now, wake = self._clock.now(), self.wake.set
+        linger_s = max(_LINGER_S, len(self.links) * _LINGER_S_PER_VERIFIER)
+        for link in self.links.values():
             if link.poll is None and now >= link.poll_at:
                 arguments = (link.cursor, _POLL_S, linger_s)
-                link.poll = self._calls.start(link.handle, "poll", *arguments, deadline_s=_POLL_TIMEOUT_S, retry=False)
+                link.poll = self._calls.start(
+                    link.handle, "poll", *arguments, deadline_s=_POLL_TIMEOUT_S, retry=False, wake=wake
+                )
+
+    def wait(self) -> None:
+        """Wait for any answer, or until `wake` is set."""
+        links = self.links.values()
         calls = [link.poll for link in links if link.poll is not None]
         calls += [call for link in links for call in link.submits if not call.done]
         calls += [self._view] if self._view is not None else []
-        self._calls.wait(calls, _WAIT_S)
+        if not any(call.done for call in calls):
+            now = self._clock.now()
+            self.wake.wait(max(0.0, min([now + _WAIT_S, *(call.next_at() for call in calls)]) - now))
+        self.wake.clear()  # before the look, so that what comes during it wakes the next wait
+        self._calls.wait(calls, 0.0)
 
     def failed_submits(self) -> Iterator[tuple[VerifierLink, list[tuple[str, int]]]]:
         """Requests and attempts that may or may not have arrived; their verifier is reported. Those of a
@@ -216,11 +226,11 @@ class Verifiers:
             link.cursor = max(link.cursor, first + len(events))
             yield link, fresh
 
-    def stop(self) -> None:
-        """Wait for none of the answers that are on their way."""
+    def forget_counters(self) -> None:
+        """Drop all counters, also those on their way."""
+        self.counters.clear()
         for link in self.links.values():
             link.poll = None
-            link.submits.clear()
 
 
 def _give_up(why: str, unfinished: int) -> NoReturn:

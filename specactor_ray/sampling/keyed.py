@@ -1,6 +1,6 @@
 """Keyed sampling: the token at an output position is a pure function of (logits, seed, position).
 
-The token at output position `t` of a request with seed `s` is the argmax over v of
+The token at output position `t` of a request with seed `s`, counted from its `first_position`, is the argmax over v of
 
     logits[v] / T + g(s, t, v)
 

@@ -21,7 +21,7 @@ _RULE = np.dtype([("seed", "u8"), ("temperature", "f8"), ("top_k", "i8"), ("top_
 class Rules:
     """Seed, temperature, top_k, top_p and position base of an engine's rows, by slot.
 
-    The output position of a row is its base plus the position that a call passes, so an engine may pass positions in
+    The position in the noise is a row's base plus the position that a call passes, so an engine may pass positions in
     the sequence and set the base to minus the length of the prompt.
 
     Args:
@@ -38,12 +38,12 @@ class Rules:
         self._words: torch.Tensor | None = None
 
     def write(self, slots: Sequence[int], params: Sequence[SamplingParams], bases: Sequence[int]) -> None:
-        """Set the rules of `slots`."""
+        """Set the rules of `slots`; the `first_position` of each request is added to its base."""
         most = 1 + max(slots, default=-1)
         if most > len(self.table):
             self.table = enlarged(self.table, 0, max(2 * len(self.table), most))
         for slot, one, base in zip(slots, params, bases, strict=True):
-            self.table[slot] = (one.seed, one.temperature, one.top_k, one.top_p, base)
+            self.table[slot] = (one.seed, one.temperature, one.top_k, one.top_p, base + one.first_position)
         self.any_filtered, self._words = bool(filtered(self.table).any()), None
 
     @property

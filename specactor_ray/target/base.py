@@ -146,13 +146,16 @@ class TargetEngine(Protocol):
     """Most prompt + output tokens of one request."""
     weight_version: int
 
-    def add(self, row: int, request: TargetRequest) -> None:
-        """Queue a request for admission.
+    def add(self, row: int, request: TargetRequest) -> Finish | None:
+        """Queue a request for admission, unless its committed tokens end its output.
 
         Args:
             row: Names it from now on: a small number that no other request of the engine has; it may be used again
                 when the request has ended.
             request: The request.
+
+        Returns:
+            How the committed tokens end it, and then nothing was queued; else None.
 
         Raises:
             InputError: It can never run (token id out of range, prompt longer than the context, more cache

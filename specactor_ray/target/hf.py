@@ -93,12 +93,14 @@ class HfEngine:
 
     # ---- requests ----
 
-    def add(self, row: int, request: TargetRequest) -> None:
-        self._rows.open(row, request)
+    def add(self, row: int, request: TargetRequest) -> Finish | None:
+        if (finish := self._rows.open(row, request)) is not None:
+            return finish
         tokens = [*request.prompt_token_ids, *request.committed_token_ids]
         self._fit(row, len(tokens))
         self._context[row, : len(tokens)] = tokens
         self._waiting.append(row)
+        return None
 
     def remove(self, row: int) -> None:
         if not self._rows.close(row):

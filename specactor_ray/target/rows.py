@@ -51,8 +51,11 @@ class EngineRows:
         self.rules = Rules(_FIRST_ROWS, device)
         """By row; positions are those in the sequence."""
 
-    def open(self, row: int, request: TargetRequest) -> None:
-        """A request takes a row.
+    def open(self, row: int, request: TargetRequest) -> Finish | None:
+        """A request takes a row, unless its committed tokens end its output.
+
+        Returns:
+            How they end it; None where they do not.
 
         Raises:
             InputError: It can never run, or the row is taken.
@@ -60,6 +63,8 @@ class EngineRows:
         if row in self.requests:
             raise InputError(f"row {row} holds request {self.requests[row].request_id}")
         refuse_impossible(request, self._vocab_size, self._max_model_len)
+        if (finish := self._end_of(request)) is not None:
+            return finish
         if row >= len(self.length):
             for name in ("prompt", "length", "limit", "exported", "_minds_eos"):
                 setattr(self, name, enlarged(getattr(self, name), 0, max(2 * len(self.length), row + 1)))
@@ -71,6 +76,17 @@ class EngineRows:
         if sampling.stop_token_ids:
             self._stops[row] = sampling.stop_token_ids
         self.rules.write([row], [sampling], [-prompt])
+        return None
+
+    def _end_of(self, request: TargetRequest) -> Finish | None:
+        sampling, prompt, committed = request.sampling, request.prompt_token_ids, request.committed_token_ids
+        if not committed:
+            return None
+        last = committed[-1]
+        if last in sampling.stop_token_ids or (not sampling.ignore_eos and last in self._eos):
+            return Finish.STOP
+        full = len(committed) >= min(sampling.max_tokens, self._max_model_len - len(prompt))
+        return Finish.LENGTH if full else None
 
     def close(self, row: int) -> bool:
         """Free a row. Returns whether it held a request."""

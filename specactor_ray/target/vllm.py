@@ -72,11 +72,13 @@ class VllmEngine:
         )
         return cls(settings, load_eos_token_ids(config.model, trust_remote_code=config.trust_remote_code))
 
-    def add(self, row: int, request: TargetRequest) -> None:
-        self._rows.open(row, request)
+    def add(self, row: int, request: TargetRequest) -> Finish | None:
+        if (finish := self._rows.open(row, request)) is not None:
+            return finish
         sampling, committed = request.sampling, len(request.committed_token_ids)
         context = [*request.prompt_token_ids, *request.committed_token_ids]
         self._core.add(row, context, sampling, len(request.prompt_token_ids), sampling.max_tokens - committed)
+        return None
 
     def remove(self, row: int) -> None:
         if self._rows.close(row):

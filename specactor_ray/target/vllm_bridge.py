@@ -163,7 +163,7 @@ class EngineCoreHandle:
         from vllm.v1.engine import EngineCoreRequest
 
         rule = [sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed]
-        keyed = {"row": row, "prompt": prompt, "rule": rule}
+        keyed = {"row": row, "base": sampling.first_position - prompt, "rule": rule}
         params = VllmSamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args={KEY: keyed}
         )

@@ -161,7 +161,7 @@ class KeyedSampler:
                 keyed = self._runner.requests[request_id].sampling_params.extra_args[KEY]
                 temperature, top_k, top_p, seed = keyed["rule"]
                 sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-                self._rules.write([keyed["row"]], [sampling], [-keyed["prompt"]])
+                self._rules.write([keyed["row"]], [sampling], [keyed["base"]])
                 known[request_id] = keyed["row"]
         self._ids = list(request_ids)
         self._rows = np.array([known[request_id] for request_id in request_ids], np.int32)

@@ -78,13 +78,16 @@ class Requests:
             reason = f"it asks for weights of version {request.weight_version}; those loaded are of version {loaded}"
             self._fresh.append(Refused(request_id, attempt, reason))
             return
-        row = self._table.next_row
+        row, reason, error = self._table.next_row, "", ""
         try:
             request.sampling.check()
-            self._engine.add(row, request)
-        except InputError as error:
+            if (finish := self._engine.add(row, request)) is not None:
+                reason = finish.reason
+        except InputError as problem:
+            reason, error = "error", str(problem)
+        if reason:
             committed = len(request.committed_token_ids)
-            self._fresh.append(Finished(request_id, "error", RequestStats(), str(error), committed, attempt))
+            self._fresh.append(Finished(request_id, reason, RequestStats(), error, committed, attempt))
             return
         self._row_of[request_id] = self._table.open(request)
         self._names[row] = (request_id, attempt)

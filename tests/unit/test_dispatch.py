@@ -260,7 +260,13 @@ class TestStalls:
     def test_one_that_stalls_everywhere_fails_with_its_reason(self) -> None:
         cluster = FakeCluster()
         cluster.stalls = {("r3", "v0"), ("r3", "v1")}
-        ended = cluster.run(lambda: cluster.finish(entries(8)))
+
+        def body() -> list[JournalEntry]:
+            ended = cluster.finish(entries(8))
+            cluster.client.engine.settle()
+            return ended
+
+        ended = cluster.run(body)
         assert reasons(ended) == {"r3": f"it stopped making progress 3 times, for {STALL_S:g} s each"}
         assert attempts(cluster)["r3"] == 3
         assert not cluster.verifier("v0").running and not cluster.verifier("v1").running

@@ -290,15 +290,16 @@ def advance(
 
 @_jit
 def fill(
-    lines: Any, prompts: Any, known: Any, ends: Any, limits: Any, odds: Any,
+    lines: Any, known: Any, ends: Any, limits: Any, odds: Any,
     own_rows: Any, own_heads: Any, buckets: Any, rows: Any, heads: Any, levels: Any, scopes: Any, count: Any,
-    groups: Any, seeds: Any, noisy: Any, high: Any, factor: Any, floor: Any, slots: Any,
+    groups: Any, seeds: Any, bases: Any, noisy: Any, high: Any, factor: Any, floor: Any, slots: Any,
 ) -> None:  # fmt: skip
     """Lengthen the tails of `slots` by the rule of `lookup/proposer.py`; arguments as in `advance` and `draft`.
 
     Args:
         odds: `(slots, width)` float64: of each tail token its share of the votes.
         seeds: `(slots,)` uint64: seeds of the target's noise, used where `noisy` `(slots,)` is True.
+        bases: `(slots,)` int64: position in the noise of the first token of each line.
     """
     most, newest = 1, (count - 1) % rows.shape[0]
     for slot in slots:
@@ -315,7 +316,7 @@ def fill(
             room, path, guessed = limit - end, 1.0, end - begin
             for position in range(begin, end):
                 path *= odds[slot, position]
-            noise = (seeds[slot], end - prompts[slot], noisy[slot])
+            noise = (seeds[slot], bases[slot] + end, noisy[slot])
             hashed = hash_context(line, end, levels, hashes)
             matched, length, score, cut = draft(
                 own, own_head, levels, 1, 0, 0, begin - 1, line, end, high, hashes, hashed, room, least, guessed,

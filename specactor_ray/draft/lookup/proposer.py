@@ -43,7 +43,7 @@ class LookupProposer(SlotProposer):
 
     vocab_size: int | None = None
     _by_slot = (
-        *SlotProposer._by_slot, "_indexed", "_buckets", "_groups", "_lasts", "_written", "_seeds", "_noisy"
+        *SlotProposer._by_slot, "_indexed", "_buckets", "_groups", "_lasts", "_written", "_seeds", "_bases", "_noisy"
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +73,8 @@ class LookupProposer(SlotProposer):
         self._indexed, self._buckets, self._groups, self._lasts, self._written = np.zeros((5, 0), np.int64)
         self._own_rows, self._own_heads = np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.int32)
         """These seven: see `_token_log_numba.advance`."""
-        self._seeds, self._noisy, self._odds = np.zeros(0, np.uint64), np.zeros(0, np.bool_), np.zeros((0, 0))
+        self._seeds, self._bases = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+        self._noisy, self._odds = np.zeros(0, np.bool_), np.zeros((0, 0))
         """See `_token_log_numba.fill`."""
         nothing = np.zeros(0, np.int32)  # compiles or loads the kernels (some seconds on the first run of a machine)
         self._log.begin(nothing)
@@ -114,6 +115,7 @@ class LookupProposer(SlotProposer):
     def _enter(self, slot: int, late: bool) -> bool:
         sampling = self.samplings[slot]
         self._seeds[slot], self._noisy[slot] = sampling.seed, self._shared_noise and sampling.temperature > 0.0
+        self._bases[slot] = sampling.first_position - int(self.mirrors.prompts[slot])
         self._indexed[slot], self._buckets[slot], self._groups[slot] = 0, 1, -1
         if self._history is not None:
             prompt, committed = self.mirrors.prompt(slot), self.mirrors.committed(slot)
@@ -153,7 +155,7 @@ class LookupProposer(SlotProposer):
     def _fill(self, slots: np.ndarray) -> None:
         mirrors, log = self.mirrors, self._log
         kernels.fill(
-            mirrors.lines, mirrors.prompts, mirrors.known, mirrors.ends, mirrors.limits, self._odds, self._own_rows,
+            mirrors.lines, mirrors.known, mirrors.ends, mirrors.limits, self._odds, self._own_rows,
             self._own_heads, self._buckets, log.rows, log.heads, log.levels, log.scopes, log.count, self._groups,
-            self._seeds, self._noisy, self._max, self._factor, self._floor, slots,
+            self._seeds, self._bases, self._noisy, self._max, self._factor, self._floor, slots,
         )  # fmt: skip

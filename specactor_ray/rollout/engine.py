@@ -1,0 +1,377 @@
+"""Requests at any time: one dispatch thread serves submissions of any thread, event loop and stream.
+
+The thread starts with the first request and sleeps while there is nothing to do. Everything else reaches it as a
+command, so the dispatcher and the journal belong to it alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from specactor_ray.clock import Clock, Thread
+from specactor_ray.errors import ActorLostError, InputError, OverloadedError
+from specactor_ray.messages import SamplingParams
+from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
+from specactor_ray.rollout.handle import Handle, Token
+from specactor_ray.rollout.journal import JournalEntry
+from specactor_ray.rollout.prompts import Prompt, encode_prompt
+from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
+
+logger = logging.getLogger(__name__)
+
+_ENDED = "this rollout is closed; start another one"
+_CLOSE_S = 10.0
+"""Longest wait for the dispatch thread to end."""
+
+
+class Engine:
+    """Generates for callers in any thread and event loop. Several streams and single requests run side by side.
+
+    Args:
+        dispatcher: Only the dispatch thread touches it from now on, but for its counters.
+        clock: Where the thread comes from.
+        before_submit: Called in the caller's thread before a request is submitted.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, clock: Clock, before_submit: Callable[[], None] = lambda: None) -> None:
+        self.clock = clock
+        self.max_waiting = 4096
+        """Most single requests that wait for a verifier."""
+        self.tokenizer: Any = None
+        """Encodes prompts that are not token ids, and decodes outputs."""
+        self.chat = True
+        """Wrap text as a user message where the tokenizer has a chat template."""
+        self.sampling = SamplingParams()
+        """Of requests that bring none."""
+        self._dispatcher, self._before_submit = dispatcher, before_submit
+        self._lock = clock.condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        """Commands for the dispatch thread."""
+        self._thread: Thread | None = None
+        self._closed = False
+        self._arriving = self._numbers = self._streams = 0
+        """Single requests in the inbox; single requests and streams so far."""
+        self._handles: dict[str, Handle] = {}
+        """Single requests that have not ended, by the caller's name."""
+        self._inner: dict[Handle, str] = {}
+        """The names of the same requests in the journal."""
+        self._on_end: dict[str, Callable[[JournalEntry | BaseException], None]] = {}
+        """Request in the journal → what is called at its end. For the dispatch thread, as the next two."""
+        self._watched: dict[str, Handle] = {}
+        self._drained: list[Future[None]] = []
+        """Each is done when no request of an older version of the weights runs."""
+        self._settled: list[Future[None]] = []
+        """Each is done when nothing runs and what was cancelled has arrived."""
+
+    # ---- single requests; for any thread ----
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        session: str | None = None,
+        priority: int = 0,
+        prefix: Sequence[int] = (),
+    ) -> Handle:
+        """Begin a request; returns at once.
+
+        Args:
+            prompt: Text, chat messages or token ids.
+            sampling: How to sample; its seed is used as it is. Default: `Engine.sampling`.
+            request_id: Its name; no other request that runs has it. Default: a new one.
+            session: Name of a conversation. Its turns run on one verifier while that lives.
+            priority: Requests with a smaller number begin first.
+            prefix: Output tokens that are there already, as those of an aborted request under the same seed. The
+                output holds what follows them; `max_tokens` counts them.
+
+        Raises:
+            InputError: The prompt, the sampling or the name cannot be used, or the engine is closed.
+            OverloadedError: `max_waiting` requests wait already.
+        """
+        sampling = self.sampling if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise InputError(f"sampling must be SamplingParams, not {sampling!r}")
+        token_ids = encode_prompt(self.tokenizer, prompt, self.chat)
+        if not all(isinstance(token, int) and 0 <= token < 2**31 for token in prefix):
+            raise InputError("prefix must hold token ids")
+        self._before_submit()
+        with self._lock:
+            if self._arriving + self._dispatcher.waiting >= self.max_waiting:
+                raise OverloadedError(f"{self.max_waiting} requests wait already; try again later")
+            self._numbers += 1
+            inner = f"{request_id or 'request'}#{self._numbers}"  # a name may come again, a verifier's never
+            name = request_id if request_id is not None else inner
+            if name in self._handles:
+                raise InputError(f"request {name!r} is running; choose another request_id")
+            handle = self._handles[name] = Handle(self, name)
+            self._inner[handle] = inner
+            self._arriving += 1
+        entry = JournalEntry(inner, token_ids, sampling, session, priority)
+        entry.set_prefix(prefix)
+        try:
+            self._put(partial(self._admit_one, handle, entry))
+        except InputError:
+            self._forget(handle)
+            raise
+        return handle
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Trajectory:
+        """Submit a request and await its output; it is aborted if this is cancelled. Arguments as of `submit`."""
+        handle = self.submit(prompt, sampling, **options)
+        try:
+            return await handle
+        finally:
+            self.drop(handle)
+
+    async def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[Token]:
+        """Submit a request and yield its tokens as they are committed; it is aborted if this is closed."""
+        handle = self.submit(prompt, sampling, **options)
+        try:
+            async for token in handle:
+                yield token
+        finally:
+            self.drop(handle)
+
+    def abort(self, request_id: str) -> Trajectory:
+        """End a request; returns what is committed, with `finish_reason` `abort` if it had not ended.
+
+        Raises:
+            InputError: No such request runs.
+        """
+        with self._lock:
+            handle = self._handles.get(request_id)
+        if handle is None:
+            raise InputError(f"no request {request_id!r} is running")
+        return handle.abort()
+
+    def drop(self, handle: Handle) -> None:
+        with self._lock:
+            inner = self._inner.get(handle)
+        if inner is not None and not self._closed:
+            self._put(partial(self._dispatcher.abort, [inner]))
+
+    def watch(self, handle: Handle) -> None:
+        with self._lock:
+            inner = self._inner.get(handle)
+        if inner is not None:
+            self._put(partial(self._watch, inner, handle))
+
+    def trajectory(self, handle: Handle, ended: JournalEntry) -> Trajectory:
+        return trajectory_of(ended, self.tokenizer, handle.request_id)
+
+    # ---- streams ----
+
+    def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
+        """Yield each entry when it has ended, in the order they end; closing this aborts the rest. Their ids are new.
+
+        Raises:
+            ActorLostError: The controller, or all verifiers, were gone for longer than allowed.
+        """
+        ended: deque[JournalEntry | BaseException] = deque()
+        ready = self.clock.event()
+
+        def put(one: JournalEntry | BaseException) -> None:
+            ended.append(one)
+            ready.set()
+
+        with self._lock:
+            self._streams += 1
+            stream = self._streams
+        for entry in entries:
+            entry.stream = stream
+        self._put(partial(self._admit, entries, put))
+        left = {entry.request_id for entry in entries}
+        try:
+            while left:
+                ready.clear()
+                if not ended:
+                    ready.wait()
+                while ended:
+                    one = ended.popleft()
+                    if isinstance(one, BaseException):
+                        left.clear()
+                        raise one
+                    left.discard(one.request_id)
+                    yield one
+        finally:
+            if left and not self._closed:
+                self._put(partial(self._abort, left))
+
+    # ---- between requests ----
+
+    @contextlib.contextmanager
+    def between_versions(self, version: int, policy: WeightPolicy) -> Iterator[None]:
+        """Inside, no request runs; afterwards, all run with this version of the weights. The policy says what becomes
+        of those that run before."""
+        drained: Future[None] = Future()
+
+        def hold() -> None:
+            self._dispatcher.hold(policy)
+            self._drained.append(drained)
+
+        self._put(hold)
+        try:
+            self.clock.result(drained, float("inf"))
+            self._put(partial(self._dispatcher.raise_version, version))
+            yield
+        finally:
+            self._put(self._dispatcher.release)
+
+    def settle(self) -> None:
+        """Wait until nothing runs and verifiers have taken what was cancelled."""
+        settled: Future[None] = Future()
+        self._put(lambda: self._settled.append(settled))
+        self.clock.result(settled, float("inf"))
+
+    def forget_counters(self) -> None:
+        """Drop the verifiers' counters."""
+        self._put(self._dispatcher.forget_counters)
+
+    @property
+    def is_busy(self) -> bool:
+        """Single requests run or wait."""
+        return bool(self._handles)
+
+    def close(self) -> None:
+        """End all requests and the thread."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+        self._dispatcher.wake.set()
+        if thread is not None:
+            thread.join(_CLOSE_S)
+
+    # ---- the dispatch thread ----
+
+    def _put(self, command: Callable[[], None]) -> None:
+        """Have this run in the dispatch thread, in the order in which commands were put."""
+        with self._lock:
+            if self._closed:
+                raise InputError(_ENDED)
+            self._inbox.append(command)
+            self._start()
+        self._dispatcher.wake.set()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = self.clock.spawn(self._run, "dispatch")
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._look()
+            self._run_inbox()
+            self._fail_all(InputError(_ENDED))
+        except Exception as error:
+            logger.exception("requests could not be dispatched")
+            self._fail_all(error)
+        finally:
+            with self._lock:
+                self._thread = None
+                if self._inbox and not self._closed:
+                    self._start()
+
+    def _run_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _look(self) -> None:
+        """Run what was put, then take a step, or sleep while there is nothing to do."""
+        dispatcher = self._dispatcher
+        self._run_inbox()
+        if dispatcher.is_idle:
+            self._resolve()
+            if not self._inbox:
+                dispatcher.wake.wait()
+                dispatcher.wake.clear()  # before the inbox is looked at
+            return
+        try:
+            ended = dispatcher.step()
+        except ActorLostError as error:  # no verifier can be had; a later request may find one
+            self._fail_requests(error)
+            ended = []
+        for request_id, handle in self._watched.items():
+            self._push(request_id, handle)
+        for entry in ended:
+            self._end(entry)
+        self._resolve()
+
+    def _resolve(self) -> None:
+        """Answer the callers of `between_versions` and `settle` for which it is time."""
+        ready: list[Future[None]] = []
+        if self._drained and self._dispatcher.is_drained:
+            ready, self._drained = self._drained, []
+        if self._settled and self._dispatcher.is_idle:
+            ready, self._settled = ready + self._settled, []
+        for one in ready:
+            one.set_result(None)
+
+    def _admit_one(self, handle: Handle, entry: JournalEntry) -> None:
+        self._admit([entry], partial(self._finish, handle))
+        with self._lock:
+            self._arriving -= 1
+
+    def _admit(self, entries: Sequence[JournalEntry], on_end: Callable[[JournalEntry | BaseException], None]) -> None:
+        names = [entry.request_id for entry in entries]
+        if len(set(names)) < len(names) or not self._on_end.keys().isdisjoint(names):
+            on_end(InputError("two requests that run have the same id"))
+            return
+        self._on_end.update(dict.fromkeys(names, on_end))
+        self._dispatcher.admit(entries)
+
+    def _abort(self, request_ids: set[str]) -> None:
+        for request_id in request_ids:
+            self._on_end.pop(request_id, None)
+        self._dispatcher.abort(request_ids)
+
+    def _watch(self, request_id: str, handle: Handle) -> None:
+        if request_id in self._on_end:
+            self._watched[request_id] = handle
+            self._push(request_id, handle)
+
+    def _push(self, request_id: str, handle: Handle) -> None:
+        if (entry := self._dispatcher.journal.entries.get(request_id)) is not None:
+            at = entry.prefix + len(handle.pushed)
+            if entry.num_tokens > at:
+                handle.push(entry.tokens_from(at))
+
+    def _end(self, entry: JournalEntry) -> None:
+        self._watched.pop(entry.request_id, None)
+        if (on_end := self._on_end.pop(entry.request_id, None)) is not None:
+            on_end(entry)
+
+    def _finish(self, handle: Handle, ended: JournalEntry | BaseException) -> None:
+        self._forget(handle)
+        if isinstance(ended, BaseException):
+            handle.future.set_exception(ended)
+        else:
+            handle.future.set_result(ended)
+
+    def _fail_requests(self, error: BaseException) -> None:
+        self._dispatcher.abandon()
+        self._watched.clear()
+        on_end, self._on_end = self._on_end, {}
+        for end in dict.fromkeys(on_end.values()):
+            end(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """The thread ends."""
+        self._fail_requests(error)
+        waiting, self._drained, self._settled = self._drained + self._settled, [], []
+        for one in waiting:
+            one.set_exception(error)
+
+    def _forget(self, handle: Handle) -> None:
+        with self._lock:
+            if self._inner.pop(handle, None) is not None:
+                del self._handles[handle.request_id]
