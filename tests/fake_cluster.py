@@ -121,7 +121,7 @@ class FakeVerifier:
             for other in (attempt - 1, attempt + 1):
                 self._events.append(one_token(request_id, other, position, -1))
                 self._events.append(Finished(request_id, "error", RequestStats(), "noise", position, other))
-        token = true_token(sampling.seed, self.version, position)
+        token = true_token(sampling.seed, self.version, sampling.first_position + position)
         self._events.append(one_token(request_id, attempt, position, token))
         self.running[request_id] = (request, position + 1)
         if position + 1 == sampling.max_tokens:

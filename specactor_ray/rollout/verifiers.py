@@ -193,7 +193,7 @@ class Verifiers:
         links = self.links.values()
         calls = [link.poll for link in links if link.poll is not None]
         calls += [call for link in links for call in link.submits if not call.done]
-        calls += [self._view] if self._view is not None else []
+        calls += [self._view] if self._view is not None and not self._view.done else []
         if not any(call.done for call in calls):
             now = self._clock.now()
             self.wake.wait(max(0.0, min([now + _WAIT_S, *(call.next_at() for call in calls)]) - now))

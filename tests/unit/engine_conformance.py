@@ -10,7 +10,7 @@ import abc
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -69,10 +69,12 @@ class Driver:
     def row(self, request_id: str) -> int:
         return next((row for row, one in self.requests.items() if one.request_id == request_id), 10**4)
 
-    def add(self, request: TargetRequest) -> None:
+    def add(self, request: TargetRequest) -> Finish | None:
         row = next(row for row in itertools.count() if row not in self.requests)
-        self.engine.add(row, request)
-        self.requests[row], self.committed[request.request_id] = request, len(request.committed_token_ids)
+        finish: Finish | None = self.engine.add(row, request)
+        if finish is None:
+            self.requests[row], self.committed[request.request_id] = request, len(request.committed_token_ids)
+        return finish
 
     def remove(self, request_id: str) -> None:
         row = self.row(request_id)
@@ -266,6 +268,30 @@ class EngineConformance:
             assert moved.outputs[0].start == half
             assert tokens[:half] + moved.tokens["moved"] == tokens
             assert moved.reasons["moved"] == truth.reasons[request.request_id]
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_a_request_goes_on_from_its_output_sent_as_a_prompt(self, engine: Driver, temperature: float) -> None:
+        for request in requests(5, temperature, ignore_eos=True):
+            tokens = self.plain(engine, [request]).tokens[request.request_id]
+            half, sampling = len(tokens) // 2, request.sampling
+            rest = replace(sampling, max_tokens=len(tokens) - half, first_position=half)
+            engine.add(TargetRequest("sent", (*request.prompt_token_ids, *tokens[:half]), rest))
+            assert run(engine, noisy_oracle({"sent": tokens[half:]}, 1, engine.vocab_size)).tokens["sent"] == tokens[half:]
+
+    def test_a_request_whose_committed_tokens_end_it_takes_no_row(self, engine: Driver) -> None:
+        for request in requests(8, 1.0):
+            truth = self.plain(engine, [request])
+            tokens, sampling = truth.tokens[request.request_id], request.sampling
+            ended = TargetRequest("ended", request.prompt_token_ids, sampling, tuple(tokens))
+            reason = engine.add(ended)
+            assert reason is not None and reason.reason == truth.reasons[request.request_id]
+            if len(tokens) > 1:
+                cut = TargetRequest("cut", request.prompt_token_ids, replace(sampling, max_tokens=1), tuple(tokens[:2]))
+                assert engine.add(cut) in (Finish.LENGTH, Finish.STOP)
+            stop = tokens[0]
+            stopping = replace(sampling, stop_token_ids=(stop,), max_tokens=100)
+            assert engine.add(replace(ended, sampling=stopping, committed_token_ids=(stop,))) is Finish.STOP
+        assert not engine.has_work()
 
     def test_max_tokens_is_exact_with_drafts(self, engine: Driver) -> None:
         for limit in (1, 2, 5):
