@@ -10,7 +10,7 @@ import ray
 
 from specactor_ray.cluster.connection import connect
 from specactor_ray.cluster.discovery import clusters_to_look_into
-from specactor_ray.cluster.names import NAMESPACE, controller_name, run_of_controller
+from specactor_ray.cluster.names import NAMESPACE, actor_name, controller_name, run_of_controller
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.errors import ClusterError, InputError
 
@@ -34,6 +34,32 @@ def find_controller(run: str) -> Any:
         alive = list_runs()
         known = f"alive here: {', '.join(alive)}" if alive else "no run is alive on this cluster"
         raise ClusterError(f"there is no run {run!r}; {known}.") from None
+
+
+def find_actor(run: str, actor_id: str) -> Any:
+    """Handle of another actor of a run.
+
+    Raises:
+        ClusterError: There is no such run, or it has no such actor.
+    """
+    find_controller(run)
+    try:
+        return ray.get_actor(actor_name(run, actor_id), namespace=NAMESPACE)
+    except ValueError:
+        raise ClusterError(f"run {run!r} has no {actor_id} for other processes: Rollout.listen starts it.") from None
+
+
+def only_run() -> str:
+    """The name of the only run of the cluster this process is connected to.
+
+    Raises:
+        InputError: There is none, or more than one.
+    """
+    runs = list_runs()
+    if len(runs) == 1:
+        return runs[0]
+    found = f"there are {', '.join(runs)}; name one" if runs else "no run is going on in this cluster"
+    raise InputError(f"no run is named, and {found}")
 
 
 def address_of_run(run: str | None) -> str:

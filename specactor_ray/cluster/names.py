@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 NAMESPACE = "specactor"
 """The Ray namespace of all named actors of this package."""
 
+CONTROLLER = "controller"
 _PREFIX = "specactor"
 _CONTROLLER = re.compile(rf"{_PREFIX}::(?P<run>.+)::controller")
 
@@ -42,7 +43,7 @@ def actor_name(run: str, actor_id: str) -> str:
 
 
 def controller_name(run: str) -> str:
-    return actor_name(run, "controller")
+    return actor_name(run, CONTROLLER)
 
 
 def run_of_controller(name: str) -> str | None:

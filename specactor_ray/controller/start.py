@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +12,30 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from specactor_ray.cluster.backend import ACTOR_OPTIONS
 from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.lookup import list_runs
-from specactor_ray.cluster.names import controller_name, new_run_name
+from specactor_ray.cluster.names import CONTROLLER, actor_name, new_run_name
 from specactor_ray.config.schema import Config
 from specactor_ray.controller.controller import GONE_TIMEOUT_S, STOP_TIMEOUT_S, Controller
 from specactor_ray.controller.members import ActorClasses
 from specactor_ray.controller.state import Policy
 from specactor_ray.errors import CallError, ConfigError, SpecActorError
+
+_MOST_CALLS = 1000
+"""Calls that an asynchronous actor serves at a time."""
+
+
+def start_actor(run: str, actor_id: str, cls: type, *arguments: Any) -> Any:
+    """Make a named actor of a run, on this node and for as long as this process lives. Returns its handle."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: dict[str, Any] = {
+        **ACTOR_OPTIONS,
+        "name": actor_name(run, actor_id),
+        "num_cpus": 0,
+        "scheduling_strategy": here,
+    }
+    if any(inspect.iscoroutinefunction(method) for method in vars(cls).values()):
+        options["max_concurrency"] = _MOST_CALLS
+    remote_class: Any = ray.remote(cls)
+    return remote_class.options(**options).remote(*arguments)
 
 
 def start_controller(
@@ -37,15 +56,7 @@ def start_controller(
     run = config.run.name or new_run_name()
     if run in list_runs():
         raise ConfigError("run.name", f"a run {run!r} is alive on this cluster.", "use another name, or end that run.")
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options: dict[str, Any] = {
-        **ACTOR_OPTIONS,
-        "name": controller_name(run),
-        "num_cpus": 0,
-        "scheduling_strategy": here,
-    }
-    remote_class: Any = ray.remote(Controller)
-    handle = remote_class.options(**options).remote(config, run, classes, policy, priors)
+    handle = start_actor(run, CONTROLLER, Controller, config, run, classes, policy, priors)
     attempts = (policy or Policy()).max_start_failures  # the controller ends a start long before this, unless it hangs
     limit_s = attempts * (config.cluster.placement_timeout_s + config.cluster.start_timeout_s)
     try:

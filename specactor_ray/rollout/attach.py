@@ -9,7 +9,6 @@ from typing import Any
 
 from specactor_ray.clock import SYSTEM
 from specactor_ray.config.schema import ClusterConfig
-from specactor_ray.errors import InputError
 
 
 def scale_run(run: str | None, drafters: Mapping[str, int], address: str) -> tuple[str, list[dict[str, Any]]]:
@@ -69,15 +68,8 @@ def _attached(run: str | None, address: str) -> Iterator[tuple[str, Callable[...
     """The run's name, and how to ask its controller."""
     from specactor_ray.cluster.calls import Calls
     from specactor_ray.cluster.connection import connect
-    from specactor_ray.cluster.lookup import address_of_run, find_controller, list_runs
+    from specactor_ray.cluster.lookup import address_of_run, find_controller, only_run
 
     with connect(ClusterConfig(address=address_of_run(run) if address == "auto" else address)):
-        name = run or _only_run(list_runs())
+        name = run or only_run()
         yield name, functools.partial(Calls().ask, find_controller(name), deadline_s=_ASK_S)
-
-
-def _only_run(runs: list[str]) -> str:
-    if len(runs) == 1:
-        return runs[0]
-    found = f"there are {', '.join(runs)}; name one" if runs else "no run is going on in this cluster"
-    raise InputError(f"--run is not given, and {found}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -18,7 +18,8 @@ from specactor_ray.clock import Clock, Thread
 from specactor_ray.errors import ActorLostError, InputError, OverloadedError
 from specactor_ray.messages import SamplingParams
 from specactor_ray.rollout.dispatch import Dispatcher, WeightPolicy
-from specactor_ray.rollout.handle import Handle, Token
+from specactor_ray.rollout.door import RemoteEngine, connect_engine
+from specactor_ray.rollout.handle import Generates, Handle
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.prompts import Prompt, encode_prompt
 from specactor_ray.rollout.trajectory import Trajectory, trajectory_of
@@ -30,7 +31,7 @@ _CLOSE_S = 10.0
 """Longest wait for the dispatch thread to end."""
 
 
-class Engine:
+class Engine(Generates):
     """Generates for callers in any thread and event loop. Several streams and single requests run side by side.
 
     Args:
@@ -69,6 +70,20 @@ class Engine:
         self._settled: list[Future[None]] = []
         """Each is done when nothing runs and what was cancelled has arrived."""
 
+    @staticmethod
+    def connect(run: str | None = None, address: str = "auto") -> RemoteEngine:
+        """The engine of a run that listens (`Rollout.listen`), for another process of its cluster.
+
+        Args:
+            run: Its name; None takes the only run of the cluster.
+            address: `host:port` of the cluster; `auto`: RAY_ADDRESS, else the only one here with such a run.
+
+        Raises:
+            ClusterError: There is no such cluster or run, or the run does not listen.
+            InputError: Several runs are there, or none.
+        """
+        return connect_engine(run, address)
+
     # ---- single requests; for any thread ----
 
     def submit(
@@ -81,21 +96,6 @@ class Engine:
         priority: int = 0,
         prefix: Sequence[int] = (),
     ) -> Handle:
-        """Begin a request; returns at once.
-
-        Args:
-            prompt: Text, chat messages or token ids.
-            sampling: How to sample; its seed is used as it is. Default: `Engine.sampling`.
-            request_id: Its name; no other request that runs has it. Default: a new one.
-            session: Name of a conversation. Its turns run on one verifier while that lives.
-            priority: Requests with a smaller number begin first.
-            prefix: Output tokens that are there already, as those of an aborted request under the same seed. The
-                output holds what follows them; `max_tokens` counts them.
-
-        Raises:
-            InputError: The prompt, the sampling or the name cannot be used, or the engine is closed.
-            OverloadedError: `max_waiting` requests wait already.
-        """
         sampling = self.sampling if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise InputError(f"sampling must be SamplingParams, not {sampling!r}")
@@ -123,36 +123,12 @@ class Engine:
             raise
         return handle
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Trajectory:
-        """Submit a request and await its output; it is aborted if this is cancelled. Arguments as of `submit`."""
-        handle = self.submit(prompt, sampling, **options)
-        try:
-            return await handle
-        finally:
-            self.drop(handle)
-
-    async def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
-    ) -> AsyncIterator[Token]:
-        """Submit a request and yield its tokens as they are committed; it is aborted if this is closed."""
-        handle = self.submit(prompt, sampling, **options)
-        try:
-            async for token in handle:
-                yield token
-        finally:
-            self.drop(handle)
-
-    def abort(self, request_id: str) -> Trajectory:
-        """End a request; returns what is committed, with `finish_reason` `abort` if it had not ended.
-
-        Raises:
-            InputError: No such request runs.
-        """
+    def handle(self, request_id: str) -> Handle:
         with self._lock:
             handle = self._handles.get(request_id)
         if handle is None:
             raise InputError(f"no request {request_id!r} is running")
-        return handle.abort()
+        return handle
 
     def drop(self, handle: Handle) -> None:
         with self._lock:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from specactor_ray.clock import Clock
+from specactor_ray.messages import SamplingParams
+from specactor_ray.rollout.prompts import Prompt
 from specactor_ray.rollout.trajectory import Trajectory
 
 
@@ -20,28 +23,94 @@ class Token(NamedTuple):
     """Of softmax(logits / T), before top-k and top-p."""
 
 
-class Owner(Protocol):
-    """What a handle asks of its engine; for any thread."""
+class Generates(abc.ABC):
+    """What a handle asks of its engine, and what every engine makes of handles; for any thread and event loop."""
 
     clock: Clock
 
+    @abc.abstractmethod
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        session: str | None = None,
+        priority: int = 0,
+        prefix: Sequence[int] = (),
+    ) -> Handle:
+        """Begin a request; returns at once.
+
+        Args:
+            prompt: Text, chat messages or token ids.
+            sampling: How to sample; its seed is used as it is. Default: the configuration's.
+            request_id: Its name; no other request that runs has it. Default: a new one.
+            session: Name of a conversation. Its turns run on one verifier while that lives.
+            priority: Requests with a smaller number begin first.
+            prefix: Output tokens that are there already, as those of an aborted request under the same seed. The
+                output holds what follows them; `max_tokens` counts them.
+
+        Raises:
+            InputError: The prompt, the sampling or the name cannot be used, or the rollout is closed.
+            OverloadedError: Too many requests wait already. An engine in another process raises these two from the
+                handle.
+        """
+
+    @abc.abstractmethod
+    def handle(self, request_id: str) -> Handle:
+        """The request of this name.
+
+        Raises:
+            InputError: No such request runs.
+        """
+
+    @abc.abstractmethod
+    def drop(self, handle: Handle) -> None:
+        """Abort the request, unless it has ended."""
+
+    @abc.abstractmethod
     def watch(self, handle: Handle) -> None:
         """Push committed tokens to the handle from now on."""
 
+    @abc.abstractmethod
     def trajectory(self, handle: Handle, ended: Any) -> Trajectory:
         """The output of a request that has ended; `ended` is the result of its future."""
 
-    def drop(self, handle: Handle) -> None:
-        """Abort the request, unless it has ended."""
+    def abort(self, request_id: str) -> Trajectory:
+        """End a request; returns what is committed, with `finish_reason` `abort` if it had not ended.
+
+        Raises:
+            InputError: No such request runs.
+        """
+        return self.handle(request_id).abort()
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Trajectory:
+        """Submit a request and await its output; it is aborted if this is cancelled. Arguments as of `submit`."""
+        handle = self.submit(prompt, sampling, **options)
+        try:
+            return await handle
+        finally:
+            self.drop(handle)
+
+    async def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any
+    ) -> AsyncIterator[Token]:
+        """Submit a request and yield its tokens as they are committed; it is aborted if this is closed."""
+        handle = self.submit(prompt, sampling, **options)
+        try:
+            async for token in handle:
+                yield token
+        finally:
+            self.drop(handle)
 
 
 class Handle:
     """One submitted request; for any thread, and with `await` and `async for` for any event loop."""
 
-    def __init__(self, owner: Owner, request_id: str) -> None:
+    def __init__(self, owner: Generates, request_id: str) -> None:
         self.request_id = request_id
         self.future: Future[Any] = Future()
-        """Done when the request has ended. It holds what `Owner.trajectory` takes, or why there is no output."""
+        """Done when the request has ended. It holds what `Generates.trajectory` takes, or why there is no output."""
         self.pushed: list[Token] = []
         """Committed tokens, as far as they were pushed."""
         self._owner, self._wakers = owner, list[Callable[[], None]]()
@@ -102,7 +171,12 @@ class Handle:
                 if not fresh:
                     await ready.wait()
 
-    # ---- for the engine ----
+    # ---- for engines ----
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call this after each `push` from now on."""
+        self._wakers.append(wake)
+        self._owner.watch(self)
 
     def push(self, tokens: list[tuple[int, float]]) -> None:
         """These were committed."""
@@ -118,9 +192,8 @@ class Handle:
 
     @contextlib.contextmanager
     def _woken(self, wake: Callable[[], None]) -> Iterator[None]:
-        self._wakers.append(wake)
         self.future.add_done_callback(lambda _future: wake())
-        self._owner.watch(self)
+        self.listen(wake)
         try:
             yield
         finally:

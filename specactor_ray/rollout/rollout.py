@@ -17,7 +17,7 @@ from specactor_ray.cluster.calls import Calls
 from specactor_ray.cluster.connection import Connection, connect
 from specactor_ray.config import Config, load_config
 from specactor_ray.config.drafter_spec import unused_branches
-from specactor_ray.controller.start import start_controller
+from specactor_ray.controller.start import start_actor, start_controller
 from specactor_ray.errors import InputError, SpecActorError
 from specactor_ray.messages import SamplingParams, WeightSet
 from specactor_ray.models.loading import locate_model, parse_dtype, weight_shapes
@@ -27,6 +27,7 @@ from specactor_ray.observability.console import log_by_default
 from specactor_ray.observability.heartbeat import Heartbeat, elapsed
 from specactor_ray.observability.report import drafter_health
 from specactor_ray.rollout.dispatch import WeightPolicy
+from specactor_ray.rollout.door import ENGINE, Doorman, EngineActor
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.rollout.memory import require_memory, with_cache
 from specactor_ray.rollout.planning import ladder_priors, require_devices, resolve
@@ -75,6 +76,7 @@ class Rollout(RunClient):
         for line in lines:
             logger.info("%s", line)
         config = export_what_drafters_read(config)
+        self._doorman: Doorman | None = None
         self._numbers = 0
         """Streams so far."""
         self.progress = (0, 0)
@@ -120,6 +122,9 @@ class Rollout(RunClient):
         if self.closed:
             return
         try:
+            if self._doorman is not None:
+                self._doorman.close()
+                ray.kill(self._doorman.actor)
             self.shutdown()
         except SpecActorError as error:
             logger.error("the controller did not shut down in order (%s); its actors end with it", error)
@@ -127,6 +132,14 @@ class Rollout(RunClient):
             self.closed = True
             ray.kill(self._controller)
             self._connection.close()
+
+    def listen(self) -> str:
+        """Take requests of other processes of the cluster from now on; they use `Engine.connect`. Returns the name of
+        the run. Idempotent."""
+        self.require_open()
+        if self._doorman is None:
+            self._doorman = Doorman(self.engine, self._calls, start_actor(self.run_name, ENGINE, EngineActor))
+        return self.run_name
 
     def stream(
         self,

@@ -276,7 +276,9 @@ class EngineConformance:
             half, sampling = len(tokens) // 2, request.sampling
             rest = replace(sampling, max_tokens=len(tokens) - half, first_position=half)
             engine.add(TargetRequest("sent", (*request.prompt_token_ids, *tokens[:half]), rest))
-            assert run(engine, noisy_oracle({"sent": tokens[half:]}, 1, engine.vocab_size)).tokens["sent"] == tokens[half:]
+            assert (
+                run(engine, noisy_oracle({"sent": tokens[half:]}, 1, engine.vocab_size)).tokens["sent"] == tokens[half:]
+            )
 
     def test_a_request_whose_committed_tokens_end_it_takes_no_row(self, engine: Driver) -> None:
         for request in requests(8, 1.0):

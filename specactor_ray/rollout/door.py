@@ -1,0 +1,351 @@
+"""Requests from other processes of the cluster: an actor holds them for the driver, and their outputs for the senders.
+
+A driver cannot be called, so both sides call the actor: each keeps one read in flight, and one write while there is
+something to write. Messages are numbered and kept until their reader confirms them, so none is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+from specactor_ray.cluster.calls import Call, Calls
+from specactor_ray.config.schema import ClusterConfig
+from specactor_ray.errors import ActorLostError, InputError, SpecActorError
+from specactor_ray.messages import SamplingParams
+from specactor_ray.rollout.handle import Generates, Handle, Token
+from specactor_ray.rollout.prompts import Prompt
+from specactor_ray.rollout.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+_READ_S = 5.0
+"""Longest time that a read waits at the actor."""
+_CALL_S = 30.0
+_CLOSE_S = 5.0
+_AGAIN_S = 0.5
+"""Pause after a call that failed."""
+_GONE_S = 60.0
+"""A sender that has not read for this long is gone: its requests are aborted."""
+ALL = -1
+"""In place of a number: all requests of a sender."""
+ENGINE = "engine"
+"""Name of the actor within its run."""
+
+
+class Asked(NamedTuple):
+    """Sender → driver."""
+
+    sender: str
+    number: int
+    """Of the request, among those of the sender."""
+    what: str
+    """`submit`, `watch` or `drop`, as the methods of an engine."""
+    arguments: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    """Of `Engine.submit`."""
+
+
+class Told(NamedTuple):
+    """Driver → sender."""
+
+    number: int
+    tokens: list[Token]
+    """Committed ones, from number `first` on."""
+    first: int = 0
+    ended: Trajectory | BaseException | None = None
+
+
+class Mail:
+    """Messages of one reader in order, numbered from 0, kept until it asks for later ones. For one event loop."""
+
+    def __init__(self) -> None:
+        self._first, self._messages, self._arrived = 0, list[Any](), asyncio.Event()
+        self.read_at = time.monotonic()
+        """When it was read last."""
+
+    def put(self, messages: Sequence[Any]) -> None:
+        self._messages.extend(messages)
+        self._arrived.set()
+
+    def replace(self, message: Any) -> None:
+        """In place of all that is not confirmed."""
+        self._first, self._messages, self.read_at = self._first + len(self._messages), [message], time.monotonic()
+
+    @property
+    def is_left(self) -> bool:
+        """Nobody reads it any more."""
+        return bool(self._messages) and time.monotonic() - self.read_at > _GONE_S
+
+    async def read(self, after: int, timeout_s: float) -> tuple[int, list[Any]]:
+        """Number of the first message, and the messages; those before number `after` are discarded."""
+        del self._messages[: max(0, after - self._first)]
+        self._first, self.read_at = max(self._first, after), time.monotonic()
+        if not self._messages:
+            self._arrived.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._arrived.wait(), timeout_s)
+        return self._first, list(self._messages)
+
+
+class EngineActor:
+    """Between the driver of a run and the processes that send it requests; an asynchronous actor."""
+
+    def __init__(self) -> None:
+        self._asked, self._told = Mail(), dict[str, Mail]()
+
+    async def ask(self, messages: list[Asked]) -> None:
+        """A sender has requests."""
+        self._asked.put(messages)
+
+    async def read_asked(self, after: int, timeout_s: float) -> tuple[int, list[Asked]]:
+        """For the driver."""
+        return await self._asked.read(after, timeout_s)
+
+    async def tell(self, messages: list[tuple[str, Told]]) -> None:
+        """The driver has outputs, each for a sender."""
+        for sender, message in messages:
+            self._told.setdefault(sender, Mail()).put([message])
+        for sender, mail in self._told.items():
+            if mail.is_left:
+                lost = SpecActorError(f"its requests were aborted: no output was taken for {_GONE_S:.0f} s")
+                mail.replace(Told(ALL, [], ended=lost))
+                self._asked.put([Asked(sender, ALL, "drop")])
+
+    async def read_told(self, sender: str, after: int, timeout_s: float) -> tuple[int, list[Told]]:
+        """For a sender."""
+        return await self._told.setdefault(sender, Mail()).read(after, timeout_s)
+
+
+class Exchange:
+    """One side's calls to the actor, in a thread of their own.
+
+    Args:
+        calls, actor: What is called, and how.
+        write: Method that takes a list of messages.
+        read: Method that returns messages, and its first arguments.
+        take: Called with each message, once and in order.
+        lost: Called when the actor is gone.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        actor: Any,
+        write: str,
+        read: tuple[Any, ...],
+        take: Callable[[Any], None],
+        lost: Callable[[SpecActorError], None],
+    ) -> None:
+        self._calls, self._actor, self._write, self._read = calls, actor, write, read
+        self._take, self._lost = take, lost
+        self._outbox: deque[Any] = deque()
+        self._wake = calls.clock.event()
+        self._cursor, self._closed = 0, False
+        self._thread = calls.clock.spawn(self._run, f"{write} engine")
+
+    def put(self, message: Any) -> None:
+        """Send this; for any thread."""
+        self._outbox.append(message)
+        self._wake.set()
+
+    def close(self) -> None:
+        """Send what is there, and end."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        reading: Call | None = None
+        writing: Call | None = None
+        sent: list[Any] = []
+        try:
+            while not self._closed or self._outbox or writing is not None:
+                if reading is None:
+                    method, *arguments = self._read
+                    reading = self._start(method, *arguments, self._cursor, _READ_S)
+                if writing is None and self._outbox:
+                    sent = [self._outbox.popleft() for _ in range(len(self._outbox))]
+                    writing = self._start(self._write, sent)
+                self._wake.wait(1.0)
+                self._wake.clear()
+                if reading.poll():
+                    self._read_from(reading)
+                    reading = None
+                if writing is not None and writing.poll():
+                    if writing.error is not None:
+                        self._failed(writing.error)
+                        self._outbox.extendleft(reversed(sent))
+                    writing = None
+        except ActorLostError as error:
+            if not self._closed:
+                self._lost(error)
+
+    def _read_from(self, call: Call) -> None:
+        if call.error is not None:
+            self._failed(call.error)
+            return
+        first, messages = call.result()
+        for message in messages[max(0, self._cursor - first) :]:
+            self._take(message)
+        self._cursor = max(self._cursor, first + len(messages))
+
+    def _start(self, method: str, *arguments: Any) -> Call:
+        return self._calls.start(self._actor, method, *arguments, deadline_s=_CALL_S, wake=self._wake.set)
+
+    def _failed(self, error: SpecActorError) -> None:
+        if isinstance(error, ActorLostError):
+            raise error
+        logger.warning("requests of other processes: %s", error)
+        self._calls.clock.sleep(_AGAIN_S)
+
+
+class Doorman:
+    """The driver's side: submits what others ask for, and sends them the outputs."""
+
+    def __init__(self, engine: Generates, calls: Calls, actor: Any) -> None:
+        self.actor, self._engine = actor, engine
+        self._handles: dict[tuple[str, int], Handle] = {}
+        """Sender and number → a request that has not ended."""
+        self._newest: dict[str, int] = {}
+        """Sender → its newest request; one that comes again is ignored."""
+        self._exchange = Exchange(calls, actor, "tell", ("read_asked",), self._take, self._lost)
+
+    def close(self) -> None:
+        self._exchange.close()
+
+    def _take(self, asked: Asked) -> None:
+        sender, number = asked.sender, asked.number
+        if asked.what == "submit" and number > self._newest.get(sender, ALL):
+            self._newest[sender] = number
+            try:
+                handle = self._handles[sender, number] = self._engine.submit(**asked.arguments)
+            except (SpecActorError, TypeError) as error:
+                self._exchange.put((sender, Told(number, [], ended=error)))
+            else:
+                handle.future.add_done_callback(lambda _future: self._end(sender, number, handle))
+        elif asked.what == "watch" and (watched := self._handles.get((sender, number))) is not None:
+            sent: list[Token] = []
+            watched.listen(lambda: self._push(sender, number, watched, sent))
+        elif asked.what == "drop":
+            for key, dropped in list(self._handles.items()):
+                if key == (sender, number) or (key[0] == sender and number == ALL):
+                    self._engine.drop(dropped)
+
+    def _push(self, sender: str, number: int, handle: Handle, sent: list[Token]) -> None:
+        if fresh := handle.pushed[len(sent) :]:
+            self._exchange.put((sender, Told(number, fresh, len(sent))))
+            sent += fresh
+
+    def _end(self, sender: str, number: int, handle: Handle) -> None:
+        self._handles.pop((sender, number), None)
+        try:
+            ended: Trajectory | BaseException = handle.result(0.0)
+        except Exception as error:  # noqa: BLE001 - the sender raises it
+            ended = error
+        self._exchange.put((sender, Told(number, [], ended=ended)))
+
+    def _lost(self, error: SpecActorError) -> None:
+        logger.error("other processes can send no requests any more: %s", error)
+        for handle in list(self._handles.values()):
+            self._engine.drop(handle)
+
+
+class RemoteEngine(Generates):
+    """The engine of a run, for another process of its cluster; see `Engine.connect`. A context manager.
+
+    Args:
+        calls, actor: The run's `EngineActor`, and what it is called with.
+        on_close: Called at the end.
+    """
+
+    def __init__(self, calls: Calls, actor: Any, on_close: Callable[[], None] = lambda: None) -> None:
+        self.clock = calls.clock
+        self._sender, self._numbers, self._on_close = secrets.token_hex(8), itertools.count(), on_close
+        self._handles: dict[int, Handle] = {}
+        """Requests that have not ended."""
+        self._exchange = Exchange(calls, actor, "ask", ("read_told", self._sender), self._take, self._fail)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def submit(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Handle:
+        number = next(self._numbers)
+        name = options.pop("request_id", None) or f"request-{self._sender}-{number}"
+        handle = self._handles[number] = Handle(self, name)
+        arguments = {"prompt": prompt, "sampling": sampling, "request_id": name, **options}
+        self._exchange.put(Asked(self._sender, number, "submit", arguments))
+        return handle
+
+    def handle(self, request_id: str) -> Handle:
+        for handle in list(self._handles.values()):
+            if handle.request_id == request_id:
+                return handle
+        raise InputError(f"no request {request_id!r} of this process is running")
+
+    def drop(self, handle: Handle) -> None:
+        self._ask(handle, "drop")
+
+    def watch(self, handle: Handle) -> None:
+        self._ask(handle, "watch")
+
+    def trajectory(self, handle: Handle, ended: Trajectory) -> Trajectory:
+        return ended
+
+    def close(self) -> None:
+        """Abort what runs and leave."""
+        for handle in list(self._handles.values()):
+            self.drop(handle)
+        self._exchange.close()
+        self._fail(InputError("the connection to the engine is closed"))
+        self._on_close()
+
+    def _ask(self, handle: Handle, what: str) -> None:
+        for number in [number for number, one in list(self._handles.items()) if one is handle]:
+            self._exchange.put(Asked(self._sender, number, what))
+
+    def _take(self, told: Told) -> None:
+        if told.number == ALL and isinstance(told.ended, SpecActorError):
+            self._fail(told.ended)
+        elif (handle := self._handles.get(told.number)) is None:
+            return
+        elif told.ended is None:
+            handle.push(list(told.tokens[len(handle.pushed) - told.first :]))
+        else:
+            del self._handles[told.number]
+            _end(handle, told.ended)
+
+    def _fail(self, error: SpecActorError) -> None:
+        handles, self._handles = self._handles, {}
+        for handle in handles.values():
+            _end(handle, error)
+
+
+def _end(handle: Handle, ended: Trajectory | BaseException) -> None:
+    if isinstance(ended, BaseException):
+        handle.future.set_exception(ended)
+    else:
+        handle.future.set_result(ended)
+
+
+def connect_engine(run: str | None, address: str) -> RemoteEngine:
+    """See `Engine.connect`."""
+    from specactor_ray.cluster.connection import connect
+    from specactor_ray.cluster.lookup import address_of_run, find_actor, only_run
+
+    connection = connect(ClusterConfig(address=address_of_run(run) if address == "auto" else address))
+    try:
+        name = run or only_run()
+        return RemoteEngine(Calls(), find_actor(name, ENGINE), connection.close)
+    except BaseException:
+        connection.close()
+        raise

@@ -1,0 +1,141 @@
+"""The engine over real Ray actors: threads, event loops and another process, all with the tokens of a plain stream."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import ray
+
+from specactor_ray import Rollout, SamplingParams
+from specactor_ray.config.load import from_mapping
+from specactor_ray.errors import InputError
+from specactor_ray.rollout.engine import Engine
+from specactor_ray.rollout.trajectory import Trajectory
+from specactor_ray.sampling.keyed import derive_seed
+from tests.tiny import tiny_prompts, tiny_target
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+COUNT = 6
+SAMPLING = SamplingParams(temperature=1.0, max_tokens=48, seed=3)
+
+
+@pytest.fixture(scope="module")
+def rollout() -> Iterator[Rollout]:
+    ray.init(address="local", num_cpus=4, include_dashboard=False, namespace="specactor", logging_level="ERROR")
+    settings = {
+        "mode": "coupled",
+        "target": {"model": str(tiny_target()), "replicas": 2, "max_batch": 4, "kv_cache_gb": 0.05},
+        "drafters": [{"method": "suffix"}],
+        "cluster": {"pin_cores": False},
+    }
+    with Rollout(from_mapping(settings)) as rollout:
+        yield rollout
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def truth(rollout: Rollout) -> list[Trajectory]:
+    """What a stream gives, one sample of each prompt."""
+    return rollout.generate(tiny_prompts(COUNT), SAMPLING, n=1)
+
+
+def own(number: int) -> SamplingParams:
+    """The sampling of the stream's sample of this prompt."""
+    return replace(SAMPLING, seed=derive_seed(SAMPLING.seed, number, 0))
+
+
+def same(output: Trajectory, expected: Trajectory) -> bool:
+    return (output.token_ids, output.text, output.finish_reason) == (
+        expected.token_ids,
+        expected.text,
+        expected.finish_reason,
+    )
+
+
+def test_threads_two_event_loops_and_two_streams_side_by_side(rollout: Rollout, truth: list[Trajectory]) -> None:
+    engine, prompts = rollout.engine, tiny_prompts(COUNT)
+    differing: list[str] = []
+
+    async def gather(name: str) -> None:
+        outputs = await asyncio.gather(*(engine.generate(prompts[n], own(n), session=name) for n in range(COUNT)))
+        differing.extend(f"{name} {n}" for n in range(COUNT) if not same(outputs[n], truth[n]))
+        streamed = [token.token_id async for token in engine.stream(prompts[0], own(0))]
+        if tuple(streamed) != truth[0].token_ids:
+            differing.append(f"{name} streamed")
+
+    def blocked(number: int) -> None:
+        handle = engine.submit(prompts[number % COUNT], own(number % COUNT))
+        tokens = tuple(token.token_id for token in handle.tokens())
+        if not same(handle.result(120.0), truth[number % COUNT]) or tokens != truth[number % COUNT].token_ids:
+            differing.append(f"thread {number}")
+
+    loops = [threading.Thread(target=lambda name=name: asyncio.run(gather(name))) for name in ("a", "b")]
+    for loop in loops:
+        loop.start()
+    first, second = (rollout.stream(prompts, SAMPLING, n=1) for _ in range(2))
+    next(first)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(blocked, range(16)))
+    done = sorted(second, key=lambda one: one.prompt_index)
+    assert all(same(one, expected) for one, expected in zip(done, truth, strict=True))
+    with pytest.raises(InputError, match="while a stream is open"):
+        rollout.reset_metrics()
+    first.close()
+    for loop in loops:
+        loop.join(120.0)
+    assert not differing
+    rollout.reset_metrics()
+
+
+def test_an_aborted_output_goes_on_as_a_prefix_and_as_a_prompt(rollout: Rollout, truth: list[Trajectory]) -> None:
+    engine, prompt, sampling = rollout.engine, tiny_prompts(1)[0], replace(SAMPLING, max_tokens=200, ignore_eos=True)
+    whole = engine.submit(prompt, sampling).result(120.0)
+    handle = engine.submit(prompt, sampling)
+    for number, _token in enumerate(handle.tokens()):
+        if number == 20:
+            break
+    part = handle.abort()
+    at = len(part.token_ids)
+    assert 20 < at <= 200 and part.token_ids == whole.token_ids[:at]
+    rest = engine.submit(prompt, sampling, prefix=part.token_ids)
+    resent = replace(sampling, max_tokens=max(1, 200 - at), first_position=at)
+    sent = engine.submit([*part.prompt_token_ids, *part.token_ids], resent)
+    assert rest.result(120.0).token_ids == whole.token_ids[at:]
+    assert at == 200 or sent.result(120.0).token_ids == whole.token_ids[at:]
+    assert engine.submit(prompt, sampling, prefix=whole.token_ids).result(120.0).token_ids == ()
+    engine.settle()
+    assert sum(row["counters"]["running"] for row in rollout.status() if row["kind"] == "verifier") == 0
+
+
+def test_another_process_of_the_cluster_generates(rollout: Rollout, truth: list[Trajectory]) -> None:
+    @ray.remote(num_cpus=0)
+    def elsewhere(run: str, prompts: list[Any], sampling: list[SamplingParams]) -> list[Any]:
+        with Engine.connect(run) as engine:
+            handles = [engine.submit(prompt, one) for prompt, one in zip(prompts, sampling, strict=True)]
+            streamed = [token.token_id for token in handles[0].tokens()]
+
+            async def one() -> Trajectory:
+                return await engine.generate(prompts[1], sampling[1], session="s")
+
+            long = engine.submit(prompts[0], replace(sampling[0], max_tokens=400, ignore_eos=True), request_id="long")
+            cut = engine.abort("long")
+            try:
+                engine.submit([]).result(60.0)
+                refused = ""
+            except InputError as error:
+                refused = str(error)
+            outputs = [handle.result(60.0) for handle in handles]
+            return [outputs, streamed, asyncio.run(one()), cut, long.done(), refused]
+
+    assert rollout.listen() == rollout.listen() == rollout.run_name
+    arguments = tiny_prompts(COUNT), [own(n) for n in range(COUNT)]
+    outputs, streamed, again, cut, done, refused = ray.get(elsewhere.remote(rollout.run_name, *arguments), timeout=120)
+    assert all(same(output, expected) for output, expected in zip(outputs, truth, strict=True))
+    assert tuple(streamed) == truth[0].token_ids and same(again, truth[1])
+    assert cut.finish_reason == "abort" and done and refused == "the prompt has no tokens"
