@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 from specactor_ray.cluster.calls import Call, Calls
@@ -145,14 +146,15 @@ class Exchange:
     ) -> None:
         self._calls, self._actor, self._write, self._read = calls, actor, write, read
         self._take, self._lost = take, lost
-        self._outbox: deque[Any] = deque()
+        self._outbox: deque[Callable[[], Any]] = deque()
+        """Each makes a message."""
         self._wake = calls.clock.event()
         self._cursor, self._closed = 0, False
         self._thread = calls.clock.spawn(self._run, f"{write} engine")
 
-    def put(self, message: Any) -> None:
-        """Send this; for any thread."""
-        self._outbox.append(message)
+    def put(self, make: Callable[[], Any]) -> None:
+        """Send what this makes, in the thread of the exchange; for any thread."""
+        self._outbox.append(make)
         self._wake.set()
 
     def close(self) -> None:
@@ -171,7 +173,7 @@ class Exchange:
                     method, *arguments = self._read
                     reading = self._start(method, *arguments, self._cursor, _READ_S)
                 if writing is None and self._outbox:
-                    sent = [self._outbox.popleft() for _ in range(len(self._outbox))]
+                    sent = [make() for make in [self._outbox.popleft() for _ in range(len(self._outbox))]]
                     writing = self._start(self._write, sent)
                 self._wake.wait(1.0)
                 self._wake.clear()
@@ -181,7 +183,7 @@ class Exchange:
                 if writing is not None and writing.poll():
                     if writing.error is not None:
                         self._failed(writing.error)
-                        self._outbox.extendleft(reversed(sent))
+                        self._outbox.extendleft(partial(_same, one) for one in reversed(sent))
                     writing = None
         except ActorLostError as error:
             if not self._closed:
@@ -227,7 +229,7 @@ class Doorman:
             try:
                 handle = self._handles[sender, number] = self._engine.submit(**asked.arguments)
             except (SpecActorError, TypeError) as error:
-                self._exchange.put((sender, Told(number, [], ended=error)))
+                self._tell(sender, Told(number, [], ended=error))
             else:
                 handle.future.add_done_callback(lambda _future: self._end(sender, number, handle))
         elif asked.what == "watch" and (watched := self._handles.get((sender, number))) is not None:
@@ -240,16 +242,22 @@ class Doorman:
 
     def _push(self, sender: str, number: int, handle: Handle, sent: list[Token]) -> None:
         if fresh := handle.pushed[len(sent) :]:
-            self._exchange.put((sender, Told(number, fresh, len(sent))))
+            self._tell(sender, Told(number, fresh, len(sent)))
             sent += fresh
 
     def _end(self, sender: str, number: int, handle: Handle) -> None:
         self._handles.pop((sender, number), None)
-        try:
-            ended: Trajectory | BaseException = handle.result(0.0)
-        except Exception as error:  # noqa: BLE001 - the sender raises it
-            ended = error
-        self._exchange.put((sender, Told(number, [], ended=ended)))
+
+        def make() -> tuple[str, Told]:  # decodes the output: not for the dispatch thread
+            try:
+                return sender, Told(number, [], ended=handle.result(0.0))
+            except Exception as error:  # noqa: BLE001 - the sender raises it
+                return sender, Told(number, [], ended=error)
+
+        self._exchange.put(make)
+
+    def _tell(self, sender: str, told: Told) -> None:
+        self._exchange.put(partial(_same, (sender, told)))
 
     def _lost(self, error: SpecActorError) -> None:
         logger.error("other processes can send no requests any more: %s", error)
@@ -283,7 +291,7 @@ class RemoteEngine(Generates):
         name = options.pop("request_id", None) or f"request-{self._sender}-{number}"
         handle = self._handles[number] = Handle(self, name)
         arguments = {"prompt": prompt, "sampling": sampling, "request_id": name, **options}
-        self._exchange.put(Asked(self._sender, number, "submit", arguments))
+        self._exchange.put(partial(Asked, self._sender, number, "submit", arguments))
         return handle
 
     def handle(self, request_id: str) -> Handle:
@@ -311,7 +319,7 @@ class RemoteEngine(Generates):
 
     def _ask(self, handle: Handle, what: str) -> None:
         for number in [number for number, one in list(self._handles.items()) if one is handle]:
-            self._exchange.put(Asked(self._sender, number, what))
+            self._exchange.put(partial(Asked, self._sender, number, what))
 
     def _take(self, told: Told) -> None:
         if told.number == ALL and isinstance(told.ended, SpecActorError):
@@ -328,6 +336,10 @@ class RemoteEngine(Generates):
         handles, self._handles = self._handles, {}
         for handle in handles.values():
             _end(handle, error)
+
+
+def _same(message: Any) -> Any:
+    return message
 
 
 def _end(handle: Handle, ended: Trajectory | BaseException) -> None:

@@ -51,11 +51,12 @@ class Engine(Generates):
         self.sampling = SamplingParams()
         """Of requests that bring none."""
         self._dispatcher, self._before_submit = dispatcher, before_submit
-        self._lock = clock.condition()
+        self._lock, self._encoding = clock.condition(), clock.condition()
         self._inbox: deque[Callable[[], None]] = deque()
         """Commands for the dispatch thread."""
         self._thread: Thread | None = None
         self._closed = False
+        self.open_streams = 0
         self._arriving = self._numbers = self._streams = 0
         """Single requests in the inbox; single requests and streams so far."""
         self._handles: dict[str, Handle] = {}
@@ -99,7 +100,15 @@ class Engine(Generates):
         sampling = self.sampling if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise InputError(f"sampling must be SamplingParams, not {sampling!r}")
-        token_ids = encode_prompt(self.tokenizer, prompt, self.chat)
+        for what, one, kind in (
+            ("request_id", request_id, str),
+            ("session", session, str),
+            ("priority", priority, int),
+        ):
+            if one is not None and not isinstance(one, kind):
+                raise InputError(f"{what} must be {kind.__name__}, not {one!r}")
+        with self._encoding:  # tokenizers are not made for several threads
+            token_ids = encode_prompt(self.tokenizer, prompt, self.chat)
         if not all(isinstance(token, int) and 0 <= token < 2**31 for token in prefix):
             raise InputError("prefix must hold token ids")
         self._before_submit()
@@ -160,28 +169,39 @@ class Engine(Generates):
             ended.append(one)
             ready.set()
 
+        with self.opening_stream() as stream:
+            for entry in entries:
+                entry.stream = stream
+            self._put(partial(self._admit, entries, put))
+            left = {entry.request_id for entry in entries}
+            try:
+                while left:
+                    ready.clear()
+                    if not ended:
+                        ready.wait()
+                    while ended:
+                        one = ended.popleft()
+                        if isinstance(one, BaseException):
+                            left.clear()
+                            raise one
+                        left.discard(one.request_id)
+                        yield one
+            finally:
+                if left and not self._closed:
+                    self._put(partial(self._abort, left))
+
+    @contextlib.contextmanager
+    def opening_stream(self) -> Iterator[int]:
+        """Inside, one more stream is open; it has this number."""
         with self._lock:
             self._streams += 1
-            stream = self._streams
-        for entry in entries:
-            entry.stream = stream
-        self._put(partial(self._admit, entries, put))
-        left = {entry.request_id for entry in entries}
+            self.open_streams += 1
+            number = self._streams
         try:
-            while left:
-                ready.clear()
-                if not ended:
-                    ready.wait()
-                while ended:
-                    one = ended.popleft()
-                    if isinstance(one, BaseException):
-                        left.clear()
-                        raise one
-                    left.discard(one.request_id)
-                    yield one
+            yield number
         finally:
-            if left and not self._closed:
-                self._put(partial(self._abort, left))
+            with self._lock:
+                self.open_streams -= 1
 
     # ---- between requests ----
 

@@ -92,7 +92,7 @@ class JournalEntry:
 
     def raise_version(self, version: int) -> None:
         """What follows comes from weights of this version."""
-        if self.num_tokens > self.prefix:
+        if version != self.weight_version and self.num_tokens > self.prefix:
             self.versions.append((self.weight_version, self.num_tokens))
         self.weight_version = version
 

@@ -77,8 +77,6 @@ class Rollout(RunClient):
             logger.info("%s", line)
         config = export_what_drafters_read(config)
         self._doorman: Doorman | None = None
-        self._numbers = 0
-        """Streams so far."""
         self.progress = (0, 0)
         """Trajectories of the newest stream that have ended, and how many it has in all."""
         priors = ladder_priors(config)
@@ -283,10 +281,7 @@ class Rollout(RunClient):
         encoded: Sequence[Encoded] | None,
     ) -> Iterator[Trajectory]:
         self.wake_if_asleep()
-        self._numbers += 1
-        number = self._numbers
-        self._streams += 1
-        try:
+        with self.engine.opening_stream() as number:
             if encoded is None:
                 encoded = encode_prompts(self._tokenizer, prompts, self.config.data.chat)
             entries, places = [], {}
@@ -302,8 +297,6 @@ class Rollout(RunClient):
                 self.progress = (done, len(entries))
                 place = places[entry.request_id]
                 yield trajectory_of(entry, self._tokenizer, entry.request_id, place, prompts[place[0]])
-        finally:
-            self._streams -= 1
 
 
 def samples_of(

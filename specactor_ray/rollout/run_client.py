@@ -49,8 +49,6 @@ class RunClient:
         self.engine = Engine(self.dispatcher, calls.clock, self.wake_if_asleep)
         """Single requests, at any time and from any thread."""
         self.closed = False
-        self._streams = 0
-        """Streams that are open."""
         self._asleep = False
         """Verifiers were told to sleep."""
         self.weight_version = 0
@@ -58,11 +56,7 @@ class RunClient:
 
     def run(self, entries: Sequence[JournalEntry]) -> Generator[JournalEntry, None, None]:
         """Yield each entry when it has ended; see `Engine.run`."""
-        self._streams += 1
-        try:
-            yield from self.engine.run(entries)
-        finally:
-            self._streams -= 1
+        yield from self.engine.run(entries)
 
     def put_weights(self, buckets: Iterable[WeightBucket]) -> WeightSet:
         """Put the next version of the policy's weights into the object store."""
@@ -172,7 +166,7 @@ class RunClient:
             raise InputError("this rollout is closed; start another one")
 
     def require_no_stream(self, what: str) -> None:
-        if self._streams:
+        if self.engine.open_streams:
             raise InputError(f"{what} while a stream is open; exhaust or close it first")
 
     def _command(self, method: str) -> None:
