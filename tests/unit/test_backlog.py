@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,3 +75,73 @@ def test_clear_forgets_all() -> None:
     journal.clear()
     backlog.clear()
     assert not backlog and backlog.hand_out(["a"]) == {}
+
+
+def queued(requests: Sequence[tuple[str | None, int, int]]) -> tuple[Journal, Backlog]:
+    """Requests `r0`, `r1`, ... of these sessions, priorities and streams."""
+    journal = Journal()
+    backlog = Backlog(journal, 10**6)
+    for number, (session, priority, stream) in enumerate(requests):
+        journal.add(JournalEntry(f"r{number}", (1,), SamplingParams(), session, priority, stream))
+    backlog.add(journal.entries)
+    return journal, backlog
+
+
+flows = st.tuples(st.sampled_from([None, "s", "t"]), st.integers(-1, 1), st.integers(0, 2))
+
+
+@given(st.lists(flows, max_size=30))
+def test_priorities_go_first_and_the_flows_of_one_take_turns(requests: list[tuple[str | None, int, int]]) -> None:
+    journal, backlog = queued(requests)
+    single = sum(not stream for _, _, stream in requests)
+    assert backlog.single == single
+    order = [int(one.request_id[1:]) for one in backlog.hand_out(["a"]).get("a", [])]
+    turns: dict[int, tuple[int, int, int]] = {}
+    for number, flow in enumerate(requests):  # priority, how many of its flow come before it, when its flow began
+        turns[number] = (flow[1], requests[:number].count(flow), requests.index(flow))
+    assert order == sorted(turns, key=turns.__getitem__)
+    assert backlog.single == 0 and not backlog and journal.begun == len(requests)
+
+
+@given(st.lists(flows, min_size=1, max_size=30), st.randoms(use_true_random=False))
+def test_what_is_discarded_is_never_handed_out(requests: list[tuple[str | None, int, int]], rng: Random) -> None:
+    journal, backlog = queued(requests)
+    gone = set(rng.sample(sorted(journal.entries), rng.randrange(len(requests))))
+    for name in gone:
+        backlog.discard(journal.entries.pop(name))
+    handed = [one.request_id for one in backlog.hand_out(["a"]).get("a", [])]
+    assert len(handed) == len(set(handed)) and set(handed) == journal.entries.keys()
+    assert not backlog
+
+
+def test_a_turn_waits_for_the_verifier_of_its_session_and_others_pass() -> None:
+    journal = Journal()
+    backlog = Backlog(journal, 2)
+    for name, session in (("r0", "s"), ("r1", None), ("r2", "s"), ("r3", "t"), ("r4", None)):
+        journal.add(JournalEntry(name, (1,), SamplingParams(), session))
+    backlog.add(["r0"])
+    assert list(backlog.hand_out(["a", "b"])) == ["a"]
+    backlog.set_home("t", "b")
+    backlog.add(["r1", "r2", "r3", "r4"])
+    journal.add(JournalEntry("x", (1,), SamplingParams()))
+    journal.hand_to("x", "a")
+    batches = backlog.hand_out(["a", "b"])
+    assert {name: [one.request_id for one in batch] for name, batch in batches.items()} == {"b": ["r1", "r3"]}
+    batches = backlog.hand_out(["c"])  # the verifier of the session does not serve any more
+    assert [one.request_id for one in batches["c"]] == ["r2", "r4"]
+
+
+def test_while_held_only_those_that_have_begun_are_handed_out_and_frozen_none() -> None:
+    journal, backlog = waiting(4)
+    backlog.hand_out(["a"])
+    journal.release("r1")
+    backlog.put_back(["r1"])
+    journal.add(JournalEntry("new", (1,), SamplingParams()))
+    backlog.add(["new"])
+    backlog.is_frozen = True
+    assert not backlog
+    backlog.is_frozen, backlog.holds = False, 1
+    assert backlog and [one.request_id for one in backlog.hand_out(["b"])["b"]] == ["r1"]
+    assert not backlog and not backlog.hand_out(["b"])
+    backlog.holds = 0
+    assert [one.request_id for one in backlog.hand_out(["b"])["b"]] == ["new"]
