@@ -12,6 +12,7 @@ from specactor_ray.config.load import from_mapping
 from specactor_ray.config.schema import Config
 from specactor_ray.errors import ActorLostError, ConfigError, SpecActorError
 from specactor_ray.messages import SamplingParams, WeightSet
+from specactor_ray.rollout.handle import Handle
 from specactor_ray.rollout.journal import JournalEntry
 from specactor_ray.simulation.cluster import LINGER_S
 from specactor_ray.simulation.kernel import SimulationError
@@ -28,6 +29,8 @@ verifier take up to ten minutes: each step of narrowing them down waits for the 
 _SETTLE_S = 180.0
 """Virtual seconds for the desired state to be reached once faults have ended."""
 _START_TIMEOUT_S = 30.0
+_SINGLES = 6
+"""Requests of each round beside its stream."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,7 @@ class Simulation(VirtualRun):
         """New weights, then a stream; what the plan says is done beside them."""
         if number:
             self._update_weights(number)
+        singles = self._submit_singles(number)
         entries = self.entries(number)
         expected = {entry.request_id: entry for entry in entries}
         close_after = self.rng.randrange(len(entries)) if self.injector.closes_early() else len(entries)
@@ -234,6 +238,29 @@ class Simulation(VirtualRun):
         stream.close()
         if close_after == len(entries) and len(seen) != len(expected):
             self.fail(f"round {number}: {len(expected) - len(seen)} requests did not end")
+        for handle, sampling in singles:
+            self._check_single(handle, sampling)
+
+    def _submit_singles(self, number: int) -> list[tuple[Handle, SamplingParams]]:
+        """A few requests outside of the stream, some of them turns of two sessions."""
+        rng, singles = random.Random(f"singles {self.scenario.seed} {number}"), []
+        for index in range(_SINGLES):
+            seed = self.scenario.seed * 1_000_000 + number * 10_000 + 5_000 + index
+            self.world.version_of[seed] = self.version
+            sampling = SamplingParams(max_tokens=rng.randrange(1, 120), seed=seed)
+            session = rng.choice((None, "a", "b"))
+            singles.append((self.client.engine.submit([1, 2, 3], sampling, session=session), sampling))
+        return singles
+
+    def _check_single(self, handle: Handle, sampling: SamplingParams) -> None:
+        """Some are aborted and continued; all end with the tokens of plain decoding."""
+        part = handle.abort() if random.Random(sampling.seed).random() < 0.5 else handle.result()
+        tokens = part.token_ids
+        if part.finish_reason == "abort":
+            handle = self.client.engine.submit([1, 2, 3], sampling, prefix=tokens)
+            tokens += tuple(token.token_id for token in handle.tokens())
+        if handle.result().error or tokens != true_output(sampling, part.weight_version):
+            self.fail(f"{handle.request_id} of the engine has other tokens than plain decoding")
 
     def entries(self, number: int) -> list[JournalEntry]:
         """The requests of a round; the same whenever they are asked for."""
