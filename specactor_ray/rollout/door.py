@@ -35,6 +35,7 @@ _AGAIN_S = 0.5
 """Pause after a call that failed."""
 _GONE_S = 60.0
 """A sender that has not read for this long is gone: its requests are aborted."""
+_CLOSED = "the connection to the engine is closed"
 ALL = -1
 """In place of a number: all requests of a sender."""
 ENGINE = "engine"
@@ -185,9 +186,11 @@ class Exchange:
                         self._failed(writing.error)
                         self._outbox.extendleft(partial(_same, one) for one in reversed(sent))
                     writing = None
-        except ActorLostError as error:
+        except Exception as error:
             if not self._closed:
-                self._lost(error)
+                logger.exception("requests of other processes can be exchanged no more")
+                known = isinstance(error, SpecActorError)
+                self._lost(error if known else SpecActorError(f"{type(error).__name__}: {error}"))
 
     def _read_from(self, call: Call) -> None:
         if call.error is not None:
@@ -260,7 +263,6 @@ class Doorman:
         self._exchange.put(partial(_same, (sender, told)))
 
     def _lost(self, error: SpecActorError) -> None:
-        logger.error("other processes can send no requests any more: %s", error)
         for handle in list(self._handles.values()):
             self._engine.drop(handle)
 
@@ -275,9 +277,11 @@ class RemoteEngine(Generates):
 
     def __init__(self, calls: Calls, actor: Any, on_close: Callable[[], None] = lambda: None) -> None:
         self.clock = calls.clock
-        self._sender, self._numbers, self._on_close = secrets.token_hex(8), itertools.count(), on_close
+        self._sender, self._count, self._on_close = secrets.token_hex(8), itertools.count(), on_close
         self._handles: dict[int, Handle] = {}
-        """Requests that have not ended."""
+        """Requests that have not ended, by number."""
+        self._numbers: dict[Handle, int] = {}
+        self._closed = False
         self._exchange = Exchange(calls, actor, "ask", ("read_told", self._sender), self._take, self._fail)
 
     def __enter__(self) -> Self:
@@ -287,9 +291,12 @@ class RemoteEngine(Generates):
         self.close()
 
     def submit(self, prompt: Prompt, sampling: SamplingParams | None = None, **options: Any) -> Handle:
-        number = next(self._numbers)
+        if self._closed:
+            raise InputError(_CLOSED)
+        number = next(self._count)
         name = options.pop("request_id", None) or f"request-{self._sender}-{number}"
         handle = self._handles[number] = Handle(self, name)
+        self._numbers[handle] = number
         arguments = {"prompt": prompt, "sampling": sampling, "request_id": name, **options}
         self._exchange.put(partial(Asked, self._sender, number, "submit", arguments))
         return handle
@@ -311,14 +318,17 @@ class RemoteEngine(Generates):
 
     def close(self) -> None:
         """Abort what runs and leave."""
+        if self._closed:
+            return
+        self._closed = True
         for handle in list(self._handles.values()):
             self.drop(handle)
         self._exchange.close()
-        self._fail(InputError("the connection to the engine is closed"))
+        self._fail(InputError(_CLOSED))
         self._on_close()
 
     def _ask(self, handle: Handle, what: str) -> None:
-        for number in [number for number, one in list(self._handles.items()) if one is handle]:
+        if (number := self._numbers.get(handle)) is not None:
             self._exchange.put(partial(Asked, self._sender, number, what))
 
     def _take(self, told: Told) -> None:
@@ -329,11 +339,11 @@ class RemoteEngine(Generates):
         elif told.ended is None:
             handle.push(list(told.tokens[len(handle.pushed) - told.first :]))
         else:
-            del self._handles[told.number]
+            del self._handles[told.number], self._numbers[handle]
             _end(handle, told.ended)
 
     def _fail(self, error: SpecActorError) -> None:
-        handles, self._handles = self._handles, {}
+        handles, self._handles, self._numbers = self._handles, {}, {}
         for handle in handles.values():
             _end(handle, error)
 

@@ -51,12 +51,15 @@ class Engine(Generates):
         self.sampling = SamplingParams()
         """Of requests that bring none."""
         self._dispatcher, self._before_submit = dispatcher, before_submit
-        self._lock, self._encoding = clock.condition(), clock.condition()
+        self.encoding = clock.condition()
+        """Held while the tokenizer encodes, since it is not made for several threads."""
+        self._lock = clock.condition()
         self._inbox: deque[Callable[[], None]] = deque()
         """Commands for the dispatch thread."""
         self._thread: Thread | None = None
         self._closed = False
         self.open_streams = 0
+        """Streams that are open."""
         self._arriving = self._numbers = self._streams = 0
         """Single requests in the inbox; single requests and streams so far."""
         self._handles: dict[str, Handle] = {}
@@ -100,14 +103,12 @@ class Engine(Generates):
         sampling = self.sampling if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise InputError(f"sampling must be SamplingParams, not {sampling!r}")
-        for what, one, kind in (
-            ("request_id", request_id, str),
-            ("session", session, str),
-            ("priority", priority, int),
-        ):
-            if one is not None and not isinstance(one, kind):
-                raise InputError(f"{what} must be {kind.__name__}, not {one!r}")
-        with self._encoding:  # tokenizers are not made for several threads
+        for what, name in (("request_id", request_id), ("session", session)):
+            if name is not None and not isinstance(name, str):
+                raise InputError(f"{what} must be a text, not {name!r}")
+        if not isinstance(priority, int):
+            raise InputError(f"priority must be a whole number, not {priority!r}")
+        with self.encoding:
             token_ids = encode_prompt(self.tokenizer, prompt, self.chat)
         if not all(isinstance(token, int) and 0 <= token < 2**31 for token in prefix):
             raise InputError("prefix must hold token ids")

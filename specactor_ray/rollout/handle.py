@@ -111,6 +111,7 @@ class Handle:
         self.request_id = request_id
         self.future: Future[Any] = Future()
         """Done when the request has ended. It holds what `Generates.trajectory` takes, or why there is no output."""
+        self.future.set_running_or_notify_cancel()  # so that no caller can cancel it: it would not end the request
         self.pushed: list[Token] = []
         """Committed tokens, as far as they were pushed."""
         self._owner, self._wakers = owner, list[Callable[[], None]]()

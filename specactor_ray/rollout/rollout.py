@@ -283,7 +283,8 @@ class Rollout(RunClient):
         self.wake_if_asleep()
         with self.engine.opening_stream() as number:
             if encoded is None:
-                encoded = encode_prompts(self._tokenizer, prompts, self.config.data.chat)
+                with self.engine.encoding:
+                    encoded = encode_prompts(self._tokenizer, prompts, self.config.data.chat)
             entries, places = [], {}
             for place, entry, reason in samples_of(encoded, sampling, n, skip, f"{number}-"):
                 if reason:

@@ -267,12 +267,15 @@ class TestOneRollout:
         (done,) = rollout.stream(["not encoded"], SAMPLING, n=1, encoded=[((5, 6), "")])
         assert (done.prompt, done.prompt_token_ids, done.finish_reason != "error") == ("not encoded", (5, 6), True)
 
-    def test_a_stream_left_early_frees_the_rollout(self, plain: Any, rollout: Rollout) -> None:
+    def test_a_stream_left_early_disturbs_no_other(self, plain: Any, rollout: Rollout) -> None:
         stream = rollout.stream(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)
         next(stream)
-        with pytest.raises(InputError, match="still open"):
-            rollout.stream(tiny_prompts(1), SAMPLING)
+        beside = rollout.stream(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)
+        first = next(beside)
+        with pytest.raises(InputError, match="while a stream is open"):
+            rollout.sleep()
         stream.close()
+        assert tokens_of([first, *beside]) == plain[1.0]
         assert tokens_of(rollout.generate(tiny_prompts(PROMPTS), SAMPLING, n=SAMPLES)) == plain[1.0]
 
     def test_scaling_while_it_runs(self, plain: Any, rollout: Rollout) -> None:

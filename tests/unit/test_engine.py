@@ -256,8 +256,9 @@ class TestFailures:
                 ({"prompt": "text"}, "the model has no tokenizer"),
                 ({"request_id": "r"}, "request 'r' is running"),
                 ({"prefix": [-1]}, "prefix must hold token ids"),
-                ({"session": ["s"]}, "session must be str"),
-                ({"request_id": 5}, "request_id must be str"),
+                ({"priority": None}, "priority must be a whole number"),
+                ({"session": ["s"]}, "session must be a text"),
+                ({"request_id": 5}, "request_id must be a text"),
                 ({"sampling": {"seed": 1}}, "sampling must be SamplingParams"),
             ):
                 arguments: dict[str, Any] = {"prompt": PROMPT, "sampling": sampling(), **wrong}
