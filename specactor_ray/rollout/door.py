@@ -11,12 +11,12 @@ import contextlib
 import itertools
 import logging
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
+from specactor_ray.clock import SYSTEM
 from specactor_ray.cluster.calls import Call, Calls
 from specactor_ray.config.schema import ClusterConfig
 from specactor_ray.errors import ActorLostError, InputError, SpecActorError
@@ -69,7 +69,7 @@ class Mail:
 
     def __init__(self) -> None:
         self._first, self._messages, self._arrived = 0, list[Any](), asyncio.Event()
-        self.read_at = time.monotonic()
+        self.read_at = SYSTEM.now()
         """When it was read last."""
 
     def put(self, messages: Sequence[Any]) -> None:
@@ -78,17 +78,17 @@ class Mail:
 
     def replace(self, message: Any) -> None:
         """In place of all that is not confirmed."""
-        self._first, self._messages, self.read_at = self._first + len(self._messages), [message], time.monotonic()
+        self._first, self._messages, self.read_at = self._first + len(self._messages), [message], SYSTEM.now()
 
     @property
     def is_left(self) -> bool:
         """Nobody reads it any more."""
-        return bool(self._messages) and time.monotonic() - self.read_at > _GONE_S
+        return bool(self._messages) and SYSTEM.now() - self.read_at > _GONE_S
 
     async def read(self, after: int, timeout_s: float) -> tuple[int, list[Any]]:
         """Number of the first message, and the messages; those before number `after` are discarded."""
         del self._messages[: max(0, after - self._first)]
-        self._first, self.read_at = max(self._first, after), time.monotonic()
+        self._first, self.read_at = max(self._first, after), SYSTEM.now()
         if not self._messages:
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
@@ -189,8 +189,8 @@ class Exchange:
         except Exception as error:
             if not self._closed:
                 logger.exception("requests of other processes can be exchanged no more")
-                known = isinstance(error, SpecActorError)
-                self._lost(error if known else SpecActorError(f"{type(error).__name__}: {error}"))
+                text = f"{type(error).__name__}: {error}"
+                self._lost(error if isinstance(error, SpecActorError) else SpecActorError(text))
 
     def _read_from(self, call: Call) -> None:
         if call.error is not None:
