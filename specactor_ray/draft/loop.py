@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 _MAX_FAILURES = 8
 _MOST_COSTS = 31
 """Measured seconds per draft token that are kept."""
+_BURST_SHARE = 1 / 8
+"""Part of a verify step that a burst may take: so long are its first tokens held back."""
 
 
 class DraftLoop(Loop):
@@ -58,6 +60,8 @@ class DraftLoop(Loop):
         self._cost = StepCost()
         """Seconds of a forward by its rows, each with one token."""
         self._failures_in_a_row = 0
+        self.turn = 0
+        """Tokens that a verifier in the same thread asks for before it goes on; 0: the loop runs by itself."""
 
     # ---- called from other threads ----
 
@@ -125,6 +129,12 @@ class DraftLoop(Loop):
             self._requests.lose_all()
             return False
 
+    def take_turn(self, most: int) -> int:
+        """`run_guarded` with at most `most` tokens a request. Returns how many there were, at least 1; 0: nothing to
+        do."""
+        self.turn = most
+        return max(self.proposer.drafted, 1) if self.run_guarded() else 0
+
     def _step(self, begin: float) -> bool:
         """Drain, extend, publish."""
         messages = self._inbox.drain()
@@ -135,11 +145,12 @@ class DraftLoop(Loop):
             is_known = self._cost.is_known and requests.step_s > 0.0
             proposer.budget = len(requests) * (1 + MAX_BRANCHES) if is_known else 0
             proposer.forward_s = self._cost.curve(0, proposer.budget)
+        proposer.burst = self._length_of_burst(bool(messages))
         begin = self._clock.now()
         changed = np.asarray(proposer.extend(), np.int32)
         if len(changed):
-            if not proposer.traits.looks_up:  # a model drafts one token for each of its requests
-                self._costs.append(self._clock.now() - begin)
+            if not proposer.traits.looks_up:
+                self._costs.append((self._clock.now() - begin) / max(proposer.drafted, 1))
                 self._cost.record(proposer.rows_drafted, self._costs[-1])
                 self._token_s = sorted(self._costs)[len(self._costs) // 4]
             requests.counters["extends"] += 1
@@ -148,3 +159,10 @@ class DraftLoop(Loop):
         if news := self._health.observe(*proposer.judged.tolist()):
             logger.warning("%s", news)
         return bool(messages) or len(changed) > 0
+
+    def _length_of_burst(self, fresh: bool) -> int:
+        """Tokens until the next tails are sent. The first ones after a message are sent at once."""
+        step_s = self._requests.step_s
+        if self.turn or fresh or not step_s or not self._token_s:
+            return self.turn or 1
+        return max(int(_BURST_SHARE * step_s / self._token_s), 1)
