@@ -102,11 +102,12 @@ class ModelProposer(SlotProposer):
             changed |= silent
             if not len(chains.slots):
                 break
-            slots, count, steps = self._forward(chains, max(self.burst - self.drafted, 1))
-            changed[slots] = True
-            rows += count * steps
-            self.drafted += steps if len(slots) else 0
-            alike &= count > 0 and len(slots) > 0
+            count, steps = self._forward(chains, max(self.burst - self.drafted, 1))
+            for slots in steps:
+                changed[slots] = True
+                rows += count
+                self.drafted += len(slots) > 0
+                alike &= count > 0 and len(slots) > 0
         self.rows_drafted = round(rows / self.drafted) if alike and self.drafted else 0
         self._unanswered[changed] = False
         return np.flatnonzero(changed).astype(np.int32)
@@ -116,15 +117,16 @@ class ModelProposer(SlotProposer):
         chains = self.mirrors, self._tips, reading, ahead, backlogs
         return self.branches.plan(*chains, self.budget, self.max_len, self.forward_s)
 
-    def _forward(self, chains: Chains, most: int) -> tuple[np.ndarray, int, int]:
+    def _forward(self, chains: Chains, most: int) -> tuple[int, list[np.ndarray]]:
         """Draft a token for each of the chains that fit, or up to `most` of them in a burst.
 
         Returns:
-            Slots with changed tails, and slots that cannot go on; rows, each of which read one token, else 0; forwards.
+            Rows, where each of them reads one token, else 0; of each forward the slots with changed tails, and slots
+            that cannot go on, int32.
         """
         chains, rows = self._reserve(chains, self._rows_of(chains))
         if not len(rows):
-            return chains.slots, 0, 0
+            return 0, [chains.slots]
         tokens, ends, complete = self.branches.read(
             self.mirrors, self._tips, self._origins, self._cache.lengths, chains, rows
         )
@@ -142,13 +144,13 @@ class ModelProposer(SlotProposer):
                 drafts &= shares > step
                 changed.append(self._append(chains.at(drafts), tokens[drafts], gaps[drafts]))
                 drafts &= tokens[:, 0] >= 0
-            return np.concatenate(changed), alike, len(steps)
+            return alike, changed
         logits = self._run(chains, rows, chains.counts.astype(np.int64), tokens, complete)
         if not complete.all():
             chains, ends = chains.at(complete), ends[complete]
         slots = chains.slots.astype(np.int64)
         drawn = candidates(logits, ends, slots, self._rules, self._most, ids=self._ids)
-        return self._append(chains, *drawn), alike, 1
+        return alike, [self._append(chains, *drawn)]
 
     def _enter(self, slot: int, late: bool) -> bool:
         tokens = min(int(self.mirrors.known[slot]) + _FIRST_RESERVATION, self.max_len)

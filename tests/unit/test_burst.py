@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.nn.attention import varlen
 
+from specactor_ray.draft import burst
 from specactor_ray.draft.burst import LONGEST
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.eagle.runner import EagleRunner
@@ -15,12 +20,17 @@ from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.fallbacks import fallbacks
 from specactor_ray.messages import Features, SamplingParams
+from specactor_ray.models.ragged_attention import attend_varlen
 from specactor_ray.models.ragged_model import RaggedModel
+from tests.batches import news, opening
 from tests.by_name import ByName
+from tests.clocks import HandClock
 from tests.fake_capturer import FakeCapturer
 from tests.tiny import tiny_prompt_ids
+from tests.unit.test_draft_cost import loop_of
 from tests.unit.test_draft_model import branches_of, check_branches, expected_tail, load
 from tests.unit.test_eagle import head, states_of
+from tests.unit.test_ragged_attention import Watch, attending
 
 WINDOW = 6
 
@@ -279,3 +289,85 @@ def test_a_row_without_numbers_ends_in_the_middle_of_a_burst(make: Any, monkeypa
     assert found[0] == wanted[0] and found[2] == wanted[2]
     kept = 0 if drafter.traits.reads_features else 3  # a head that gives up drops its tail
     assert found[1][1] == wanted[1][1][:kept]
+
+
+def timed(clock: HandClock, **options: Any) -> ModelProposer:
+    """A draft model whose tokens take 10 ms each."""
+
+    class Timed(DraftModelProposer):
+        def extend(self) -> np.ndarray:
+            changed = super().extend()
+            clock.seconds += 0.01 * self.drafted
+            return changed
+
+    return Timed(RaggedModel(load(), 4 << 20), **options)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_first_tokens_are_sent_at_once_and_bursts_take_a_part_of_a_verify_step(captured: bool) -> None:
+    clock = HandClock()
+    loop, told = loop_of(timed(clock, capturer=FakeCapturer() if captured else None), clock=clock)
+    loop.deliver(replace(news([opening(0, window=12)]), step_s=0.33))
+    while loop.run_once():
+        pass
+    assert [batch.lengths.tolist() for batch in told] == [[1], [5], [9], [12]], "an eighth of a step is 41 ms"
+    assert [batch.token_s for batch in told] == pytest.approx([0.01] * 4)
+    told.clear()
+    loop.deliver(replace(news(commits=[(0, 0, [499])]), step_s=0.015))
+    while loop.run_once():
+        pass
+    assert [batch.lengths.tolist() for batch in told] == [[count] for count in range(1, 13)], "a step is too short"
+    told.clear()
+    loop.deliver(replace(news(commits=[(0, 1, [498])]), step_s=0.015))
+    assert loop.take_turn(5) == 5 and loop.take_turn(20) == 7 and not loop.take_turn(1)
+    assert [batch.lengths.tolist() for batch in told] == [[5], [12]], "a verifier that waits gets all in one"
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_commit_that_comes_in_the_middle_of_a_burst_is_taken_after_it(captured: bool) -> None:
+    clock, reference = HandClock(), load()
+    loop, told = loop_of(timed(clock, capturer=FakeCapturer() if captured else None, branches=2), clock=clock)
+    runner, prompt = loop.proposer._model, (1, 2, 1, 2, 1)
+    name = "step" if captured else "forward"
+    inner, calls = getattr(runner, name), 0
+
+    def forward(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            loop.deliver(replace(news(commits=[(0, 0, [7, 8])]), step_s=0.33))
+        return inner(*arguments)
+
+    setattr(runner, name, forward)
+    loop.deliver(replace(news([opening(0, window=12)]), step_s=0.33))
+    while loop.run_once():
+        pass
+    bases = [batch.bases.tolist()[0] for batch in told]
+    assert bases == sorted(bases) and set(bases) == {0, 2} and bases.count(0) >= 2
+    assert told[bases.index(2)].lengths.tolist() == [1], "the first token after it is sent at once"
+    ((base, tail),) = loop.proposer.tails(np.array([0], np.int32)).rows()
+    assert (base, tuple(tail)) == (2, expected_tail(reference, prompt, [7, 8], SamplingParams(max_tokens=128), 12))
+
+
+@MAKERS
+def test_nothing_in_a_step_waits_for_the_device(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the sampler: on GPUs it is Triton's, here it draws zeros."""
+
+    class Watching(FakeCapturer):
+        def capture(self, step: Callable[[], None]) -> Callable[[], object]:
+            with Watch() as watch:
+                step()
+            seen.update(watch.seen)
+            return super().capture(step)
+
+    def zeros(logits: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.zeros(len(positions), 5, dtype=torch.int64)
+
+    seen = set[str]()
+    monkeypatch.setattr(varlen, "varlen_attn", lambda query, *_, **__: (torch.zeros_like(query), query[..., 0].T))
+    monkeypatch.setattr(RaggedModel, "_check_split_forward", lambda _: None)  # nothing attends with these zeros
+    monkeypatch.setattr(burst, "candidates_on_device", zeros)
+    with attending(attend_varlen):
+        drafter = make(capturer=Watching())
+        assert drafter._bursts._step(3, drafter._rules.table[:0]) is not None
+    assert {"gather", "where", "index_copy_"} <= seen
