@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 _MAX_FAILURES = 8
 _MOST_COSTS = 31
 """Measured seconds per draft token that are kept."""
-_BURST_SHARE = 1 / 8
-"""Part of a verify step that a burst may take: so long are its first tokens held back."""
 
 
 class DraftLoop(Loop):
@@ -60,8 +58,6 @@ class DraftLoop(Loop):
         self._cost = StepCost()
         """Seconds of a forward by its rows, each with one token."""
         self._failures_in_a_row = 0
-        self.turn = 0
-        """Tokens that a verifier in the same thread asks for before it goes on; 0: the loop runs by itself."""
 
     # ---- called from other threads ----
 
@@ -132,7 +128,7 @@ class DraftLoop(Loop):
     def take_turn(self, most: int) -> int:
         """`run_guarded` with at most `most` tokens a request. Returns how many there were, at least 1; 0: nothing to
         do."""
-        self.turn = most
+        self.proposer.burst = most
         return max(self.proposer.drafted, 1) if self.run_guarded() else 0
 
     def _step(self, begin: float) -> bool:
@@ -145,7 +141,6 @@ class DraftLoop(Loop):
             is_known = self._cost.is_known and requests.step_s > 0.0
             proposer.budget = len(requests) * (1 + MAX_BRANCHES) if is_known else 0
             proposer.forward_s = self._cost.curve(0, proposer.budget)
-        proposer.burst = self._length_of_burst(bool(messages))
         begin = self._clock.now()
         changed = np.asarray(proposer.extend(), np.int32)
         if len(changed):
@@ -159,10 +154,3 @@ class DraftLoop(Loop):
         if news := self._health.observe(*proposer.judged.tolist()):
             logger.warning("%s", news)
         return bool(messages) or len(changed) > 0
-
-    def _length_of_burst(self, fresh: bool) -> int:
-        """Tokens until the next tails are sent. The first ones after a message are sent at once."""
-        step_s = self._requests.step_s
-        if self.turn or fresh or not step_s or not self._token_s:
-            return self.turn or 1
-        return max(int(_BURST_SHARE * step_s / self._token_s), 1)

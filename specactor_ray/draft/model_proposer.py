@@ -131,13 +131,13 @@ class ModelProposer(SlotProposer):
             self.mirrors, self._tips, self._origins, self._cache.lengths, chains, rows
         )
         alike = len(rows) if len(tokens) == len(rows) else 0
-        rules = self._rules.table[chains.slots]
-        if alike and complete.all() and self._bursts is not None and self._bursts.takes(rows, rules):
+        rules, bursts = self._rules.table[chains.slots], self._bursts
+        if bursts is not None and alike and complete.all() and bursts.takes(rows, rules):
             room = np.minimum(self.mirrors.limits, self.max_len)[chains.slots] - ends
             shares = np.minimum(room, min(most, LONGEST))
             shares[~self._cache.reserve_rows(rows, self._cache.lengths[rows] + shares)] = 1
             positions, features = self._begin(chains, rows, np.ones(len(rows), np.int64))
-            steps, outputs = self._bursts.run(Burst(rows, tokens, ends, shares, positions, rules, features))
+            steps, outputs = bursts.run(Burst(rows, tokens, ends, shares, positions, rules, features))
             self._end(chains, shares, outputs)
             changed, drafts = list[np.ndarray](), shares > 0
             for step, (tokens, gaps) in enumerate(steps):

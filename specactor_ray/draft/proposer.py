@@ -91,7 +91,8 @@ class Proposer(abc.ABC):
     forward_s: np.ndarray = np.zeros(0)
     """float64 `(budget + 1,)`: seconds of a forward with 0, 1, ... rows, set before `extend`; empty: unknown."""
     burst: int = 1
-    """Most tokens that models draft for each chain in one `extend`, set before it."""
+    """Most tokens that models draft for each chain in one `extend`, set before it: 1 where the first ones may be needed
+    before the last ones are there."""
     drafted: int = 1
     """Tokens that the newest `extend` drafted for each chain."""
     rows_drafted: int = 0

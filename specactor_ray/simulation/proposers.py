@@ -106,7 +106,7 @@ class SimulatedProposer(SlotProposer):
 
     def extend(self) -> np.ndarray:
         self.rows_drafted = 0
-        changed = self._look_up() if self._time.is_lookup else self._draft_burst(self._ready())
+        changed = self._look_up() if self._time.is_lookup else self._draft(self._ready())
         changed |= self._unanswered
         self._unanswered[:] = False
         slots: np.ndarray = np.flatnonzero(changed).astype(np.int32)
@@ -128,31 +128,11 @@ class SimulatedProposer(SlotProposer):
         budget = 0 if reads else self.budget
         return self.branches.plan(mirrors, mirrors.ends, none[0] > 0, placed, none[1], budget, forward_s=self.forward_s)
 
-    def _draft_burst(self, chains: Chains) -> np.ndarray:
-        """Draft up to `burst` tokens for each chain, with the host's work once. Returns bool `(slots,)`: slots with
-        changed tails."""
-        changed, forwards = np.zeros(len(self._placed), np.bool_), list[tuple[float, int]]()
-        changed[chains.slots] = True
-        while len(chains.slots) and (not forwards or (len(forwards) < self.burst and self.rows_drafted)):
-            forwards.append(self._draft(chains))
-            chains = self._with_room(chains)
-        if forwards:
-            self.drafted, rows = len(forwards), sum(rows for _, rows in forwards)
-            self.rows_drafted = round(rows / len(forwards)) if self.rows_drafted else 0
-            self._work(sum(seconds for seconds, _ in forwards), forwards[0][1], rows)
-        return changed
-
-    def _with_room(self, chains: Chains) -> Chains:
-        """Chains, whose branches have begun, that can be drafted on."""
-        slots, numbers, main, ends = chains.slots, chains.numbers, chains.numbers == MAIN, self.mirrors.ends
-        ends = np.where(main, ends[slots], 0)
-        at = slots[~main], numbers[~main]
-        ends[~main] = self.branches.ats[at] + self.branches.lengths[at]
-        return chains.at(ends < self.mirrors.limits[slots])
-
-    def _draft(self, chains: Chains) -> tuple[float, int]:
-        """Draft a token for each chain. Returns the seconds that it takes the device, and the number of chains."""
-        mirrors, table = self.mirrors, self.branches
+    def _draft(self, chains: Chains) -> np.ndarray:
+        """Draft a token for each chain. Returns bool `(slots,)`: slots with changed tails."""
+        mirrors, table, changed = self.mirrors, self.branches, np.zeros(len(self._placed), np.bool_)
+        if not len(chains.slots):
+            return changed
         at = (self._known, self._ranks, self._cached, mirrors.arrays, table.arrays, chains.slots, chains.numbers)
         ends, prefill, tokens, gaps = _kernels.draft(*at, self.vocab_size, 1 + RANKS)
         common = mirrors.known // _PAGE * _PAGE  # of all chains of a request: each branch begins behind what is known
@@ -164,8 +144,10 @@ class SimulatedProposer(SlotProposer):
             self._anchors[mains] = mirrors.known[mains]
         seconds += self._time.seconds(len(ends), int(ends.sum()), shared, prefill)
         self.rows_drafted = 0 if prefill else len(ends)
+        self._work(seconds, len(ends), len(ends))
         table.append(mirrors, mirrors.ends, chains, tokens, gaps)
-        return seconds, len(ends)
+        changed[chains.slots] = True
+        return changed
 
     def _work(self, seconds: float, rows: int, positions: int) -> None:
         clock, world = self._clock, self._world
