@@ -20,6 +20,7 @@ from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.model_proposer import ModelProposer
 from specactor_ray.fallbacks import fallbacks
 from specactor_ray.messages import Features, SamplingParams
+from specactor_ray.models import paged_cache
 from specactor_ray.models.ragged_attention import attend_varlen
 from specactor_ray.models.ragged_model import RaggedModel
 from tests.batches import news, opening
@@ -30,7 +31,7 @@ from tests.tiny import tiny_prompt_ids
 from tests.unit.test_draft_cost import loop_of
 from tests.unit.test_draft_model import branches_of, check_branches, expected_tail, load
 from tests.unit.test_eagle import head, states_of
-from tests.unit.test_ragged_attention import Watch, attending
+from tests.unit.test_ragged_attention import FLASH_DTYPES, Watch, attending, flash_attention
 
 WINDOW = 6
 
@@ -97,11 +98,13 @@ def extend_fully(drafter: ModelProposer) -> None:
     raise AssertionError("extend never came to rest")
 
 
-def history(drafter: ModelProposer, seed: int, branches: int, most: int) -> list[Any]:
-    """Drafts after each of many commits at any time, the same for all drafters that come to rest between them."""
+def history(drafter: ModelProposer, seed: int, branches: int, most: int, prompt: int = 0) -> list[Any]:
+    """Drafts after each of many commits at any time, the same for all drafters that come to rest between them; prompts
+    have as many tokens."""
     rng, requests, seen = random.Random(seed), requests_of(5, seed), list[Any]()
     drafter.burst = most
     for request in requests:
+        request.prompt = tuple(request.prompt * prompt)[:prompt] or request.prompt
         request.open(drafter)
     for turn in range(10):
         drafter.budget = 40 if branches else 0
@@ -337,6 +340,22 @@ def test_a_commit_that_comes_in_the_middle_of_a_burst_is_taken_after_it(captured
     assert bases == sorted(bases) and set(bases) == {0, 2}
     ((base, tail),) = loop.proposer.tails(np.array([0], np.int32)).rows()
     assert (base, tuple(tail)) == (2, expected_tail(reference, prompt, [7, 8], SamplingParams(max_tokens=128), 12))
+
+
+@MAKERS
+def test_steps_over_the_pages_of_a_gpu_draft_the_same(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows cross from their first page into their second; `varlen_attn` is the reference, in float32."""
+    monkeypatch.setattr(varlen, "varlen_attn", flash_attention)
+    monkeypatch.setattr(paged_cache, "_CPU_PAGE", 256)
+    FLASH_DTYPES.append(torch.float32)
+    try:
+        with attending(attend_varlen):
+            device = FakeCapturer()
+            wanted = history(make(cache_bytes=8 << 20), 0, 0, 1, prompt=250)
+            assert history(make(cache_bytes=8 << 20, capturer=device), 0, 0, 4, prompt=250) == wanted
+    finally:
+        FLASH_DTYPES.remove(torch.float32)
+    assert device.captures and device.launches > device.fetches
 
 
 @MAKERS
