@@ -31,6 +31,7 @@ from tests.tiny import tiny_prompt_ids
 from tests.unit.test_draft_cost import loop_of
 from tests.unit.test_draft_model import branches_of, check_branches, expected_tail, load
 from tests.unit.test_eagle import head, states_of
+from tests.unit.test_loops import Bench, requests, truth_of
 from tests.unit.test_ragged_attention import FLASH_DTYPES, Watch, attending, flash_attention
 
 WINDOW = 6
@@ -380,3 +381,19 @@ def test_nothing_in_a_step_waits_for_the_device(make: Any, monkeypatch: pytest.M
         drafter = make(capturer=Watching())
         assert drafter._bursts._step(3, drafter._rules.table[:0]) is not None
     assert {"gather", "where", "index_copy_"} <= seen
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_drafters_on_captured_steps_change_no_token(inline: bool) -> None:
+    batch, devices = requests(10, 1.0), (FakeCapturer(), FakeCapturer())
+    drafters = {"model": draft_model(branches=2, capturer=devices[0]), "head": eagle(branches=2, capturer=devices[1])}
+    bench = Bench(drafters, inline, branches=2, draft_wait_s=0.05)
+    try:
+        assert bench.run(batch) == truth_of(batch)
+        snapshot = bench.verifier.snapshot()
+    finally:
+        bench.close()
+    launches, fetches = (sum(getattr(one, name) for one in devices) for name in ("launches", "fetches"))
+    assert snapshot["accepted_tokens"] > 0 and fetches > 0
+    assert launches == fetches or inline, "draft actors send every token"
+    assert launches > fetches or not inline
