@@ -6,13 +6,11 @@ import functools
 import logging
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from specactor_ray.draft.failures import Failures
 from specactor_ray.draft.proposer import Proposer
-from specactor_ray.jit import kernel
 from specactor_ray.messages import CommitBatch, DraftOpen, TailBatch
 from specactor_ray.queues.link import Link
 
@@ -64,7 +62,6 @@ class DraftRequests:
         """int32 `(slots,)`: number of the verifier, row and generation; the last slot stays free."""
         self._changed = np.zeros(1, np.bool_)
         """bool `(slots,)`: tails to send."""
-        _mark(self._changed, self._owners, np.zeros(0, np.int32))  # compile it now
 
     def __len__(self) -> int:
         """Open requests."""
@@ -216,8 +213,8 @@ class DraftRequests:
     ) -> None:
         """Offer changed tails to their verifiers; a busy link takes them later.
 
-        Requests of verifiers that are cut off or not in `links` are dropped. After messages that arrive before the list
-        that names their verifier, its next commits are of unknown requests, which it then opens again.
+        Requests of verifiers that are cut off or not in `links` are dropped. If the list that names a verifier arrives
+        after its messages, its next commits are of unknown requests, which it opens again.
 
         Args:
             changed: int32, slots whose tails changed; slots that are not open are ignored.
@@ -225,7 +222,10 @@ class DraftRequests:
             cut_off: Ids of verifiers whose messages are refused.
             token_s: See `TailBatch`.
         """
-        slots, owners = _mark(self._changed, self._owners, changed)
+        changed = changed[(changed >= 0) & (changed < len(self._changed))]
+        self._changed[changed] = self._owners[changed] != _NONE
+        slots = np.flatnonzero(self._changed).astype(np.int32)
+        owners = self._owners[slots]
         numbers = set(owners.tolist())
         for verifier_id, verifier in list(self._verifiers.items()):
             link = links.get(verifier_id)
@@ -244,27 +244,8 @@ class DraftRequests:
         self.counters["branches"] += len(tails.branches.tails)
         self.counters["resyncs"] += len(lost)
         return TailBatch(
-            self._drafter_id,
-            self._rows[slots],
-            self._generations[slots],
-            *tails,
-            token_s,
-            tuple(lost.items()),
+            self._drafter_id, self._rows[slots], self._generations[slots], *tails, token_s, tuple(lost.items())
         )
-
-
-@kernel()
-def _mark(marked: Any, owners: Any, slots: Any) -> Any:
-    """Mark those of the slots that are open. Returns all marked slots and their owners, int32 `(n,)`."""
-    for slot in slots:
-        if 0 <= slot < len(marked):
-            marked[slot] = owners[slot] != _NONE
-    places, count = np.empty((2, len(marked)), np.int32), 0
-    for slot in range(len(marked)):
-        if marked[slot]:
-            places[0, count], places[1, count] = slot, owners[slot]
-            count += 1
-    return places[0, :count], places[1, :count]
 
 
 def _longer(array: np.ndarray, length: int) -> np.ndarray:
