@@ -85,10 +85,13 @@ def settle(
             _judge(table.evidence, table.gaps[slot, MAIN, spot], rank + 1)
             outcomes[0] += 1
             for b in range(places):
+                if table.ats[slot, b] != wrong or (
+                    best != FREE and table.lengths[slot, b] <= table.lengths[slot, best]
+                ):
+                    continue
                 shared = min(table.lengths[slot, b], len(rest))
-                if table.ats[slot, b] == wrong and agreed(table.tokens[slot, b], rest, 0, 0, shared) == shared:
-                    if best == FREE or table.lengths[slot, b] > table.lengths[slot, best]:
-                        best = b
+                if agreed(table.tokens[slot, b], rest, 0, 0, shared) == shared:
+                    best = b
         if best != FREE:
             size = table.lengths[slot, best]
             outcomes[1] += wrong + size > stop

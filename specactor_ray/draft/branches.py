@@ -97,7 +97,7 @@ class BranchTable:
         return freed
 
     def settle(self, mirrors: MirrorTable, main_rows: np.ndarray, *commits: np.ndarray) -> np.ndarray:
-        """Hold the branches against commits, right before `MirrorTable.commit` of the same ones.
+        """Compare the branches with commits, right before `MirrorTable.commit` of the same ones.
 
         Args:
             main_rows: int64 `(slots,)`: rows of the main chains, updated where a branch takes the place of one.
@@ -183,7 +183,7 @@ class BranchTable:
     def append(
         self, mirrors: MirrorTable, tips: np.ndarray, chains: Chains, tokens: np.ndarray, gaps: np.ndarray
     ) -> np.ndarray:
-        """Append the token that each chain drafted; chains that were given up are passed over.
+        """Append the token that each chain drafted; chains that were given up are left out.
 
         Args:
             tips: int32 `(slots,)`, updated: where main chains are drafted on. From there to the ends of the tails they

@@ -29,8 +29,8 @@ TOKEN, BACK, NEXT, GROUP, LINKS = 0, 1, 2, 3, 4
 CONTEXT_ONLY = ALL = -1
 """Group of rows that are never a guess; in a look-up: all groups."""
 MAX_VOTES = 64
-"""Latest rows of a bucket that a look-up compares, and most occurrences that vote. Bounds the cost of a look-up; older
-occurrences than the latest 64 do not vote, so those of older policies fade."""
+"""Latest rows of a bucket that a look-up compares, and most occurrences that vote. It bounds the cost of a look-up, and
+occurrences of older policies fade."""
 DOUBT = 0.5
 """Votes that are always given to none of the tokens seen: one occurrence alone is no certainty."""
 
@@ -162,14 +162,8 @@ def _match(rows: Any, newest: Any, slot: Any, line: Any, end: Any, high: Any) ->
 def _find(log: Any, group: Any, newest: Any, line: Any, end: Any, high: Any, found: Any) -> Any:
     """(match length, how many): the rows behind the longest match of the end of `line[:end]`, the latest first.
 
-    Levels are tried from the longest on; within a level the longest match among the `MAX_VOTES` latest rows of the
-    bucket counts.
-
-    Args:
-        group: Whose texts are looked at, or `ALL`.
-        newest: Slot of the newest row of the log.
-        high: Longest match that counts.
-        found: int32 `(MAX_VOTES,)`: filled with the slots of the rows.
+    Levels are tried from the longest on; within a level the longest match, of at most `high` tokens, among the
+    `MAX_VOTES` latest rows of the bucket counts. The slots of the rows are written to `found`, int32 `(MAX_VOTES,)`.
     """
     rows, heads, levels, scopes = log
     buckets = len(heads) // (scopes * len(levels))
@@ -233,9 +227,8 @@ def _follow(
 
     Args:
         limit: Most tokens.
-        floor: Stop before the probability of the path falls below this.
-        path: Probability of the path so far.
-        noise: (seed, position of the first token, whether it is to be used); else the majority decides.
+        floor, path: Smallest probability of the path, and its probability so far.
+        noise: (seed, position of the first token, whether it is used); else the majority decides.
         scratch: int32 `(3, MAX_VOTES)`.
         tokens, odds: Filled with the tokens and their share of the votes.
 
@@ -269,13 +262,8 @@ def _follow(
 def fill(
     mirror: Any, limits: Any, texts: Any, log: Any, count: Any, high: Any, factor: Any, floor: Any, slots: Any
 ) -> None:
-    """Lengthen the tails of `slots` up to `limits` by the rule of `lookup/proposer.py`.
-
-    Args:
-        high: Longest match that counts.
-        factor: At most this many tokens of a tail per token matched when it begins; 0 sets no such limit.
-        floor: Smallest probability of a tail.
-    """
+    """Lengthen the tails of `slots` up to `limits` by the rule of `lookup/proposer.py`. `high`, `factor` and `floor`:
+    `max_match`, `length_factor` and `min_probability` of `LookupProposer`."""
     lines, texts, log = Lines(*mirror), Texts(*texts), Log(*log)
     scratch, width = np.empty((3, MAX_VOTES), np.int32), lines.lines.shape[1]
     tokens, shares = np.empty(width, np.int32), np.empty(width)

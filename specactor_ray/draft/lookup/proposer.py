@@ -78,10 +78,8 @@ class LookupProposer(SlotProposer):
         self._shared_noise, self._max_batch = shared_noise, max_batch
         self._log_shape = max(kept, 1), min_match, max_match, self.scopes
         self._log, self._has_history = TokenLog(*self._log_shape), kept > 0
-        self._earlier: dict[int, np.ndarray] = {}
-        """Slot → output tokens in the history when the request was opened, int32."""
         self._unfinished: OrderedDict[str, tuple[int, int, np.ndarray]] = OrderedDict()
-        """Closed request → group, number of the last row, and output tokens in the history."""
+        """Request that was closed unfinished → group, number of the last row, and output tokens in the history then."""
         self._indexed, self._groups, self._lasts, self._written = np.zeros((4, 0), np.int64)
         self._seeds, self._noisy, self._odds = np.zeros(0, np.uint64), np.zeros(0, np.bool_), np.zeros((0, 0))
         self._own_rows, self._own_heads = np.zeros((0, 0, 0), np.int32), np.zeros((0, 0), np.int32)
@@ -100,8 +98,9 @@ class LookupProposer(SlotProposer):
     def learn(self, outputs: Sequence[FinishedOutput]) -> None:
         for request_id, prompt, tokens in outputs if self._has_history else ():
             text = np.concatenate([np.array(prompt, np.int32), tokens])
-            group, last, earlier = self._resume(request_id, text[: len(prompt)], tokens)
-            self._log.write(text, group, last, len(prompt) + len(earlier))
+            group, last, written = self._resume(request_id, text[: len(prompt)], tokens)
+            self._log.write(text, group, last, len(prompt) + written)
+            self._unfinished.pop(request_id, None)
 
     def forget_history(self) -> None:
         """Clear the history; requests that are open add nothing to the new one."""
@@ -125,30 +124,30 @@ class LookupProposer(SlotProposer):
         self._indexed[slot], self._groups[slot] = 0, -1
         if self._has_history:
             found = self._resume(self.request_ids[slot], prompt, committed)
-            self._groups[slot], self._lasts[slot], self._earlier[slot] = found
-            self._written[slot] = len(self._earlier[slot])
+            self._groups[slot], self._lasts[slot], self._written[slot] = found
         self._write(np.array([slot], np.int32))
         return True
 
-    def _resume(self, request_id: str, prompt: np.ndarray, committed: np.ndarray) -> tuple[int, int, np.ndarray]:
+    def _resume(self, request_id: str, prompt: np.ndarray, committed: np.ndarray) -> tuple[int, int, int]:
         """Begin an output of a prompt in the history, or continue one that agrees with `committed`. Returns its group,
-        the number of its last row and its tokens there."""
+        the number of its last row and how many tokens it has there."""
         group = crc32(prompt.tobytes()) >> 1
-        known, last, tokens = self._unfinished.pop(request_id, (-1, -1, committed))
+        known, last, tokens = self._unfinished.get(request_id, (-1, -1, committed))
         length = min(len(tokens), len(committed))
-        agrees = known == group and np.array_equal(tokens[:length], committed[:length])
-        if agrees and self._log.remembers(last):
-            return group, last, tokens
-        return group, self._log.write(prompt[-self._limits[0] :], kernels.CONTEXT_ONLY, -1), committed[:0]
+        if known == group and self._log.remembers(last) and np.array_equal(tokens[:length], committed[:length]):
+            return group, last, len(tokens)
+        self._unfinished.pop(request_id, None)
+        return group, self._log.write(prompt[-self._limits[0] :], kernels.CONTEXT_ONLY, -1), 0
 
     def _advance(self, slots: np.ndarray, same: np.ndarray) -> None:
         self._write(slots[self._placed[slots]])
 
     def _leave(self, slot: int, finished: bool) -> None:
-        earlier = self._earlier.pop(slot, None)
-        if earlier is not None and not finished and self._groups[slot] >= 0:
-            tokens = max(earlier, self.mirrors.committed(slot).copy(), key=len)
-            self._unfinished[self.request_ids[slot]] = int(self._groups[slot]), int(self._lasts[slot]), tokens
+        group, request_id, committed = int(self._groups[slot]), self.request_ids[slot], self.mirrors.committed(slot)
+        _, _, earlier = self._unfinished.pop(request_id, (-1, -1, committed[:0]))
+        if not finished and group >= 0:
+            tokens = max(earlier, committed.copy(), key=len)
+            self._unfinished[request_id] = group, int(self._lasts[slot]), tokens
             if len(self._unfinished) > self._max_batch:
                 self._unfinished.popitem(last=False)
 
