@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +13,6 @@ from specactor_ray.draft.failures import Failures
 from specactor_ray.draft.proposer import Proposer
 from specactor_ray.messages import CommitBatch, DraftOpen, TailBatch
 from specactor_ray.queues.link import Link
-
-logger = logging.getLogger(__name__)
 
 _NONE = -1
 
@@ -92,10 +90,7 @@ class DraftRequests:
             for slot, is_finished in zip(slots.tolist(), finished, strict=True):
                 self._close(slot, is_finished)
         for opened in message.opened:
-            try:
-                self._start(verifier, opened)
-            except Exception as error:  # noqa: BLE001 - it is logged
-                self._fail(opened.request_id, error)
+            self._attempt(opened.request_id, self._start, verifier, opened)
 
     def _find(self, verifier: _Verifier, rows: np.ndarray, generations: np.ndarray) -> np.ndarray:
         """Slots of handles, int32; `_NONE` where nothing is open."""
@@ -144,10 +139,7 @@ class DraftRequests:
             taken = dict(zip(message.rows[followed].tolist(), slots[followed].tolist(), strict=True))
             for row, states in message.features:
                 if row in taken:
-                    try:
-                        self._proposer.add_features(taken[row], states)
-                    except Exception as error:  # noqa: BLE001 - it is logged
-                        self._fail(self._name(taken[row]), error)
+                    self._attempt(self._name(taken[row]), self._proposer.add_features, taken[row], states)
 
     def _follow(self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """`Proposer.commit`; after a failure once more for each request alone, and those that fail are dropped."""
@@ -176,10 +168,7 @@ class DraftRequests:
         verifier.slots[self._rows[slot]] = self._owners[slot] = self._generations[slot] = _NONE
         self._changed[slot] = False
         self._free.append(slot)
-        try:
-            self._proposer.close(slot, finished)
-        except Exception as error:  # noqa: BLE001 - it is logged
-            self._fail(request_id, error)
+        self._attempt(request_id, self._proposer.close, slot, finished)
 
     def _drop(self, verifier_id: str) -> None:
         """Close all requests of a verifier."""
@@ -189,6 +178,13 @@ class DraftRequests:
 
     def _name(self, slot: int) -> str:
         return self._open[slot][0] if slot in self._open else ""
+
+    def _attempt(self, request_id: str, action: Callable[..., None], *arguments: Any) -> None:
+        """Run an action; a failure is logged and drops its request."""
+        try:
+            action(*arguments)
+        except Exception as error:  # noqa: BLE001 - it is logged
+            self._fail(request_id, error)
 
     def _fail(self, request_id: str, error: Exception) -> None:
         """Log a failure and drop its request."""
