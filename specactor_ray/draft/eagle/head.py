@@ -14,7 +14,7 @@ Weights are stored under the names of the `speculators` format, which vLLM loads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,13 +178,3 @@ class EagleHead(nn.Module):
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """`(..., draft_vocab)` of outputs `(..., hidden)`."""
         return self.lm_head(self.norm(outputs))
-
-
-def most_frequent_ids(counts: torch.Tensor, size: int, always: Sequence[int] = ()) -> torch.Tensor:
-    """The `size` ids with the largest `counts` `(vocab,)` and `always`, ascending: the draft vocabulary."""
-    ranked = counts.to(torch.float64).clone()
-    ranked[list(always)] = float("inf")
-    size = min(size, len(ranked))
-    # The lower id wins ties, so the choice is reproducible.
-    order = torch.argsort(ranked, descending=True, stable=True)
-    return order[:size].sort().values
