@@ -149,9 +149,9 @@ def plan(
     count += len(late)
     chains[3, :count] = backlogs[chains[0, :count]]
     for i in range(chosen.shape[1]):
-        slot, b, at, rank = chosen[:, i]
+        slot, b, at = chosen[0, i], chosen[1, i], chosen[2, i]
         if at != FREE:
-            b = _open(table, slot, at, rank)
+            b = _open(table, slot, at, chosen[3, i])
         if b != MAIN:
             chains[0, count], chains[1, count], chains[2, count], chains[3, count] = slot, b, at, 1
             count += 1
@@ -183,7 +183,9 @@ def _likeliest(table: Any, known: Any, tips: Any, limits: Any, slots: Any, budge
     found, worth, count, mains = np.full((4, most), MAIN, np.int32), np.empty(most), 0, 0
     needed = np.empty(width)
     for slot in slots:
-        end, limit, alive, has_place = tips[slot], limits[slot], 1.0, (table.ats[slot] == FREE).any()
+        end, limit, alive, has_place = tips[slot], limits[slot], 1.0, False
+        for b in range(places):
+            has_place = has_place or table.ats[slot, b] == FREE
         for at in range(known[slot], end):
             spot = at % width
             gap, needed[spot] = table.gaps[slot, MAIN, spot], alive
@@ -279,8 +281,10 @@ def append(table: Any, mirror: Any, tips: Any, slots: Any, numbers: Any, tokens:
             size = table.lengths[slot, b]
             at = table.ats[slot, b] + size
             table.tokens[slot, b, size], table.lengths[slot, b] = tokens[i, 0], size + 1
-        table.gaps[slot, b, at % width] = gaps[i]
-        table.others[slot, b, at % width, : tokens.shape[1] - 1] = tokens[i, 1:]
+        spot = at % width
+        table.gaps[slot, b, spot] = gaps[i]
+        for rank in range(tokens.shape[1] - 1):
+            table.others[slot, b, spot, rank] = tokens[i, 1 + rank]
     return changed
 
 
