@@ -361,6 +361,7 @@ class InstantModel:
     """A model without a forward: every token is 1."""
 
     device, dtype, vocab_size, max_positions = torch.device("cpu"), torch.float32, 8, LENGTH
+    ids, feature_size = None, 0
 
     def __init__(self, rows: int) -> None:
         self.cache = PagedCache([LayerShape(1, 1, 1)], 8 * rows * LENGTH, self.dtype, self.device)
