@@ -159,8 +159,6 @@ class CommitBatch:
     last of its tokens; only for drafters that ask for it."""
     session: int = 0
     """Number of the seat's session, from 1; a newer one replaces all requests of older ones."""
-    step_s: float = 0.0
-    """Seconds of a verify step, in which a drafter drafts the next window; 0 if unknown."""
 
 
 class Branches(NamedTuple):

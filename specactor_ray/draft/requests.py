@@ -25,12 +25,8 @@ class _Verifier:
     """Identifies it in `DraftRequests`; never reused."""
     session: int
     """Its newest session; see `CommitBatch`."""
-    open: int = 0
-    """Open requests."""
     slots: np.ndarray = field(default_factory=lambda: np.full(1, _NONE, np.int32))
     """Row → slot; the last entry has none."""
-    step_s: float = 0.0
-    """See `CommitBatch`."""
     lost: dict[int, int] = field(default_factory=dict)
     """Rows to open again → generation."""
 
@@ -58,18 +54,14 @@ class DraftRequests:
         self._free: list[int] = []
         self._owners, self._rows, self._generations = np.full((3, 1), _NONE, np.int32)
         """int32 `(slots,)`: number of the verifier, row and generation; the last slot stays free."""
+        self.began = False
+        """A commit was followed; before, branches would only delay first tails."""
         self._changed = np.zeros(1, np.bool_)
         """bool `(slots,)`: tails to send."""
 
     def __len__(self) -> int:
         """Open requests."""
         return len(self._open)
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the shortest verify step of those verifiers that have open requests; 0 if none is known."""
-        known = (one.step_s for one in self._verifiers.values() if one.open and one.step_s > 0.0)
-        return min(known, default=0.0)
 
     # ---- messages ----
 
@@ -82,7 +74,6 @@ class DraftRequests:
             self._next_number += 1
         elif message.session < verifier.session:
             return
-        verifier.step_s = message.step_s
         self._commit(verifier, message)
         if message.closed:
             rows, generations, finished = zip(*message.closed, strict=True)
@@ -110,7 +101,6 @@ class DraftRequests:
         slot = self._take_slot()
         self._slots[request_id], self._open[slot], verifier.slots[row] = slot, (request_id, verifier), slot
         self._owners[slot], self._rows[slot], self._generations[slot] = verifier.number, row, opened.generation
-        verifier.open += 1
         self._proposer.open(
             slot, request_id, opened.prompt_token_ids, opened.committed_token_ids, opened.sampling, opened.window
         )
@@ -133,6 +123,7 @@ class DraftRequests:
             followed[followed] = self._follow(
                 slots[followed], message.starts[followed], message.lengths[followed], tokens
             )
+            self.began = True
         for index in np.flatnonzero(~followed).tolist():
             verifier.lost[int(message.rows[index])] = int(message.generations[index])
         if message.features:
@@ -164,7 +155,6 @@ class DraftRequests:
             return
         request_id, verifier = self._open.pop(slot)
         del self._slots[request_id]
-        verifier.open -= 1
         verifier.slots[self._rows[slot]] = self._owners[slot] = self._generations[slot] = _NONE
         self._changed[slot] = False
         self._free.append(slot)

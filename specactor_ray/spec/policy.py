@@ -85,8 +85,6 @@ class Policy:
         self.suspension = Suspension()
         self.rows = 1
         """Of the newest step."""
-        self.step_s = 0.0
-        """Seconds of the forward of the newest step with drafts, by `cost`; 0 if unknown."""
 
     # ---- before a step ----
 
@@ -121,7 +119,6 @@ class Policy:
         _kernels.choose(self._probability(rows), supply, room, curve, seats, lengths)
         if self._config.verify is VerifyPolicy.all:
             lengths = np.where(seats >= 0, np.minimum(supply[seats, np.arange(len(rows))], room), 0)
-        self.step_s = float(curve[lengths.sum()]) if self.cost.is_known else 0.0
         return seats, lengths
 
     def is_waiting(self, rows: np.ndarray) -> bool:

@@ -157,7 +157,7 @@ class Drafting:
         for seat in self._seats.values():
             seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
             if models_turn or not seat.takes_turns:
-                seat.link.offer(functools.partial(seat.news, self.verifier_id, self.policy.step_s))
+                seat.link.offer(functools.partial(seat.news, self.verifier_id))
             else:
                 seat.postponed += 1
 

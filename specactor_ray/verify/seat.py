@@ -106,9 +106,9 @@ class Seat(Drafter):
             if row < len(table.generation) and table.generation[row] == generation and table.assigned[number, row]:
                 table.told[number, row] = -1
 
-    def news(self, verifier_id: str, step_s: float) -> CommitBatch | None:
+    def news(self, verifier_id: str) -> CommitBatch | None:
         """What it does not know yet; it counts as told from now on. None if it knows everything; the first batch, which
-        begins the session, is never left out. `step_s`: see `CommitBatch`."""
+        begins the session, is never left out."""
         table, number = self._table, self.number
         told = table.told[number]
         mine = np.flatnonzero(table.assigned[number])
@@ -129,7 +129,7 @@ class Seat(Drafter):
             rows, generations, starts, lengths = map(np.concatenate, pairs)
             tokens = np.concatenate([*(one[3] for one in last), tokens])
         arrays = (rows, generations, starts, lengths, tokens)
-        return CommitBatch(verifier_id, *arrays, opened, closed, features, self._session, step_s)
+        return CommitBatch(verifier_id, *arrays, opened, closed, features, self._session)
 
     def _to_open(self, rows: list[int], deliveries: int) -> list[int]:
         """Those whose turn it is in as many deliveries; the others follow with the next."""

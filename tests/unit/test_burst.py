@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -330,11 +329,11 @@ def test_a_commit_that_comes_in_the_middle_of_a_burst_is_taken_after_it(captured
         nonlocal calls
         calls += 1
         if calls == 4:
-            loop.deliver(replace(news(commits=[(0, 0, [7, 8])]), step_s=0.33))
+            loop.deliver(news(commits=[(0, 0, [7, 8])]))
         return inner(*arguments)
 
     setattr(runner, name, forward)
-    loop.deliver(replace(news([opening(0, window=12)]), step_s=0.33))
+    loop.deliver(news([opening(0, window=12)]))
     while loop.take_turn(6):
         pass
     bases = [batch.bases.tolist()[0] for batch in told]

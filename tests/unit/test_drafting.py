@@ -130,17 +130,6 @@ def test_tails_are_kept_up_to_the_largest_window_and_most_branches_of_a_drafter(
     assert len(drafting.inbox) == 1 and list(drafting.snapshot()["malformed"].values()) == [1]
 
 
-def test_commits_carry_the_seconds_of_a_step() -> None:
-    drafting, heard, (row, _) = opened_once()
-    for seconds in (0.0, 0.25):
-        drafting.policy.cost.record(1, seconds)  # 0: is not recorded
-        drafting.choose(ints([row]))
-        one = ints([1])
-        drafting.commit(Committed(ints([row]), one, one, ints([-1]), ints([0]), ints([0])))
-        drafting.flush()
-        assert heard[-1].step_s == pytest.approx(seconds)
-
-
 def ended() -> tuple[CommitBatch, tuple[int, ...]]:
     """What a lookup is told when a request of three tokens ends, of which it knows one, and how it then continues an
     output that begins alike."""

@@ -257,12 +257,8 @@ def test_drafted_equals_plain(kind: str, layout: str, temperature: float) -> Non
 
 @pytest.mark.parametrize(("temperature", "faulty"), [(0.0, False), (1.0, False), (1.0, True)])
 @pytest.mark.parametrize("kind", ["draft_model", "eagle"])
-def test_branches_drafted_within_a_step_change_no_token(
-    kind: str, temperature: float, faulty: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The drafter has as much time as eight branches of each request take."""
-    batch, deliver = requests(6, temperature), DraftLoop.deliver
-    monkeypatch.setattr(DraftLoop, "deliver", lambda loop, message: deliver(loop, replace(message, step_s=60.0)))
+def test_branches_drafted_within_a_step_change_no_token(kind: str, temperature: float, faulty: bool) -> None:
+    batch = requests(6, temperature)
     proposer = eagle(branches=8) if kind == "eagle" else DraftModelProposer(ragged(tiny_draft()), branches=8)
     bench = Bench({"small-0": proposer}, False, random.Random(3) if faulty else None, draft_wait_s=0.05)
     try:
