@@ -31,10 +31,9 @@ class KnownAcceptance(Acceptance):
         known = np.zeros((len(self.prior), len(rows)))
         positions = table.committed[rows].tolist()
         for index, (row, position) in enumerate(zip(rows.tolist(), positions, strict=True)):
-            request = table.requests[row]
-            assert request is not None
+            seed = table.requests[row].sampling.seed
             for number, method in enumerate(self.methods):
-                known[number, index] = self._world.text.probability(method, request.sampling.seed, position)
+                known[number, index] = self._world.text.probability(method, seed, position)
         return known
 
 

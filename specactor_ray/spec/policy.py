@@ -1,12 +1,11 @@
-"""What a verifier decides: how far drafters of its own thread draft, and what a step verifies.
+"""Decisions of a verifier: how far models of its own thread draft, and what a step verifies.
 
 Everything maximises one quotient, expected committed tokens per second of the step:
 
     (rows + sum of expected accepted tokens) / (seconds of drafting + V(positions))
 
-Acceptance comes from `acceptance.py`, V from `cost.py`, D from the drafters. There is one rule of exploration: what was
-not tried for long is forgotten, and of the unknown the best is hoped for. Of the algorithms of SpecActor (arXiv
-2511.16193) the race (3) and the ladder are in `assign.py`; why there is no Algorithm 2: docs/design/policy.md.
+Acceptance comes from `acceptance.py`, V from `cost.py`, D from the drafters. One rule of exploration: what was not
+tried for long is forgotten, and the unknown is taken optimistically. See docs/design/policy.md.
 """
 
 from __future__ import annotations
@@ -22,27 +21,37 @@ from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolic
 from specactor_ray.spec import _kernels
 from specactor_ray.spec.acceptance import BUCKET_NAMES, Acceptance
 from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.suspension import Suspension
 from specactor_ray.spec.table import RequestTable
 from specactor_ray.spec.tgs import window_rates
 
 _FIRST_ROUNDS = 3
-"""Rounds of drafting where it is not known yet what one takes."""
+"""Rounds of drafting where the seconds of one are unknown."""
 _UNRESCUED = 0.5
-"""Share of refuted tails whose place no branch takes: where the first candidate is wrong, one of the next four is
-right in 0.6 of the cases, and not each of them has a branch."""
+"""Share of refuted tails whose place no branch takes."""
+PROBE_STEPS = 8
+"""Steps with drafts before they are judged."""
+TELL_EVERY = 16
+"""Steps of a suspension between two that send commits to drafters."""
+_FADE = 1.0 - 1.0 / 48.0
+"""Weight that a step with drafts loses with each one after it."""
+_SHORTEST, _LONGEST = 2, 256
+"""Steps of a suspension, four times as many when drafts do not pay after it either."""
+_FEWER = 0.5
+"""Part of its requests at which a suspension ends early."""
+_OWN_WEIGHT = 0.1
+"""Weight of the newest plain step in the moving mean of the Python of plain steps."""
 
 
 @dataclass(eq=False)
 class Drafter:
-    """The drafter in a seat, as the policy sees it."""
+    """The drafter in a seat: what the policy depends on."""
 
     drafter_id: str
     spec: DrafterSpec
     token_s: float = 0.0
-    """D: seconds in which a model drafts a token for each of its requests, as it says; 0 if unknown."""
+    """D: seconds in which a model drafts a token for each of its requests; 0 if unknown."""
     token_rows: int = 0
-    """Requests of the verifier when it said so."""
+    """Requests of the verifier when that arrived."""
     able: bool = True
     """It can be reached."""
     hosted: bool = False
@@ -50,23 +59,78 @@ class Drafter:
 
     @property
     def takes_turns(self) -> bool:
-        """It is a model that drafts while the verifier waits."""
+        """Whether it is a model that drafts while the verifier waits."""
         return self.hosted and not self.spec.traits.looks_up
 
 
 class Seconds(NamedTuple):
-    """What a step took."""
+    """Seconds of a step: all, forward and sampling, waiting for drafts."""
 
     total: float
     engine: float
-    """Forward and sampling."""
     waiting: float
-    """For drafts."""
 
     @property
     def own(self) -> float:
-        """The verifier's own Python."""
+        """Seconds of the verifier's own Python."""
         return max(self.total - self.engine - self.waiting, 0.0)
+
+
+class Suspension:
+    """Leaves drafts alone for a while where steps with them commit fewer tokens per second than plain ones would.
+
+    The time of a plain step follows from the step with drafts in its place: without the wait, the draft positions of
+    the forward, and the Python above that of plain steps. So a machine that is slow for a while favours neither.
+    """
+
+    def __init__(self) -> None:
+        self._left, self._spell = 0, _SHORTEST  # steps of this suspension that are left, and of the next one
+        self._rows = 0  # requests when it began
+        self._steps = 0  # with drafts, since the last suspension
+        self._sums = np.zeros(4)  # tokens and seconds of these steps; the same if they had been plain
+        self._plain_row_s = 0.0  # Python per request in plain steps; 0 before the first one
+
+    @property
+    def is_on(self) -> bool:
+        """No step waits for drafts or verifies any."""
+        return self._left > 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """Commits are not sent to drafters either."""
+        return self._left % TELL_EVERY != 0
+
+    def end(self) -> None:
+        """Resume drafting now."""
+        self._left, self._steps, self._spell = 0, 0, _SHORTEST
+
+    def record(self, num_rows: int, accepted: int, seconds: float, drafting_s: float, own_s: float) -> None:
+        """Record a step that took `seconds`: `drafting_s` waiting for drafts and verifying them, `own_s` in our Python.
+        `num_rows`, `accepted`: requests that were decoded, and draft tokens that were right."""
+        if not num_rows:
+            return
+        if self._left:
+            if self.is_quiet:
+                weight = _OWN_WEIGHT if self._plain_row_s else 1.0
+                self._plain_row_s += weight * (own_s / num_rows - self._plain_row_s)
+            # Fewer requests leave more room for drafts.
+            self._left = self._left - 1 if num_rows > _FEWER * self._rows else 0
+            return
+        self._steps += 1
+        if self._steps == 1:
+            self._sums[:] = 0.0
+            return  # drafters catch up
+        saved_s = max(own_s - num_rows * self._plain_row_s, 0.0)
+        plain_s = max(seconds - drafting_s - saved_s, 0.0)
+        self._sums = _FADE * self._sums + (num_rows + accepted, seconds, num_rows, plain_s)
+        if self._steps <= PROBE_STEPS:
+            return
+        tokens, seconds, plain_tokens, plain_s = self._sums
+        if tokens * plain_s < plain_tokens * seconds:
+            self._left, self._steps, self._rows = self._spell, 0, num_rows
+            self._spell = min(4 * self._spell, _LONGEST)
+        elif self._steps > 4 * PROBE_STEPS:
+            self._spell = _SHORTEST
 
 
 class Policy:
@@ -86,12 +150,14 @@ class Policy:
         self.rows = 1
         """Of the newest step."""
 
-    # ---- before a step ----
-
     def plan_rounds(self, rows: np.ndarray) -> int:
-        """How many tokens drafters that take turns with the verifier draft for each request before the step."""
-        drafters = [one for one in self.drafters.values() if one.takes_turns]
-        longest = self._longest(rows)
+        """How many tokens models that take turns with the verifier draft for each request before the step."""
+        table, drafters = self.table, [one for one in self.drafters.values() if one.takes_turns]
+        longest = np.zeros((len(table.method), len(rows)), np.int32)
+        """Longest tails of these models; 0 where none drafts."""
+        for seat, one in self.drafters.items():
+            if one.able and one.takes_turns:
+                longest[seat] = one.spec.window * table.assigned[seat, rows]
         if not longest.any() or not self.cost.is_known:
             return 0
         most = max(one.spec.window for one in drafters)
@@ -103,15 +169,13 @@ class Policy:
         token_s = sum(one.token_s for one in drafters)
         if token_s <= 0.0:
             most = min(most, _FIRST_ROUNDS)
-        supply, curve = self._supply(rows), self.cost.curve(len(rows), len(rows) * self.table.window)
-        rounds: int = _kernels.best_rounds(
-            self._net_probability(rows), supply, np.maximum(longest, supply), self._room(rows), curve, token_s, most
-        )
+        supply, curve = self._supply(rows), self.cost.curve(len(rows), len(rows) * table.window)
+        tails = (self._net_probability(rows), supply, np.maximum(longest, supply), self._room(rows))
+        rounds: int = _kernels.best_rounds(*tails, curve, token_s, most)
         return rounds
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What is verified of the tails that are there: int32 `(rows,)` the seat whose tail it is, -1 for none, and how
-        many of its tokens."""
+        """What is verified of the tails: int32 `(rows,)` seats, -1 for none, and how many tokens."""
         self.rows = len(rows)
         supply, room = self._supply(rows), self._room(rows)
         seats, lengths = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
@@ -130,15 +194,9 @@ class Policy:
         return bool((silent.any(axis=0) & ~self._supply(rows).any(axis=0)).any())
 
     def record(self, num_rows: int, positions: int, prefill: int, accepted: int, seconds: Seconds) -> None:
-        """A step has ended: learn what it cost, and whether drafts pay, unless the configuration demands them. Prompts
-        take the same time with drafts and without, so their share does not count.
-
-        Args:
-            num_rows: Requests that were decoded.
-            positions, prefill: Positions of the forward, and how many of them were of prompts.
-            accepted: Draft tokens that were right.
-            seconds: Duration of the step.
-        """
+        """Learn from a step what steps cost, and whether drafts pay, unless the configuration demands them. Prompts
+        take the same time with drafts and without, so their share does not count. `num_rows`, `accepted`: requests that
+        were decoded, and draft tokens that were right; `positions`, `prefill`: of the forward, and of prompts in it."""
         if 2 * prefill > positions:
             return
         self.cost.record(positions, seconds.engine)
@@ -150,37 +208,33 @@ class Policy:
         self.suspension.record(num_rows, accepted, seconds.total - prefill_s, drafting_s, seconds.own)
 
     def predict(self, method: str, probability: np.ndarray) -> np.ndarray:
-        """Tokens per second of a request that this method drafts for alone, in its best window; plain decoding if that
-        is faster."""
+        """Tokens per second of a request with this method alone in its best window, or of plain decoding if higher."""
         mine = [drafter for drafter in self.drafters.values() if drafter.spec.method == method]
         window, token_s = max(one.spec.window for one in mine), max(one.token_s for one in mine)
         verify_s = self.cost.curve(self.rows, self.rows * window)[:: self.rows]
-        return np.maximum(window_rates(probability, window, token_s, verify_s).max(axis=1), 1.0 / verify_s[0])
+        rates: np.ndarray = window_rates(probability, window, token_s, verify_s).max(axis=1)
+        return rates.clip(1.0 / verify_s[0])
 
     def standings(self) -> list[dict[str, Any]]:
-        """The draft ladder as plain data: acceptance and predicted speed of each method, per range of output positions
-        at which it was tried."""
-        acceptance, standings = self.acceptance, []
-        token_s = {one.spec.method: one.token_s for one in self.drafters.values()}
-        for method in token_s:
+        """The draft ladder as plain data: each method at each range of output positions at which it was tried."""
+        acceptance, standings = self.acceptance, list[dict[str, Any]]()
+        for method, token_s in {one.spec.method: one.token_s for one in self.drafters.values()}.items():
             number = acceptance.number(method)
             chances, drafted = acceptance.of_method()[number], acceptance.evidence[1, number]
             tgs = self.predict(method, chances)
             for at in np.flatnonzero(drafted >= 1.0).tolist():
-                place = {"method": method, "positions": BUCKET_NAMES[at], "token_s": token_s[method]}
+                place = {"method": method, "positions": BUCKET_NAMES[at], "token_s": token_s}
                 figures = {"drafted": float(drafted[at]), "acceptance": float(chances[at]), "tgs": float(tgs[at])}
                 standings.append({**place, **figures})
         return standings
-
-    # ---- parts ----
 
     def _probability(self, rows: np.ndarray) -> np.ndarray:
         """`(seats, rows)`."""
         return self.acceptance.probability(self.table, rows)[self.table.method]
 
     def _net_probability(self, rows: np.ndarray) -> np.ndarray:
-        """`_probability`, of models that take turns less what a right token of theirs costs: the tail that a draft
-        actor makes meanwhile begins before that token, and is lost where the actor is wrong there."""
+        """`_probability`, of models that take turns less the cost of a right token: the tail that a draft actor makes
+        meanwhile begins before that token, and is lost where the actor is wrong there."""
         probability, drafters, assigned = self._probability(rows), self.drafters.items(), self.table.assigned
         kept = np.ones(len(rows))
         for seat, one in drafters:
@@ -194,18 +248,10 @@ class Policy:
         return probability
 
     def _supply(self, rows: np.ndarray) -> np.ndarray:
-        """`(seats, rows)`, as everything of `take`, in C order: kernels are compiled for that."""
+        """`(seats, rows)`, in C order as kernels require."""
         return self.table.length.take(rows, axis=1)
-
-    def _longest(self, rows: np.ndarray) -> np.ndarray:
-        """int32 `(seats, rows)`: how long models that take turns may make the tails; 0 where none drafts."""
-        windows = np.zeros(len(self.table.method), np.int32)
-        for seat, drafter in self.drafters.items():
-            if drafter.able and drafter.takes_turns:
-                windows[seat] = drafter.spec.window
-        return np.where(self.table.assigned.take(rows, axis=1), windows[:, None], 0).astype(np.int32)
 
     def _room(self, rows: np.ndarray) -> np.ndarray:
         """Most draft tokens of each row: behind them comes one token of the target's own."""
-        table = self.table
-        return np.maximum(table.limit[rows] - table.committed[rows] - 1, 0)
+        left: np.ndarray = self.table.limit[rows] - self.table.committed[rows]
+        return (left - 1).clip(0)

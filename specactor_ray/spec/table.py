@@ -17,14 +17,24 @@ from specactor_ray.spec.acceptance import Acceptance, bucket_of
 if TYPE_CHECKING:
     from specactor_ray.target.base import TargetRequest
 
-_FIRST_ROWS, _FIRST_SEATS, _FIRST_TOKENS = 32, 2, 256
-
 
 class RequestTable:
-    """What a verifier knows of its requests and their drafts. Not thread-safe.
+    """Requests and their drafts. Not thread-safe.
 
-    A request has a row from `open` to `close`; rows are used again under a new `generation`, so that what is said of
-    the old request is not taken for the new one. A drafter has a seat.
+    A request has a row from `open` to `close`; a row is used again under a new `generation` (0: free), so that messages
+    about the old request do not apply. A drafter has a seat. Arrays, int32 where no other type is named:
+
+    - by row: `committed` output tokens, the most of them (`limit`), their ids (`output`, `(rows, capacity)`), `steps`
+      that committed some, and bool `begun`: it has been in a step; before, no drafter is assigned;
+    - by seat and row: bool `assigned`; `told`: committed tokens sent to the drafter, -1: the request is not open there;
+      `base` of its newest tail, -1: none; `tail`, `(seats, rows, window)`: the part of it past the committed prefix;
+      its `length`, 0 where the drafter is not assigned;
+    - by seat, row and branch of a tail with tokens: `branch_at`, tokens of the tail before the branch leaves it,
+      `FREE`: no branch; `branch_length`, and `branch_tail`, `(seats, rows, branches, window)`;
+    - by method and row, so they survive a change of the drafter: `evidence`, float64 hits and tries of draft tokens;
+      `drafts`, draft tokens that were verified, and right;
+    - `method` by seat; int64 `counts` (`_kernels.COUNTS`) and `reached`, how often the 1st, 2nd, ... draft token of a
+      tail was verified, and right, until `StepMetrics` takes them.
 
     Args:
         window: Most draft tokens of a request that are kept.
@@ -32,71 +42,45 @@ class RequestTable:
     """
 
     def __init__(self, window: int, branches: int = 0) -> None:
-        self.window = window
-        rows, seats = _FIRST_ROWS, _FIRST_SEATS
-        self.requests: list[TargetRequest | None] = [None] * rows
-        # Per row.
-        self.generation = np.zeros(rows, np.int32)
-        """Of the request in the row; 0: the row is free."""
-        self.committed = np.zeros(rows, np.int32)
-        """Output tokens committed."""
-        self.limit = np.zeros(rows, np.int32)
-        """Most of them."""
-        self.output = np.zeros((rows, _FIRST_TOKENS), np.int32)
-        """Committed token ids, `(rows, capacity)`."""
-        self.steps = np.zeros(rows, np.int32)
-        """In which it committed tokens."""
-        self.begun = np.zeros(rows, np.bool_)
-        """It has been in a step; before, no drafter is assigned."""
-        # Per seat and row.
+        self.window, rows, seats = window, 32, 2
+        self.requests: dict[int, TargetRequest] = {}
+        self.generation, self.committed, self.limit, self.steps = np.zeros((4, rows), np.int32)
+        self.output, self.begun = np.zeros((rows, 256), np.int32), np.zeros(rows, np.bool_)
         self.assigned = np.zeros((seats, rows), np.bool_)
-        """The drafter drafts for the request."""
-        self.told = np.zeros((seats, rows), np.int32)
-        """Committed tokens that it was told; -1: it has yet to be told of the request."""
-        self.base = np.full((seats, rows), -1, np.int32)
-        """Committed tokens that it knew when it said its newest tail; -1: it has said nothing."""
+        self.told, self.length, self.base = np.zeros((3, seats, rows), np.int32)
         self.tail = np.zeros((seats, rows, window), np.int32)
-        """The part of that tail that lies past the committed prefix."""
-        self.length = np.zeros((seats, rows), np.int32)
-        """Its tokens; 0 where the drafter does not draft for the request."""
-        # Branches of that tail, where it has tokens.
         self.branch_at = np.full((seats, rows, branches), _kernels.FREE, np.int32)
-        """`(seats, rows, branches)`: tokens of the tail before the branch leaves it; `FREE`: no branch."""
         self.branch_length = np.zeros((seats, rows, branches), np.int32)
         self.branch_tail = np.zeros((seats, rows, branches, window), np.int32)
         self.method = np.zeros(seats, np.int32)
-        """Draft method of each seat."""
-        # Per method and row, so they survive a change of the drafter.
         self.evidence = np.zeros((2, MAX_METHODS, rows))
-        """Hits and tries of draft tokens."""
         self.drafts = np.zeros((2, MAX_METHODS, rows), np.int32)
-        """Draft tokens that were verified, and right."""
-        self.outcomes = np.zeros(3, np.int64)
-        """Tails that committed tokens refuted, on arrival or later, and branches that became the tail, on arrival and
-        at a commit; counted up until `StepMetrics.count_outcomes` takes them."""
+        self.counts = np.zeros(len(_kernels.COUNTS), np.int64)
+        self.reached = np.zeros((2, window), np.int64)
         self._generations = 0
         self._free = list(range(rows))[::-1]
 
     def __len__(self) -> int:
         """Requests in the table."""
-        return len(self.requests) - len(self._free)
-
-    # ---- rows and seats ----
+        return len(self.requests)
 
     @property
     def next_row(self) -> int:
         """The row that `open` gives next."""
         if not self._free:
-            self._grow_rows()
+            old = len(self.generation)
+            self._enlarge(_BY_ROW, 0, 2 * old)
+            self._enlarge(_BY_SEAT, 1, 2 * old)
+            self._enlarge(("evidence", "drafts"), 2, 2 * old)
+            self._free = list(range(old, 2 * old))[::-1]
         return self._free[-1]
 
     def open(self, request: TargetRequest) -> int:
         """Give a request a row; returns it."""
-        row = self.next_row
+        row, known = self.next_row, len(request.committed_token_ids)
         self._free.pop()
         self._generations += 1
-        known = len(request.committed_token_ids)
-        self._fit(known + self.window + 1)
+        self._fit(known)
         self.requests[row], self.generation[row] = request, self._generations
         self.committed[row], self.limit[row] = known, request.sampling.max_tokens
         self.output[row, :known] = request.committed_token_ids
@@ -104,35 +88,29 @@ class RequestTable:
 
     def close(self, row: int) -> None:
         """Free a row."""
-        self.requests[row], self.generation[row], self.begun[row], self.steps[row] = None, 0, False, 0
-        for plane in (self.assigned, self.length, self.evidence, self.drafts):
+        del self.requests[row]
+        for plane in (self.generation, self.begun, self.steps, self.assigned, self.length, self.evidence, self.drafts):
             plane[..., row] = 0
         self._free.append(row)
 
     def fit_seats(self, count: int) -> None:
         """Make room for this many drafters."""
-        seats = len(self.method)
-        while seats < count:
-            seats *= 2
-        if seats > len(self.method):
-            for name in (*_BY_SEAT, "method"):
-                setattr(self, name, enlarged(getattr(self, name), 0, seats))
+        if count > len(self.method):
+            self._enlarge((*_BY_SEAT, "method"), 0, 1 << (count - 1).bit_length())
 
     def clear_seat(self, seat: int, method: int) -> None:
-        """A drafter of this method takes the seat; nothing is known of it."""
+        """A drafter of this method takes the seat."""
         self.method[seat] = method
         self.assigned[seat], self.length[seat] = False, 0
 
     def assign(self, seat: int, row: int) -> None:
-        """The drafter drafts for the request from now on; it has yet to be told."""
-        self.assigned[seat, row], self.told[seat, row] = True, -1
-        self.base[seat, row], self.length[seat, row] = -1, 0
+        """The drafter drafts for the request from now on."""
+        self.assigned[seat, row], self.length[seat, row] = True, 0
+        self.told[seat, row] = self.base[seat, row] = -1
 
     def release(self, seat: int, row: int) -> None:
-        """The drafter drafts for the request no more."""
+        """The drafter does not draft for the request any more."""
         self.assigned[seat, row], self.length[seat, row] = False, 0
-
-    # ---- what comes in ----
 
     def take(self, seat: int, tails: Any) -> np.ndarray:
         """Take in the tails of one drafter (`messages.TailBatch`). Returns bool `(n,)`: which of them are of requests
@@ -142,34 +120,25 @@ class RequestTable:
         return unknown
 
     def commit(self, step: Committed, acceptance: Acceptance) -> None:
-        """Append what a step committed, and judge the tails that were there by it."""
+        """Append what a step committed, and compare the tails with it."""
         start = self.committed[step.rows]
-        self._fit(int((start + step.counts).max(initial=0)) + self.window + 1)
+        self._fit(int((start + step.counts).max(initial=0)))
         _kernels.commit(step, bucket_of(start), _kernels.Planes(*_PLANES(self)), acceptance.evidence)
 
     def untold(self, seat: int, rows: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What was committed since the drafter was told last: lengths per row, and all tokens one after the other.
-        It counts as told from now on."""
+        """What was committed and not yet sent to the drafter; it counts as sent now: lengths by row, and all tokens."""
         lengths: np.ndarray
         lengths, tokens = _kernels.untold(np.asarray(rows, np.int32), self.told[seat], self.committed, self.output)
         return lengths, tokens
 
-    # ---- growth ----
-
     def _fit(self, tokens: int) -> None:
-        width = self.output.shape[1]
-        if tokens > width:
-            while width < tokens:
-                width *= 2
-            self.output = enlarged(self.output, 1, width)
+        """Make room for outputs of so many tokens and a tail."""
+        if (tokens := tokens + self.window + 1) > self.output.shape[1]:
+            self._enlarge(("output",), 1, 1 << (tokens - 1).bit_length())
 
-    def _grow_rows(self) -> None:
-        old = len(self.requests)
-        for axis, names in enumerate((_BY_ROW, _BY_SEAT, ("evidence", "drafts"))):
-            for name in names:
-                setattr(self, name, enlarged(getattr(self, name), axis, 2 * old))
-        self.requests += [None] * old
-        self._free = list(range(old, 2 * old))[::-1]
+    def _enlarge(self, names: Sequence[str], axis: int, size: int) -> None:
+        for name in names:
+            setattr(self, name, enlarged(getattr(self, name), axis, size))
 
 
 _PLANES = operator.attrgetter(*_kernels.Planes._fields)

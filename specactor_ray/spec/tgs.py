@@ -7,8 +7,7 @@ seconds per drafted token and `V(w)` seconds to verify `w + 1` positions, one it
     decoupled  IL = max(w·D, V(w))   τ = Σ_{a<w} (S_a - S_{a+1}) (a+1)/2 + w·S_w      =  (Σ_{i=0}^{w-1} S_i + w·S_w) / 2
     plain      IL = V(0)             τ = 1
 
-and TGS = τ / IL. A decoupled miss also loses the window in flight (the /2), and a decoupled full match has no bonus
-token, since its successor was drafted already.
+and TGS = τ / IL. A decoupled miss also loses the window in flight (the /2), and a full match has no bonus token.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import numpy as np
 
 _TINY_S = 1e-9
-"""Stands in for a time of zero or less."""
 
 
 def geometric(probability: np.ndarray, window: int) -> np.ndarray:
@@ -34,11 +32,7 @@ def iterations(
     survival: np.ndarray, draft_s: float, verify_s: np.ndarray
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """τ and IL of coupled iterations, τ and IL of decoupled ones, at windows 1, 2, ...: `(n, window)` and `(window,)`.
-
-    Args:
-        survival: `(n, window + 1)` S_i.
-        draft_s, verify_s: D, and `(window + 1,)` V(0), V(1), ...
-    """
+    `survival`: `(n, window + 1)` S_i; `draft_s`, `verify_s`: D, and `(window + 1,)` V(0), V(1), ..."""
     windows, sums = np.arange(1, survival.shape[1]), np.cumsum(survival, axis=1)
     drafting_s, seconds = windows * draft_s, np.maximum(verify_s[1:], _TINY_S)
     decoupled = (sums[:, :-1] + windows * survival[:, 1:]) / 2.0
@@ -46,7 +40,8 @@ def iterations(
 
 
 def window_rates(probability: np.ndarray, window: int, draft_s: float, verify_s: np.ndarray) -> np.ndarray:
-    """`(n, window)` TGS at windows 1, 2, ..., the largest `window`: the better of coupled and decoupled, by `(n,)`
-    probabilities, D, and V(0), V(1), ... of which there are `window + 1` at least."""
+    """`(n, window)` TGS at windows 1, 2, ..., `window`, the better of coupled and decoupled. `probability`: `(n,)`;
+    `draft_s`, `verify_s`: D, and `window + 1` or more of V(0), V(1), ..."""
     coupled, decoupled = iterations(geometric(probability, window), draft_s, verify_s[: window + 1])
-    return np.maximum(coupled[0] / coupled[1], decoupled[0] / decoupled[1])
+    rates: np.ndarray = np.maximum(coupled[0] / coupled[1], decoupled[0] / decoupled[1])
+    return rates

@@ -34,8 +34,7 @@ from specactor_ray.queues import inbox
 from specactor_ray.queues.link import Link, direct_sender
 from specactor_ray.spec import assign
 from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import Policy
-from specactor_ray.spec.suspension import Suspension
+from specactor_ray.spec.policy import Policy, Suspension
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.target.hf import HfEngine
 from specactor_ray.verify.drafting import Drafting

@@ -10,8 +10,7 @@ import pytest
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import Policy, Seconds
-from specactor_ray.spec.suspension import PROBE_STEPS, TELL_EVERY, Suspension
+from specactor_ray.spec.policy import PROBE_STEPS, TELL_EVERY, Policy, Seconds, Suspension
 from specactor_ray.spec.table import RequestTable
 
 PLAIN_S, OWN_S, PLAIN_OWN_S = 0.01, 0.0006, 0.0002
