@@ -309,14 +309,18 @@ def choose(probability: Any, supply: Any, room: Any, curve: Any, seats: Any, len
 
 
 @_jit
-def best_rounds(probability: Any, supply: Any, longest: Any, room: Any, curve: Any, token_s: float, most: int) -> int:
-    """The best number of rounds: compares `choose` now with `choose` after 1, 2, ..., `most` rounds of drafting, each of
-    which takes `token_s` and lengthens every tail by one token, up to `longest` `(seats, rows)`."""
+def best_rounds(
+    probability: Any, supply: Any, longest: Any, room: Any, curve: Any, token_s: float, most: int, hurdle: float
+) -> int:
+    """The best number of rounds: compares `choose` now, at `hurdle` times its rate, with `choose` after 1, 2, ...,
+    `most` rounds of drafting, each of which takes `token_s` and lengthens every tail by one token, up to `longest`
+    `(seats, rows)`."""
     best_rate, rounds = 0.0, 0
     seats, lengths = np.empty(len(room), np.int32), np.empty(len(room), np.int32)
     for number in range(most + 1):
         grown = np.minimum(supply + number, longest)
         rate = choose(probability, grown, room, curve + number * token_s, seats, lengths)
+        rate *= hurdle if number == 0 else 1.0
         if rate > best_rate:
             best_rate, rounds = rate, number
     return rounds

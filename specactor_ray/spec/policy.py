@@ -26,6 +26,8 @@ from specactor_ray.spec.tgs import window_rates
 
 _FIRST_ROUNDS = 3
 """Rounds of drafting where the seconds of one are unknown."""
+_RETURN_GAIN = 0.05
+"""Part by which rounds must promise to be faster where models first have to read more than a window of commits."""
 _UNRESCUED = 0.5
 """Share of refuted tails whose place no branch takes."""
 PROBE_STEPS = 8
@@ -170,8 +172,10 @@ class Policy:
         if token_s <= 0.0:
             most = min(most, _FIRST_ROUNDS)
         supply, curve = self._supply(rows), self.cost.curve(len(rows), len(rows) * table.window)
+        behind = table.committed[rows] - table.told.take(rows, axis=1) > table.window
+        hurdle = 1.0 + _RETURN_GAIN * float(behind[longest > 0].mean())
         tails = (self._net_probability(rows), supply, np.maximum(longest, supply), self._room(rows))
-        rounds: int = _kernels.best_rounds(*tails, curve, token_s, most)
+        rounds: int = _kernels.best_rounds(*tails, curve, token_s, most, hurdle)
         return rounds
 
     def choose(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

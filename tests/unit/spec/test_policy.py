@@ -123,18 +123,37 @@ def test_hardly_any_other_number_of_rounds_commits_more_per_second(seed: int) ->
             if (np.array(choice) <= there.max(axis=0)).all()
         )
 
-    rounds = _kernels.best_rounds(p, supply, longest, room, curve, token_s, most)
+    rounds = _kernels.best_rounds(p, supply, longest, room, curve, token_s, most, 1.0)
     assert 0 <= rounds <= most
     assert best_rate(rounds) >= 0.97 * max(map(best_rate, range(most + 1)))
 
 
 def test_rounds_that_bring_nothing_are_not_drafted() -> None:
     p, none, room, curve = np.full((1, 2), 0.8), np.zeros((1, 2), np.int32), np.full(2, 9, np.int32), np.ones(40)
-    assert _kernels.best_rounds(p, none, none + 3, room, curve, 0.001, 8) == 3, "tails grow no further"
-    assert _kernels.best_rounds(p, none + 3, none + 3, room, curve, 0.001, 8) == 0
-    assert _kernels.best_rounds(p, none, none + 8, np.full(2, 2, np.int32), curve, 0.001, 8) == 2, "nor is there room"
-    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.001, 5) == 5, "no more than allowed"
-    assert _kernels.best_rounds(p, none, none + 8, room, curve, 1.0, 8) == 0, "they are too dear"
+    assert _kernels.best_rounds(p, none, none + 3, room, curve, 0.001, 8, 1.0) == 3, "tails grow no further"
+    assert _kernels.best_rounds(p, none + 3, none + 3, room, curve, 0.001, 8, 1.0) == 0
+    assert _kernels.best_rounds(p, none, none + 8, np.full(2, 2, np.int32), curve, 0.001, 8, 1.0) == 2, (
+        "nor is there room"
+    )
+    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.001, 5, 1.0) == 5, "no more than allowed"
+    assert _kernels.best_rounds(p, none, none + 8, room, curve, 1.0, 8, 1.0) == 0, "they are too dear"
+    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.6, 8, 1.0) == 1
+    assert _kernels.best_rounds(p, none, none + 8, room, curve, 0.6, 8, 1.2) == 0, "they promise less than a fifth more"
+
+
+def test_models_that_have_much_to_read_must_promise_more() -> None:
+    """Such as after a suspension, in which they are told nothing."""
+    bench = Bench(replace(MODEL, token_s=0.0375), rows=2)
+    rows = bench.rows.tolist()
+    bench.table.told[0, rows] = 0
+    assert bench.rounds == 1, "it gains less than a twentieth"
+    commit(bench.table, bench.acceptance, {row: [1] * (WINDOW + 1) for row in rows})
+    assert bench.rounds == 0
+    bench.table.told[0, rows] = bench.table.committed[rows]
+    assert bench.rounds == 1
+    bench.table.told[0, rows] = -1
+    bench.drafters[0].token_s = 0.01
+    assert bench.rounds > 1, "it gains more"
 
 
 # ---- the policy ----
