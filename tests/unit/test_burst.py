@@ -191,7 +191,7 @@ def test_padding_and_rows_that_are_done_write_to_no_page_of_a_chain(make: Any) -
     that nobody holds."""
     device = FakeCapturer()
     drafter, requests = make(capturer=device), requests_of(6, 1)
-    drafter._cache._pools[0].zero_()  # it is what the memory held before, which may be no number
+    drafter._cache._pools[0].fill_(0.5)  # it holds what the memory held before, which may be no number
     for request in requests:
         request.sampling = SamplingParams(1.0, seed=request.slot, max_tokens=2 + request.slot)
         request.open(drafter)
