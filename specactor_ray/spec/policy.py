@@ -130,7 +130,7 @@ class Policy:
     def plan_wait(self, rows: np.ndarray) -> tuple[np.ndarray, float]:
         """A step begins: which of the rows wait for a first draft, and how long at most, in seconds."""
         table, longest_s, seats = self.table, self._config.draft_wait_s, self._apart()
-        if not seats or longest_s == 0.0:
+        if not seats or longest_s == 0.0 or (longest_s is None and self._waiting.rest):
             return rows[:0], 0.0
         silent = rows[self.silent(rows)]
         if longest_s is None:

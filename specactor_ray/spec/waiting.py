@@ -16,6 +16,8 @@ _LEAST_WEIGHT = 0.1
 """Weight of the newest wait in the moving mean of their seconds."""
 _FORGET_STEPS = 256
 """Steps after the last wait at which that mean is forgotten."""
+_HOPELESS, _REST_STEPS = 0.75, 16
+"""Where a wait is worth less than this part of its seconds even if it costs no tail, none is considered for so long."""
 _PLAIN, _WAITED, _TAIL = range(3)
 """What a row did in a step: neither of the others, wait for a tail, or have one at hand."""
 
@@ -43,6 +45,8 @@ class Waiting:
         """Tokens and seconds of steps."""
         self._answer_s, self._waits, self._left = 0.0, 0, 0
         """Seconds of a wait; waits since it was forgotten; steps until it is."""
+        self.rest = 0
+        """Steps in which no wait is considered."""
         self._did = np.zeros(0, np.int8)
         self._began = np.zeros((3, 0), np.int32)
         """By row of the table, at its newest step: generation, steps and committed tokens."""
@@ -78,8 +82,11 @@ class Waiting:
         waited = (tailed[_WAITED] + _TRIES * plain) / (rows[_WAITED] + _TRIES)
         with_tail = max(rows[_TAIL], 1.0)
         worth = max(committed[_TAIL] / with_tail - 1.0, 0.0) / (1.0 + plain - tailed[_TAIL] / with_tail)
-        most_s = len(chances) * (gain + (waited - plain) * worth) * seconds / tokens - verify_s
-        return _SUNK * float(most_s) if most_s > (self._answer_s if self._waits else least_s) else 0.0
+        row_s, answer_s = len(chances) * seconds / tokens, self._answer_s if self._waits else least_s
+        if row_s * gain - verify_s < _HOPELESS * answer_s:
+            self.rest = _REST_STEPS
+        most_s = row_s * (gain + (waited - plain) * worth) - verify_s
+        return _SUNK * float(most_s) if most_s > answer_s else 0.0
 
     def waited(self, rows: np.ndarray, seconds: float) -> None:
         """These rows have waited for so long."""
@@ -90,6 +97,6 @@ class Waiting:
     def record(self, tokens: int, seconds: float) -> None:
         """A step has ended."""
         self._rate = _FADE * self._rate + (tokens, seconds)
-        self._left -= 1
+        self.rest, self._left = max(self.rest - 1, 0), self._left - 1
         if self._left == 0:
             self._answer_s, self._waits = 0.0, 0
