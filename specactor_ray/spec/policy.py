@@ -23,6 +23,7 @@ from specactor_ray.spec.acceptance import BUCKET_NAMES, Acceptance
 from specactor_ray.spec.cost import StepCost
 from specactor_ray.spec.table import RequestTable
 from specactor_ray.spec.tgs import window_rates
+from specactor_ray.spec.waiting import Waiting
 
 _FIRST_ROUNDS = 3
 """Rounds of drafting where the seconds of one are unknown."""
@@ -54,6 +55,8 @@ class Drafter:
     """D: seconds in which a model drafts a token for each of its requests; 0 if unknown."""
     token_rows: int = 0
     """Requests of the verifier when that arrived."""
+    trip_s: float = 0.0
+    """Seconds of a message to it and of its answer, at least; 0 if unknown."""
     able: bool = True
     """It can be reached."""
     hosted: bool = False
@@ -148,7 +151,7 @@ class Policy:
     ) -> None:
         self._config, self.table, self.drafters = config, table, drafters
         self.acceptance, self.cost = acceptance, cost
-        self.suspension = Suspension()
+        self.suspension, self._waiting = Suspension(), Waiting()
         self.rows = 1
         """Of the newest step."""
 
@@ -189,13 +192,36 @@ class Policy:
             lengths = np.where(seats >= 0, np.minimum(supply[seats, np.arange(len(rows))], room), 0)
         return seats, lengths
 
-    def is_waiting(self, rows: np.ndarray) -> bool:
-        """Whether a request has no tail and a draft actor that has yet to say what follows the newest commit."""
-        table = self.table
-        able = [seat for seat, one in self.drafters.items() if one.able and not one.hosted]
-        base, asked = table.base[able].take(rows, axis=1), table.assigned[able].take(rows, axis=1)
-        silent = asked & (base != table.committed[rows])
-        return bool((silent.any(axis=0) & ~self._supply(rows).any(axis=0)).any())
+    def plan_wait(self, rows: np.ndarray) -> tuple[np.ndarray, float]:
+        """Rows of a step that begins which wait for a first draft, and how long at most, in seconds."""
+        table, longest_s, seats = self.table, self._config.draft_wait_s, self._apart()
+        if not seats or longest_s == 0.0 or (longest_s is None and self._waiting.rest):
+            return rows[:0], 0.0
+        silent = rows[self.silent(rows)]
+        if longest_s is None:
+            heard = (table.base[seats] >= 0).any(axis=0)  # of others the prompt is yet to be read
+            known, silent = rows[heard[rows]], silent[heard[silent]]
+            self._waiting.begin(table, known, self._supply(known).any(axis=0))
+            if not len(silent) or not self.cost.is_known:
+                return silent, 0.0
+            chances = np.where(table.assigned[seats].take(silent, axis=1), self._probability(silent)[seats], 0.0)
+            step_s = self.cost.curve(len(rows), len(silent))
+            least_s = min(self.drafters[seat].token_s + self.drafters[seat].trip_s for seat in seats)
+            longest_s = self._waiting.plan(chances.max(axis=0), float(step_s[-1] - step_s[0]), least_s)
+            longest_s = min(longest_s, float(step_s[0]))
+        return silent, longest_s
+
+    def silent(self, rows: np.ndarray) -> np.ndarray:
+        """bool `(rows,)`: without a tail, and with a draft actor whose answer to the newest commit has not arrived."""
+        table, seats = self.table, self._apart()
+        base, asked = table.base[seats].take(rows, axis=1), table.assigned[seats].take(rows, axis=1)
+        silent: np.ndarray = (asked & (base != table.committed[rows])).any(axis=0) & ~self._supply(rows).any(axis=0)
+        return silent
+
+    def waited(self, rows: np.ndarray, seconds: float) -> None:
+        """These rows have waited for so long."""
+        if self._config.draft_wait_s is None:
+            self._waiting.waited(rows, seconds)
 
     def record(self, num_rows: int, positions: int, prefill: int, accepted: int, seconds: Seconds) -> None:
         """Learn from a step what steps cost, and whether drafts pay, unless the configuration demands them. Prompts
@@ -204,6 +230,7 @@ class Policy:
         if 2 * prefill > positions:
             return
         self.cost.record(positions, seconds.engine)
+        self._waiting.record(num_rows + accepted, seconds.total)
         config, decoded = self._config, positions - prefill
         if config.verify is VerifyPolicy.all or config.race is RaceName.always:
             return
@@ -231,6 +258,10 @@ class Policy:
                 figures = {"drafted": float(drafted[at]), "acceptance": float(chances[at]), "tgs": float(tgs[at])}
                 standings.append({**place, **figures})
         return standings
+
+    def _apart(self) -> list[int]:
+        """Seats of draft actors that can be reached."""
+        return [seat for seat, one in self.drafters.items() if one.able and not one.hosted]
 
     def _probability(self, rows: np.ndarray) -> np.ndarray:
         """`(seats, rows)`."""

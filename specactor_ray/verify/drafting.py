@@ -53,7 +53,7 @@ class Drafting:
         cost: StepCost | None = None,
     ) -> None:
         warm_up()
-        self.verifier_id, self.wait_s = verifier_id, config.draft_wait_s
+        self.verifier_id = verifier_id
         self.inbox = inbox.for_verifier(vocab_size, branches)
         self.table = RequestTable(max(config.window or WINDOW, window), branches)
         self._seats: dict[int, Seat] = {}
@@ -115,6 +115,7 @@ class Drafting:
         at their turn only, everything since the last one in one message."""
         for seat in self._seats.values():
             seat.able = seat.link.failed is None and seat.drafter_id not in self.inbox.cut_off
+            seat.trip_s = seat.link.trip_s
             if models_turn or not seat.takes_turns:
                 seat.link.offer(functools.partial(seat.news, self.verifier_id))
             else:

@@ -196,7 +196,7 @@ class VerifyLoop(Loop):
         if not len(rows) or self._suspension.is_on:
             return 0.0
         begin = self._clock.now()
-        self._await_tails(rows, begin + drafting.wait_s)
+        self._await_tails(rows)
         if self._has_models and (rounds := drafting.policy.plan_rounds(rows)):
             drafting.flush()
             while rounds and (drafted := self._draft(rounds)):
@@ -209,16 +209,20 @@ class VerifyLoop(Loop):
         that fails is logged and loses its requests. Returns how many it drafted, and 0 when there was nothing to do."""
         return max((drafter.loop.take_turn(most) for drafter in self._hosted), default=0)
 
-    def _await_tails(self, rows: np.ndarray, until: float) -> None:
-        """Wait for requests without a tail. Drafters of other processes run ahead; by default nobody waits for them."""
-        while not self._stopping.is_set():
-            left = until - self._clock.now()
-            if left <= 0.0 or not self._drafting.policy.is_waiting(rows):
-                return
+    def _await_tails(self, rows: np.ndarray) -> None:
+        """Wait for requests without a tail, where that pays: drafters of other processes run ahead."""
+        policy, begin = self._drafting.policy, self._clock.now()
+        rows, left = policy.plan_wait(rows)
+        if left <= 0.0:
+            return
+        until = begin + left
+        while left > 0.0 and not self._stopping.is_set() and policy.silent(rows).any():
             self._drafting.flush()
             self._wake.wait(left)
             self._wake.clear()
             self._drafting.take_messages()
+            left = until - self._clock.now()
+        policy.waited(rows, self._clock.now() - begin)
 
     def _load_weights(self, version: int, state_dict: Mapping[str, Any]) -> None:
         if version <= self._engine.weight_version:

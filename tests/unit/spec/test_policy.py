@@ -19,7 +19,7 @@ from specactor_ray.draft.registry import traits
 from specactor_ray.spec import _kernels
 from specactor_ray.spec.acceptance import Acceptance
 from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import Drafter, Policy
+from specactor_ray.spec.policy import Drafter, Policy, Seconds
 from specactor_ray.spec.table import RequestTable
 from specactor_ray.spec.tgs import geometric, iterations
 from tests.unit.spec.tables import commit, ints, request, say
@@ -197,7 +197,7 @@ class Bench:
 
     @property
     def is_waiting(self) -> bool:
-        return self.policy.is_waiting(self.rows)
+        return bool(self.policy.silent(self.rows).any())
 
     def say(self, lengths: Sequence[int], seat: int = 0) -> None:
         for row, length in zip(self.rows.tolist(), lengths, strict=True):
@@ -323,6 +323,27 @@ def test_who_verifies_all_drafts_whole_windows() -> None:
     assert bench.rounds == WINDOW
     del bench.drafters[1]
     assert bench.rounds == 5
+
+
+def test_a_number_sets_the_wait_by_hand_and_0_none() -> None:
+    rows, seconds = Bench(APART, draft_wait_s=0.3).policy.plan_wait(ints(range(4)))
+    assert (rows.tolist(), seconds) == ([0, 1, 2, 3], 0.3)
+    for bench in (Bench(APART, draft_wait_s=0.0), Bench(MODEL, draft_wait_s=0.3), Bench(MODEL)):
+        assert bench.policy.plan_wait(bench.rows)[1] == 0.0
+
+
+def test_the_wait_that_pays_is_no_longer_than_a_plain_step() -> None:
+    """The drafter is fast and its answers are unknown. Of requests that it has yet to read it answers for none."""
+    bench = Bench(APART, prior=0.99)
+    bench.policy.record(4, 4, 0, 4, Seconds(0.06, 0.06, 0.0))
+    assert bench.policy.plan_wait(bench.rows)[1] == 0.0
+    bench.say([1, 1, 0, 0])
+    for row in bench.rows[:2].tolist():
+        commit(bench.table, bench.acceptance, {row: [1, 1]})
+    rows, seconds = bench.policy.plan_wait(bench.rows)
+    assert rows.tolist() == bench.rows[:2].tolist() and 0.0 < seconds <= bench.policy.cost.curve(4, 0)[0]
+    bench.drafters[0].token_s = 10.0
+    assert bench.policy.plan_wait(bench.rows)[1] == 0.0
 
 
 def test_a_step_waits_for_requests_without_a_tail_whose_drafters_have_yet_to_answer() -> None:
