@@ -21,28 +21,25 @@ PAIR = ["--config", "conf/simulation/qwen32b_5xh100.yaml"]
 WHOLE = ["--config", "conf/simulation/qwen32b_256xh100.yaml"]
 
 EXPERIMENTS: Mapping[str, list[str]] = {
-    "paper": [*WHOLE, "--oracle"],
-    "equal": ["--config", "conf/simulation/equal_drafters_6xh100.yaml", "--sweep", "correlation=0,0.5,1"],
+    "paper": [*WHOLE],
     "batch": [
-        *(*PAIR, "--oracle", "--sweep", "config.target.max_batch=16,64,128,256,512,1024,2048"),
+        *(*PAIR, "--compare", "plain,coupled,decoupled", "--sweep", "config.target.max_batch=16,64,128,256,512,1024"),
         *("workload.prompt_tokens=16", "workload.requests=512"),
     ],
-    "latency": [*PAIR, "--oracle", "--sweep", "skills.0.forward_ms=0.1,0.5,1,2,5,10,20,50"],
-    "speed": [*PAIR, "--oracle", "--compare", "plain,decoupled", "--sweep", "machines.slowness.1=0.5,1,2,4,8"],
-    "acceptance": [*PAIR, "--oracle", "--sweep", "skills.0.mean=0.2,0.4,0.6,0.7,0.8,0.9"],
-    "drafters": [
-        *(*PAIR, "--oracle", "--compare", "plain,decoupled", "--sweep", "config.drafters.0.replicas=1,2,4,8"),
-        *("config.target.replicas=3", "machines.nodes=6", "workload.requests=384"),
+    "latency": [
+        *(*PAIR, "--compare", "plain,coupled,decoupled", "--sweep", "skills.0.forward_ms=0.1,0.5,1,2,5,10,20"),
+    ],
+    "acceptance": [
+        *(*PAIR, "--compare", "plain,coupled,decoupled", "--sweep", "skills.0.mean=0.2,0.4,0.6,0.7,0.8,0.9"),
     ],
     "branches": [
         *(*PAIR, "--compare", "coupled,decoupled", "--sweep", "config.speculation.branches=0,4,8,16"),
         *("config.target.max_batch=4", "config.speculation.window=16"),
     ],
     "heads": [
-        *(*PAIR, "--sweep", "config.target.max_batch=1,4,16,64", "config.speculation.branches=16"),
-        *("config.speculation.window=16", "workload.median_tokens=300", "workload.max_tokens=1200"),
+        *(*PAIR, "--sweep", "config.target.max_batch=1,4,16,64"),
+        *("workload.median_tokens=300", "workload.max_tokens=1200"),
     ],
-    "python": [*PAIR, "--oracle", "--sweep", "python.verify_row_us=0,4,25,110"],
 }
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from specactor_ray.draft.branches import GAPS, ranges_of
 from specactor_ray.messages import SamplingParams
 from specactor_ray.simulation._kernels import NO_GUESS
+from specactor_ray.spec.tgs import RIGHT_BEHIND_WRONG
 
 
 class Text(Protocol):
@@ -87,10 +88,8 @@ def _hashed_ranks(key: bytes, count: int, first: float) -> np.ndarray:
     return np.stack([ranks, np.full(count, GAPS // 2)]).astype(np.int8)
 
 
-SECOND, THIRD, FOURTH, FIFTH = 0.4, 0.18, 0.12, 0.1
-"""Chance that the second, third, ... candidate is right where those before it are wrong: SmolLM2 as a drafter that
-samples with the target's noise has 0.36-0.48, 0.13-0.23, 0.10-0.16 and 0.06-0.15."""
-_RIGHT_TO = 1.0 - np.cumprod(1.0 - np.array([SECOND, THIRD, FOURTH, FIFTH]))
+SECOND, THIRD, FOURTH, FIFTH = RIGHT_BEHIND_WRONG
+_RIGHT_TO = 1.0 - np.cumprod(1.0 - np.array(RIGHT_BEHIND_WRONG))
 """Chance that one of the candidates from the second on, up to each of them, is right where the first is wrong."""
 
 
