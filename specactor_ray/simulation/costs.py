@@ -15,7 +15,7 @@ from specactor_ray.errors import ConfigError
 from specactor_ray.simulation.hardware import Hardware, ProfiledHardware, RooflineHardware, load_hardware
 from specactor_ray.simulation.hardware_files import find_model, load_models
 from specactor_ray.simulation.roofline import RooflineCost, StepCost
-from specactor_ray.simulation.scenario import ScenarioConfig
+from specactor_ray.simulation.scenario import ScenarioConfig, SkillConfig
 from specactor_ray.simulation.world import DraftTime, LinearTime, Times, World
 from specactor_ray.speculation.costs import CostPoint, cost_grids
 
@@ -77,11 +77,13 @@ def _mean(points: Sequence[CostPoint]) -> list[CostPoint]:
 def _drafting(scenario: ScenarioConfig, hardware: Hardware) -> dict[str, DraftTime]:
     if scenario.config.mode is ModeName.plain:
         return {}
-    set_by_hand = {one.method: one.forward_ms for one in scenario.skills if one.forward_ms is not None}
-    return {
-        drafter.method: _draft_time(index, drafter, hardware, set_by_hand.get(drafter.method))
-        for index, drafter in enumerate(scenario.config.drafters)
-    }
+    skills = {one.method: one for one in scenario.skills}
+    times = {}
+    for index, drafter in enumerate(scenario.config.drafters):
+        skill = skills.get(drafter.method, SkillConfig())
+        time = _draft_time(index, drafter, hardware, skill.forward_ms)
+        times[drafter.method] = replace(time, block=skill.block)
+    return times
 
 
 def _draft_time(index: int, drafter: DrafterConfig, hardware: Hardware, forward_ms: float | None) -> DraftTime:

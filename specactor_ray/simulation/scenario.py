@@ -81,6 +81,9 @@ class SkillConfig:
     """The same of the fifth."""
     forward_ms: float | None = None
     """Milliseconds of one draft forward (or lookup), whatever its batch, in place of the hardware's figure."""
+    block: int = 1
+    """Tokens that a forward drafts for each request: more than 1 for drafters that draft blocks, such as diffusion
+    models. Draft actors alone; `coupled` verifiers take a forward for one token."""
 
 
 @dataclass
@@ -173,7 +176,7 @@ class ScenarioConfig:
 
 _OTHER_RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("cpus", "group", "max_tokens", "median_tokens", "nodes"), (1, _MOST)),
-    **dict.fromkeys(("part", "prompt_tokens", "requests", "steps"), (1, _MOST)),
+    **dict.fromkeys(("block", "part", "prompt_tokens", "requests", "steps"), (1, _MOST)),
     **dict.fromkeys(("correlation", "coverage", "decay", "jitter", "mean"), (0, 1)),
     **dict.fromkeys(("second", "third", "fourth", "fifth"), (0, 1)),
     **dict.fromkeys(("burst", "sigma", "spread"), (0, 10)),

@@ -84,6 +84,8 @@ class DraftTime:
     """Of one forward, which drafts one token for each of its rows; of a lookup, which drafts whole tails, the seconds
     of `positions` tokens found."""
     is_lookup: bool = False
+    block: int = 1
+    """Tokens of each chain that a forward drafts."""
     fusion: Callable[[int], float] | None = None
     """EAGLE heads: number of committed positions → seconds to fuse their hidden states."""
     merge_s: float = math.inf
@@ -91,7 +93,7 @@ class DraftTime:
     row reads all of its pages."""
 
     def seconds(self, rows: int, context: int, shared: int, prefill: int) -> float:
-        """Duration of a forward with one token per row, whichever way of attending is faster.
+        """Duration of a forward, whichever way of attending is faster.
 
         Args:
             rows: Chains.
@@ -99,9 +101,10 @@ class DraftTime:
             shared: The same with common pages counted once.
             prefill: Prompt tokens in the same forward.
         """
-        seconds = self.forward.seconds(rows, rows, context, prefill)
+        positions = rows * self.block
+        seconds = self.forward.seconds(rows, positions, context, prefill)
         if shared < context:
-            seconds = min(seconds, self.forward.seconds(rows, rows, shared, prefill) + self.merge_s)
+            seconds = min(seconds, self.forward.seconds(rows, positions, shared, prefill) + self.merge_s)
         return seconds
 
 
