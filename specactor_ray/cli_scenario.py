@@ -92,6 +92,18 @@ def run_scenario(options: ScenarioOptions) -> None:
     finish(report["status"])
 
 
+def plan_layout(config: Path, overrides: Sequence[str]) -> None:
+    """Print the layout that the plan search chooses on the scenario's machines."""
+    from specactor_ray.observability.plan_report import prediction_table
+    from specactor_ray.simulation.planning import plan_scenario
+    from specactor_ray.simulation.scenario import load_scenario
+
+    plan, console = plan_scenario(load_scenario(config, overrides)), make_console()
+    console.print(prediction_table(plan))
+    for line in (*plan.rejected, *plan.notes, plan.words()):
+        say(console, line)
+
+
 def parse_names(text: str | None) -> list[str] | None:
     """`plain,coupled` → the names; None, for all variants, from None. Raises InputError where there is no name."""
     if text is None:

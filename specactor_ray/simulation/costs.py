@@ -63,7 +63,7 @@ def _timed_world(scenario: ScenarioConfig, hardware: Hardware) -> World:
         cost = hardware.target_cost(target.model, target.gpus or target.cores)
     except ConfigError as error:
         raise ConfigError("config.target", f"{error.key}: {error.problem}", error.fix) from None
-    times = Times(steps.load_s, steps.sync_s, steps.sleep_s)
+    times = Times(steps.load_s, steps.sync_s)
     return World(target=cost, drafting=_drafting(scenario, hardware), times=times)
 
 

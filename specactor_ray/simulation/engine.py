@@ -165,10 +165,9 @@ class SimulatedEngine:
     def sleep(self) -> None:
         if self.has_work():
             raise InputError("requests are running")
-        self._clock.work(self._world.times.sleep_s)
 
     def wake(self) -> None:
-        self._clock.work(self._world.times.sleep_s)
+        pass
 
     def close(self) -> None:
         self.closed = True

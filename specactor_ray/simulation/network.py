@@ -43,8 +43,6 @@ class Node:
     name: str
     cpus: float
     gpus: float = 0.0
-    slowness: float = 1.0
-    """Factor of the durations of all work on it."""
     alive: bool = True
     cut_off: bool = False
     """No call gets in or out."""
@@ -209,7 +207,7 @@ class Network:
         concurrency: int = _CONCURRENCY,
     ) -> VirtualActor:
         """Begin a process whose actor is made after `start_s` seconds."""
-        process = Process(name, offset_s=self.rng.uniform(0.0, 1e5), slowness=node.slowness)
+        process = Process(name, offset_s=self.rng.uniform(0.0, 1e5))
         actor = VirtualActor(name, node, process, concurrency=concurrency)
         self.actors.append(actor)
 

@@ -27,11 +27,11 @@ _QUANTILES = 64
 
 
 def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests: int | None = None) -> Plan:
-    """The fastest layout of decoupled drafting by the models that have draft actors in this scenario.
+    """The fastest layout, plain or decoupled with the models that have draft actors in this scenario.
 
     Args:
         scenario: A decoupled one.
-        devices: G. Default: GPUs of the whole cluster, of which the scenario simulates a part.
+        devices: G. Default: GPUs (without any, cores) of the whole cluster, of which the scenario simulates a part.
         requests: B. Default: those of the whole cluster.
 
     Raises:
@@ -43,20 +43,21 @@ def plan_scenario(scenario: ScenarioConfig, devices: int | None = None, requests
         running = workload.requests if shrinks else config.target.max_batch * config.target.replicas
         requests = running * scenario.part
     if devices is None:
-        devices = round(scenario.machines.gpus * scenario.machines.nodes) * scenario.part
+        machines = scenario.machines
+        devices = round((machines.gpus if config.target.gpus else machines.cpus) * machines.nodes) * scenario.part
     lengths = np.array(draw_lengths(workload, 4096, "plan"))
     mean = workload.prompt_tokens + float((lengths**2).sum() / lengths.sum()) / 2.0
     slices = tuple(_slices(lengths, workload.prompt_tokens, requests)) if shrinks else ()
     skills = {skill.method: skill for skill in scenario.skills}
-    gpus, methods = config.target.gpus, {}
+    each, methods = config.target.gpus or config.target.cores, {}
     for name, drafter in drafter_specs(config).items():
         if not traits(name).looks_up and not drafter.hosted:
-            row_s = scenario.python.draft_row_us / 1e6
-            costs = {drafter.gpus: _grid(world.draft_time(name).forward, (0,), drafter.gpus, row_s)}
+            row_s, own = scenario.python.draft_row_us / 1e6, drafter.gpus or max(1, round(drafter.cores))
+            costs = {own: _grid(world.draft_time(name).forward, (0,), own, row_s)}
             survival = _survival(skills[name], drafter.window, mean - workload.prompt_tokens)
             methods[name] = Method(costs, survival, branches=drafter.branches)
-    verify = {gpus: _grid(world.target, _WINDOWS, gpus, scenario.python.verify_row_us / 1e6)}
-    modes = [ModeName.decoupled]
+    verify = {each: _grid(world.target, _WINDOWS, each, scenario.python.verify_row_us / 1e6)}
+    modes = [ModeName.plain, ModeName.decoupled]
     return search_plan(verify, methods, devices=devices, requests=requests, context=mean, modes=modes, slices=slices)
 
 

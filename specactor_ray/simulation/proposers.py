@@ -122,7 +122,7 @@ class SimulatedProposer(SlotProposer):
         return np.zeros(len(self._placed), np.bool_)
 
     def _draft_block(self) -> np.ndarray:
-        """One forward: a token for each chain, or a block of them. Returns bool `(slots,)`: slots with changed tails."""
+        """One forward: a token, or a block, for each chain. Returns bool `(slots,)`: slots with changed tails."""
         mirrors, table, chains = self.mirrors, self.branches, self._ready()
         changed = self._draft(chains)
         for _ in range(self._time.block - 1):

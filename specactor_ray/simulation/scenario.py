@@ -121,8 +121,6 @@ class MachinesConfig:
     """GPUs of each node."""
     cpus: float = 64.0
     """CPU cores of each node."""
-    slowness: list[float] = field(default_factory=list)
-    """Factors of all durations, node by node; nodes beyond the list have 1."""
 
 
 @dataclass
@@ -131,16 +129,12 @@ class StepsConfig:
 
     steps: int = 1
     """RL steps that are simulated."""
-    update_s: float = 0.0
-    """Seconds of an update, however many tokens it learns from."""
     update_tokens_per_s: float = 0.0
     """Tokens of prompts and outputs that the update takes a second, over all its devices; 0: no update."""
     sync_s: float = 0.5
     """Seconds that a verifier takes for new weights."""
     load_s: float = 30.0
     """Seconds that an actor takes to load its model."""
-    sleep_s: float = 1.0
-    """Seconds to give up a cache, and to take it back."""
 
 
 @dataclass
@@ -182,9 +176,8 @@ _OTHER_RANGES: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("burst", "sigma", "spread"), (0, 10)),
     "bandwidth_gb_s": (1e-3, _MOST),
     "cache_share": (_TINY, 1),
-    "slowness": (_TINY, _MOST),
 }
-"""Least and largest value of numbers, and of the elements of a list; of those that are not named, 0 and `_MOST`."""
+"""Least and largest value of numbers; of those that are not named, 0 and `_MOST`."""
 _RUN = "the configuration of a run; name a scenario, which holds one as `config`"
 
 
@@ -235,16 +228,10 @@ def _check(scenario: ScenarioConfig) -> None:
     for prefix, section in _sections(scenario):
         for name, value in vars(section).items():
             least, most = _OTHER_RANGES.get(name, (0, _MOST))
-            keyed = {f".{n}": one for n, one in enumerate(value)} if isinstance(value, list) else {"": value}
-            for suffix, one in keyed.items():
-                if isinstance(one, int | float) and not least <= one <= most:
-                    low = "more than 0" if least == _TINY else f"{least:g} or more"
-                    fix = f"use {low}, at most {most:g}."
-                    raise ConfigError(f"{prefix}{name}{suffix}", f"{one} is out of range.", fix)
+            if isinstance(value, int | float) and not least <= value <= most:
+                low = "more than 0" if least == _TINY else f"{least:g} or more"
+                raise ConfigError(f"{prefix}{name}", f"{value} is out of range.", f"use {low}, at most {most:g}.")
     machines = scenario.machines
-    if len(machines.slowness) > machines.nodes:
-        problem = f"{len(machines.slowness)} factors for {machines.nodes} nodes."
-        raise ConfigError("machines.slowness", problem, "give one for each node, or raise machines.nodes.")
     try:
         validate(scenario.config)
         there = Devices(int(machines.cpus) * machines.nodes, int(machines.gpus) * machines.nodes)

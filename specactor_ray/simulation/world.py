@@ -72,8 +72,6 @@ class Times:
     """Loading a model, of verifiers and draft actors."""
     sync_s: float = 0.5
     """Taking over new weights."""
-    sleep_s: float = 0.0
-    """Giving up the cache, and taking it back."""
 
 
 @dataclass(frozen=True)
