@@ -32,12 +32,8 @@ EXPERIMENTS: Mapping[str, list[str]] = {
     "acceptance": [
         *(*PAIR, "--compare", "plain,coupled,decoupled", "--sweep", "skills.0.mean=0.2,0.4,0.6,0.7,0.8,0.9"),
     ],
-    "branches": [
-        *(*PAIR, "--compare", "coupled,decoupled", "--sweep", "config.speculation.branches=0,4,8,16"),
-        *("config.target.max_batch=4", "config.speculation.window=16"),
-    ],
-    "heads": [
-        *(*PAIR, "--sweep", "config.target.max_batch=1,4,16,64"),
+    "rows": [
+        *(*PAIR, "--sweep", "config.target.max_batch=1,4,16,64", "workload.requests=96"),
         *("workload.median_tokens=300", "workload.max_tokens=1200"),
     ],
 }

@@ -29,7 +29,7 @@ _MOST_SHOWN = 6
 
 @dataclass(frozen=True)
 class ScenarioOptions:
-    """What the command line says."""
+    """Options of the command line."""
 
     config: Path
     overrides: Sequence[str] = ()

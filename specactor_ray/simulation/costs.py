@@ -28,10 +28,10 @@ gather and merge, with gaps of 0.8 us."""
 
 
 def build_world(scenario: ScenarioConfig) -> World:
-    """Cost models, times and cache of a scenario; its text, Python and record are set by whoever runs it.
+    """Cost models, times and cache of a scenario; `SimulatedRollouts` sets text, Python and record.
 
     Raises:
-        ConfigError: The hardware is not there, or does not know a model.
+        ConfigError: The hardware does not exist, or has no figures of a model.
     """
     hardware, target = load_hardware(scenario.hardware), scenario.config.target
     world = _timed_world(scenario, hardware)

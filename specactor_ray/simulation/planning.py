@@ -76,7 +76,7 @@ def _grid(cost: StepCost, windows: tuple[int, ...], devices: int, row_s: float) 
 
 
 def _slices(lengths: np.ndarray, prompt: int, requests: int) -> Iterator[Load]:
-    """What runs at the middle of equal slices of the longest output."""
+    """Requests that run, and their context, at the middle of equal slices of the longest output."""
     for middle in (np.arange(_SLICES) + 0.5) * lengths.max() / _SLICES:
         if share := float((lengths > middle).mean()):
             yield Load(requests * share, prompt + float(middle))

@@ -24,7 +24,7 @@ _MOST_CORRUPT = 4
 
 
 class SimulatedProposer(SlotProposer):
-    """Guesses what the world's text says that its method guesses.
+    """Drafts the guesses that the world's text holds for its method.
 
     A forward drafts one token for every chain; a lookup fills all windows at once, as far as it finds something. What a
     request's cache lacks is prefilled in the next forward.
@@ -224,7 +224,7 @@ class TimedProposer(Proposer):
 
     def extend(self) -> np.ndarray:
         clock, world = self._clock, self._world
-        world.python.begin(clock.process)  # what the lookup itself takes is what the cost model says
+        world.python.begin(clock.process)  # the cost model has the time of the lookup itself
         changed = self._inner.extend()
         if len(changed):
             found = len(self._inner.tails(changed).tokens)

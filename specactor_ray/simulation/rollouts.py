@@ -166,7 +166,7 @@ class SimulatedRollouts(VirtualRun):
     Args:
         name, scenario: The variant, and what is simulated.
         world: Cost models; text, Python and record are set here.
-        recording: Recorded requests, if the scenario asks for them.
+        recording: Recorded requests, if the scenario names some.
         on_progress: Called with the share of requests that have ended.
     """
 

@@ -29,7 +29,7 @@ class Arrival(str, Enum):
     at_once = "at_once"
     """All at the start of a step; the step ends with the last of them."""
     continuous = "continuous"
-    """New ones wait at any time; what is measured ends when `workload.requests` of them have."""
+    """New ones wait at any time; the run ends when `workload.requests` of them have."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class WorkloadConfig:
     """`at_once` or `continuous`."""
     trajectories: str | None = None
     """Recorded outputs in place of drawn ones: a `trajectories.jsonl` of ours. Lookups then search the recorded tokens;
-    other methods are right as often as the recorded requests say."""
+    other methods are right as often as in the record."""
 
 
 @dataclass
@@ -147,13 +147,13 @@ class ScenarioConfig:
     """Cost models: a file in `conf/simulation/hardware/` by its name, a file by its path, or a profile that
     `specactor profile` wrote."""
     part: int = 1
-    """1/part of the cluster is simulated; figures are of that part unless they say otherwise."""
+    """1/part of the cluster is simulated; figures are of that part."""
     seed: int = 0
     """Of all draws; the same seed, the same run."""
     cache_share: float = 0.85
     """Share of a verifier's device memory for weights and cache."""
     correlation: float = 0.0
-    """What the guesses of all methods have in common, from 0 (nothing) to 1 (right and wrong at the same places)."""
+    """Share of the variance of guesses that all methods have in common, from 0 (nothing) to 1 (right and wrong at the same places)."""
     machines: MachinesConfig = field(default_factory=MachinesConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     skills: list[SkillConfig] = field(default_factory=list)
@@ -278,6 +278,6 @@ def _check_skills(scenario: ScenarioConfig) -> None:
         raise ConfigError("skills", "a method is named twice.", "keep one element per method.")
     for index, drafter in enumerate(scenario.config.drafters if scenario.config.mode is not ModeName.plain else ()):
         if drafter.method not in known and scenario.workload.trajectories is None:
-            problem = f"nothing is said about how good {drafter.method} is."
+            problem = f"the skill of {drafter.method} is missing."
             fix = f"add an element to skills: {{method: {drafter.method}}}"
             raise ConfigError(f"config.drafters.{index}", problem, fix)

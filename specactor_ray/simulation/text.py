@@ -2,7 +2,7 @@
 
 A request is identified by its seed. A token of the target is a function of (seed, weights, position), as with keyed
 sampling; the candidates of a draft method at a position, given that the tokens before it are right, are functions of
-(method, seed, weights, position). So runs of different policies meet the same tokens and the same guesses.
+(method, seed, weights, position). So runs of different policies have the same tokens and the same guesses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Text(Protocol):
 
 
 def true_token(seed: int, version: int, position: int) -> int:
-    """What the target samples in a run with faults; keyed like the real sampler."""
+    """The target's token in a run with faults; keyed like the real sampler."""
     return zlib.crc32(b"%d %d %d" % (seed, version, position)) % HashedText.vocab_size
 
 
@@ -81,7 +81,7 @@ def _draws(key: bytes, count: int) -> np.ndarray:
 
 
 def _hashed_ranks(key: bytes, count: int, first: float) -> np.ndarray:
-    """`Text.ranks` where the first candidate is right with this probability; gaps say nothing."""
+    """`Text.ranks` where the first candidate is right with this probability; all gaps are equal."""
     draws = _draws(key, count)
     left = np.where(draws < first, 0.0, (draws - first) / max(1.0 - first, 1e-9))  # uniform again where it is wrong
     ranks = np.where(draws < first, 0, 1 + np.searchsorted(_RIGHT_TO, left, side="right"))

@@ -1,4 +1,4 @@
-"""What the models of one simulation share: text, durations, exceptions, and a record of their steps."""
+"""Shared by the models of one simulation: text, durations, exceptions, and a record of their steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PythonTime:
         return rows * self.draft_row_s
 
     def begin(self, process: Process) -> None:
-        """What the process does from now on counts."""
+        """Begin to count the process's time."""
 
 
 class MeasuredPython(PythonTime):
@@ -66,7 +66,7 @@ class MeasuredPython(PythonTime):
 
 @dataclass(frozen=True)
 class Times:
-    """Durations of what is not a step, in seconds."""
+    """Durations beside steps, in seconds."""
 
     load_s: float = 0.5
     """Loading a model, of verifiers and draft actors."""

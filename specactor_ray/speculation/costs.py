@@ -3,8 +3,8 @@
     D(g, b)    seconds to draft one token for each of b requests on g devices
     V(g, w, b) seconds to verify w + 1 tokens for each of b requests on g devices
 
-SpecActor (arXiv 2511.16193, section 4) fits lines over b. Steps bend where a device is saturated, and what was measured
-is known, so costs are interpolated here; docs/design/plan.md.
+SpecActor (arXiv 2511.16193, section 4) fits lines over b. Steps bend where a device is saturated, so costs are
+interpolated here; docs/design/plan.md.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ whole cluster.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +27,8 @@ _VERIFIED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Most draft tokens of a row that a decoupled step is tried with."""
 _BRANCHES = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Branches of a row in a draft forward that are tried."""
+_NEARLY = 0.99
+"""Of layouts that differ by less, the one with the fewest drafters is taken: its verifiers hold more cache."""
 _ROUNDS = 3
 """A step lasts as long as its positions take, and they depend on how much was drafted in a step."""
 
@@ -49,7 +52,9 @@ class Method:
     free: bool = False
     """It runs on none of the planned devices (an n-gram drafter on the CPUs of a GPU machine)."""
     branches: int = 0
-    """Most branches of a request; drafting chains of one request costs the forward's rows, and its context once."""
+    """Most branches of a request. A forward over them costs the rows of all, and the context of the request once."""
+    most_context: float = math.inf
+    """Most tokens of a context that it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +171,8 @@ def search_plan(
             running = sum(load.requests for load in slices) / len(slices) if slices else requests
             tgs = len(steps) / sum(1.0 / step.tgs for step in steps) if slices else first.tgs
             found.append(Candidate(mode, name, g_d, g_v, n_d, n_v, batch, *first[:-1], tgs, running * tgs))
-        predictions += sorted(found, key=lambda candidate: -candidate.tokens_per_s)[:1]
+        least = _NEARLY * max((candidate.tokens_per_s for candidate in found), default=0.0)
+        predictions += [candidate for candidate in found if candidate.tokens_per_s >= least][:1]
     if not predictions:
         wanted = " or ".join(mode.value for mode in modes)
         raise InputError(f"no plan: {wanted} as profiled does not fit {devices} device(s), or was not measured")
@@ -222,8 +228,9 @@ def _best_step(
         return _Step(0, 0.0, 0.0, verify_s, 1.0, 1.0 / verify_s)
     rows = max(load.requests / n_d, 1.0) if n_d else batch
     survival, drafting = method.survival[: int(costs.knots[1][-1])], method.costs[devices]
+    read = min(context, method.most_context)
     if mode is ModeName.coupled:
-        draft_s = drafting.step(rows, context)
+        draft_s = drafting.step(rows, read)
         verify = np.array([costs.step(batch, context, window) for window in range(len(survival))])
         tau, iteration_s = iterations(survival[None], draft_s, verify)[0]
         at = int(np.argmax(tau / iteration_s))
@@ -232,7 +239,7 @@ def _best_step(
     best = _Step(len(survival) - 1, share_right(survival), 0.0, 0.0, 0.0, 0.0)
     for branches in (count for count in _BRANCHES if count <= method.branches):
         chains = rows * (1.0 + branches)
-        draft_s = drafting.seconds(chains, chains, rows * context)
+        draft_s = drafting.seconds(chains, chains, rows * read)
         best = max(best, _ahead(best, costs, batch, context, survival, branches, draft_s), key=lambda step: step.tgs)
     return best
 
