@@ -153,7 +153,7 @@ class ScenarioConfig:
     cache_share: float = 0.85
     """Share of a verifier's device memory for weights and cache."""
     correlation: float = 0.0
-    """Share of the variance of guesses that all methods have in common, from 0 (nothing) to 1 (right and wrong at the same places)."""
+    """Share of variance that the guesses of all methods have in common; at 1 they are right at the same places."""
     machines: MachinesConfig = field(default_factory=MachinesConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
     skills: list[SkillConfig] = field(default_factory=list)
