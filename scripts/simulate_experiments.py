@@ -33,7 +33,7 @@ EXPERIMENTS: Mapping[str, list[str]] = {
         *(*PAIR, "--compare", "plain,coupled,decoupled", "--sweep", "skills.0.mean=0.2,0.4,0.6,0.7,0.8,0.9"),
     ],
     "rows": [
-        *(*PAIR, "--sweep", "config.target.max_batch=1,4,16,64", "workload.requests=96"),
+        *(*PAIR, "--sweep", "config.target.max_batch=1,4,16,64", "workload.requests=64"),
         *("workload.median_tokens=300", "workload.max_tokens=1200"),
     ],
 }
