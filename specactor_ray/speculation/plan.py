@@ -3,14 +3,13 @@
 What one request gains, TGS = τ / IL, is in `spec/tgs.py`; D and V are those of `costs.py`.
 
 G devices hold n_v verifiers of g_v devices and, if decoupled, n_d drafters of g_d devices, n_v at most. Each verifier
-runs b = ceil(B / n_v) of the B requests, each drafter drafts for B / n_d of them. In the paper n_d = n_v, and where
+runs B / n_v of the B requests (b: rounded up), each drafter drafts for B / n_d. In the paper n_d = n_v, and where
 g_v + g_d divides G this is its b. All B requests run, so layouts are compared by B · TGS, the tokens per second of the
 whole cluster.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -53,8 +52,6 @@ class Method:
     """It runs on none of the planned devices (an n-gram drafter on the CPUs of a GPU machine)."""
     branches: int = 0
     """Most branches of a request. A forward over them costs the rows of all, and the context of the request once."""
-    most_context: float = math.inf
-    """Most tokens of a context that it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +225,8 @@ def _best_step(
         return _Step(0, 0.0, 0.0, verify_s, 1.0, 1.0 / verify_s)
     rows = max(load.requests / n_d, 1.0) if n_d else batch
     survival, drafting = method.survival[: int(costs.knots[1][-1])], method.costs[devices]
-    read = min(context, method.most_context)
     if mode is ModeName.coupled:
-        draft_s = drafting.step(rows, read)
+        draft_s = drafting.step(rows, context)
         verify = np.array([costs.step(batch, context, window) for window in range(len(survival))])
         tau, iteration_s = iterations(survival[None], draft_s, verify)[0]
         at = int(np.argmax(tau / iteration_s))
@@ -239,7 +235,7 @@ def _best_step(
     best = _Step(len(survival) - 1, share_right(survival), 0.0, 0.0, 0.0, 0.0)
     for branches in (count for count in _BRANCHES if count <= method.branches):
         chains = rows * (1.0 + branches)
-        draft_s = drafting.seconds(chains, chains, rows * read)
+        draft_s = drafting.seconds(chains, chains, rows * context)
         best = max(best, _ahead(best, costs, batch, context, survival, branches, draft_s), key=lambda step: step.tgs)
     return best
 
