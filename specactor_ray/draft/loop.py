@@ -125,6 +125,12 @@ class DraftLoop(Loop):
             self._requests.lose_all()
             return False
 
+    def take_turn(self, most: int) -> int:
+        """`run_guarded` with at most `most` tokens a request. Returns how many there were, at least 1; 0: nothing to
+        do."""
+        self.proposer.burst = most
+        return max(self.proposer.drafted, 1) if self.run_guarded() else 0
+
     def _step(self, begin: float) -> bool:
         """Drain, extend, publish."""
         messages = self._inbox.drain()
@@ -138,8 +144,8 @@ class DraftLoop(Loop):
         begin = self._clock.now()
         changed = np.asarray(proposer.extend(), np.int32)
         if len(changed):
-            if not proposer.traits.looks_up:  # a model drafts one token for each of its requests
-                self._costs.append(self._clock.now() - begin)
+            if not proposer.traits.looks_up:
+                self._costs.append((self._clock.now() - begin) / max(proposer.drafted, 1))
                 self._cost.record(proposer.rows_drafted, self._costs[-1])
                 self._token_s = sorted(self._costs)[len(self._costs) // 4]
             requests.counters["extends"] += 1

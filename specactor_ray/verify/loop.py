@@ -210,15 +210,15 @@ class VerifyLoop(Loop):
         self._await_tails(rows, begin + drafting.wait_s)
         if self._has_models and (rounds := drafting.policy.plan_rounds(rows)):
             drafting.flush()
-            while rounds and self._draft():
-                rounds -= 1
+            while rounds and (drafted := self._draft(rounds)):
+                rounds = max(rounds - drafted, 0)
             drafting.take_messages()
         return self._clock.now() - begin
 
-    def _draft(self) -> bool:
-        """One step of every drafter of this thread: a model drafts one more token for each of its requests. One that
-        fails is logged and loses its requests. Returns False when there was nothing to do."""
-        return any([drafter.loop.run_guarded() for drafter in self._hosted])  # noqa: C419 - each has to run
+    def _draft(self, most: int = 1) -> int:
+        """One step of every drafter of this thread: a model drafts up to `most` tokens for each of its requests. One
+        that fails is logged and loses its requests. Returns how many it drafted, and 0 when there was nothing to do."""
+        return max((drafter.loop.take_turn(most) for drafter in self._hosted), default=0)
 
     def _await_tails(self, rows: np.ndarray, until: float) -> None:
         """Wait for requests without a tail. Drafters of other processes run ahead; by default nobody waits for them."""

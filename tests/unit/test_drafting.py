@@ -13,7 +13,7 @@ from specactor_ray.actors.process import ActorHost
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, TargetConfig
 from specactor_ray.controller.state import Mode, VerifierSpec
-from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.proposer import Traits
 from specactor_ray.draft.registry import traits

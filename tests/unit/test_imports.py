@@ -234,7 +234,7 @@ def test_nothing_heavy_is_loaded(code: str) -> None:
 
 
 def test_lookups_and_seeds_load_no_torch() -> None:
-    assert loaded_by("import specactor_ray.sampling.keyed, specactor_ray.draft.lookup.suffix") == "numba"
+    assert loaded_by("import specactor_ray.sampling.keyed, specactor_ray.draft.lookup.proposer") == "numba"
 
 
 def test_the_check_sees_a_heavy_import() -> None:

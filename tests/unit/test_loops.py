@@ -23,8 +23,7 @@ from specactor_ray.draft.eagle.checkpoint import load_head, trained_weights
 from specactor_ray.draft.eagle.proposer import EagleProposer
 from specactor_ray.draft.eagle.runner import EagleRunner
 from specactor_ray.draft.health import ENOUGH, checksum
-from specactor_ray.draft.lookup.ngram import NgramProposer
-from specactor_ray.draft.lookup.suffix import SuffixProposer
+from specactor_ray.draft.lookup.proposer import NgramProposer, SuffixProposer
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.draft.model import DraftModelProposer
 from specactor_ray.draft.proposer import Checkpoint, Proposer, Traits

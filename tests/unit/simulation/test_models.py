@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.draft.lookup.ngram import NgramProposer
+from specactor_ray.draft.lookup.proposer import NgramProposer
 from specactor_ray.errors import InputError
 from specactor_ray.messages import SamplingParams, TailBatch
 from specactor_ray.simulation.engine import SimulatedEngine
