@@ -2,7 +2,7 @@
 
 Drafts are claims about absolute output positions. Output position 0 is the first generated token of a
 request; "committed length" counts output tokens, never prompt tokens. Every message may be lost, repeated,
-reordered or late; the receiver checks it against what it knows (`spec/table.py`, `draft/mirror.py`).
+reordered or late; the receiver checks it against what it knows (`verify/table.py`, `draft/mirror.py`).
 """
 
 from __future__ import annotations

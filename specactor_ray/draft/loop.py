@@ -25,7 +25,7 @@ from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import CommitBatch, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.queues.link import Link
-from specactor_ray.spec.cost import StepCost
+from specactor_ray.verify.cost import StepCost
 
 logger = logging.getLogger(__name__)
 

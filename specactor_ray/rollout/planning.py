@@ -21,9 +21,9 @@ from specactor_ray.config.validate import validate
 from specactor_ray.draft.registry import traits
 from specactor_ray.errors import ConfigError
 from specactor_ray.observability.environment import count_gpus, fitting_dtype, hardware, versions
-from specactor_ray.spec.tgs import geometric, share_right
 from specactor_ray.speculation.plan import ALL_MODES, Method, Plan, search_plan
 from specactor_ray.speculation.profile import Profile, load_profile, reject_foreign_profile
+from specactor_ray.verify.tgs import geometric, share_right
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def resolve_mode(config: Config, devices: Devices | None) -> tuple[Config, list[
       coupled. A draft model without GPUs of its own gets one there, or else is hosted by the verifiers on theirs: on a
       CPU core it would be slower than the target.
 
-    Never plain: both modes stop drafting where it does not pay, and ask that again at every step (`spec/policy.py`).
+    Never plain: both modes stop drafting where it does not pay, and ask that again at every step (`verify/policy.py`).
     Without any drafter one of `DEFAULT_METHOD` is added.
 
     Args:

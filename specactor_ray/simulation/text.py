@@ -20,7 +20,7 @@ import numpy as np
 from specactor_ray.draft.branches import GAPS, ranges_of
 from specactor_ray.messages import SamplingParams
 from specactor_ray.simulation._kernels import NO_GUESS
-from specactor_ray.spec.tgs import RIGHT_BEHIND_WRONG
+from specactor_ray.verify.tgs import RIGHT_BEHIND_WRONG
 
 
 class Text(Protocol):

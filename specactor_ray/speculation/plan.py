@@ -1,6 +1,6 @@
 """Which layout, draft method, mode and window are fastest: Algorithm 1 of SpecActor (arXiv 2511.16193, section 4).
 
-What one request gains, TGS = τ / IL, is in `spec/tgs.py`; D and V are those of `costs.py`.
+What one request gains, TGS = τ / IL, is in `verify/tgs.py`; D and V are those of `costs.py`.
 
 G devices hold n_v verifiers of g_v devices and, if decoupled, n_d drafters of g_d devices, n_v at most. Each verifier
 runs B / n_v of the B requests (b: rounded up), each drafter drafts for B / n_d. In the paper n_d = n_v, and where
@@ -18,8 +18,8 @@ import numpy as np
 
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import InputError
-from specactor_ray.spec.tgs import TINY_S, iterations, run_ahead, share_right
 from specactor_ray.speculation.costs import GridCost
+from specactor_ray.verify.tgs import TINY_S, iterations, run_ahead, share_right
 
 ALL_MODES = (ModeName.plain, ModeName.coupled, ModeName.decoupled)
 _VERIFIED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -1,7 +1,7 @@
 """The verifier's side of drafting: the table of requests, the drafters in its seats, and what travels between them.
 
-Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisions are in `spec/policy.py` and
-`spec/assign.py`.
+Called from the verifier's one thread, except `inbox.put` and `snapshot`. Decisions are in `verify/policy.py` and
+`verify/racing.py`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from specactor_ray.config.drafter_spec import WINDOW, DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig
 from specactor_ray.messages import Branches, Features, SamplingParams, TailBatch
 from specactor_ray.queues import inbox
-from specactor_ray.spec._kernels import Committed
-from specactor_ray.spec.acceptance import Acceptance
-from specactor_ray.spec.assign import Assigner
-from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import Drafter, Policy
-from specactor_ray.spec.table import RequestTable
 from specactor_ray.target.base import NO_DRAFTS, Drafts, States, TargetRequest
+from specactor_ray.verify._kernels import Committed
+from specactor_ray.verify.acceptance import Acceptance
+from specactor_ray.verify.cost import StepCost
+from specactor_ray.verify.policy import Drafter, Policy
+from specactor_ray.verify.racing import Assigner
 from specactor_ray.verify.seat import DrafterLink, FeatureLog, Seat
+from specactor_ray.verify.table import RequestTable
 
 
 class Drafting:
@@ -155,7 +155,7 @@ class Drafting:
 
 @functools.cache
 def warm_up() -> None:
-    """Compile the kernels of `spec/` for the types they are called with: seconds where numba's cache is cold."""
+    """Compile the kernels of `verify/` for the types they are called with: seconds where numba's cache is cold."""
     table, acceptance, cost = RequestTable(1), Acceptance(), StepCost()
     hosted = Drafter("", DrafterSpec(window=1, max_batch=1), hosted=True)
     policy = Policy(SpeculationConfig(window=1), table, acceptance, cost, {0: hosted})

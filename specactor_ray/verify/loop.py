@@ -20,10 +20,10 @@ from specactor_ray.fallbacks import fallbacks
 from specactor_ray.loops.loop import IDLE_WAIT_S, Loop
 from specactor_ray.messages import FinishedOutput, TailBatch, ToRollout
 from specactor_ray.queues.link import Link, direct_sender
-from specactor_ray.spec.policy import Seconds
 from specactor_ray.target.base import TargetEngine, TargetRequest
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
+from specactor_ray.verify.policy import Seconds
 from specactor_ray.verify.requests import Requests
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 

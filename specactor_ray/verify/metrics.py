@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from specactor_ray.spec._kernels import COUNTS
-from specactor_ray.spec.policy import Seconds
 from specactor_ray.target.base import StepResult
+from specactor_ray.verify._kernels import COUNTS
+from specactor_ray.verify.policy import Seconds
 
 
 @dataclass

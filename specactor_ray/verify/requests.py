@@ -10,8 +10,8 @@ from specactor_ray.clock import SYSTEM, Clock
 from specactor_ray.errors import InputError
 from specactor_ray.messages import Finished, Progress, Refused, RequestStats, ToRollout
 from specactor_ray.queues.events import EventQueue
-from specactor_ray.spec._kernels import Committed
 from specactor_ray.target.base import Finish, StepResult, TargetEngine, TargetRequest
+from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.metrics import StepMetrics
 

@@ -13,8 +13,8 @@ from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.draft.loop import DraftLoop
 from specactor_ray.messages import CommitBatch, DraftOpen, Features
 from specactor_ray.queues.link import Link
-from specactor_ray.spec.policy import Drafter
-from specactor_ray.spec.table import RequestTable
+from specactor_ray.verify.policy import Drafter
+from specactor_ray.verify.table import RequestTable
 
 _KEPT_POSITIONS = 2048
 """Newest positions of each request whose hidden states are kept for drafters that join later."""

@@ -20,13 +20,13 @@ from specactor_ray.draft.registry import traits
 from specactor_ray.draft.requests import DraftRequests
 from specactor_ray.messages import CommitBatch, SamplingParams, TailBatch
 from specactor_ray.queues.link import Link, direct_sender
-from specactor_ray.spec._kernels import Committed
 from specactor_ray.target.base import States, TargetRequest
 from specactor_ray.verify import seat
+from specactor_ray.verify._kernels import Committed
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 from tests.by_name import ByName
-from tests.unit.spec.tables import Claim, batch, ints, request
+from tests.unit.verify.tables import Claim, batch, ints, request
 
 
 def spec_of(method: str) -> DrafterSpec:

@@ -32,13 +32,13 @@ from specactor_ray.messages import Features, Finished, Progress, SamplingParams
 from specactor_ray.models.ragged_model import RaggedModel
 from specactor_ray.queues import inbox
 from specactor_ray.queues.link import Link, direct_sender
-from specactor_ray.spec import assign
-from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import Policy, Suspension
 from specactor_ray.target.base import TargetRequest
 from specactor_ray.target.hf import HfEngine
+from specactor_ray.verify import racing
+from specactor_ray.verify.cost import StepCost
 from specactor_ray.verify.drafting import Drafting
 from specactor_ray.verify.loop import VerifyLoop
+from specactor_ray.verify.policy import Policy, Suspension
 from specactor_ray.verify.seat import DrafterLink, HostedDrafter
 from tests.misbehaving import Crasher, Forker, Liar
 from tests.tiny import tiny_draft, tiny_eagle, tiny_target
@@ -298,8 +298,8 @@ def test_races_and_reconfigurations_change_no_token(
 ) -> None:
     """Every step another assignment, other rounds of drafting and other parts of tails; the channel loses, repeats and
     reorders."""
-    monkeypatch.setattr(assign, "REVISE_EVERY", 1)
-    monkeypatch.setattr(assign, "SWITCH_GAIN", -0.2)  # restless: whatever it has is never good enough
+    monkeypatch.setattr(racing, "REVISE_EVERY", 1)
+    monkeypatch.setattr(racing, "SWITCH_GAIN", -0.2)  # restless: whatever it has is never good enough
     rng, choose = np.random.default_rng(7), Policy.choose
 
     def whims(self: Policy, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from specactor_ray.config.schema import ModeName
 from specactor_ray.errors import InputError
-from specactor_ray.spec.tgs import geometric
 from specactor_ray.speculation.costs import CostPoint, GridCost, cost_grids
 from specactor_ray.speculation.plan import Candidate, Load, Method, search_plan
+from specactor_ray.verify.tgs import geometric
 
 PROBABILITIES = st.one_of(st.sampled_from([0.0, 1.0, 1e-300, 1 - 2**-53, 0.5]), st.floats(0.0, 1.0))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 from specactor_ray.rollout.metrics import RolloutMetrics
-from specactor_ray.spec.policy import Seconds
-from specactor_ray.spec.table import RequestTable
 from specactor_ray.target.base import StepResult
 from specactor_ray.verify.metrics import StepMetrics
+from specactor_ray.verify.policy import Seconds
+from specactor_ray.verify.table import RequestTable
 
 
 def record_rows(metrics: StepMetrics, *rows: tuple[int, int, int, int]) -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from specactor_ray.messages import NO_BRANCHES, Branches, CommitBatch, DraftOpen, Features, SamplingParams, TailBatch
 from specactor_ray.queues import inbox
 from specactor_ray.queues.inbox import MOST_MALFORMED, MOST_WAITING, UNKNOWN
-from specactor_ray.spec.table import RequestTable
-from tests.unit.spec.tables import ints, request
+from specactor_ray.verify.table import RequestTable
+from tests.unit.verify.tables import ints, request
 
 VOCAB, BRANCHES = 100, 2
 HUGE = 1 << 21

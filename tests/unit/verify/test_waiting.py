@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specactor_ray.spec.table import RequestTable
-from specactor_ray.spec.waiting import Waiting
-from tests.unit.spec.tables import ints, request
+from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.waiting import Waiting
+from tests.unit.verify.tables import ints, request
 
 STEP_S = 0.02
 

@@ -18,12 +18,12 @@ import numpy as np
 
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import RaceName, SpeculationConfig, VerifyPolicy
-from specactor_ray.spec import _kernels
-from specactor_ray.spec.acceptance import BUCKET_NAMES, Acceptance
-from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.table import RequestTable
-from specactor_ray.spec.tgs import window_rates
-from specactor_ray.spec.waiting import Waiting
+from specactor_ray.verify import _kernels
+from specactor_ray.verify.acceptance import BUCKET_NAMES, Acceptance
+from specactor_ray.verify.cost import StepCost
+from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.tgs import window_rates
+from specactor_ray.verify.waiting import Waiting
 
 _FIRST_ROUNDS = 3
 """Rounds of drafting where the seconds of one are unknown."""

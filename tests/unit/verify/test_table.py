@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specactor_ray.spec import _kernels
-from specactor_ray.spec._kernels import COUNTS, FREE, REFUTED
-from specactor_ray.spec.acceptance import Acceptance, bucket_of
-from specactor_ray.spec.table import RequestTable
-from tests.unit.spec.tables import EVIDENCE, Claim, batch, commit, request, say
+from specactor_ray.verify import _kernels
+from specactor_ray.verify._kernels import COUNTS, FREE, REFUTED
+from specactor_ray.verify.acceptance import Acceptance, bucket_of
+from specactor_ray.verify.table import RequestTable
+from tests.unit.verify.tables import EVIDENCE, Claim, batch, commit, request, say
 
 WINDOW, BRANCHES, VOCAB, METHODS = 4, 2, 3, 3
 OUTCOMES = ("refuted", "rescued on arrival", "rescued at commit")

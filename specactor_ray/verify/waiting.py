@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from specactor_ray.spec.acceptance import HALF_LIFE_STEPS
-from specactor_ray.spec.table import RequestTable
+from specactor_ray.verify.acceptance import HALF_LIFE_STEPS
+from specactor_ray.verify.table import RequestTable
 
 _FADE = 0.5 ** (1.0 / HALF_LIFE_STEPS)
 _TRIES, _GAIN_TRIES = 8.0, 64.0

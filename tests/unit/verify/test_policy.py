@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from specactor_ray.config.drafter_spec import DrafterSpec
 from specactor_ray.config.schema import SpeculationConfig, VerifyPolicy
 from specactor_ray.draft.registry import traits
-from specactor_ray.spec import _kernels
-from specactor_ray.spec.acceptance import Acceptance
-from specactor_ray.spec.cost import StepCost
-from specactor_ray.spec.policy import Drafter, Policy, Seconds
-from specactor_ray.spec.table import RequestTable
-from specactor_ray.spec.tgs import geometric, iterations
-from tests.unit.spec.tables import commit, ints, request, say
+from specactor_ray.verify import _kernels
+from specactor_ray.verify.acceptance import Acceptance
+from specactor_ray.verify.cost import StepCost
+from specactor_ray.verify.policy import Drafter, Policy, Seconds
+from specactor_ray.verify.table import RequestTable
+from specactor_ray.verify.tgs import geometric, iterations
+from tests.unit.verify.tables import commit, ints, request, say
 
 WINDOW = 8
 

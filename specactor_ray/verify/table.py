@@ -10,9 +10,9 @@ import numpy as np
 
 from specactor_ray.config.schema import MAX_METHODS
 from specactor_ray.ragged import enlarged
-from specactor_ray.spec import _kernels
-from specactor_ray.spec._kernels import Committed
-from specactor_ray.spec.acceptance import Acceptance, bucket_of
+from specactor_ray.verify import _kernels
+from specactor_ray.verify._kernels import Committed
+from specactor_ray.verify.acceptance import Acceptance, bucket_of
 
 if TYPE_CHECKING:
     from specactor_ray.target.base import TargetRequest

@@ -10,7 +10,7 @@ import numpy as np
 from specactor_ray.config.schema import MAX_METHODS
 
 if TYPE_CHECKING:
-    from specactor_ray.spec.table import RequestTable
+    from specactor_ray.verify.table import RequestTable
 
 BUCKET_NAMES = ("0-63", "64-127", "128-255", "256-511", "512-1023", "1024-2047", "2048-4095", "4096+")
 """Ranges of output positions."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specactor_ray.config.schema import RaceName, SpeculationConfig
-from specactor_ray.spec.policy import Policy
+from specactor_ray.verify.policy import Policy
 
 REVISE_EVERY = 16
 """Steps between two revisions of all requests."""
